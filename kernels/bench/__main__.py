@@ -102,7 +102,10 @@ def silu_case(tokens: int) -> Case:
 
 
 def cases() -> dict[str, Callable[[], Case]]:
-    """Returns functions that make one case each, because all cases together do not fit a small machine."""
+    """Returns a function per case that creates the case.
+
+    The cases are created one by one, because the inputs of all cases together do not fit into the memory of a small machine.
+    """
     found: dict[str, Callable[[], Case]] = {}
     for tokens in (1, 8, 32, 256, 2048):
         shapes = {"qkv": (HIDDEN, 4096), "o": (2048, HIDDEN), "down": (INNER, HIDDEN)}
@@ -124,8 +127,8 @@ def cases() -> dict[str, Callable[[], Case]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", default="", help="Text that the names of the cases to run contain.")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of each kernel.")
+    parser.add_argument("--only", default="", help="Run only the cases whose names contain this text.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     kernels = load_kernels(options.threads, torch.bfloat16)

@@ -23,23 +23,23 @@ class KernelFigures:
     name: str
     microseconds: float = 0.0
     gigabytes_per_second: float = 0.0
-    percent_of_copy: float = 0.0  # share of the bandwidth of a large copy in the same run
+    percent_of_copy: float = 0.0  # bandwidth as a percentage of the bandwidth of a large copy in the same run
     teraflops: float = 0.0
-    torch_microseconds: float | None = None  # time of the same work in plain torch, or None without a comparison
-    # Whether inputs came from memory. If they came from the L2 cache, percent_of_copy may exceed 100.
+    torch_microseconds: float | None = None  # time of the same work in plain torch; None: there is no comparison
+    # Whether the inputs came from memory. If they came from the L2 cache, percent_of_copy may exceed 100.
     cold: bool = False
-    error: str = ""  # reason why the kernel has no figures; empty if it has
-    torch_error: str = ""  # reason why plain torch has no figures; empty if it has
+    error: str = ""  # error of the kernel, which then has no figures; empty: no error
+    torch_error: str = ""  # error of plain torch, which then has no time; empty: no error
 
     def line(self) -> str:
         if self.error:
             return f"{self.name:44} failed: {self.error}"
-        beside = "failed" if self.torch_error else ""
-        beside = beside if self.torch_microseconds is None else f"{self.torch_microseconds:.1f}"
+        torch_time = "failed" if self.torch_error else ""
+        torch_time = torch_time if self.torch_microseconds is None else f"{self.torch_microseconds:.1f}"
         ratio = "" if self.torch_microseconds is None else f"{self.torch_microseconds / self.microseconds:.2f}"
         flops = f"{self.teraflops:.1f}" if self.teraflops else ""
         rates = f"{self.microseconds:9.1f} {self.gigabytes_per_second:7.0f} {self.percent_of_copy:7.1f} {flops:>8}"
-        return f"{self.name:44} {rates} {beside:>9} {ratio:>6}  {'memory' if self.cold else 'L2'}"
+        return f"{self.name:44} {rates} {torch_time:>9} {ratio:>6}  {'memory' if self.cold else 'L2'}"
 
 
 def figures_of(case: GpuCase, ours: Timing, plain: Timing | None, copy_bandwidth: float) -> KernelFigures:
@@ -58,7 +58,7 @@ def figures_of(case: GpuCase, ours: Timing, plain: Timing | None, copy_bandwidth
 
 
 def write_json(path: Path, run: dict[str, str | float], kernels: list[KernelFigures]) -> None:
-    """Writes the figures. `run` has the facts of the whole run: device, versions, copy bandwidth."""
+    """Writes the figures of all cases. `run` describes the whole run: device, torch version and copy bandwidth."""
     path.write_text(json.dumps({**run, "kernels": [asdict(figures) for figures in kernels]}, indent=1) + "\n")
 
 
@@ -68,7 +68,7 @@ NO_GPU = "torch finds no GPU, so no kernel was timed."
 
 
 def all_cases() -> Iterator[GpuCase]:
-    from rootstock_llm.kernels.bench import (  # triton may not be installed
+    from rootstock_llm.kernels.bench import (  # imported here because triton may not be installed
         gpu_attention,
         gpu_deterministic,
         gpu_layers,
@@ -104,7 +104,7 @@ def _first_line(error: Exception) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Times the cases and rewrites the JSON file after each one. Returns 0; 1 if a kernel failed; 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="Text that the names of the cases to run contain.")
+    parser.add_argument("--only", default="", help="Run only the cases whose names contain this text.")
     parser.add_argument("--json", type=Path, help="File for the figures, as JSON.")
     parser.add_argument("--seconds", type=float, default=0.2, help="Seconds for which a measurement repeats its work.")
     options = parser.parse_args(arguments)

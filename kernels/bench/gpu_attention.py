@@ -1,4 +1,4 @@
-"""Makes the cases of paged attention at the shapes of two dense models: decode steps, prompts, a chunk after a long prefix."""
+"""Creates the cases of paged attention at the shapes of two dense models: decode, prompts, and a chunk after a long prefix."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rootstock_llm.kernels.triton.attention.attention import (
 from rootstock_llm.kernels.triton.attention.attention_plan import Launch
 
 DTYPE, SIZE, PAGE_SIZE, KV_HEADS, HEAD_DIM = torch.bfloat16, 2, 16, 8, 128
-MODELS = {"0.6B": 16, "8B": 32}  # number of query heads
+MODELS = {"0.6B": 16, "8B": 32}  # number of query heads by model
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """Sizes of a batch: `rows` rows of `count` tokens each, after `start` earlier tokens each."""
+    """The sizes of a batch: `rows` rows of `count` tokens. Each row has `start` earlier tokens in the KV pool."""
 
     model: str
     rows: int
@@ -69,7 +69,7 @@ def extend_sizes() -> list[AttentionSizes]:
 
 
 def rows_of(sizes: AttentionSizes, device: torch.device) -> RaggedRows:
-    """Returns rows on shuffled pages, like those of a worker that has served for some time."""
+    """Returns rows on shuffled pages, as on a worker that has served for some time."""
     width = -(-sizes.context // PAGE_SIZE)
     table = torch.randperm(sizes.rows * width, device=device).view(sizes.rows, width).int()
     positions = (torch.arange(sizes.count, device=device) + sizes.start).repeat(sizes.rows)
@@ -96,6 +96,7 @@ def call_of(sizes: AttentionSizes, device: torch.device) -> AttentionCall:
 
 
 def ours(sizes: AttentionSizes, device: torch.device, merge_apart: bool = False) -> Work:
+    """Returns paged attention with the planned launch. With merge_apart, a separate kernel merges the splits."""
     call = call_of(sizes, device)
     return work_of(
         call, plan_call(head_shape(call.q, call.k_pool, call.v_pool), call.rows, len(call.q), call.window, device), merge_apart
@@ -109,7 +110,7 @@ def work_of(call: AttentionCall, launch: Launch, merge_apart: bool = False) -> W
 
 
 def plain(sizes: AttentionSizes, device: torch.device) -> Work:
-    """Returns torch's attention over contiguous keys and values, with one copy per query head where torch needs it."""
+    """Returns torch's attention over contiguous keys and values. If torch needs it, each query head has a copy of them."""
     q = torch.randn(sizes.rows, sizes.heads, sizes.count, HEAD_DIM, device=device, dtype=DTYPE)
     keys, values = (torch.randn(sizes.rows, KV_HEADS, sizes.context, HEAD_DIM, device=device, dtype=DTYPE) for _ in "kv")
     if sizes.count == 1:

@@ -1,4 +1,4 @@
-"""Makes the cases of deterministic linear layers and attention, compared with ordinary kernels."""
+"""Creates the cases of deterministic linear layers and attention, compared with the ordinary kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rootstock_llm.kernels.bench.gpu_attention import AttentionSizes, call_of, d
 from rootstock_llm.kernels.bench.gpu_layers import DTYPE, SHAPES, SIZE, DecoderShape, rope_case
 from rootstock_llm.kernels.bench.gpu_timing import GpuCase, Make, Work
 from rootstock_llm.kernels.triton.attention.attention import head_shape
-from rootstock_llm.kernels.triton.attention.attention_plan import fixed_places, num_multiprocessors, plan_fixed
+from rootstock_llm.kernels.triton.attention.attention_plan import fixed_split_size, num_multiprocessors, plan_fixed
 from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 
 TOKENS = (1, 64, 256, 8192)
@@ -34,9 +34,9 @@ def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: i
 def _attention(sizes: AttentionSizes, device: torch.device) -> Work:
     call = call_of(sizes, device)
     shape = head_shape(call.q, call.k_pool, call.v_pool)
-    places, multiprocessors = fixed_places(MAX_CONTEXT), num_multiprocessors(device)
+    split_size, multiprocessors = fixed_split_size(MAX_CONTEXT), num_multiprocessors(device)
     one_token = len(call.q) == sizes.rows
-    return work_of(call, plan_fixed(shape, sizes.rows, len(call.q), sizes.context, places, multiprocessors, one_token))
+    return work_of(call, plan_fixed(shape, sizes.rows, len(call.q), sizes.context, split_size, multiprocessors, one_token))
 
 
 def cases(shapes: tuple[DecoderShape, ...] = SHAPES, tokens: tuple[int, ...] = TOKENS) -> list[GpuCase]:

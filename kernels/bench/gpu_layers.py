@@ -1,6 +1,7 @@
-"""Makes the cases of a model's layers and of a step's start at the shapes of two dense models.
+"""Creates the cases of a model's layers and of the start of a step, at the shapes of two dense models.
 
-The kernels of a step's start run for rows of one token and for one long row. They are small, so their latency matters.
+The kernels of a step's start are timed for many rows of one token and for one long row. They are so small that their latency
+matters.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _write_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
 
 
 def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: int) -> GpuCase:
-    """Makes a case without a comparison, because the kernel is torch's own for more than one row.
+    """Creates a case without a comparison, because TritonLayers uses torch's own kernel for more than one row.
 
     The layer that computes logits has float32 output.
     """
@@ -132,7 +133,7 @@ def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: i
 
 
 def _gated_case(shape: DecoderShape, tokens: int) -> GpuCase:
-    """Makes a case that counts the bytes of a kernel with gate and up in registers."""
+    """Creates the case of a gated linear layer. Its bytes do not include gate and up, which a fused kernel keeps in registers."""
 
     def make_with(which: type[TritonLayers] | None) -> Make:
         def make(device: torch.device) -> Work:
@@ -250,7 +251,12 @@ def _indices_case(rows: int, context: int) -> GpuCase:
 
 
 def step_cases(tokens: tuple[int, ...], context: int) -> list[GpuCase]:
-    """Makes the cases of a step's start. The largest of `tokens` is the length of one row, the others are numbers of rows."""
+    """Creates the cases of a step's start.
+
+    Args:
+        tokens: numbers of rows of one token, and last the length of one long row.
+        context: context length of the rows of one token.
+    """
     found = [_resolve_case(tokens[-1], context, long=True)]
     for rows in tokens[:-1]:
         found += [_resolve_case(rows, context, long=False), _table_case(rows, context), _indices_case(rows, context)]

@@ -1,6 +1,7 @@
-"""Makes the cases of the sampling kernels.
+"""Creates the cases of the sampling kernels.
 
-The vocabulary has 151,936 tokens. The logits are normal noise, whose distribution is sharper than that of a random model.
+The vocabulary has 151,936 tokens. The logits are normal noise with standard deviation SPREAD, which makes the distribution of the
+tokens sharper than that of an untrained model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Params = Mapping[str, float]  # values by names of SlotColumn
 
 
 def _table(rows: int, device: torch.device, params: Params) -> SlotTable:
-    """Returns a table whose counts are those of 600 tokens, some of them in the prompt only."""
+    """Returns a table in which each slot has counted 600 tokens: 256 in the output, and 344 only in the prompt."""
     columns = torch.zeros((rows, SlotColumn.WIDTH), dtype=torch.int32)
     values = {"TOP_P": 1.0, "REPETITION": 1.0, "TOP_K": -1} | dict(params)
     for name, value in values.items():
@@ -73,7 +74,7 @@ def _plain_argmax(rows: int, device: torch.device) -> Work:
 
 
 def _plain_draw(rows: int, params: Params, device: torch.device) -> Work:
-    """Returns a draw that sorts the row, which is usual in torch."""
+    """Returns a draw that sorts each row, as most torch implementations do."""
     logits = _logits(rows, device)
     top_k, top_p = int(params.get("TOP_K", VOCAB)), params.get("TOP_P", 1.0)
 
@@ -141,7 +142,7 @@ def _measure_case(rows: int, num_top: int) -> GpuCase:
 
 def cases() -> list[GpuCase]:
     selects = [case for rows in (1, 64, 256) for case in _select_cases(rows)]
-    moved = 64 * VOCAB * (2 * FLOAT + 2)  # raw logits, edited logits, counts
+    moved = 64 * VOCAB * (2 * FLOAT + 2)  # bytes of raw logits, edited logits and int16 counts
     edits = [
         GpuCase("edit_logits penalties 64", partial(_edit, 64, PENALTIES), moved),
         GpuCase("edit_logits nothing to do 64", partial(_edit, 64, {}), 64 * SlotColumn.WIDTH * 4),

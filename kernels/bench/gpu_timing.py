@@ -1,7 +1,7 @@
 """Times work on a CUDA device by events around replays of a CUDA graph, and takes the median. The time does not include launches.
 
-A graph has many calls, which use separate inputs in turn. The inputs together are twice as large as the L2 cache, if at most
-MAX_COPIES inputs are needed for this. Otherwise they stay in the cache, like the inputs of a small layer between its kernels.
+A graph has many calls, which use several copies of the inputs in turn. If at most MAX_COPIES copies are larger than twice the L2
+cache, each call reads its inputs from memory. Otherwise, the inputs stay in the cache, like those of a small layer in a model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class GpuCase:
     """A kernel at one shape."""
 
     name: str
-    # Allocates inputs and outputs, and returns the timed work: one call, without host work except the launch. It is called
-    # several times for separate inputs. The returned work keeps its inputs alive.
+    # Allocates inputs and outputs, and returns the timed work: one call of the kernel, without host work except the launch.
+    # `make` is called once per copy of the inputs. The returned function owns its inputs.
     make: Make
     bytes_moved: int  # smallest number of bytes that one call reads and writes
     flops: int = 0  # floating-point operations of one call; 0: not reported
-    captures: bool = True  # whether a CUDA graph can capture the work; otherwise each call is launched
-    plain: Make | None = None  # the same work in plain torch, or None for no comparison
+    captures: bool = True  # whether a CUDA graph can capture the work; if False, each call is launched separately
+    plain: Make | None = None  # the same work in plain torch; None: there is no comparison
     plain_captures: bool = True  # whether a CUDA graph can capture `plain`
 
 
@@ -40,7 +40,7 @@ class Timing:
     """The time of one call."""
 
     microseconds: float
-    cold: bool  # whether inputs came from memory and not from the L2 cache
+    cold: bool  # whether the inputs came from memory and not from the L2 cache
 
 
 def copies_for(bytes_moved: int, cache_bytes: int) -> int:
@@ -60,7 +60,7 @@ class GpuTimer:
         copies = copies_for(bytes_moved, self._cache_bytes)
         works = [make(self._device) for _ in range(copies)]
         calls = -(-MIN_CALLS // copies) * copies
-        for work in works:  # so that kernels are compiled and libraries have allocated their workspaces
+        for work in works:  # the first calls compile kernels and allocate the workspaces of libraries
             work()
         torch.cuda.synchronize(self._device)
         repeat = _captured(works, calls) if captures else _in_turn(works, calls)
@@ -68,7 +68,7 @@ class GpuTimer:
         return Timing(median * 1e3, copies * bytes_moved >= 2 * self._cache_bytes)
 
     def copy_bandwidth(self) -> float:
-        """Returns the bandwidth of a copy of COPY_BYTES in bytes per second, the sum of bytes read and written."""
+        """Returns the bandwidth of a copy of COPY_BYTES in bytes per second. Read and written bytes both count."""
 
         def make(device: torch.device) -> Work:
             source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)

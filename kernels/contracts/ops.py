@@ -39,11 +39,11 @@ class RaggedRows:
     """
 
     page_table: Tensor  # int32[slots, pages]: page ids of each slot's sequence; a kernel reads an entry below 0 as page 0
-    slots: Tensor  # int32[R]
-    starts: Tensor  # int32[R]
-    num_tokens: Tensor  # int32[R]
+    slots: Tensor  # int32[R]: row of page_table; below 0: a padding row
+    starts: Tensor  # int32[R]: position of the row's first token
+    num_tokens: Tensor  # int32[R]: tokens of the row in this step
     offsets: Tensor  # int32[R]: index of the row's first token in the batch
-    positions: Tensor  # int32[T]
+    positions: Tensor  # int32[T]: position of each token in its sequence
     # int64[T]: where the token's key and value are written, as page * S + offset in the page; below 0: not written
     locations: Tensor
     max_context: int  # largest starts[r] + num_tokens[r]
@@ -59,7 +59,7 @@ def require_contiguous(*tensors: Tensor) -> None:
 def misfit(*tensors: Tensor) -> ValueError:
     """Returns an error that lists the shapes and dtypes of the tensors.
 
-    Call it only after a check has failed: formatting the shapes costs more than a launch.
+    Call it only after a check has failed, because formatting the shapes takes longer than a kernel launch.
     """
     return ValueError(f"shapes or dtypes do not fit: {', '.join(f'{tuple(t.shape)} {t.dtype}' for t in tensors)}")
 

@@ -35,7 +35,7 @@ class SlotColumn(enum.IntEnum):
     SEED_HIGH = 1  # upper 32 bits of the seed
     TEMPERATURE = 2  # float; 0: greedy
     TOP_K = 3  # below 1: no cut
-    TOP_P = 4  # float, at least 0; the most likely token can be sampled even if it is 0
+    TOP_P = 4  # float, at least 0; even at 0, the most likely token can be sampled
     MIN_P = 5  # float; 0: no cut
     REPETITION = 6  # float; 1: no penalty
     FREQUENCY = 7  # float; 0: no penalty
@@ -51,8 +51,8 @@ class SlotColumn(enum.IntEnum):
 
 
 SEEN = -(1 << 15)  # bit 15 of a count: the token occurs in the prompt; the other 15 bits count it in the output
-MAX_COUNT = (1 << 15) - 1
-NOBODY = -1  # value of SampleRows.slots for a row that is padding or is not sampled
+MAX_COUNT = (1 << 15) - 1  # largest count of a token in the output; a count stays at it
+NO_SLOT = -1  # value of SampleRows.slots for a padding row and for a row that is not sampled
 MAX_TOP = 32  # largest number of top log probabilities per row
 
 
@@ -65,7 +65,7 @@ class SlotTable:
     words: Tensor  # int32[S, ceil(V / 32)]: bit i of word w allows token 32 w + i
     bias_ids: Tensor  # int32[S, B]: ids of the vocabulary, possibly repeated; the first NUM_BIASES are valid
     biases: Tensor  # float32[S, B]: values that are added to the logits at bias_ids
-    stop_ids: Tensor  # int32[S, C]: stop tokens; the first NUM_STOPS are valid
+    stop_ids: Tensor  # int32[S, C]: ids of stop tokens; the first NUM_STOPS are valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class SampleRows:
     For a row with a slot below 0 (padding), a kernel only sets its token and its fault to 0.
     """
 
-    slots: Tensor  # int32[n]
+    slots: Tensor  # int32[n]: slot of each row in SlotTable; below 0: padding
     positions: Tensor  # int32[n]: absolute positions of the tokens to sample
-    mask_rows: Tensor  # int32[n]: row of `masks` that also limits the tokens; below 0: no mask
+    mask_rows: Tensor  # int32[n]: row of `masks` with the grammar's mask; below 0: no mask
     masks: Tensor  # int32[m, ceil(V / 32)], as SlotTable.words
     loss_offsets: Tensor  # int32[n + 1]: row r has entries loss_offsets[r] .. loss_offsets[r + 1] - 1 of the next two columns
     loss_ids: Tensor  # int32[L]: token ids, distinct within a row

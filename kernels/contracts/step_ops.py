@@ -17,14 +17,14 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
 
 BringPieces = Callable[[Tensor, Tensor, Tensor], None]
-"""Copies pieces of rows into pools by their addresses; rootstock_llm.kernels.triton.page_pieces.bring_pieces() is one."""
+"""Copies pieces of rows into pools by their addresses, as rootstock_llm.kernels.triton.page_pieces.bring_pieces() does."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePageTableUpdates:
     """Updates of page table rows, on the device.
 
-    Update u sets entries firsts[u] .. firsts[u] + counts[u] - 1 of row slots[u] to pages[offsets[u]] and the ids that follow.
+    Update u sets entries firsts[u] .. firsts[u] + counts[u] - 1 of row slots[u] to counts[u] page ids, from pages[offsets[u]] on.
     An update with a slot below 0 or a count of 0 does nothing. Entries outside the table are skipped. No two updates of one
     call set the same entry.
     """
@@ -66,13 +66,13 @@ class StepKernels(Protocol):
             rows: the step's rows; positions int32[T] and locations int64[T] are filled.
             given: int32[T], the token ids of the first num_extend rows; the other entries are not read.
             relay: int64[slots], the last sampled token per slot, which is the token id of the other rows.
-            unwritten: int32[1], increased by the number of rows with a slot of 0 or above whose relay entry is below 0, because
-                no token was written; None: not counted.
+            unwritten: int32[1], increased by the number of rows that read a relay entry below 0, to which no token was written.
+                Rows with a slot below 0 do not count. None: no row is counted.
             num_extend: number of rows whose ids are in `given`.
             page_size: tokens per page.
             vocab_size: number of token ids.
             max_tokens: upper bound of the tokens of any row.
-            known: int32[T], token ids that are used instead of `relay`, where they are not below 0; None: `relay` is used.
+            known: int32[T], token ids that are used instead of those in `relay`, if they are not below 0; None: `relay` is used.
         """
 
     def page_indices(self, out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:

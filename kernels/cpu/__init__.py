@@ -17,8 +17,8 @@ from rootstock_llm.kernels.cpu.library import CpuCopies, CpuKernels, CpuSampling
 from rootstock_llm.kernels.reference import layers as reference
 
 logger = logging.getLogger(__name__)
-COST = "2 to 7 times slower than on C++ kernels"  # for the log; measured in docs/reference/performance.md
-Made = TypeVar("Made")
+COST = "2 to 7 times slower than on C++ kernels"  # part of a log message; measured in docs/reference/performance.md
+Built = TypeVar("Built")
 
 
 def load_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool = False) -> LayerKernels:
@@ -32,26 +32,26 @@ def load_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool = Fal
     Raises:
         ValueError: deterministic kernels cannot run here; the torch twins are not deterministic.
     """
-    made: LayerKernels | None = None
+    kernels: LayerKernels | None = None
     if dtype in (torch.float32, torch.bfloat16):
-        made = _made(partial(CpuKernels, threads=num_threads, deterministic=deterministic))
-    if deterministic and made is None:
+        kernels = _built(partial(CpuKernels, threads=num_threads, deterministic=deterministic))
+    if deterministic and kernels is None:
         raise ValueError(f"no deterministic kernels for {dtype}: only the C++ kernels for float32 and bfloat16 are deterministic")
-    return made or reference
+    return kernels or reference
 
 
 def load_sampling(num_threads: int) -> SampleKernels:
     """Returns the sampling kernels, building them on first use. Logits are float32 for any model dtype."""
-    made: SampleKernels | None = _made(partial(CpuSampling, threads=num_threads))
-    return made or reference
+    kernels: SampleKernels | None = _built(partial(CpuSampling, threads=num_threads))
+    return kernels or reference
 
 
 def load_copies() -> CpuCopies | None:
     """Returns the C++ copies, building them on first use. Returns None if the build fails."""
-    return _made(CpuCopies)
+    return _built(CpuCopies)
 
 
-def _made(kind: Callable[[Path], Made]) -> Made | None:
+def _built(kind: Callable[[Path], Built]) -> Built | None:
     try:
         return kind(built_library())
     except (BuildFailed, OSError) as error:

@@ -1,8 +1,8 @@
 """Builds the C++ kernels into a shared library on first use.
 
-A library is stored under a digest of sources, compiler flags and CPU. A library that prebuild.py has made from the same sources
-for this class of CPU is preferred; it needs no compiler. Two processes may build at the same time: each of them compiles in a
-separate folder and renames the result.
+The name of a library has a digest of sources, compiler flags and CPU. If prebuild.py has built a library from the same sources
+for this class of CPUs, this library is used, and no compiler is needed. Two processes may build at the same time, because each of
+them compiles in a separate folder and renames the result.
 
 The instruction set levels are those of the x86-64 psABI; feature names are those of /proc/cpuinfo.
 """
@@ -37,10 +37,10 @@ class Variant:
     name: str  # part of the library's file name
     machine: str  # architecture, as platform.machine() names it
     options: tuple[str, ...]  # compiler options
-    needs: frozenset[str]  # features that a CPU must have
+    needs: frozenset[str]  # features in /proc/cpuinfo that a CPU must have
 
 
-VARIANTS = (  # by machine: from the fastest variant to the baseline, which every CPU of the machine can run
+VARIANTS = (  # for each architecture, from the fastest variant to the baseline, which all its CPUs can run
     Variant("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
     Variant("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
     Variant("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
@@ -168,7 +168,7 @@ def _key(options: tuple[str, ...], cpu: str, openmp: str) -> str:
 def _variant_name(variant: Variant) -> str:
     """Returns the file name of a prebuilt library.
 
-    The digest in it covers the OpenMP runtime's file name and not its folder, because torch loads the runtime first.
+    Its digest covers the file name of the OpenMP runtime, but not the folder, because torch loads the runtime first.
     """
     openmp = _torch_openmp()
     return f"rootstock-{variant.name}-{_key(variant.options, variant.name, openmp.name if openmp else '')}.so"
@@ -182,7 +182,7 @@ def _compiler() -> str:
 
 
 def prebuild(variant: Variant, folder: Path) -> Path:
-    """Compiles the variant into an existing folder, unless the folder has the library already. Raises BuildFailed."""
+    """Compiles the variant into an existing folder, unless the folder already has the library. Raises BuildFailed."""
     target = folder / _variant_name(variant)
     if not target.is_file():
         _compile(_compiler(), variant.options, target)

@@ -1,8 +1,9 @@
-"""Implements Kernels, StepKernels and SampleKernels with the C++ library, and copies of pages.
+"""Implements Kernels, StepKernels, SampleKernels and copies of pages with the C++ library.
 
-Layers take float32 and bfloat16 tensors. Each method checks shapes and passes addresses. Linear layers of bfloat16 use the dot
-product instructions of the CPU if it has them. All other linear layers add their products in the order of the depth. torch's
-matrix products are not used, because the order of their sums depends on the number of rows.
+Layers take float32 and bfloat16 tensors. Each method checks shapes and passes addresses to the library.
+
+Linear layers of bfloat16 use the dot product instructions of the CPU if it has them. All other linear layers add their products
+in the order of the depth. torch's matrix products are not used, because the order of their sums depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SAMPLING_SIGNATURES: dict[str, list[type]] = {
     "measure_logprobs": [POINTER] * 7 + [INT64] * 3 + [INT],
     "uniforms": [POINTER] * 3 + [INT64, INT],
 }
-BLOCK = 64  # output columns per packed block
+BLOCK = 64  # output columns of a packed block
 
 
 class CpuKernels:
@@ -64,7 +65,7 @@ class CpuKernels:
         Raises:
             OSError: the library cannot be loaded.
         """
-        self._functions = bound(path, LAYER_SIGNATURES)
+        self._functions = load_functions(path, LAYER_SIGNATURES)
         self._threads, self._deterministic = threads, deterministic
         packs = torch.zeros(1, dtype=torch.int32)
         self._functions["has_packed_linear"](packs.data_ptr())
@@ -74,7 +75,7 @@ class CpuKernels:
         self._functions[name](*arguments, self._threads)
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        pool = torch.empty(shape, dtype=dtype)  # not mapped before its first use, so that the hint below has an effect
+        pool = torch.empty(shape, dtype=dtype)  # not zeroed: huge pages are only used for memory that was not written before
         self._functions["prefer_huge_pages"](pool.data_ptr(), pool.numel() * pool.itemsize)
         return pool
 
@@ -123,8 +124,8 @@ class CpuKernels:
             raise misfit(out, x)
         bias = None if weight.bias is None else weight.bias.data_ptr()
         sizes = (rows, weight.out_features, depth)
-        places = (out.data_ptr(), x.data_ptr(), weight.data.data_ptr(), bias)
-        self._call("linear_ordered", *places, *sizes, wide, _is_bfloat16(x))
+        addresses = (out.data_ptr(), x.data_ptr(), weight.data.data_ptr(), bias)
+        self._call("linear_ordered", *addresses, *sizes, wide, _is_bfloat16(x))
 
     def _linear_packed(self, out: Tensor, x: Tensor, weight: PackedLinear, width: int, gated: bool) -> None:
         require_contiguous(out, x)
@@ -148,8 +149,8 @@ class CpuKernels:
         require_contiguous(out, x, weight, *(() if residual is None else (residual,)))
         if out.shape != x.shape or weight.shape[0] != x.shape[1]:
             raise misfit(out, x, weight)
-        held = None if residual is None else residual.data_ptr()
-        self._call("rms_norm", out.data_ptr(), x.data_ptr(), held, weight.data_ptr(), *x.shape, eps, _is_bfloat16(x))
+        residual_address = None if residual is None else residual.data_ptr()
+        self._call("rms_norm", out.data_ptr(), x.data_ptr(), residual_address, weight.data_ptr(), *x.shape, eps, _is_bfloat16(x))
 
     def silu_and_mul(self, out: Tensor, x: Tensor) -> None:
         require_contiguous(out, x)
@@ -172,10 +173,11 @@ class CpuKernels:
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         if (heads + 2 * kv_heads) * head_dim != qkv.shape[1] or rows.positions.shape[0] != qkv.shape[0]:
             raise misfit(qkv, k_pool, rows.positions)
-        norm_places = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
-        places = (cos_sin.data_ptr(), rows.positions.data_ptr(), rows.locations.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr())
+        norm_addresses = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+        tensors = (cos_sin, rows.positions, rows.locations, k_pool, v_pool)
+        addresses = [tensor.data_ptr() for tensor in tensors]
         sizes = (len(qkv), heads, kv_heads, head_dim, page_size)
-        self._call("rope_write_kv", qkv.data_ptr(), *norm_places, *places, *sizes, eps, _is_bfloat16(qkv))
+        self._call("rope_write_kv", qkv.data_ptr(), *norm_addresses, *addresses, *sizes, eps, _is_bfloat16(qkv))
 
     def paged_attention(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
@@ -186,9 +188,9 @@ class CpuKernels:
         if rows.max_context > width * page_size or out.shape[1] + 2 * kv_heads * head_dim != qkv.shape[1]:
             raise misfit(out, qkv, k_pool, rows.page_table)
         columns = (rows.page_table, rows.slots, rows.starts, rows.num_tokens, rows.offsets)
-        places = [tensor.data_ptr() for tensor in (out, qkv, k_pool, v_pool, *columns)]
+        addresses = [tensor.data_ptr() for tensor in (out, qkv, k_pool, v_pool, *columns)]
         sizes = (len(rows.slots), width, heads, kv_heads, head_dim, page_size, window)
-        self._call("paged_attention", *places, *sizes, scale, self._deterministic, _is_bfloat16(qkv))
+        self._call("paged_attention", *addresses, *sizes, scale, self._deterministic, _is_bfloat16(qkv))
 
     def update_page_table(self, table: Tensor, updates: DevicePageTableUpdates) -> None:
         """Implements StepKernels.update_page_table(). Raises ValueError if the shapes do not fit."""
@@ -196,8 +198,8 @@ class CpuKernels:
         if len({len(column) for column in columns}) > 1:
             raise misfit(*columns)
         require_contiguous(table, *columns, updates.pages)
-        places = [tensor.data_ptr() for tensor in (table, *columns, updates.pages)]
-        self._call("update_page_table", *places, len(updates.slots), table.shape[1])
+        addresses = [tensor.data_ptr() for tensor in (table, *columns, updates.pages)]
+        self._call("update_page_table", *addresses, len(updates.slots), table.shape[1])
 
     def resolve_tokens(
         self,
@@ -218,9 +220,9 @@ class CpuKernels:
             raise misfit(input_ids, rows.positions, rows.locations, *(() if known is None else (known,)))
         require_contiguous(input_ids, rows.positions, rows.locations, rows.page_table, relay)
         columns = (rows.page_table, rows.slots, rows.starts, rows.num_tokens, rows.offsets, given, relay)
-        places = [tensor.data_ptr() for tensor in (input_ids, rows.positions, rows.locations, *columns)]
-        places += [0 if tensor is None else tensor.data_ptr() for tensor in (known, unwritten)]
-        self._call("resolve_tokens", *places, len(rows.slots), num_extend, page_size, vocab_size, rows.page_table.shape[1])
+        addresses = [tensor.data_ptr() for tensor in (input_ids, rows.positions, rows.locations, *columns)]
+        addresses += [0 if tensor is None else tensor.data_ptr() for tensor in (known, unwritten)]
+        self._call("resolve_tokens", *addresses, len(rows.slots), num_extend, page_size, vocab_size, rows.page_table.shape[1])
 
 
 def _is_ordered(weight: PackedLinear) -> bool:
@@ -262,19 +264,19 @@ class CpuSampling:
         Raises:
             OSError: the library cannot be loaded.
         """
-        functions = bound(path, SAMPLING_SIGNATURES)
+        functions = load_functions(path, SAMPLING_SIGNATURES)
         self._threads = threads
         self._edit, self._select = functions["edit_logits"], functions["select_tokens"]
         self._measure, self._uniforms = functions["measure_logprobs"], functions["uniforms"]
 
     def edit_logits(self, edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
         """Implements SampleKernels.edit_logits(). Raises ValueError if the shapes do not fit."""
-        _fits(edited, logits, rows, table)
+        _check_shapes(edited, logits, rows, table)
         columns = (rows.slots, rows.positions, rows.mask_rows, rows.loss_offsets, rows.loss_ids, rows.losses, rows.masks)
         tables = (table.params, table.counts, table.words, table.bias_ids, table.biases, table.stop_ids)
         require_contiguous(rows.masks, *tables)
-        places = [tensor.data_ptr() for tensor in (edited, logits, *columns, *tables)]
-        self._edit(*places, *logits.shape, table.bias_ids.shape[1], table.stop_ids.shape[1], self._threads)
+        addresses = [tensor.data_ptr() for tensor in (edited, logits, *columns, *tables)]
+        self._edit(*addresses, *logits.shape, table.bias_ids.shape[1], table.stop_ids.shape[1], self._threads)
 
     def select_tokens(
         self,
@@ -287,12 +289,12 @@ class CpuSampling:
         relay: Tensor,
     ) -> None:
         """Implements SampleKernels.select_tokens(). Raises ValueError if the shapes do not fit."""
-        _fits(edited, logits, rows, table)
+        _check_shapes(edited, logits, rows, table)
         if len(tokens) != len(logits) or relay.dtype != torch.int64:
             raise misfit(tokens, logits, relay)
         columns = (rows.slots, rows.positions, rows.mask_rows, rows.loss_offsets, table.params, table.counts, relay)
-        places = [tensor.data_ptr() for tensor in (tokens, faults, logits, edited, *columns)]
-        self._select(*places, *logits.shape, self._threads)
+        addresses = [tensor.data_ptr() for tensor in (tokens, faults, logits, edited, *columns)]
+        self._select(*addresses, *logits.shape, self._threads)
 
     def measure_logprobs(self, out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:
         """Implements SampleKernels.measure_logprobs(). Raises ValueError if the shapes do not fit."""
@@ -300,18 +302,18 @@ class CpuSampling:
         if num_top > MAX_TOP or not len(tokens) == len(rows) == count or logits.dtype != torch.float32:
             raise misfit(out.top_ids, logits, tokens, rows)
         require_contiguous(logits, tokens, rows, out.top_ids, out.top)
-        places = [tensor.data_ptr() for tensor in (out.own, out.top_ids, out.top, out.mass, logits, tokens, rows)]
-        self._measure(*places, count, num_top, logits.shape[1], self._threads)
+        addresses = [tensor.data_ptr() for tensor in (out.own, out.top_ids, out.top, out.mass, logits, tokens, rows)]
+        self._measure(*addresses, count, num_top, logits.shape[1], self._threads)
 
     def uniforms(self, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Returns float64[n] in [0, 1), the numbers that draws with int64[n] seeds at int32[n] positions use."""
+        """Returns float64[n] in [0, 1): the uniform numbers of draws with int64[n] seeds at int32[n] positions."""
         require_contiguous(seeds, positions)
         out = torch.empty(len(seeds), dtype=torch.float64)
         self._uniforms(out.data_ptr(), seeds.data_ptr(), positions.data_ptr(), len(seeds), self._threads)
         return out
 
 
-def _fits(edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
+def _check_shapes(edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
     count, vocab_size = logits.shape
     if (
         logits.dtype != torch.float32
@@ -326,13 +328,13 @@ def _fits(edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) ->
 
 
 class CpuCopies:
-    """Copies many pieces of memory in one call, without the interpreter lock.
+    """Copies many pieces of memory in one call, without the interpreter's lock.
 
     The constructor raises OSError if the library cannot be loaded.
     """
 
     def __init__(self, path: Path) -> None:
-        self._copy = bound(path, {"copy_pieces": [POINTER] * 3 + [INT64, INT]})["copy_pieces"]
+        self._copy = load_functions(path, {"copy_pieces": [POINTER] * 3 + [INT64, INT]})["copy_pieces"]
 
     def copy_pieces(self, to: NDArray[np.int64], source: NDArray[np.int64], sizes: NDArray[np.int64], streamed: bool) -> None:
         """Copies piece i from source[i] to to[i]. No address is checked.
@@ -352,8 +354,8 @@ class CpuCopies:
         self._copy(*(each.ctypes.data for each in columns), len(to), streamed)
 
 
-def bound(path: Path, signatures: Mapping[str, Sequence[type]]) -> dict[str, Any]:
-    """Returns the functions rootstock_NAME by NAME. They return nothing and release the interpreter lock.
+def load_functions(path: Path, signatures: Mapping[str, Sequence[type]]) -> dict[str, Any]:
+    """Returns the functions rootstock_NAME by NAME. They return nothing and release the interpreter's lock.
 
     Args:
         path: the shared library.

@@ -1,6 +1,6 @@
-"""python -m rootstock_llm.kernels.cpu.prebuild: builds the C++ kernels for each class of CPU, into the prebuilt folder.
+"""python -m rootstock_llm.kernels.cpu.prebuild: builds the C++ kernels for each class of CPUs, into the prebuilt folder.
 
-Container images use it, because they have no compiler and may run on any CPU.
+The build of a container image runs it, because the image has no compiler and may run on any CPU.
 """
 
 from __future__ import annotations

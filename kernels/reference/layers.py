@@ -1,7 +1,7 @@
 """Implements every kernel in plain torch.
 
-These functions are the reference for tests of the C++ and Triton kernels. Machines without a compiler use them, too. For shapes
-see rootstock_llm.kernels.contracts.ops and rootstock_llm.kernels.contracts.step_ops.
+These functions are the reference for tests of the C++ and Triton kernels. On machines without a compiler, the worker uses them.
+For shapes see rootstock_llm.kernels.contracts.ops and rootstock_llm.kernels.contracts.step_ops.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rootstock_llm.kernels.reference.sampling import edit_logits as edit_logits
 from rootstock_llm.kernels.reference.sampling import measure_logprobs as measure_logprobs
 from rootstock_llm.kernels.reference.sampling import select_tokens as select_tokens
 
-MAX_SCORES = 1 << 24  # attention scores in memory at a time: 64 MiB of float32
+MAX_SCORES = 1 << 24  # largest number of attention scores in memory at a time: 64 MiB of float32
 
 
 def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -105,10 +105,10 @@ def _sequence(pool: Tensor, pages: Tensor, length: int) -> Tensor:
 def write_kv(keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
     """Implements Kernels.write_kv() on any device."""
     page_size = k_pool.shape[2]
-    kept = rows.locations >= 0
-    pages, offsets = rows.locations[kept] // page_size, rows.locations[kept] % page_size
-    k_pool[pages, :, offsets] = keys[kept]
-    v_pool[pages, :, offsets] = values[kept]
+    valid = rows.locations >= 0
+    pages, offsets = rows.locations[valid] // page_size, rows.locations[valid] % page_size
+    k_pool[pages, :, offsets] = keys[valid]
+    v_pool[pages, :, offsets] = values[valid]
 
 
 def _weights(scores: Tensor, hidden: Tensor, softcap: float, sinks: Tensor | None) -> Tensor:
@@ -124,8 +124,8 @@ def _weights(scores: Tensor, hidden: Tensor, softcap: float, sinks: Tensor | Non
     masked = capped.masked_fill(hidden[:, None, None, :], -torch.inf)
     if sinks is None:
         return masked.softmax(-1)
-    beside = sinks[None, :, :, None].expand(*masked.shape[:3], 1)
-    return torch.cat((masked, beside), dim=-1).softmax(-1)[..., :-1]
+    sink_scores = sinks[None, :, :, None].expand(*masked.shape[:3], 1)
+    return torch.cat((masked, sink_scores), dim=-1).softmax(-1)[..., :-1]
 
 
 def general_attention(
@@ -174,26 +174,26 @@ def paged_attention(
 def update_page_table(table: Tensor, updates: DevicePageTableUpdates) -> None:
     """Implements StepKernels.update_page_table() without reading a device value on the host.
 
-    All entries are written in one assignment by index. For an entry to skip, the assignment writes the table's first entry with
-    its final value.
+    One assignment by index writes all entries. An entry that must be skipped is replaced by the table's first entry, to which its
+    final value is written.
     """
     width, steps = table.shape[1], min(table.shape[1], len(updates.pages))
     if not len(updates.slots) * steps:
         return
     ahead = torch.arange(steps, device=table.device)
     entries = updates.firsts.long()[:, None] + ahead
-    kept = (ahead < updates.counts[:, None]) & (updates.slots[:, None] >= 0) & (entries >= 0) & (entries < width)
+    valid = (ahead < updates.counts[:, None]) & (updates.slots[:, None] >= 0) & (entries >= 0) & (entries < width)
     pages = updates.pages[(updates.offsets.long()[:, None] + ahead).clamp(0, len(updates.pages) - 1)]
-    cells = torch.where(kept, updates.slots.long()[:, None] * width + entries, 0)
-    named = (kept & (cells == 0)).flatten()
-    first = torch.where(named.any(), pages.flatten().index_select(0, named.int().argmax().view(1)), table[0, 0])
-    table.view(-1)[cells.flatten()] = torch.where(kept, pages, first).flatten()
+    cells = torch.where(valid, updates.slots.long()[:, None] * width + entries, 0)
+    sets_first = (valid & (cells == 0)).flatten()
+    first = torch.where(sets_first.any(), pages.flatten().index_select(0, sets_first.int().argmax().view(1)), table[0, 0])
+    table.view(-1)[cells.flatten()] = torch.where(valid, pages, first).flatten()
 
 
-def _scatter(out: Tensor, places: Tensor, kept: Tensor, values: Tensor) -> None:
-    """Sets out[places] = values in place where `kept` is True, without reading the number of these places on the host."""
+def _scatter(out: Tensor, indices: Tensor, valid: Tensor, values: Tensor) -> None:
+    """Sets out[indices] = values in place where `valid` is True. Does not read the number of valid indices on the host."""
     longer = torch.cat((out, out.new_zeros(1)))
-    longer[torch.where(kept, places, len(out)).flatten()] = values.to(out.dtype).flatten()
+    longer[torch.where(valid, indices, len(out)).flatten()] = values.to(out.dtype).flatten()
     out.copy_(longer[:-1])
 
 
@@ -220,12 +220,12 @@ def resolve_tokens(
     pages = rows.page_table[slots.clamp(min=0), logical.clamp(0, width - 1)].long()
     reached = (slots >= 0) & (logical >= 0) & (logical < width) & (pages >= 0)
     relays = torch.arange(len(rows.slots), device=input_ids.device)[:, None] >= num_extend
-    held = torch.where(slots >= 0, relay[slots.clamp(min=0)], 0)
-    own = given[tokens.clamp(0, len(given) - 1)].long() if len(given) else torch.zeros_like(tokens)
+    last_token = torch.where(slots >= 0, relay[slots.clamp(min=0)], 0)
+    given_ids = given[tokens.clamp(0, len(given) - 1)].long() if len(given) else torch.zeros_like(tokens)
     if known is not None:
-        told = known[tokens.clamp(0, len(known) - 1)].long()
-        relays, own = relays & (told < 0), torch.where(relays, told, own)
-    ids = torch.where(relays, held, own)
+        known_ids = known[tokens.clamp(0, len(known) - 1)].long()
+        relays, given_ids = relays & (known_ids < 0), torch.where(relays, known_ids, given_ids)
+    ids = torch.where(relays, last_token, given_ids)
     if unwritten is not None:
         unwritten += (exists & relays & (ids < 0)).sum()
     _scatter(input_ids, tokens, exists, ids.clamp(0, vocab_size - 1))
@@ -237,11 +237,11 @@ def page_indices(out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:
     """Implements StepKernels.page_indices() without reading a device value on the host."""
     if not len(out) or not len(rows.slots):
         return
-    places, width = torch.arange(len(out), device=out.device), rows.page_table.shape[1]
-    owners = torch.searchsorted(indptr.long(), places, right=True) - 1
-    kept = (owners >= 0) & (owners < len(rows.slots))
+    indices, width = torch.arange(len(out), device=out.device), rows.page_table.shape[1]
+    owners = torch.searchsorted(indptr.long(), indices, right=True) - 1
+    valid = (owners >= 0) & (owners < len(rows.slots))
     row = owners.clamp(0, len(rows.slots) - 1)
-    entries, slots = places - indptr[row], rows.slots.long()[row]
+    entries, slots = indices - indptr[row], rows.slots.long()[row]
     pages = rows.page_table[slots.clamp(min=0), entries.clamp(0, width - 1)].clamp(min=0)
     known = (slots >= 0) & (entries < width)
-    out.copy_(torch.where(kept, torch.where(known, pages, 0), out))
+    out.copy_(torch.where(valid, torch.where(known, pages, 0), out))

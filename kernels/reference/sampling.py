@@ -1,7 +1,7 @@
 """Implements the sampling kernels in plain torch, row by row.
 
-These functions are the reference for tests of the C++ and Triton kernels. They read values on the host, so that no CUDA graph can
-capture them. For shapes see rootstock_llm.kernels.contracts.sample_ops.
+These functions are the reference for tests of the C++ and Triton kernels. No CUDA graph can capture them, because they read
+values on the host. For shapes see rootstock_llm.kernels.contracts.sample_ops.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.row_fault import RowFault
 from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, Measured, SampleRows, SlotColumn, SlotTable
 
-FIRST_CANDIDATES = 256  # number of most likely tokens that top-p ranks first; if they are too few, it ranks 16 times more
+FIRST_CANDIDATES = 256  # number of most likely tokens among which top-p is tried first; then among 16 times as many, and so on
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
-    """Returns the ascending ids of the `count` largest of float32[V]; of equal logits, those with the lowest ids."""
+    """Returns the ids of the `count` largest logits of float32[V], in ascending order. Equal logits: the lowest ids."""
     least = torch.topk(logits, count).values[-1]
     above = (logits > least).nonzero().squeeze(1)
     level = (logits == least).nonzero().squeeze(1)[: count - len(above)]
@@ -26,7 +26,7 @@ def largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _nucleus(logits: Tensor, ids: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, bool]:
-    """Returns the smallest set of most likely tokens of `ids` whose probability reaches top_p, and whether `ids` suffice for it.
+    """Returns the smallest set of most likely tokens of `ids` whose probability reaches top_p, and whether all `ids` reach it.
 
     Args:
         logits: float32[V].
@@ -35,7 +35,7 @@ def _nucleus(logits: Tensor, ids: Tensor, total: Tensor, top_p: float) -> tuple[
         top_p: share of the total (nucleus sampling: Holtzman et al., arXiv 1904.09751, section 3.1).
 
     Returns:
-        The ids in ascending order.
+        (ids of the set in ascending order, whether the probability of all `ids` is at least top_p).
     """
     chances, order = (logits[ids].double() - total).exp().sort(descending=True, stable=True)
     before = chances.cumsum(0) - chances
@@ -100,10 +100,11 @@ def draw_token(logits: Tensor, ids: Tensor | None, uniform: float) -> int:
     """
     kept = logits if ids is None else logits[ids]
     mass = (kept - kept.max()).exp_().cumsum(0, dtype=torch.float64)
-    place = int(torch.searchsorted(mass, mass[-1] * uniform, right=True))
-    if place >= len(mass):  # no mass exceeds the product because of rounding: take the last id with a mass above 0
-        place = int(torch.searchsorted(mass, mass[-1]))
-    return place if ids is None else int(ids[place])
+    index = int(torch.searchsorted(mass, mass[-1] * uniform, right=True))
+    # Because of rounding, no cumulated mass may exceed the product. The draw is then the last id with a mass above 0.
+    if index >= len(mass):
+        index = int(torch.searchsorted(mass, mass[-1]))
+    return index if ids is None else int(ids[index])
 
 
 UINT64 = (1 << 64) - 1
@@ -112,7 +113,7 @@ FINITE = torch.finfo(torch.float32)
 
 
 class SlotParams:
-    """Host copy of one slot's row of SlotTable.params."""
+    """A copy of one slot's row of SlotTable.params on the host."""
 
     def __init__(self, params: Tensor) -> None:
         host = params.cpu()
@@ -158,7 +159,7 @@ def _is_edited(row: int, rows: SampleRows, params: SlotParams) -> bool:
 def _penalized(x: Tensor, counts: Tensor, params: SlotParams) -> Tensor:
     """Applies the penalties of SampleKernels.edit_logits() to the logits of one row.
 
-    The products are float64 and are clamped to float32's range, so that a finite logit does not become infinite.
+    The products are computed in float64 and clamped to the range of float32, so that a finite logit does not become infinite.
 
     Args:
         x: float32[V].

@@ -1,4 +1,4 @@
-"""Defines the parts that all launches share: block sizes, chained launches, and the counter that finds the last program.
+"""Defines helpers for all launches: block sizes, chained launches, and the counter that finds the last program.
 
 Chained launches use CUDA's programmatic dependent launch: a kernel starts while the previous kernel runs, which hides the launch
 latency. Each program of a chained kernel follows these steps:
@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-MAX_BLOCK = 1 << 15  # largest number of elements that one program holds at a time
+MAX_BLOCK = 1 << 15  # largest number of elements that one program can have in registers
 
 
 def block_of(size: int) -> int:
-    """Returns the smallest power of two that holds `size` elements. Raises ValueError above MAX_BLOCK."""
+    """Returns the smallest power of two that is at least `size`. Raises ValueError if it exceeds MAX_BLOCK."""
     block = int(triton.next_power_of_2(size))
     if block > MAX_BLOCK:
         raise ValueError(f"{size} elements are more than the {MAX_BLOCK} that one program can hold")
@@ -33,7 +33,7 @@ def block_of(size: int) -> int:
 
 
 def warps_for(elements: int) -> int:
-    """Returns the number of warps that gives each thread 8 elements: 16 bytes of a half type, one load."""
+    """Returns the number of warps with which each thread has 8 elements: one load of 16 bytes for a 16-bit type."""
     return min(max(elements // 256, 1), 16)
 
 
@@ -53,9 +53,9 @@ def chained(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def begin_next(CHAINED: tl.constexpr):
-    """Allows the launch of the next kernel when every program has called this.
+    """Allows the launch of the next kernel after every program has called this function.
 
-    The next kernel waits by wait_for_last() for the end of this kernel.
+    The next kernel calls wait_for_last() to wait for the end of this kernel.
     """
     if CHAINED:
         cuda.gdc_launch_dependents()
@@ -73,16 +73,16 @@ def wait_for_last(CHAINED: tl.constexpr):
 
 @triton.jit
 def take_turn(CHAINED: tl.constexpr):
-    """Calls begin_next() and wait_for_last(). For kernels without work between these calls."""
+    """Calls begin_next() and wait_for_last(), for kernels that do nothing between these calls."""
     begin_next(CHAINED)
     wait_for_last(CHAINED)
 
 
 @triton.jit
 def last_to_end(arrivals, programs):
-    """Returns whether this program is the last of `programs` to call this.
+    """Returns whether this program is the last of `programs` programs to call this function.
 
-    The last program sees all stores of the other programs, and resets the counter to 0.
+    All stores of the other programs are visible to the last program, which resets the counter to 0.
 
     Args:
         arrivals: pointer to an int32 counter, 0 before the first call.
@@ -103,7 +103,7 @@ def fetch_ahead(pointers, CHAINED: tl.constexpr):
 
     Args:
         pointers: a block of pointers, one per line.
-        CHAINED: False: the call does nothing.
+        CHAINED: if False, the call does nothing.
     """
     if CHAINED:
         tl.inline_asm_elementwise(

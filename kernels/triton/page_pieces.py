@@ -1,7 +1,7 @@
 """Copies pieces of pages from host memory into a device's pools, one layer per launch.
 
-The kernel reads the host memory in place. It uses few programs, so that most of the device is free for concurrent steps. The bus
-limits the speed of the copy.
+The kernel reads host memory over the bus, which limits the speed of the copy. It uses few programs, so that most of the device is
+free for concurrent steps.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _bring_pieces_kernel(rows, pages, parts, num_rows, num_pieces, BLOCK: tl.con
         size = tl.load(parts + 3 * part + 1)
         offset = tl.load(parts + 3 * part + 2)
         source = (tl.load(rows + at) + offset).to(tl.pointer_type(tl.int64))
-        place = (base + tl.load(pages + at) * size).to(tl.pointer_type(tl.int64))
+        target = (base + tl.load(pages + at) * size).to(tl.pointer_type(tl.int64))
         words = size // 8
         for begin in range(0, words, BLOCK):
             steps = begin + tl.arange(0, BLOCK)
-            tl.store(place + steps, tl.load(source + steps, mask=steps < words), mask=steps < words)
+            tl.store(target + steps, tl.load(source + steps, mask=steps < words), mask=steps < words)
 
 
 def bring_pieces(rows: Tensor, pages: Tensor, parts: Tensor) -> None:

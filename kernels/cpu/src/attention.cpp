@@ -19,15 +19,16 @@ namespace {
 constexpr int64_t kTileRows = 6;               // number of queries for which values are added up together
 constexpr int64_t kMostQueries = 48;           // largest number of queries of a tile
 constexpr int64_t kScores = int64_t{1} << 17;  // largest number of scores of a tile, unless kTileRows queries have more
-constexpr int64_t kWidenFrom = 3;              // smallest number of queries for which a block of keys or values is widened in memory
+constexpr int64_t kWidenFrom = 3;              // smallest number of queries for which bfloat16 keys and values are first converted
 constexpr int64_t kValues = 128;               // keys per block of values
 
 struct Scratch {
-    std::vector<int64_t> places;
+    std::vector<int64_t> pool_offsets;
     std::vector<float> queries, keys, values, scores, sums, inverses;
 };
 
-// depth is head_dim rounded up to whole vectors, padded with zeros. Keys and positions are relative to `begin`.
+// A tile and its buffers. depth is head_dim rounded up to whole vectors; the rest is padded with zeros. `begin` is the position of the
+// tile's first key. All indices of keys are relative to it: a query attends to the keys first(query) .. last(query) - 1.
 template <typename T> struct Tile {
     const Attention<T>& job;
     int64_t row, kv_head, token, start, queries, begin, end, depth, stride;
@@ -47,12 +48,12 @@ template <typename T> void widen_to(float* target, const T* source, int64_t coun
 // Finds the offsets in the pools of all keys and values to which the tile attends, in one pass over the page table.
 template <typename T> void locate(const Tile<T>& tile) {
     const int64_t page_size = tile.job.page_size;
-    auto& places = tile.scratch.places;
-    places.resize(tile.end - tile.begin);
+    auto& pool_offsets = tile.scratch.pool_offsets;
+    pool_offsets.resize(tile.end - tile.begin);
     for (int64_t at = tile.begin; at < tile.end;) {
         const int64_t run = std::min(tile.end - at, page_size - at % page_size);
-        const int64_t there = tile.job.place(tile.row, at, tile.kv_head);
-        for (int64_t i = 0; i < run; ++i) places[at - tile.begin + i] = there + i * tile.job.head_dim;
+        const int64_t there = tile.job.pool_offset(tile.row, at, tile.kv_head);
+        for (int64_t i = 0; i < run; ++i) pool_offsets[at - tile.begin + i] = there + i * tile.job.head_dim;
         at += run;
     }
 }
@@ -74,7 +75,7 @@ template <typename T> void score(const Tile<T>& tile, int64_t block, bool wide) 
     const T* keys[kWidth];
     const float* widened[kWidth];
     for (int64_t i = 0; i < kWidth; ++i) {
-        keys[i] = tile.job.keys + tile.scratch.places[std::min(block + i, tile.end - tile.begin - 1)];
+        keys[i] = tile.job.keys + tile.scratch.pool_offsets[std::min(block + i, tile.end - tile.begin - 1)];
         if (wide) {
             float* target = tile.scratch.keys.data() + i * tile.depth;
             widen_to(target, keys[i], tile.job.head_dim, tile.depth);
@@ -92,8 +93,8 @@ template <typename T> void score(const Tile<T>& tile, int64_t block, bool wide) 
     }
 }
 
-// Turns scores into weights in place, and returns the inverse of the sum of the weights. The buffer has one more vector after the
-// scores.
+// Turns the scores of a query into softmax weights in place, and returns the inverse of their sum. The buffer must have space for one
+// more vector after the scores.
 float soften(float* scores, int64_t count) {
     const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
     std::fill(scores + count, scores + padded, -std::numeric_limits<float>::infinity());
@@ -120,7 +121,7 @@ void mix_columns(const Tile<T>& tile, int64_t query, int64_t begin, int64_t end,
         for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(tile.sums(query + r) + column + v * kWidth);
     }
     for (int64_t k = begin; k < end; ++k) {
-        const S* value = values + (step ? (k - block) * step : tile.scratch.places[k]) + column;
+        const S* value = values + (step ? (k - block) * step : tile.scratch.pool_offsets[k]) + column;
 #pragma GCC unroll 16
         for (int v = 0; v < VECTORS; ++v) {
             const Vector columns = load(value + v * kWidth);
@@ -149,12 +150,12 @@ void mix_rows(const Tile<T>& tile, int64_t query, int64_t begin, int64_t end, in
     walk.template operator()<1>();
 }
 
-// Adds up the values of a block for ROWS queries. Keys to which all of these queries attend are added for all queries together. The
-// keys before and after them are added one query at a time.
+// Adds up the weighted values of a block for ROWS queries. The values of keys to which all of these queries attend are added for all
+// queries together. The values of the keys before and after are added one query at a time.
 template <int ROWS, typename T, typename S>
 void mix(const Tile<T>& tile, int64_t query, int64_t block, int64_t end, const S* values, int64_t step) {
-    const int64_t behind = query + ROWS - 1;  // the last query has the latest first key and the latest last key
-    const int64_t low = std::clamp(tile.first(behind), block, end), high = std::clamp(tile.last(query), low, end);
+    const int64_t last_query = query + ROWS - 1;  // the last query has the latest first key and the latest last key
+    const int64_t low = std::clamp(tile.first(last_query), block, end), high = std::clamp(tile.last(query), low, end);
     for (int r = 0; r < ROWS; ++r) {
         const int64_t begin = std::max(block, tile.first(query + r));
         mix_rows<1>(tile, query + r, begin, std::min(low, tile.last(query + r)), block, values, step);
@@ -188,13 +189,13 @@ template <typename T> void add_values(const Tile<T>& tile, bool wide) {
         }
         float* values = tile.scratch.values.data();
         for (int64_t k = block; k < end; ++k) {
-            widen_to(values + (k - block) * tile.depth, tile.job.values + tile.scratch.places[k], tile.job.head_dim, tile.depth);
+            widen_to(values + (k - block) * tile.depth, tile.job.values + tile.scratch.pool_offsets[k], tile.job.head_dim, tile.depth);
         }
         mix_block(tile, block, end, static_cast<const float*>(values), tile.depth);
     }
 }
 
-// Computes `count` tokens of a row from `token` on.
+// Computes the attention of `count` tokens of a row from `token` on, for the query heads of one key/value head.
 template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int64_t token, int64_t count, int64_t kv_head) {
     thread_local Scratch scratch;
     const int64_t start = job.starts[row] + token, begin = job.first_seen(start), end = start + count;
@@ -230,7 +231,7 @@ template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int
 }
 
 template <typename T> void attend(const Attention<T>& job, int threads) {
-    const auto most = [&](int64_t row, int64_t first) {  // the scores of this many tokens stay in the second-level cache
+    const auto most = [&](int64_t row, int64_t first) {  // tokens of a tile whose scores stay in the second-level cache
         const int64_t context = job.starts[row] + std::min<int64_t>(first + kMostQueries, job.num_tokens[row]);
         return std::max<int64_t>(1, std::clamp(kScores / context, kTileRows, kMostQueries) / job.group());
     };

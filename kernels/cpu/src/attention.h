@@ -19,7 +19,7 @@ template <typename T> struct Attention {
     const int32_t* offsets;
     int64_t rows, table_width, heads, kv_heads, head_dim, page_size, window;
     float scale;
-    bool ordered;  // a token's result does not depend on other tokens of its tile, to the last bit
+    bool ordered;  // whether each bit of a token's result must be independent of the other tokens of its tile
 
     int64_t group() const { return heads / kv_heads; }
     const T* query(int64_t token, int64_t head) const {
@@ -27,8 +27,8 @@ template <typename T> struct Attention {
     }
     T* result(int64_t token, int64_t head) const { return out + (token * heads + head) * head_dim; }
 
-    // Returns the element offset in the pools of a position of a row.
-    int64_t place(int64_t row, int64_t position, int64_t kv_head) const {
+    // Returns the offset, in elements, of a position's key and value in the pools.
+    int64_t pool_offset(int64_t row, int64_t position, int64_t kv_head) const {
         const int64_t slot = std::max(slots[row], 0);  // a padding row reads an existing page
         const int64_t page = std::max(page_table[slot * table_width + position / page_size], 0);
         return ((page * kv_heads + kv_head) * page_size + position % page_size) * head_dim;
@@ -37,7 +37,7 @@ template <typename T> struct Attention {
     int64_t first_seen(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
 };
 
-// Runs the bfloat16 kernels with dot products. Returns false, without work done, if the CPU or the head size does not allow them.
+// Runs the bfloat16 kernels with dot products. If the CPU or the head size does not allow them, does nothing and returns false.
 bool attend_bf16(const Attention<bf16>& job, int threads);
 
 }  // namespace rootstock

@@ -1,4 +1,4 @@
-// Scores and values of a block of keys for few queries, as in decoding. Reading limits the speed, so keys and values are not packed.
+// Scores and values of a block of keys for few queries, as in decoding. Memory limits the speed, so keys and values are not packed.
 //
 // Each element is the same chain of dot products as in a packed tile, so that a token's bits do not depend on the size of its tile.
 
@@ -12,7 +12,7 @@ namespace {
 
 inline void prefetch(const bf16* source) { _mm_prefetch(reinterpret_cast<const char*>(source), _MM_HINT_T1); }
 
-// Transposes 128-bit parts: v[i] has parts 0 to 3 of key i before, and keys 0 to 3 of part i after.
+// Transposes 128-bit parts. Before, v[i] has parts 0 to 3 of key i; afterwards, it has part i of keys 0 to 3.
 inline void transpose_parts(__m512 (&v)[4]) {
     const __m512 a = even_lanes(v[0], v[1]), b = odd_lanes(v[0], v[1]), c = even_lanes(v[2], v[3]), d = odd_lanes(v[2], v[3]);
     v[0] = even_lanes(a, c);
@@ -21,7 +21,7 @@ inline void transpose_parts(__m512 (&v)[4]) {
     v[3] = odd_lanes(b, d);
 }
 
-// Adds the four parts of each score: sums[i] has those of keys 4 i to 4 i + 3. Returns the scores of 16 keys in order.
+// Adds the four parts of each score. sums[i] has the parts of keys 4 i to 4 i + 3. Returns the scores of 16 keys in order.
 inline __m512 add_parts(__m512 (&sums)[4]) {
     const __m512 a = _mm512_unpacklo_ps(sums[0], sums[1]), b = _mm512_unpackhi_ps(sums[0], sums[1]);
     const __m512 c = _mm512_unpacklo_ps(sums[2], sums[3]), d = _mm512_unpackhi_ps(sums[2], sums[3]);
@@ -37,7 +37,7 @@ inline __m512 add_parts(__m512 (&sums)[4]) {
     return _mm512_permutexvar_ps(order, total);
 }
 
-template <int QUERIES> void score(const Tile& tile, const int64_t* places, int64_t count) {
+template <int QUERIES> void score(const Tile& tile, const int64_t* pool_offsets, int64_t count) {
     const int64_t dim = tile.job.head_dim;
     for (int64_t block = 0; block < count; block += 16) {
         __m512 sums[QUERIES][4];
@@ -46,12 +46,12 @@ template <int QUERIES> void score(const Tile& tile, const int64_t* places, int64
         }
         for (int group = 0; group < 4; ++group) {
             const bf16* source[4];
-            for (int i = 0; i < 4; ++i) source[i] = tile.job.keys + places[block + 4 * group + i];
+            for (int i = 0; i < 4; ++i) source[i] = tile.job.keys + pool_offsets[block + 4 * group + i];
             for (int64_t column = 0; column < dim; column += 32) {
                 __m512 keys[4];
                 for (int i = 0; i < 4; ++i) {
                     keys[i] = _mm512_loadu_ps(source[i] + column);
-                    prefetch(tile.job.values + places[block + 4 * group + i] + column);
+                    prefetch(tile.job.values + pool_offsets[block + 4 * group + i] + column);
                 }
                 transpose_parts(keys);
                 for (int part = 0; part < 4; ++part) {
@@ -67,7 +67,7 @@ template <int QUERIES> void score(const Tile& tile, const int64_t* places, int64
     }
 }
 
-// 32 columns of two neighbouring keys, as pairs in the order of the columns.
+// 32 columns of the values of two neighbouring keys, as pairs in the order of the columns.
 struct Pairs {
     __m512bh low, high;
 };
@@ -81,19 +81,19 @@ inline Pairs pairs_at(const bf16* one, const bf16* two) {
             reinterpret_cast<__m512bh>(_mm512_permutex2var_epi16(a, second, b))};
 }
 
-// Adds up the values of VECTORS vectors of 32 columns.
-template <int QUERIES, int VECTORS> void mix(const Tile& tile, const int64_t* places, int64_t count, int64_t column) {
+// Adds up the weighted values of a block in 32 * VECTORS columns from `column` on.
+template <int QUERIES, int VECTORS> void mix(const Tile& tile, const int64_t* pool_offsets, int64_t count, int64_t column) {
     float* o = tile.o + column;
     __m512 sums[QUERIES][2 * VECTORS];
     for (int q = 0; q < QUERIES; ++q) {
         for (int v = 0; v < 2 * VECTORS; ++v) sums[q][v] = _mm512_load_ps(o + q * tile.wide + v * 16);
     }
     for (int64_t key = 0; key < count; key += 2) {
-        const bf16* one = tile.job.values + places[key] + column;
-        const bf16* two = tile.job.values + places[key + 1] + column;  // beyond count: the last value with weight 0
+        const bf16* one = tile.job.values + pool_offsets[key] + column;
+        const bf16* two = tile.job.values + pool_offsets[key + 1] + column;  // beyond count: the last value with weight 0
         for (int v = 0; v < VECTORS; ++v) {
-            prefetch(tile.job.keys + places[kKeys + key] + column + v * 32);
-            prefetch(tile.job.keys + places[kKeys + key + 1] + column + v * 32);
+            prefetch(tile.job.keys + pool_offsets[kKeys + key] + column + v * 32);
+            prefetch(tile.job.keys + pool_offsets[kKeys + key + 1] + column + v * 32);
             const Pairs pairs = pairs_at(one + v * 32, two + v * 32);
             for (int q = 0; q < QUERIES; ++q) {
                 const __m512bh weights = pair_at(tile.p + q * kKeys, key / 2);
@@ -107,12 +107,12 @@ template <int QUERIES, int VECTORS> void mix(const Tile& tile, const int64_t* pl
     }
 }
 
-template <int QUERIES> void mix_columns(const Tile& tile, const int64_t* places, int64_t count) {
+template <int QUERIES> void mix_columns(const Tile& tile, const int64_t* pool_offsets, int64_t count) {
     constexpr int kTogether = QUERIES <= 2 ? 4 : QUERIES <= 4 ? 2 : 1;  // vectors whose sums fit the registers
     const int64_t dim = tile.job.head_dim;
     int64_t column = 0;
-    for (; column + kTogether * 32 <= dim; column += kTogether * 32) mix<QUERIES, kTogether>(tile, places, count, column);
-    for (; column < dim; column += 32) mix<QUERIES, 1>(tile, places, count, column);
+    for (; column + kTogether * 32 <= dim; column += kTogether * 32) mix<QUERIES, kTogether>(tile, pool_offsets, count, column);
+    for (; column < dim; column += 32) mix<QUERIES, 1>(tile, pool_offsets, count, column);
 }
 
 template <typename Work> void with_queries(int64_t queries, Work&& work) {
@@ -129,12 +129,12 @@ template <typename Work> void with_queries(int64_t queries, Work&& work) {
 
 }  // namespace
 
-void score_few(const Tile& tile, const int64_t* places, int64_t count) {
-    with_queries(tile.queries, [&]<int QUERIES>() { score<QUERIES>(tile, places, count); });
+void score_few(const Tile& tile, const int64_t* pool_offsets, int64_t count) {
+    with_queries(tile.queries, [&]<int QUERIES>() { score<QUERIES>(tile, pool_offsets, count); });
 }
 
-void mix_few(const Tile& tile, const int64_t* places, int64_t count) {
-    with_queries(tile.queries, [&]<int QUERIES>() { mix_columns<QUERIES>(tile, places, count); });
+void mix_few(const Tile& tile, const int64_t* pool_offsets, int64_t count) {
+    with_queries(tile.queries, [&]<int QUERIES>() { mix_columns<QUERIES>(tile, pool_offsets, count); });
 }
 
 }  // namespace rootstock

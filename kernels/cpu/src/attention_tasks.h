@@ -7,7 +7,7 @@
 
 namespace rootstock {
 
-// Calls work(row, first, count, kv_head) on any thread for tiles of `count` tokens from `first` on, which together cover all tokens.
+// Calls work(row, first, count, kv_head) for tiles of `count` tokens from `first` on, on any thread. The tiles cover all tokens.
 // most(row, first) is the largest number of tokens of a tile, at least 1. The longest tiles run first, so that the threads end at
 // nearly the same time.
 template <typename T, typename Most, typename Work>

@@ -14,7 +14,7 @@
 namespace rootstock {
 namespace {
 
-constexpr int64_t kRowsOfParts = 3;  // sums and totals of 3 x 4 vectors each fit the registers
+constexpr int64_t kRowsOfParts = 3;  // rows whose sums and totals, 4 vectors each, together fit the registers
 
 template <typename T> struct Buffer {
     std::vector<T> storage;
@@ -42,29 +42,30 @@ void gather_queries(const Tile& tile) {
     std::fill(tile.o, tile.o + tile.queries * tile.wide, 0.0f);
 }
 
-// Finds the offsets in the pools of positions begin .. end - 1, and fills the rest of the array with the last offset. It reads the
-// page table once in order, because a division per key would take longer than the key's dot product.
-void locate(const Tile& tile, int64_t begin, int64_t end, int64_t (&places)[kPlaces]) {
+// Finds the offsets in the pools of positions begin .. end - 1, and fills the rest of the array with the last offset. Reads the page
+// table once in order, because a division per key would take longer than the key's dot product.
+void locate(const Tile& tile, int64_t begin, int64_t end, int64_t (&pool_offsets)[kOffsets]) {
     const Attention<bf16>& job = tile.job;
-    const int64_t count = std::min(kPlaces, end - begin);
+    const int64_t count = std::min(kOffsets, end - begin);
     for (int64_t i = 0; i < count;) {
         const int64_t run = std::min(count - i, job.page_size - (begin + i) % job.page_size);
-        const int64_t first = job.place(tile.row, begin + i, tile.kv_head);
-        for (int64_t k = 0; k < run; ++k) places[i + k] = first + k * job.head_dim;
+        const int64_t first = job.pool_offset(tile.row, begin + i, tile.kv_head);
+        for (int64_t k = 0; k < run; ++k) pool_offsets[i + k] = first + k * job.head_dim;
         i += run;
     }
-    std::fill(places + count, places + kPlaces, places[count - 1]);
+    std::fill(pool_offsets + count, pool_offsets + kOffsets, pool_offsets[count - 1]);
 }
 
-// Packs keys begin .. begin + count - 1 as columns: k[pair][64][2], with the pairs of a part together. Columns from count on are 0.
+// Packs keys begin .. begin + count - 1 as columns: k[pair][64][2]. The pairs of one part (kParts) follow each other. The columns from
+// `count` on are 0.
 void pack_keys(const Tile& tile, int64_t begin, int64_t count) {
     const int64_t pairs = tile.job.head_dim / 2, parts = tile.job.ordered ? kParts : 1;
-    const auto place = [&](int64_t pair) { return pair % parts * (pairs / parts) + pair / parts; };
+    const auto packed_pair = [&](int64_t pair) { return pair % parts * (pairs / parts) + pair / parts; };
     for (int64_t block = 0; block < kKeys; block += 16) {
         const bf16* source[16];
         for (int64_t i = 0; i < 16; ++i) {
             const int64_t key = block + i;
-            source[i] = key < count ? tile.job.keys + tile.job.place(tile.row, begin + key, tile.kv_head) : nullptr;
+            source[i] = key < count ? tile.job.keys + tile.job.pool_offset(tile.row, begin + key, tile.kv_head) : nullptr;
         }
         for (int64_t pair = 0; pair < pairs; pair += 16) {
             __m512 lanes[16];
@@ -72,19 +73,19 @@ void pack_keys(const Tile& tile, int64_t begin, int64_t count) {
                 lanes[i] = source[i] != nullptr ? _mm512_loadu_ps(source[i] + pair * 2) : _mm512_setzero_ps();
             }
             transpose(lanes);
-            for (int i = 0; i < 16; ++i) _mm512_store_ps(tile.k + place(pair + i) * 128 + block * 2, lanes[i]);
+            for (int i = 0; i < 16; ++i) _mm512_store_ps(tile.k + packed_pair(pair + i) * 128 + block * 2, lanes[i]);
         }
     }
 }
 
-// Packs values as rows of pairs: v[block of 64 columns][32 pairs of keys][64][2]. Rows from count on are 0.
+// Packs values as rows of pairs: v[block of 64 columns][32 pairs of keys][64][2]. The rows from `count` on are 0.
 void pack_values(const Tile& tile, int64_t begin, int64_t count) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                          36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t key = 0; key < kKeys; key += 2) {
-        const bf16* one = key < count ? tile.job.values + tile.job.place(tile.row, begin + key, tile.kv_head) : nullptr;
-        const bf16* two = key + 1 < count ? tile.job.values + tile.job.place(tile.row, begin + key + 1, tile.kv_head) : nullptr;
+        const bf16* one = key < count ? tile.job.values + tile.job.pool_offset(tile.row, begin + key, tile.kv_head) : nullptr;
+        const bf16* two = key + 1 < count ? tile.job.values + tile.job.pool_offset(tile.row, begin + key + 1, tile.kv_head) : nullptr;
         for (int64_t column = 0; column < tile.wide; column += 32) {
             const bool inside = column < tile.job.head_dim;
             const __m512i a = one != nullptr && inside ? _mm512_loadu_si512(one + column) : _mm512_setzero_si512();
@@ -102,7 +103,7 @@ template <int ROWS> void store_scores(const Tile& tile, int64_t row, const __m51
     }
 }
 
-// Computes scores in the order of attention_few.cpp: each part of a dot product is a sum of its own.
+// Computes scores in the same order as attention_few.cpp: each part of a dot product is a separate sum.
 void make_scores_by_parts(const Tile& tile) {
     const int64_t dim = tile.job.head_dim, pairs = dim / 2 / kParts;
     for (int64_t row = 0; row < tile.queries; row += kRowsOfParts) {
@@ -148,7 +149,8 @@ inline void load_scores(const Tile& tile, int64_t query, int64_t begin, __m512 (
     }
 }
 
-// Adds a block of keys to the online softmax of one query: stores weights to p, and scales earlier sums down if the peak rises.
+// Adds a block of keys to the online softmax of one query: stores the weights in p, and scales earlier sums down if the largest score
+// rises.
 void soften(const Tile& tile, int64_t query, int64_t begin) {
     __m512 scores[kVectors], weights[kVectors];
     load_scores(tile, query, begin, scores);
@@ -212,12 +214,12 @@ void attend_tile(const Attention<bf16>& job, int64_t row, int64_t first, int64_t
                     scratch.peaks.of(queries), scratch.totals.of(queries)};
     gather_queries(tile);
     const int64_t end = tile.start + count;
-    int64_t places[kPlaces];
+    int64_t pool_offsets[kOffsets];
     for (int64_t begin = job.first_seen(tile.start) / kKeys * kKeys; begin < end; begin += kKeys) {
         const int64_t keys = std::min(kKeys, end - begin);
         if (tile.few()) {
-            locate(tile, begin, end, places);
-            score_few(tile, places, keys);
+            locate(tile, begin, end, pool_offsets);
+            score_few(tile, pool_offsets, keys);
         } else {
             pack_keys(tile, begin, keys);
             pack_values(tile, begin, keys);
@@ -229,7 +231,7 @@ void attend_tile(const Attention<bf16>& job, int64_t row, int64_t first, int64_t
         }
         for (int64_t query = 0; query < queries; ++query) soften(tile, query, begin);
         if (tile.few()) {
-            mix_few(tile, places, keys);
+            mix_few(tile, pool_offsets, keys);
         } else {
             mix_values(tile);
         }

@@ -13,7 +13,7 @@ namespace rootstock {
 
 constexpr int64_t kKeys = kTileCols;  // keys per block; blocks begin at multiples of it
 constexpr int64_t kTileQueries = 96;  // largest number of queries (tokens x heads of a group) of a tile
-constexpr int64_t kPlaces = 2 * kKeys + 1;
+constexpr int64_t kOffsets = 2 * kKeys + 1;
 constexpr int64_t kParts = 4;         // parts of a dot product: part i sums pairs i, i + 4, ...; then the parts are added in order
 constexpr int64_t kFewQueries = 8;    // smallest number of queries for which packing keys and values pays
 constexpr float kNone = -std::numeric_limits<float>::infinity();
@@ -21,20 +21,22 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 struct Tile {
     const Attention<bf16>& job;
     int64_t row, kv_head, first_token, start, queries, wide;  // `wide` is head_dim rounded up to a multiple of 64
-    bf16 *q, *k, *v, *p;
-    float *s, *o, *peak, *total;
+    bf16 *q, *k, *v, *p;           // queries; packed keys, packed values and weights of a block
+    float *s, *o, *peak, *total;   // scores of a block; per query: sums of weighted values, largest score, sum of weights
 
     int64_t position(int64_t query) const { return start + query / job.group(); }
     bool few() const { return queries < kFewQueries; }
 };
 
-// These compute the same bits as make_scores_by_parts and mix_values of attention_tile.cpp, for fewer than kFewQueries queries. Keys
-// and values are read from the pools and reordered in registers. count is the number of the block's keys. places has kPlaces element
-// offsets in the pools: those of the block, those of the next block, which is prefetched, and then the last offset repeated.
-void score_few(const Tile& tile, const int64_t* places, int64_t count);
-void mix_few(const Tile& tile, const int64_t* places, int64_t count);
+// score_few and mix_few compute the same bits as make_scores_by_parts and mix_values of attention_tile.cpp, for fewer than kFewQueries
+// queries. They read keys and values from the pools and reorder them in registers. `count` is the number of the block's keys.
+// `pool_offsets` has kOffsets element offsets: of the block's keys, of the next block's keys, which are prefetched, and then the last
+// offset repeated.
+void score_few(const Tile& tile, const int64_t* pool_offsets, int64_t count);
+void mix_few(const Tile& tile, const int64_t* pool_offsets, int64_t count);
 
-// Computes `count` tokens of a row from `first` on, with an online softmax. count is at most max(1, kTileQueries / group).
+// Computes the attention of `count` tokens of a row from `first` on, with an online softmax. `count` is at most
+// max(1, kTileQueries / group).
 void attend_tile(const Attention<bf16>& job, int64_t row, int64_t first, int64_t count, int64_t kv_head);
 
 }  // namespace rootstock

@@ -1,4 +1,5 @@
-// Copies many pieces of memory in one call: pages of KV, which lie layer by layer in a pool and contiguously in a tier.
+// Copies many pieces of memory in one call. The pieces are parts of KV pages: a page is contiguous in a tier, but has a piece per layer
+// in the pools.
 
 #include <cstdint>
 #include <cstring>
@@ -9,7 +10,7 @@
 
 namespace {
 
-// Copies without the caches, so that the cached data of a concurrent step stays. The target's lines are not read before the writes.
+// Copies with writes that bypass the caches, so that the data of a concurrent step stays cached. The target is not read before.
 void stream(char* to, const char* from, int64_t bytes) {
     int64_t at = 0;
 #if defined(__SSE2__)

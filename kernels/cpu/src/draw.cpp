@@ -12,10 +12,11 @@ namespace rootstock {
 namespace {
 
 constexpr int64_t kBlock = 64;
-constexpr int64_t kLikely = 256;  // number of most likely tokens that top-p ranks first; if they are too few, it ranks all
+constexpr int64_t kLikely = 256;  // number of most likely tokens among which top-p is tried first; then it ranks all tokens
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// The row from which a token is drawn: mass[i] = exp((x[i] - peak) / temperature), with the sum and the largest logit of each block.
+// The row from which a token is drawn: mass[i] = exp((x[i] - peak) / temperature). `sums` has the mass of each block of kBlock tokens,
+// and `highest` its largest logit.
 struct Row {
     const float* x;
     int64_t size;
@@ -70,7 +71,7 @@ float sigma_of(const float* x, int64_t size) {
 }
 
 // Applies top-n-sigma: a token below its bound gets mass 0.
-void keep_near(Row& row, const Rule& rule) {
+void apply_top_n_sigma(Row& row, const Rule& rule) {
     const float least = -(rule.top_n_sigma * sigma_of(row.x, row.size) / rule.temperature);
     row.total = 0.0;
     for (int64_t block = 0; block < static_cast<int64_t>(row.sums.size()); ++block) {
@@ -113,8 +114,9 @@ float bound_of_top(const Row& row, int64_t k) {
     return highest[k - 1];
 }
 
-// Returns the ids of the logits >= bound that may remain after the cuts, most likely first, and the lower id first among equal
-// logits. All tokens below the smallest mass together have less mass than 1 - top_p, so that they are not in the nucleus.
+// Returns the ids of the logits >= bound that may remain after the cuts: most likely first, and the lower id first among equal logits.
+// `ranked` is whether top_k cuts. Without top_k, the tokens with a mass below `least` are omitted: all of them together have less than
+// 1 - top_p of the mass, so they are not in the nucleus.
 std::vector<int64_t> candidates(const Row& row, const Rule& rule, bool ranked, float bound) {
     const double outside = (1.0 - rule.top_p) * row.total / static_cast<double>(row.size) * 0.999;
     const double least = ranked ? 0.0 : std::max<double>(outside, rule.min_p);
@@ -167,16 +169,16 @@ int64_t draw_row(const float* x, int64_t size, const Rule& rule) {
     row.x = x;
     row.size = size;
     weigh(row, rule.temperature);
-    if (rule.top_n_sigma > 0.0f) keep_near(row, rule);
+    if (rule.top_n_sigma > 0.0f) apply_top_n_sigma(row, rule);
     const bool ranked = rule.top_k > 0 && rule.top_k < size;
     return ranked || rule.top_p < 1.0f || rule.min_p > 0.0f ? draw_filtered(row, rule) : draw_from_all(row, rule.uniform);
 }
 
-// The second pass over a chunk finds it in the cache.
+// Works in chunks, so that the pass that finds the index of a chunk's maximum reads the chunk from the cache.
 int64_t argmax_row(const float* x, int64_t size) {
     constexpr int64_t kChunk = 4096;
     float best = -std::numeric_limits<float>::infinity();
-    int64_t place = 0;
+    int64_t index = 0;
     for (int64_t begin = 0; begin < size; begin += kChunk) {
         const int64_t count = std::min(kChunk, size - begin);
         const float* chunk = x + begin;
@@ -190,10 +192,10 @@ int64_t argmax_row(const float* x, int64_t size) {
         if (nans > 0) return begin + (std::find_if(chunk, chunk + count, [](float v) { return v != v; }) - chunk);
         if (peak > best) {
             best = peak;
-            place = begin + (std::find(chunk, chunk + count, peak) - chunk);
+            index = begin + (std::find(chunk, chunk + count, peak) - chunk);
         }
     }
-    return place;
+    return index;
 }
 
 }  // namespace rootstock

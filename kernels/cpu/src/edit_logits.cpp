@@ -32,7 +32,7 @@ struct Penalties {
     float repetition, frequency, presence;
 };
 
-// The float32 quotient and product equal the rounded float64 ones. A finite logit stays finite.
+// Returns a logit after its penalties. The float32 quotient and product equal the rounded float64 results. A finite logit stays finite.
 float penalized(float x, int32_t count, const Penalties& by) {
     if (count == 0) return x;
     if (x > -std::numeric_limits<float>::infinity() && x < std::numeric_limits<float>::infinity()) {
@@ -98,12 +98,12 @@ extern "C" void rootstock_edit_logits(float* edited, const float* logits, const 
     using namespace rootstock;
     const Rows rows{slots, positions, mask_rows, loss_offsets};
     const Edits edits{counts, words, masks, bias_ids, biases, stop_ids, loss_ids, losses, size, max_biases, max_stops};
-    thread_local std::vector<int64_t> wanted;
-    wanted.clear();
+    thread_local std::vector<int64_t> edited_rows;
+    edited_rows.clear();
     for (int64_t row = 0; row < count; ++row) {
-        if (slots[row] >= 0 && is_edited(rows, row, Slot{params + slots[row] * kWidth})) wanted.push_back(row);
+        if (slots[row] >= 0 && is_edited(rows, row, Slot{params + slots[row] * kWidth})) edited_rows.push_back(row);
     }
-    const std::vector<int64_t>& chosen = wanted;  // `wanted` is another object in each thread of the team
+    const std::vector<int64_t>& chosen = edited_rows;  // `edited_rows` is another object in each thread of the team
     for_each_piece(static_cast<int64_t>(chosen.size()), threads, [&](int64_t piece, int64_t) {
         const int64_t row = chosen[piece], index = slots[row];
         float* x = edited + row * size;

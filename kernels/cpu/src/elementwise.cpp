@@ -91,9 +91,9 @@ void rope_token(T* token, const T* q_norm, const T* k_norm, const float* cos_sin
     const T* k = token + shape.heads * dim;
     const T* v = k + shape.kv_heads * dim;
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
-        const int64_t place = ((page * shape.kv_heads + head) * shape.page_size + offset) * dim;
-        rotate(keys + place, k + head * dim, k_norm, cos_sin, dim, shape.eps);
-        std::memcpy(values + place, v + head * dim, dim * sizeof(T));
+        const int64_t target = ((page * shape.kv_heads + head) * shape.page_size + offset) * dim;
+        rotate(keys + target, k + head * dim, k_norm, cos_sin, dim, shape.eps);
+        std::memcpy(values + target, v + head * dim, dim * sizeof(T));
     }
 }
 

@@ -46,12 +46,12 @@ inline void store16(const Linear& job, int64_t row, int64_t column, __m512 value
     const int64_t left = width - column;
     if (left <= 0) return;
     const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-    const int64_t place = row * width + column;
+    const int64_t index = row * width + column;
     if (job.wide) {
-        _mm512_mask_storeu_ps(static_cast<float*>(job.out) + place, mask, values);
+        _mm512_mask_storeu_ps(static_cast<float*>(job.out) + index, mask, values);
     } else {
         const __m256i bits = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values));
-        _mm256_mask_storeu_epi16(static_cast<bf16*>(job.out) + place, mask, bits);
+        _mm256_mask_storeu_epi16(static_cast<bf16*>(job.out) + index, mask, bits);
     }
 }
 
@@ -114,9 +114,9 @@ template <Finish FINISH> void run_linear(const Linear& job, int threads) {
 // Returns the weight row of a packed column, -1 for padding. A gated block has 32 gate columns and then their 32 up columns.
 int64_t source_row(int64_t column, int64_t rows, bool gated) {
     if (!gated) return column < rows ? column : -1;
-    const int64_t half = rows / 2, place = column / 64 * 32 + column % 32;
-    if (place >= half) return -1;
-    return column % 64 < 32 ? place : half + place;
+    const int64_t half = rows / 2, index = column / 64 * 32 + column % 32;
+    if (index >= half) return -1;
+    return column % 64 < 32 ? index : half + index;
 }
 
 }  // namespace
@@ -129,8 +129,8 @@ extern "C" {
 
 void rootstock_prefer_huge_pages(void* data, int64_t bytes) { rootstock::prefer_huge_pages(data, bytes); }
 
-// Sets *answer to 1 if the packed linear layers below are compiled in.
-void rootstock_has_packed_linear(int32_t* answer) { *answer = ROOTSTOCK_DOT_BF16; }
+// Sets *result to 1 if the packed linear layers below are compiled in.
+void rootstock_has_packed_linear(int32_t* result) { *result = ROOTSTOCK_DOT_BF16; }
 
 // Packs a weight [rows, depth] as [ceil(rows / 64)][depth / 2][64][2], padded with 0. depth and the rows of a gated weight are even.
 void rootstock_pack_linear(bf16* packed, const bf16* weight, int64_t rows, int64_t depth, int gated, int threads) {

@@ -38,20 +38,20 @@ float log_mass(const float* x, int64_t size) {
 
 // Finds the num largest logits in descending order, the lower id first among equal logits; -1 and -inf beyond the vocabulary.
 void rank(int32_t* ids, float* values, int64_t num, const float* x, int64_t size) {
-    int64_t held = 0;
+    int64_t found = 0;
     for (int64_t first = 0; first < size; first += kBlock) {
         const int64_t end = std::min(size, first + kBlock);
-        if (held == num && !(largest_of(x + first, end - first) > values[num - 1])) continue;
+        if (found == num && !(largest_of(x + first, end - first) > values[num - 1])) continue;
         for (int64_t i = first; i < end; ++i) {
-            if (held == num && !(x[i] > values[num - 1])) continue;
-            int64_t place = held < num ? held++ : num - 1;
-            for (; place > 0 && x[i] > values[place - 1]; --place) ids[place] = ids[place - 1], values[place] = values[place - 1];
-            ids[place] = static_cast<int32_t>(i);
-            values[place] = x[i];
+            if (found == num && !(x[i] > values[num - 1])) continue;
+            int64_t at = found < num ? found++ : num - 1;
+            for (; at > 0 && x[i] > values[at - 1]; --at) ids[at] = ids[at - 1], values[at] = values[at - 1];
+            ids[at] = static_cast<int32_t>(i);
+            values[at] = x[i];
         }
     }
-    std::fill(ids + held, ids + num, -1);
-    std::fill(values + held, values + num, kNone);
+    std::fill(ids + found, ids + num, -1);
+    std::fill(values + found, values + num, kNone);
 }
 
 }  // namespace

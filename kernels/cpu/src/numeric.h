@@ -14,7 +14,7 @@
 
 namespace rootstock {
 
-// The upper half of a float32.
+// A bfloat16 number: the upper half of a float32.
 struct bf16 {
     uint16_t bits;
 };

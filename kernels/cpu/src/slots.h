@@ -1,4 +1,5 @@
-// The slots' sampling parameters and the rows to sample: rootstock_llm.kernels.contracts.sample_ops.SlotTable and SampleRows as addresses.
+// The addresses of the slots' sampling parameters and of the rows to sample, as in SlotTable and SampleRows
+// (kernels/contracts/sample_ops.py).
 #pragma once
 
 #include <cstdint>

@@ -24,15 +24,15 @@ void rootstock_resolve_tokens(int64_t* input_ids, int32_t* positions, int64_t* l
     int32_t missing = 0;
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t slot = slots[row];
-        const int64_t held = row < num_extend || slot < 0 ? 0 : relay[slot];
+        const int64_t last = row < num_extend || slot < 0 ? 0 : relay[slot];
         for (int64_t i = 0; i < num_tokens[row]; ++i) {
             const int64_t token = offsets[row] + i, position = starts[row] + i, entry = position / page_size;
             const bool inside = slot >= 0 && position >= 0 && entry < width;
             const int64_t page = inside ? table[slot * width + entry] : -1;
-            int64_t id = row < num_extend ? given[token] : held;
+            int64_t id = row < num_extend ? given[token] : last;
             if (row >= num_extend) {
-                const bool told = known != nullptr && known[token] >= 0;
-                id = told ? known[token] : id;
+                const bool is_known = known != nullptr && known[token] >= 0;
+                id = is_known ? known[token] : id;
                 missing += id < 0;
             }
             input_ids[token] = std::min(std::max<int64_t>(id, 0), vocab_size - 1);

@@ -1,7 +1,7 @@
 // The inner loop of every bfloat16 matrix product: a few rows times one block of 64 packed columns, in dot products of pairs.
 //
-// A packed block is [K / 2][64][2]: one 64-byte load has a pair of k for 16 columns, and a 32-bit broadcast of a row has the pair that
-// it is multiplied by. The accumulators are rows x 4 vectors of 16 float32.
+// A packed block is [K / 2][64][2]. One 64-byte load has a pair of the depth for 16 columns, and a 32-bit broadcast has the same pair
+// of a row. The accumulators are rows x 4 vectors of 16 float32.
 #pragma once
 
 #include "numeric.h"
@@ -29,7 +29,7 @@ struct Ahead {
     int lines = 0;
 };
 
-// Computes sums[r][v] += a[r] . w[:, v] over `pairs` pairs; the pairs of a are STEP apart.
+// Computes sums[r][v] += a[r] . w[:, v] over `pairs` pairs. Successive pairs of a row of `a` are STEP pairs apart.
 template <int ROWS, int STEP = 1>
 inline void multiply_tile(__m512 (&sums)[ROWS][kVectors], const bf16* a, int64_t stride, const bf16* w, int64_t pairs,
                           Ahead ahead = {}) {

@@ -42,8 +42,8 @@ template <size_t... I> Vector with_neighbour(Vector a, Vector b, std::index_sequ
 }
 #else
 template <size_t... I> Vector with_neighbour(Vector a, Vector b, std::index_sequence<I...>) {
-    typedef int32_t Places __attribute__((vector_size(4 * kWidth)));
-    return __builtin_shuffle(a, b, Places{(2 * I)...}) + __builtin_shuffle(a, b, Places{(2 * I + 1)...});
+    typedef int32_t Indices __attribute__((vector_size(4 * kWidth)));
+    return __builtin_shuffle(a, b, Indices{(2 * I)...}) + __builtin_shuffle(a, b, Indices{(2 * I + 1)...});
 }
 #endif
 

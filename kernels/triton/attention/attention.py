@@ -27,10 +27,13 @@ from rootstock_llm.kernels.triton.launch import chained
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """Memory for the partial results of splits. Launches use it one at a time. Captured graphs have its addresses."""
+    """Memory for the partial results of splits. Only one launch at a time may use it.
 
-    partials: Tensor  # float32[lanes, E]: weighted means
-    levels: Tensor  # float32[lanes]: log2 of the softmax sums
+    Captured graphs contain its addresses, so it must not be moved.
+    """
+
+    partials: Tensor  # float32[lanes, E]: weighted mean of the values, per split and query lane
+    levels: Tensor  # float32[lanes]: log2 of the softmax sum, per split and query lane
     arrivals: Tensor  # int32[counters]: number of ended splits per tile; 0 between launches
 
     def holds(self, launch: Launch, value_dim: int) -> bool:
@@ -39,7 +42,7 @@ class AttentionScratch:
 
 
 def allocate_scratch(lanes: int, counters: int, value_dim: int, device: torch.device) -> AttentionScratch:
-    """Allocates scratch for launches of at most `lanes` scratch_lanes and `counters` counters. value_dim is E."""
+    """Allocates scratch for launches whose scratch_lanes and counters are at most `lanes` and `counters`. value_dim is E."""
     return AttentionScratch(
         partials=torch.empty(max(lanes, 1), value_dim, dtype=torch.float32, device=device),
         levels=torch.empty(max(lanes, 1), dtype=torch.float32, device=device),
@@ -71,7 +74,7 @@ def head_shape(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> HeadShape:
 
 
 def plan_call(shape: HeadShape, rows: RaggedRows, num_tokens: int, window: int, device: torch.device) -> Launch:
-    """Plans a launch. If T equals R, each row counts as one token."""
+    """Plans a launch. If T equals R, each row is assumed to have one token."""
     num_rows, multiprocessors = rows.slots.shape[0], num_multiprocessors(device)
     seen = reach(rows.max_context, window)
     if num_tokens == num_rows:
@@ -82,7 +85,7 @@ def plan_call(shape: HeadShape, rows: RaggedRows, num_tokens: int, window: int, 
 def paged_attention(
     out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
 ) -> None:
-    """Implements Kernels.paged_attention(). If T equals R, each row counts as one token."""
+    """Implements Kernels.paged_attention(). If T equals R, each row is assumed to have one token."""
     general_attention(*as_heads(out, qkv, k_pool, v_pool), k_pool, v_pool, rows, scale, window)
 
 
@@ -106,7 +109,7 @@ def general_attention(
 ) -> None:
     """Implements Kernels.general_attention(). q may be strided except in its last dimension.
 
-    It allocates scratch if the plan splits keys.
+    Allocates scratch if the plan splits keys.
     """
     if q.shape[0] == 0:
         return
@@ -119,15 +122,15 @@ def general_attention(
 def run_attention(
     call: AttentionCall, shape: HeadShape, launch: Launch, scratch: AttentionScratch | None, merge_apart: bool = False
 ) -> None:
-    """Launches the kernels of a plan. It allocates nothing and reads no device value on the host.
+    """Launches the kernels of a plan. Allocates nothing and reads no device value on the host.
 
     Args:
         call: the tensors.
         shape: the result of head_shape() for these tensors.
         launch: the plan.
-        scratch: memory for splits; None if the plan has none.
-        merge_apart: whether a second launch merges the splits. Otherwise, the program that ends last for a tile merges the tile's
-            splits. Plans with `extra` or `fixed` splits do not support a second launch.
+        scratch: memory for splits; None if the plan does not split.
+        merge_apart: whether a second launch merges the splits. If False, the program that ends last for a tile merges the tile's
+            splits. Plans with dealt or fixed splits do not support a second launch.
 
     Raises:
         ValueError: the tensors do not fit, or the scratch is too small.
@@ -186,7 +189,7 @@ def run_attention(
         UPCAST=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
-        enable_fp_fusion=not launch.fixed,  # fusion differs between variants and changes bits
+        enable_fp_fusion=not launch.fixed,  # fusion changes bits, and it differs between the variants that Triton compiles
         **chained(out.device),
     )
     if merge_apart and splits > 1:

@@ -1,4 +1,6 @@
-"""Computes attention to blocks of keys: online softmax in float32 and base 2 (FlashAttention-2, arXiv 2307.08691, section 3.1).
+"""Computes attention to blocks of keys with an online softmax (FlashAttention-2, arXiv 2307.08691, section 3.1).
+
+The softmax is computed in float32 and base 2.
 
 Letters in shapes: M = BLOCK_M query lanes, N = BLOCK_N keys, E = BLOCK_E columns of values. A lane is one query head of one
 token.
@@ -12,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, c, UPCAST: tl.constexpr):
-    """Returns c + a @ b in float32. UPCAST widens the operands first, because the interpreter cannot multiply bfloat16."""
+    """Returns c + a @ b in float32. UPCAST converts the operands first, because the interpreter cannot multiply bfloat16."""
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -21,7 +23,7 @@ def dot(a, b, c, UPCAST: tl.constexpr):
 
 @triton.jit
 def load_rows(base, offsets, inside, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Loads [len(offsets), BLOCK] elements. Columns from DIM on and, if MASKED, rows that are not `inside` are 0."""
+    """Loads [len(offsets), BLOCK] elements. Columns from DIM on are 0. With MASKED, rows that are not `inside` are 0."""
     columns = tl.arange(0, BLOCK)
     pointers = base + offsets[:, None] + columns[None, :]
     if MASKED:
@@ -83,23 +85,23 @@ def fold_keys(
         window: number of last positions to which a query attends, with HAS_WINDOW.
         score_scale: factor of the scores, which includes log2(e) or, with HAS_SOFTCAP, 1 / softcap.
         cap_scale: softcap * log2(e), with HAS_SOFTCAP.
-        MASKED: False: every query attends to every position, and end - begin is a multiple of BLOCK_N. True: nothing is read
-            from `end` on.
-        CAUSAL: with MASKED, a query attends to positions up to its own, within its window.
+        MASKED: if False, every query attends to every position, and end - begin is a multiple of BLOCK_N. If True, positions from
+            `end` on are not read.
+        CAUSAL: with MASKED, whether a query attends only to positions up to its own, within its window.
     """
     lanes = tl.arange(0, BLOCK_N)
     # Page ids are loaded one block ahead, so that loads of keys do not depend on a load of the same iteration. The compiler then
     # uses all stages of its pipeline for keys and values.
     pages = tl.load(table + (begin + lanes) // PAGE_SIZE, mask=begin + lanes < end, other=0)
     for first in range(begin, end, BLOCK_N):
-        places = first + lanes
-        inside = places < end
+        key_positions = first + lanes
+        inside = key_positions < end
         page = tl.maximum(pages, 0).to(tl.int64) * (NUM_KV_HEADS * PAGE_SIZE)
-        place = page + places % PAGE_SIZE
-        k = load_rows(k_head, place * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, MASKED)
-        # Values are masked, too, because memory after the end may contain NaN, and 0 * NaN is NaN.
-        v = load_rows(v_head, place * VALUE_DIM, inside, VALUE_DIM, BLOCK_E, MASKED)
-        ahead = places + BLOCK_N
+        cells = page + key_positions % PAGE_SIZE
+        k = load_rows(k_head, cells * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, MASKED)
+        # Values are also masked, because memory after the end may contain NaN, and a weight of 0 times NaN is NaN.
+        v = load_rows(v_head, cells * VALUE_DIM, inside, VALUE_DIM, BLOCK_E, MASKED)
+        ahead = key_positions + BLOCK_N
         pages = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
 
         scores = dot(q, tl.trans(k), None, UPCAST) * score_scale
@@ -108,17 +110,17 @@ def fold_keys(
         if MASKED:
             seen = inside[None, :]
             if CAUSAL:
-                seen = seen & (places[None, :] <= positions[:, None])
+                seen = seen & (key_positions[None, :] <= positions[:, None])
                 if HAS_WINDOW:
-                    seen = seen & (places[None, :] > positions[:, None] - window)
+                    seen = seen & (key_positions[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(peak, tl.max(scores, 1))
-        # With a window, a query may have attended to no key yet, so that peak is -inf; -inf - -inf is NaN.
+        # With a window, a query may have attended to no key yet. Its peak is then -inf, and -inf - -inf would be NaN.
         level = tl.where(raised == float("-inf"), 0.0, raised) if MASKED and CAUSAL else raised
         weights = tl.exp2(scores - level[:, None])
-        kept = tl.exp2(peak - level)
-        total = total * kept + tl.sum(weights, 1)
-        acc = dot(weights.to(v.dtype), v, acc * kept[:, None], UPCAST)
+        fade = tl.exp2(peak - level)
+        total = total * fade + tl.sum(weights, 1)
+        acc = dot(weights.to(v.dtype), v, acc * fade[:, None], UPCAST)
         peak = raised
     return acc, total, peak
 
@@ -160,8 +162,8 @@ def fold_tile(
         begin: first position to which a token of the tile attends.
         end: last position to which a token of the tile attends, + 1.
         position: position of the tile's first token.
-        ONE_TOKEN: the tile has one token, which attends to all positions of the split.
-        ROUNDED: with ONE_TOKEN, the split may begin before the token's window.
+        ONE_TOKEN: whether the tile has one token, which attends to all positions of the split.
+        ROUNDED: with ONE_TOKEN, whether the split may begin before the token's window.
 
     The other arguments are those of fold_keys().
     """
@@ -176,7 +178,8 @@ def fold_tile(
             True, ROUNDED and HAS_WINDOW, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )
     else:
-        # Three ranges of positions: masked by the window's lower edge, unmasked, masked by causality.
+        # Three ranges of positions: some queries' windows begin in the first range; all queries attend to the second range; some
+        # queries do not attend to all of the third range, because they precede its positions.
         opened = begin
         if HAS_WINDOW:
             opened += tl.cdiv(tl.maximum(end - window - begin, 0), BLOCK_N) * BLOCK_N

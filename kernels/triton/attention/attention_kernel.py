@@ -9,18 +9,18 @@ from rootstock_llm.kernels.triton.attention.attention_block import fold_tile, lo
 from rootstock_llm.kernels.triton.attention.attention_merge import (
     fold_splits,
     merge_tile,
+    split_indices,
     split_number,
-    split_places,
     store_means,
     store_split,
     take_first,
 )
-from rootstock_llm.kernels.triton.attention.attention_tiles import find_lanes, find_places, find_span, find_work
+from rootstock_llm.kernels.triton.attention.attention_tiles import find_lanes, find_range, find_span, find_work
 from rootstock_llm.kernels.triton.launch import last_to_end, take_turn
 
 
 # do_not_specialize: Triton compiles no variants for numbers and alignments that change from step to step.
-# The kernel is one function of 120 lines, because most of them are parameters, which a helper would repeat.
+# The kernel is one function of 120 lines: most lines are parameters, which a helper function would repeat.
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "window", "split_capacity"],
     do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
@@ -36,7 +36,7 @@ def attention_kernel(
     num_tokens,
     offsets,
     sinks,  # [H]; any pointer without HAS_SINKS
-    partials,  # float32[splits * BLOCK_M, E]; without SPLIT, this and the next two may be any pointer
+    partials,  # float32[splits * BLOCK_M, E]; without SPLIT, partials, levels and arrivals may be any pointer
     levels,  # float32[splits * BLOCK_M]
     arrivals,  # int32[tiles of tokens and heads that may be split], 0 before and after the launch
     out_stride,
@@ -61,22 +61,22 @@ def attention_kernel(
     BLOCK_E: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,  # largest number of splits of a row, with DEAL
-    ONE_TOKEN: tl.constexpr,  # rows from first_row on have one token each; otherwise rows 0 .. num_rows - 1 have any number
-    SPLIT: tl.constexpr,
-    DEAL: tl.constexpr,  # with ONE_TOKEN: rows get splits by their lengths; otherwise the grid's second axis is a tile's splits
-    FIXED: tl.constexpr,  # splits have MIN_BLOCKS blocks of keys and begin at multiples of their size; without DEAL
-    MERGE: tl.constexpr,  # the program that ends last for a tile merges its splits; otherwise merge_kernel merges them
+    ONE_TOKEN: tl.constexpr,  # whether rows have one token each; if not, rows 0 .. num_rows - 1 have any number of tokens
+    SPLIT: tl.constexpr,  # whether several programs may share the keys of a tile
+    DEAL: tl.constexpr,  # whether splits are dealt (Launch), with ONE_TOKEN; if not, the grid's second axis is a tile's splits
+    FIXED: tl.constexpr,  # whether splits are fixed (Launch), with MIN_BLOCKS blocks of keys each; without DEAL
+    MERGE: tl.constexpr,  # whether the program that ends last for a tile merges its splits; if not, merge_kernel merges them
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    LANES: tl.constexpr,  # lanes of a tile that hold queries
+    LANES: tl.constexpr,  # lanes of a tile that have queries
     UPCAST: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Computes TILE_TOKENS tokens of one row times HEADS query heads, packed into BLOCK_M lanes, over one split of their keys.
 
-    With DEAL, the grid has one tile per row and `extra` tiles for further splits of long rows. The programs of tiles that no row
-    needs return at once.
+    With DEAL, the grid has one tile per row and Launch.extra additional tiles for splits of long rows. The programs of tiles that
+    no row needs return at once.
 
     With FIXED, a token's result depends only on the keys to which it attends, to the last bit, if all launches have the same
     block sizes. Several programs (SPLIT) and a single program compute and merge the splits in the same order.
@@ -99,7 +99,7 @@ def attention_kernel(
     if first >= count:
         return
     begin, end = find_span(slot, start, first, count, window, TILE_TOKENS, HAS_WINDOW)
-    begin, base, lower, upper, used = find_places(begin, end, split, share, BLOCK_N, MIN_BLOCKS, MAX_SPLITS, SPLIT, DEAL, FIXED)
+    begin, base, lower, upper, used = find_range(begin, end, split, share, BLOCK_N, MIN_BLOCKS, MAX_SPLITS, SPLIT, DEAL, FIXED)
     if split >= used:
         return
 
@@ -112,7 +112,7 @@ def attention_kernel(
     k_head = k_pool + kv_head * (PAGE_SIZE * HEAD_DIM)
     v_head = v_pool + kv_head * (PAGE_SIZE * VALUE_DIM)
 
-    counter, step, kept_first, kept_rest = split_places(dealt, part, across, tiles - num_rows, split_capacity, DEAL)
+    counter, step, kept_first, kept_rest = split_indices(dealt, part, across, tiles - num_rows, split_capacity, DEAL)
     if FIXED:
         programs = tl.minimum(used, tl.num_programs(1))
         acc, total, peak = fold_splits(

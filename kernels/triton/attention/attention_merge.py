@@ -1,6 +1,6 @@
-"""Ends a tile: attention sinks, the division by the softmax sum, and the merge of splits (Flash-Decoding, Dao et al. 2023).
+"""Completes a tile: attention sinks, the division by the softmax sum, and the merge of splits (Flash-Decoding, Dao et al. 2023).
 
-Letters in shapes are those of attention_block.
+Letters in shapes have the same meaning as in attention_block.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def store_means(
     BLOCK_E: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Stores acc / total to out [T, H, E], after adding each head's sink to total; 0 if a lane attends to no position."""
+    """Adds each head's sink to total, and stores acc / total in out [T, H, E]. A lane that attends to no position gets 0."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         raised = tl.maximum(peak, sink)
-        kept = tl.exp2(peak - raised)
-        total = total * kept + tl.exp2(sink - raised)
-        acc = acc * kept[:, None]
+        fade = tl.exp2(peak - raised)
+        total = total * fade + tl.exp2(sink - raised)
+        acc = acc * fade[:, None]
     means = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     columns = tl.arange(0, BLOCK_E)
     pointers = out + (tokens.to(tl.int64) * out_stride + heads * VALUE_DIM)[:, None] + columns[None, :]
@@ -47,12 +47,12 @@ def split_number(split, first, rest, step):
 
 
 @triton.jit
-def split_places(dealt, part, across, extra, split_capacity, DEAL: tl.constexpr):
+def split_indices(dealt, part, across, extra, split_capacity, DEAL: tl.constexpr):
     """Returns (counter, step, first, rest): the index of the tile's counter, and the arguments of split_number().
 
-    With DEAL, the splits beyond one per row are stored in the order of the rows; `dealt` of them belong to earlier rows. The
-    first split of a row with several splits is stored `extra` splits after its second split. Without DEAL, a tile's splits are
-    adjacent, with space for `split_capacity` splits per tile.
+    With DEAL, the splits beyond one per row are stored in the order of the rows; `dealt` is their number in earlier rows. The
+    first split of a row with several splits is stored `extra` splits after the row's second split. Without DEAL, a tile's splits
+    are adjacent, with space for `split_capacity` splits per tile.
     """
     if DEAL:
         counter = dealt * across + part
@@ -79,11 +79,11 @@ def split_means(acc, total, peak):
 
 @triton.jit
 def take_split(acc, total, peak, means, level):
-    """Adds one split to (acc [M, E], total [M], peak [M]), whose initial values are 0, 0 and -inf."""
+    """Adds the means and levels of one split to (acc [M, E], total [M], peak [M]), whose initial values are 0, 0 and -inf."""
     raised = tl.maximum(peak, level)
     base = tl.where(raised == float("-inf"), 0.0, raised)
-    kept, weight = tl.exp2(peak - base), tl.exp2(level - base)
-    return acc * kept[:, None] + means * weight[:, None], total * kept + weight, raised
+    fade, weight = tl.exp2(peak - base), tl.exp2(level - base)
+    return acc * fade[:, None] + means * weight[:, None], total * fade + weight, raised
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def store_split(
 def fold_splits(
     partials,
     levels,
-    kept,
+    base_index,
     split,
     programs,
     valid,
@@ -144,14 +144,14 @@ def fold_splits(
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Computes every programs-th fixed split of a tile, beginning with number `split`; see fold_tile().
+    """Computes the fixed splits `split`, `split` + `programs`, `split` + 2 * `programs` … of a tile; see fold_tile().
 
     Args:
-        kept: index in partials and levels of the tile's split 0.
-        SPLIT: store each split, if the tile has several.
+        base_index: index of the tile's split 0 in partials and levels.
+        SPLIT: whether each split is stored, if the tile has several splits.
 
     Returns:
-        (acc [M, E], total [M], peak [M]): of the last split with SPLIT, otherwise of all splits merged.
+        (acc [M, E], total [M], peak [M]) of the last computed split with SPLIT, otherwise of all splits after their merge.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -166,7 +166,7 @@ def fold_splits(
         )
         if SPLIT:
             if splits > 1:
-                store_split(partials, levels, kept + own, own_acc, own_total, own_peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+                store_split(partials, levels, base_index + own, own_acc, own_total, own_peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
             acc, total, peak = own_acc, own_total, own_peak
         else:
             means, level = split_means(own_acc, own_total, own_peak)

@@ -1,4 +1,4 @@
-"""Plans launches of attention from numbers that the host has: block sizes, tiles, splits.
+"""Plans launches of attention from numbers that are known on the host: block sizes, tiles, splits.
 
 A tile is a group of tokens of one row with some query heads. A split is a range of the keys of a tile.
 """
@@ -11,13 +11,14 @@ import torch
 import triton
 
 MIN_DOT = 16  # smallest number of rows and columns of a tensor core product
-MAX_SPLITS = 64
-SPLIT_PLACES = 256  # smallest number of positions per split; merging smaller splits takes longer than it saves
-# Programs per multiprocessor of a split decode launch. Three of them run at a time; the others balance rows of uneven lengths.
+MAX_SPLITS = 64  # largest number of splits of a tile
+SPLIT_POSITIONS = 256  # smallest number of positions per split; merging smaller splits takes longer than it saves
+# Programs per multiprocessor of a decode launch with splits. Three programs run at a time; the others balance rows of uneven
+# lengths.
 DECODE_PROGRAMS = 8
-EXTEND_PROGRAMS = 2
+EXTEND_PROGRAMS = 2  # programs per multiprocessor of an extend launch with splits
 # Smallest number of positions per fixed split; largest number of fixed splits of the longest context.
-FIXED_PLACES, FIXED_SPLITS = 512, 32
+FIXED_POSITIONS, FIXED_SPLITS = 512, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Blocks:
     m: int  # query lanes of a tile: tokens times heads
     n: int  # keys of a block
     num_warps: int  # warps of a program
-    num_stages: int  # num_stages - 1 blocks are in flight at a time
+    num_stages: int  # stages of the load pipeline: num_stages - 1 blocks of keys are loaded ahead
 
 
 # These tables are indexed by the larger of key and value size, rounded up to a power of two, and by the bytes of an element. A
@@ -94,7 +95,8 @@ class Launch:
     There are three ways to split the keys of a tile:
 
     - even: each tile has `splits` splits, the grid's second axis.
-    - dealt (extra > 0): the device gives long rows more splits, `extra` in total beyond one per row. `splits` is then 1.
+    - dealt (extra > 0): each row has one split, and the device deals `extra` additional splits to the longest rows. `splits` is
+    1.
     - fixed: splits have min_blocks blocks each and begin at multiples of their size, so that a token's result does not depend on
       the launch. A tile has at most split_capacity splits. Program i of a tile's `splits` programs computes the splits i,
       i + splits, …; if `splits` is 0, one program computes all splits.
@@ -105,11 +107,11 @@ class Launch:
     one_token: bool  # whether every row has one token
     blocks: Blocks
     heads: int  # query heads of a tile
-    tiles: int  # tiles of tokens; an upper bound
+    tiles: int  # upper bound of the number of tiles of tokens
     programs: int  # first axis of the grid
     splits: int  # largest number of splits of a tile; 0 if the launch cannot split
     min_blocks: int  # smallest number of blocks of keys per split
-    extra: int = 0  # number of dealt splits beyond one per row; 0: not dealt
+    extra: int = 0  # number of dealt splits beyond one per row; 0: splits are not dealt
     fixed: bool = False  # whether splits are fixed
     split_capacity: int = 0  # largest number of fixed splits of a tile
 
@@ -120,9 +122,9 @@ class Launch:
 
     @property
     def scratch_lanes(self) -> int:
-        """Query lanes of partial results.
+        """Query lanes for which the scratch needs memory.
 
-        Dealt splits need twice their number, because each row with dealt splits also stores its first split.
+        Dealt splits need twice as many lanes, because each row with dealt splits also stores its first split.
         """
         if self.extra:
             return 2 * self.dealt_programs * self.blocks.m
@@ -142,11 +144,11 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def choose_splits(programs: int, wanted: int, max_context: int) -> int:
-    """Returns the number of splits per tile with which `programs` tiles make about `wanted` programs.
+    """Returns the number of splits per tile with which a launch of `programs` tiles has about `wanted` programs.
 
-    A split gets at least SPLIT_PLACES positions of the longest context.
+    In the longest context, a split has at least SPLIT_POSITIONS positions.
     """
-    return max(min(round(wanted / programs), -(-max_context // SPLIT_PLACES), MAX_SPLITS), 1)
+    return max(min(round(wanted / programs), -(-max_context // SPLIT_POSITIONS), MAX_SPLITS), 1)
 
 
 def reach(max_context: int, window: int) -> int:
@@ -157,8 +159,8 @@ def reach(max_context: int, window: int) -> int:
 def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
     """Returns (scratch_lanes, counters) that no plan of plan_decode() or plan_extend() exceeds.
 
-    A plan has at most 4/3 of the wanted number of programs, because 1.5 splits per tile are rounded to 2. A row whose heads alone
-    make more programs has at most one extra split.
+    A plan has at most 4/3 of the wanted number of programs, because 1.5 splits per tile are rounded up to 2. If the heads of one
+    row alone need more programs, there is at most one extra split.
     """
     row = plan_decode(shape, 0, 1, 1, multiprocessors)
     dealt = max(DECODE_PROGRAMS * multiprocessors, row.programs)
@@ -169,10 +171,10 @@ def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
 def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: int, multiprocessors: int) -> Launch:
     """Plans a launch for rows of one token.
 
-    The launch depends on num_rows and max_context only, so a graph uses the largest values.
+    The launch depends only on num_rows and max_context, so a graph is captured with the largest values.
 
-    The device splits several rows by their lengths, which the host does not have. Otherwise a single program would read a long
-    row among many short rows. A single row gets even splits.
+    A single row gets even splits. For several rows, the device deals the splits by the rows' lengths, which the host does not
+    have. Without dealt splits, a single program would have to read a long row among many short rows.
     """
     blocks = shape.blocks(DECODE_BLOCKS)
     heads = min(shape.group, MAX_DECODE_LANES if shape.size <= WIDEST else MIN_DOT)
@@ -180,7 +182,7 @@ def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: in
     across = shape.num_kv_heads * -(-shape.group // heads)
     wanted = DECODE_PROGRAMS * multiprocessors
     of_row = choose_splits(across, wanted, max_context) if num_rows == 1 else 1
-    longest = min(-(-max_context // SPLIT_PLACES), MAX_SPLITS)
+    longest = min(-(-max_context // SPLIT_POSITIONS), MAX_SPLITS)
     extra = max(min(wanted // across, num_rows * (longest - 1)), 1) if num_rows > 1 else 0
     return Launch(
         first_row=first_row,
@@ -191,7 +193,7 @@ def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: in
         tiles=num_rows,
         programs=(num_rows + extra) * across,
         splits=of_row,
-        min_blocks=max(SPLIT_PLACES // blocks.n, 1),
+        min_blocks=max(SPLIT_POSITIONS // blocks.n, 1),
         extra=extra,
     )
 
@@ -199,7 +201,8 @@ def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: in
 def plan_extend(shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, multiprocessors: int) -> Launch:
     """Plans a launch for rows 0 .. num_rows - 1 with num_tokens tokens in total.
 
-    If the rows fill wide tiles and these fill the device, tiles are wide. Otherwise tiles are narrow and their keys are split.
+    If the rows fill wide tiles and these tiles fill the device, tiles are wide. Otherwise, tiles are narrow and their keys are
+    split.
     """
     wide = _tiled(shape, shape.blocks(WIDE_BLOCKS), num_rows, num_tokens, 0)
     narrow = _tiled(shape, shape.blocks(NARROW_BLOCKS), num_rows, num_tokens, 1)
@@ -209,13 +212,19 @@ def plan_extend(shape: HeadShape, num_rows: int, num_tokens: int, max_context: i
     return _tiled(shape, narrow.blocks, num_rows, num_tokens, splits)
 
 
-def fixed_places(max_context: int) -> int:
-    """Returns the positions per fixed split with which a worker's longest context has at most FIXED_SPLITS whole splits."""
-    return max(FIXED_PLACES, int(triton.next_power_of_2(-(-max_context // FIXED_SPLITS))))
+def fixed_split_size(max_context: int) -> int:
+    """Returns the number of positions of a fixed split. A worker's longest context then has at most FIXED_SPLITS whole splits."""
+    return max(FIXED_POSITIONS, int(triton.next_power_of_2(-(-max_context // FIXED_SPLITS))))
 
 
 def plan_fixed(
-    shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, places: int, multiprocessors: int, one_token: bool = False
+    shape: HeadShape,
+    num_rows: int,
+    num_tokens: int,
+    max_context: int,
+    split_size: int,
+    multiprocessors: int,
+    one_token: bool = False,
 ) -> Launch:
     """Plans a launch with fixed splits, in which a token's result does not depend on the launch.
 
@@ -224,19 +233,19 @@ def plan_fixed(
         num_rows: number of rows, which may have any numbers of tokens.
         num_tokens: tokens of all rows.
         max_context: longest context of these rows, or the window if the window is shorter.
-        places: positions of a split, from fixed_places(); the same for all launches of a worker.
+        split_size: positions of a split, from fixed_split_size(); equal in all launches of a worker.
         multiprocessors: multiprocessors of the device.
         one_token: whether every row has one token; a tile is then a row.
     """
     blocks = shape.blocks(NARROW_BLOCKS)
-    whole = _fixed(shape, blocks, num_rows, num_tokens, places, one_token)
+    whole = _fixed(shape, blocks, num_rows, num_tokens, split_size, one_token)
     if not one_token and num_tokens * shape.group > num_rows * blocks.m:
-        wide = _fixed(shape, _doubled(blocks), num_rows, num_tokens, places, one_token)
+        wide = _fixed(shape, _doubled(blocks), num_rows, num_tokens, split_size, one_token)
         if wide.programs >= multiprocessors:
             return wide
-    capacity = _most_fixed_splits(max_context, places, whole.blocks)
+    capacity = _most_fixed_splits(max_context, split_size, whole.blocks)
     wanted = EXTEND_PROGRAMS * multiprocessors // whole.programs
-    if wanted <= 1 or max_context <= places:
+    if wanted <= 1 or max_context <= split_size:
         return whole
     return replace(whole, splits=min(wanted, capacity), split_capacity=capacity)
 
@@ -245,27 +254,27 @@ def fixed_scratch_bounds(shape: HeadShape, max_context: int, multiprocessors: in
     """Returns (scratch_lanes, counters) that no plan of plan_fixed() exceeds."""
     programs = EXTEND_PROGRAMS * multiprocessors // 2  # only plans with fewer tiles split keys
     blocks = shape.blocks(NARROW_BLOCKS)
-    return programs * _most_fixed_splits(max_context, fixed_places(max_context), blocks) * blocks.m, programs
+    return programs * _most_fixed_splits(max_context, fixed_split_size(max_context), blocks) * blocks.m, programs
 
 
-def _most_fixed_splits(places_seen: int, places: int, blocks: Blocks) -> int:
-    """Returns the largest number of splits of a tile whose tokens attend to `places_seen` positions each.
+def _most_fixed_splits(positions_seen: int, split_size: int, blocks: Blocks) -> int:
+    """Returns the largest number of splits of a tile whose tokens attend to `positions_seen` positions each.
 
     The tokens of a tile together attend to blocks.m more positions, and a window may begin inside a split.
     """
-    return -(-(places_seen + blocks.m) // places) + 1
+    return -(-(positions_seen + blocks.m) // split_size) + 1
 
 
 def _doubled(blocks: Blocks) -> Blocks:
-    """Returns blocks with twice the lanes and twice the warps, if each warp group then has the same number of lanes as before.
+    """Returns blocks with twice the lanes and twice the warps if each warp has 16 lanes, otherwise `blocks`.
 
-    Each lane then adds in the same order as before.
+    With 16 lanes per warp, each lane adds in the same order as before, so results keep their bits.
     """
     return replace(blocks, m=2 * blocks.m, num_warps=2 * blocks.num_warps) if blocks.m == 16 * blocks.num_warps else blocks
 
 
-def _fixed(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, places: int, one_token: bool) -> Launch:
-    launch = replace(_tiled(shape, blocks, num_rows, num_tokens, 0), min_blocks=places // blocks.n, fixed=True)
+def _fixed(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, split_size: int, one_token: bool) -> Launch:
+    launch = replace(_tiled(shape, blocks, num_rows, num_tokens, 0), min_blocks=split_size // blocks.n, fixed=True)
     if not one_token:
         return launch
     return replace(launch, one_token=True, tiles=num_rows, programs=launch.programs // launch.tiles * num_rows)
@@ -275,7 +284,7 @@ def _tiled(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, spl
     heads = min(shape.group, blocks.m)
     tiles = num_tokens // (blocks.m // heads) + num_rows
     programs = tiles * shape.num_kv_heads * -(-shape.group // heads)
-    return Launch(0, num_rows, False, blocks, heads, tiles, programs, splits, max(SPLIT_PLACES // blocks.n, 1))
+    return Launch(0, num_rows, False, blocks, heads, tiles, programs, splits, max(SPLIT_POSITIONS // blocks.n, 1))
 
 
 def retiled(shape: HeadShape, launch: Launch, blocks: Blocks, splits: int, num_tokens: int) -> Launch:
@@ -285,6 +294,6 @@ def retiled(shape: HeadShape, launch: Launch, blocks: Blocks, splits: int, num_t
     """
     if launch.one_token:
         programs = launch.programs // (launch.tiles + launch.extra) * launch.tiles
-        min_blocks = max(SPLIT_PLACES // blocks.n, 1)
+        min_blocks = max(SPLIT_POSITIONS // blocks.n, 1)
         return replace(launch, programs=programs, extra=0, blocks=blocks, splits=splits, min_blocks=min_blocks)
     return _tiled(shape, blocks, launch.num_rows, num_tokens, splits)

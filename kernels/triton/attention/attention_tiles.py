@@ -10,8 +10,9 @@ import triton.language as tl
 def find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS: tl.constexpr, ONE_TOKEN: tl.constexpr):
     """Returns (row, index in the row of the tile's first token).
 
-    Row r owns the tiles from offsets[r] // TILE_TOKENS + r to the first tile of row r + 1. They are at least as many as its
-    tokens need, and no sum over earlier rows is necessary. If the row does not need a tile, the index is after its last token.
+    Row r has the tiles from offsets[r] // TILE_TOKENS + r up to the first tile of row r + 1. These are at least as many tiles as
+    its tokens need, and no sum over earlier rows is necessary. For a tile that the row does not need, the index is after its last
+    token.
     """
     if ONE_TOKEN:
         row = first_row + tile
@@ -40,35 +41,42 @@ def find_span(slot, start, first, count, window, TILE_TOKENS: tl.constexpr, HAS_
 
 @triton.jit
 def find_split(begin, end, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Returns (positions of each split except the last, number of nonempty splits, at least 1) of evenly split keys."""
+    """Returns the even splits of positions begin .. end - 1.
+
+    Returns:
+        (positions of each split except the last, number of nonempty splits, at least 1).
+    """
     blocks = tl.cdiv(end - begin, BLOCK_N)
     each = tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS)
     return each * BLOCK_N, tl.maximum(tl.cdiv(blocks, each), 1)
 
 
 @triton.jit
-def fixed_splits(begin, end, BLOCK_N: tl.constexpr, PLACES: tl.constexpr):
+def fixed_splits(begin, end, BLOCK_N: tl.constexpr, SPLIT_SIZE: tl.constexpr):
     """Returns (position of the first block, start of its split, number of splits) of the span begin .. end - 1.
 
-    Blocks begin at positions that are multiples of BLOCK_N, and splits at multiples of PLACES, which is a multiple of BLOCK_N.
-    Blocks and splits are therefore the same for every span.
+    Blocks begin at positions that are multiples of BLOCK_N, and splits at multiples of SPLIT_SIZE, which is a multiple of
+    BLOCK_N. Blocks and splits are therefore the same for every span.
     """
     first = begin // BLOCK_N * BLOCK_N
-    base = begin // PLACES * PLACES
-    return first, base, tl.maximum(tl.cdiv(end - base, PLACES), 1)
+    base = begin // SPLIT_SIZE * SPLIT_SIZE
+    return first, base, tl.maximum(tl.cdiv(end - base, SPLIT_SIZE), 1)
 
 
 @triton.jit
-def fixed_split(split, base, begin, end, PLACES: tl.constexpr):
+def fixed_split(split, base, begin, end, SPLIT_SIZE: tl.constexpr):
     """Returns (first position, last + 1) of one of the splits of fixed_splits()."""
-    return tl.maximum(base + split * PLACES, begin), tl.minimum(base + (split + 1) * PLACES, end)
+    return tl.maximum(base + split * SPLIT_SIZE, begin), tl.minimum(base + (split + 1) * SPLIT_SIZE, end)
 
 
 @triton.jit
 def share_out(blocks, share, MAX_SPLITS: tl.constexpr):
-    """Returns (blocks of each split except the last, number of nonempty splits, at least 1) of rows of `blocks` blocks of keys.
+    """Returns the dealt splits of rows with `blocks` blocks of keys.
 
-    A split has at most `share` blocks unless the row would have more than MAX_SPLITS splits.
+    A split has at most `share` blocks, unless the row would then have more than MAX_SPLITS splits.
+
+    Returns:
+        (blocks of each split except the last, number of nonempty splits, at least 1), per row.
     """
     wanted = tl.minimum(tl.maximum(tl.cdiv(blocks, share), 1), MAX_SPLITS)
     each = tl.maximum(tl.cdiv(blocks, wanted), 1)
@@ -76,7 +84,7 @@ def share_out(blocks, share, MAX_SPLITS: tl.constexpr):
 
 
 @triton.jit
-def find_places(
+def find_range(
     begin,
     end,
     split,
@@ -112,7 +120,7 @@ def find_places(
 
 @triton.jit
 def row_blocks(begin, first_row, num_rows, slots, starts, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Returns (blocks of keys, whether the row exists) of rows begin .. begin + 255 after first_row, of one token each."""
+    """Returns (blocks of keys, whether the row exists) of the 256 rows from first_row + begin on, which have one token each."""
     rows = begin + tl.arange(0, 256)
     inside = rows < num_rows
     slot = tl.load(slots + first_row + rows, mask=inside, other=-1)
@@ -141,9 +149,9 @@ def deal_splits(
         (row, dealt, split, share): the row, counted from first_row (num_rows if no row needs the program); the number of splits
         beyond one per row in earlier rows; the index of the split in its row; the largest number of blocks per split.
 
-    The share is 1 / `extra` of the blocks of all rows. A row of b blocks has (b - 1) // share splits beyond one, and all rows
+    The share is 1 / `extra` of the blocks of all rows. A row of b blocks has (b - 1) // share splits beyond one, so that all rows
     together have at most `extra` such splits. A row that is much longer than the others gets many splits. Rows of equal length
-    get further splits only if they are few.
+    get additional splits only if there are few rows.
     """
     total = 0
     for begin in range(0, num_rows, 256):
@@ -185,7 +193,7 @@ def find_work(
 ):
     """Returns (row, index in the row of the tile's first token, split, dealt, share) of tile `tile` of the grid.
 
-    For dealt and share see deal_splits().
+    deal_splits() explains `dealt` and `share`.
     """
     dealt = 0
     share = 0
@@ -196,9 +204,9 @@ def find_work(
         row += first_row
         first = 0
     else:
-        # Tiles begin in reverse order, because the last tiles of a row attend to the most keys.
-        turn = tile if ONE_TOKEN else tiles - 1 - tile
-        row, first = find_tile(turn, first_row, num_rows, offsets, TILE_TOKENS, ONE_TOKEN)
+        # The grid has the tiles in reverse order, so that the last tiles of a row, which attend to the most keys, start first.
+        ordered = tile if ONE_TOKEN else tiles - 1 - tile
+        row, first = find_tile(ordered, first_row, num_rows, offsets, TILE_TOKENS, ONE_TOKEN)
         split = tl.program_id(1)
     return row, first, split, dealt, share
 

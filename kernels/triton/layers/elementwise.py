@@ -1,4 +1,4 @@
-"""Computes RMS norms, with one program per token that holds the whole row, and the gated activation."""
+"""Computes RMS norms and the gated activation. For a norm, one program has the whole row of a token in registers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ def _rms_norm_kernel(out, x, residual, weight, eps, WIDTH: tl.constexpr, BLOCK: 
     begin_next(CHAINED)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    places = tl.program_id(0).to(tl.int64) * WIDTH + columns
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)  # loaded at the same time as the row
+    offsets = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    # Loaded before the wait, because no kernel writes the weight.
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_last(CHAINED)
-    wide = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        wide += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+        wide += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
         rounded = wide.to(residual.dtype.element_ty)
-        tl.store(residual + places, rounded, mask=inside)
+        tl.store(residual + offsets, rounded, mask=inside)
         wide = rounded.to(tl.float32)  # the norm reads the rounded residual
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
-    tl.store(out + places, (wide * scale * gain).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offsets, (wide * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
 def _launch(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
@@ -36,11 +37,11 @@ def _launch(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps
     tokens, width = x.shape
     if tokens == 0:
         return
-    block, held = block_of(width), x if residual is None else residual
+    block, residual_or_x = block_of(width), x if residual is None else residual
     _rms_norm_kernel[(tokens,)](
         out,
         x,
-        held,
+        residual_or_x,
         weight,
         eps,
         WIDTH=width,
@@ -79,9 +80,9 @@ def _silu_and_mul_kernel(out, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    places = token * (2 * WIDTH) + columns
-    gate = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + places + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    offsets = token * (2 * WIDTH) + columns
+    gate = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + offsets + WIDTH, mask=inside, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + token * WIDTH + columns, value.to(out.dtype.element_ty), mask=inside)
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import RaggedRows, misfit, require_contiguous
 from rootstock_llm.kernels.triton.launch import block_of, chained, take_turn, warps_for
 
-FEW_TOKENS = 64  # up to this number of tokens, tiles are small, so that there are enough programs for the device
+FEW_TOKENS = 64  # up to this number of tokens, tiles have only 4 heads, so that there are enough programs for the device
 
 
 @triton.jit
-def _turned(source, norm, eps, angles, low_places, halves, inside, shown, DIM: tl.constexpr, NORMED: tl.constexpr):
-    """Returns the lower and the upper half of each head, normed and rotated, each float32[TILE, HALF_BLOCK]."""
+def _rotated(source, norm, eps, angles, low_offsets, halves, inside, shown, DIM: tl.constexpr, NORMED: tl.constexpr):
+    """Returns the lower and the upper half of each head after norm and rotation, as float32[TILE, HALF_BLOCK] each."""
     half: tl.constexpr = DIM // 2
-    low = tl.load(source + low_places, mask=shown, other=0.0).to(tl.float32)
-    high = tl.load(source + low_places + half, mask=shown, other=0.0).to(tl.float32)
+    low = tl.load(source + low_offsets, mask=shown, other=0.0).to(tl.float32)
+    high = tl.load(source + low_offsets + half, mask=shown, other=0.0).to(tl.float32)
     cos = tl.load(angles + halves, mask=inside, other=0.0)[None, :]
     sin = tl.load(angles + half + halves, mask=inside, other=0.0)[None, :]
     if NORMED:
@@ -35,8 +35,8 @@ def _copy_values(pool, source, heads, limit, first_cell, PAGE_SIZE: tl.constexpr
     columns = tl.arange(0, BLOCK)
     shown = (heads < limit)[:, None] & (columns < DIM)[None, :]
     values = tl.load(source + heads[:, None] * DIM + columns[None, :], mask=shown, other=0.0)
-    kept = (first_cell + heads * PAGE_SIZE)[:, None] * DIM + columns[None, :]
-    tl.store(pool + kept, values.to(pool.dtype.element_ty), mask=shown)
+    cells = (first_cell + heads * PAGE_SIZE)[:, None] * DIM + columns[None, :]
+    tl.store(pool + cells, values.to(pool.dtype.element_ty), mask=shown)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "locations"])
@@ -73,7 +73,7 @@ def _rope_write_kernel(
     page = location // PAGE_SIZE
     first_cell = page * (KV_HEADS * PAGE_SIZE) + (location - page * PAGE_SIZE)  # index of the first head, in units of DIM
     written_heads = tl.where(location >= 0, KV_HEADS, 0)
-    # A token that is not written may have a position outside the table.
+    # A padding token, which is not written, may have a position outside of cos_sin.
     position = tl.minimum(tl.maximum(tl.load(positions + token), 0), num_positions - 1)
     angles = cos_sin + position.to(tl.int64) * DIM
     halves = tl.arange(0, HALF_BLOCK)
@@ -84,18 +84,18 @@ def _rope_write_kernel(
     if tile < q_tiles:
         heads = tile * TILE + steps
         shown = (heads < HEADS)[:, None] & inside[None, :]
-        low_places = heads[:, None] * DIM + halves[None, :]
-        low, high = _turned(q, q_norm, eps, angles, low_places, halves, inside, shown, DIM, NORMED)
-        tl.store(q + low_places, low.to(qkv.dtype.element_ty), mask=shown)
-        tl.store(q + low_places + half, high.to(qkv.dtype.element_ty), mask=shown)
+        low_offsets = heads[:, None] * DIM + halves[None, :]
+        low, high = _rotated(q, q_norm, eps, angles, low_offsets, halves, inside, shown, DIM, NORMED)
+        tl.store(q + low_offsets, low.to(qkv.dtype.element_ty), mask=shown)
+        tl.store(q + low_offsets + half, high.to(qkv.dtype.element_ty), mask=shown)
     elif tile < q_tiles + k_tiles:
         heads = (tile - q_tiles) * TILE + steps
         shown = (heads < written_heads)[:, None] & inside[None, :]
-        low_places = heads[:, None] * DIM + halves[None, :]
-        low, high = _turned(k, k_norm, eps, angles, low_places, halves, inside, shown, DIM, NORMED)
-        kept = (first_cell + heads * PAGE_SIZE)[:, None] * DIM + halves[None, :]
-        tl.store(k_pool + kept, low.to(k_pool.dtype.element_ty), mask=shown)
-        tl.store(k_pool + kept + half, high.to(k_pool.dtype.element_ty), mask=shown)
+        low_offsets = heads[:, None] * DIM + halves[None, :]
+        low, high = _rotated(k, k_norm, eps, angles, low_offsets, halves, inside, shown, DIM, NORMED)
+        cells = (first_cell + heads * PAGE_SIZE)[:, None] * DIM + halves[None, :]
+        tl.store(k_pool + cells, low.to(k_pool.dtype.element_ty), mask=shown)
+        tl.store(k_pool + cells + half, high.to(k_pool.dtype.element_ty), mask=shown)
     else:
         heads = (tile - q_tiles - k_tiles) * TILE + steps
         _copy_values(v_pool, k + KV_HEADS * DIM, heads, written_heads, first_cell, PAGE_SIZE, DIM, 2 * HALF_BLOCK)
@@ -111,10 +111,10 @@ def rope_write_kv(
     v_pool: Tensor,
     fixed: bool = False,
 ) -> None:
-    """Implements Kernels.rope_write_kv() in one launch. A position outside cos_sin uses its nearest row.
+    """Implements Kernels.rope_write_kv() in one launch. A position outside of cos_sin uses the nearest row of cos_sin.
 
-    With `fixed`, tiles do not depend on the number of tokens, so that norms always add in the same order. Raises ValueError if
-    the shapes do not fit.
+    With `fixed`, the size of the tiles does not depend on the number of tokens, so that norms always add in the same order.
+    Raises ValueError if the shapes do not fit.
     """
     require_contiguous(qkv, cos_sin, k_pool, v_pool, rows.positions, rows.locations)
     _, kv_heads, page_size, dim = k_pool.shape
@@ -174,10 +174,10 @@ def _copy_heads(
 ):
     columns = tl.arange(0, BLOCK)
     wanted = shown[:, None] & (columns < DIM)[None, :]
-    places = base + heads.to(tl.int64)[:, None] * head_stride + columns.to(tl.int64)[None, :] * column_stride
-    taken = tl.load(source + places, mask=wanted, other=0.0)
-    kept = (first_cell + heads * PAGE_SIZE)[:, None] * DIM + columns[None, :]
-    tl.store(pool + kept, taken.to(pool.dtype.element_ty), mask=wanted)
+    offsets = base + heads.to(tl.int64)[:, None] * head_stride + columns.to(tl.int64)[None, :] * column_stride
+    values = tl.load(source + offsets, mask=wanted, other=0.0)
+    cells = (first_cell + heads * PAGE_SIZE)[:, None] * DIM + columns[None, :]
+    tl.store(pool + cells, values.to(pool.dtype.element_ty), mask=wanted)
 
 
 @triton.jit(do_not_specialize_on_alignment=["locations"])

@@ -1,7 +1,7 @@
 """Implements Kernels and StepKernels with the Triton kernels.
 
-Matrix products are torch's (cuBLAS), with two exceptions: products of one row, for which cuBLAS reads weights too slowly, and
-deterministic products, because cuBLAS chooses the order of a row's sums by the number of rows.
+torch (cuBLAS) computes the matrix products, with two exceptions: products of one row, for which cuBLAS reads the weight too
+slowly, and deterministic products, because cuBLAS chooses the order of a row's sums by the number of rows.
 """
 
 from __future__ import annotations

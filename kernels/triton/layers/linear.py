@@ -1,14 +1,14 @@
 """Computes linear layers of one row, and deterministic linear layers of any number of rows.
 
-One row: reading the weight determines the time, so that the kernel uses no tensor core and keeps all loads in flight. A program
-has a few of the weight's rows, and as many columns as its registers can hold at a time. If launches are chained, it reads the
-weight, which no kernel of a step writes, while the previous kernel runs.
+One row: the time is that of reading the weight, so the kernel uses no tensor core and keeps all loads in flight. A program has a
+few rows of the weight, and as many columns at a time as fit its registers. If launches are chained, it reads the weight, which no
+kernel of a step writes, while the previous kernel runs.
 
 Deterministic: the bits of a row do not depend on the other rows. Block sizes are fixed, and the depth (K) is cut into segments
 whose sums are added in order. There are two variants with the same sums:
 
-- Few rows and a narrow weight: each segment has a separate program, and the program that ends last for a block adds the sums.
-  Reading the weight determines the time, and its columns alone make too few programs.
+- Few rows and a narrow weight: each segment has a separate program, and the program that ends last for a block adds the sums. The
+  time is that of reading the weight, and one program per block of columns would be too few programs.
 - All other cases: one program computes all segments of a block. Blocks are larger if there are enough programs.
 
 No sum is fused with a product. The sums of a tensor core depend on the depth only, and not on the other rows and columns.
@@ -28,9 +28,9 @@ from rootstock_llm.kernels.triton.attention.attention_block import dot
 from rootstock_llm.kernels.triton.launch import begin_next, chained, fetch_ahead, last_to_end, wait_for_last
 
 # Sizes of a program of the one-row kernel.
-MAX_DEPTH = 4096  # largest depth that it holds at a time
-ELEMENTS = 4096  # elements of the weight that it holds at a time
-NUM_WARPS = 4  # number of warps, each with at least one row of the weight
+MAX_DEPTH = 4096  # largest depth that a program has in registers at a time
+ELEMENTS = 4096  # elements of the weight that a program has in registers at a time
+NUM_WARPS = 4  # warps of a program, each with at least one row of the weight
 
 
 @triton.jit
@@ -93,7 +93,8 @@ def one_row_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
 
 SHORT, LONG = 512, 1024  # the two sizes of a segment of the depth, see segment_of()
 PROGRAMS = 128  # number of programs that is enough for a device: about one per multiprocessor
-# From the first number of blocks of columns on, the columns alone make enough programs. From the second on, they fill the device.
+# Numbers of blocks of columns. From WIDE_BLOCKS on, one program per block is enough, and segments need no separate programs. From
+# VOCABULARY_BLOCKS on, the blocks fill the device many times, and the weight is not prefetched.
 WIDE_BLOCKS, VOCABULARY_BLOCKS = 512, 2048
 
 
@@ -116,10 +117,10 @@ class Tile:
 class Tiles:
     """The tiles of one element size, by the number of rows."""
 
-    few: Tile  # for up to few.m rows, whose segments have separate programs
-    deep: Tile  # like `few`, if each multiprocessor gets one block
-    some: Tile  # for more than few.m rows
-    many: Tile  # for more than few.m rows, if there are at least PROGRAMS blocks of this size
+    few: Tile  # for up to few.m rows
+    deep: Tile  # for up to few.m rows, if there are at most PROGRAMS programs
+    some: Tile  # for more than few.m rows, or for a weight with at least VOCABULARY_BLOCKS blocks of columns
+    many: Tile  # instead of `some` for more than few.m rows, if there are at least PROGRAMS blocks of this size
 
 
 EVEN = Tile(64, 64, 64, 4, 3)
@@ -149,19 +150,19 @@ def _block_sums(x_at, w_at, rows_in, columns_in, begin, end, BLOCK_M: tl.constex
 @triton.jit
 def _store_block(out, total, bias, w_rows, columns_in, rows, rows_in, KIND, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Stores a block of sums with the bias to out. With GATED, rounds gate and up to KIND first, as before silu_and_mul()."""
+    """Adds the bias to a block of sums and stores it in out. With GATED, first rounds gate and up to KIND, as linear() does."""
     if HAS_BIAS:
         total += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
-    places = rows.to(tl.int64)[:, None] * WIDTH
+    row_offsets = rows.to(tl.int64)[:, None] * WIDTH
     if GATED:
         gate, up = tl.split(tl.reshape(total.to(KIND).to(tl.float32), [BLOCK_M, BLOCK_N // 2, 2]))
         value = gate / (1.0 + tl.exp(-gate)) * up
         columns = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         inside = rows_in[:, None] & (columns < WIDTH)[None, :]
-        tl.store(out + places + columns[None, :], value.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + row_offsets + columns[None, :], value.to(out.dtype.element_ty), mask=inside)
     else:
         inside = rows_in[:, None] & columns_in[None, :]
-        tl.store(out + places + w_rows[None, :], total.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + row_offsets + w_rows[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -180,9 +181,9 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LINE: tl.constexpr,  # elements in 128 bytes
-    FEW: tl.constexpr,  # few rows: the weight is prefetched, because reading it determines the time
-    SPLIT: tl.constexpr,  # each segment has a separate program
-    GATED: tl.constexpr,  # out = silu(x @ gate.T) * (x @ up.T); gate and up columns alternate in a block
+    FEW: tl.constexpr,  # whether the weight is prefetched, because there are few rows and the time is that of reading it
+    SPLIT: tl.constexpr,  # whether each segment has a separate program
+    GATED: tl.constexpr,  # whether out = silu(x @ gate.T) * (x @ up.T); gate and up columns then alternate in a block
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -304,7 +305,7 @@ class OrderedLinear:
 def segment_of(outs: int, depth: int) -> int:
     """Returns the segment size of a weight [outs, depth]: LONG if segments of this size make enough programs for few rows.
 
-    The number of rows has no influence, so that the order of sums does not depend on it.
+    The segment size must not depend on the number of rows, because it determines the order of the sums.
     """
     return LONG if triton.cdiv(outs, TILES[2].few.n) * triton.cdiv(depth, LONG) >= PROGRAMS else SHORT
 

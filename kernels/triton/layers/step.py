@@ -1,7 +1,7 @@
-"""Prepares a step: page tables, input tokens, page indices. One program handles a row, a part of a row, or an update.
+"""Prepares a step: page tables, input tokens, page indices. One program computes a row, a part of a row, or an update.
 
-Columns are slices of larger buffers, so that the alignment of their addresses changes from step to step. Triton compiles no
-variants of the kernels for alignments and counts that change from step to step.
+Columns are slices of larger buffers, so the alignment of their addresses changes from step to step. do_not_specialize prevents
+that Triton compiles a variant of a kernel for each alignment or count.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _resolve_tokens_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     COUNTS: tl.constexpr,
-    KNOWS: tl.constexpr,
+    HAS_KNOWN: tl.constexpr,
 ):
     row = tl.program_id(0)
     steps = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -75,13 +75,13 @@ def _resolve_tokens_kernel(
         location = tl.where(page >= 0, page * PAGE_SIZE + (position - logical * PAGE_SIZE), -1)
         tl.store(positions + tokens, position, mask=exists)
         tl.store(locations + tokens, location, mask=exists)
-        held = tl.load(relay + slot, mask=relays & (slot >= 0), other=0)
-        own = tl.load(given + tokens, mask=given_here, other=0).to(tl.int64)
-        if KNOWS:
-            told = tl.load(known + tokens, mask=relayed, other=-1).to(tl.int64)
-            own = tl.where(relayed, told, own)
-            relayed = relayed & (told < 0)
-        ids = tl.where(relayed, held, own)
+        last_token = tl.load(relay + slot, mask=relays & (slot >= 0), other=0)
+        given_ids = tl.load(given + tokens, mask=given_here, other=0).to(tl.int64)
+        if HAS_KNOWN:
+            known_ids = tl.load(known + tokens, mask=relayed, other=-1).to(tl.int64)
+            given_ids = tl.where(relayed, known_ids, given_ids)
+            relayed = relayed & (known_ids < 0)
+        ids = tl.where(relayed, last_token, given_ids)
         if COUNTS:
             missing = tl.sum((relayed & (ids < 0)).to(tl.int32), axis=0)
             tl.atomic_add(unwritten, missing, mask=missing > 0)
@@ -153,7 +153,7 @@ def resolve_tokens(
         PAGE_SIZE=page_size,
         BLOCK=block,
         COUNTS=unwritten is not None,
-        KNOWS=known is not None,
+        HAS_KNOWN=known is not None,
         num_warps=1 if block == FEW_TOKENS else 4,
     )
 

@@ -26,7 +26,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def penalized(x, counts, repetition, frequency, presence):
-    """Applies repetition, frequency and presence penalties to x; a count of 0 changes nothing.
+    """Applies repetition, frequency and presence penalties to x. Tokens with a count of 0 have no penalty.
 
     The float32 quotient and product equal the rounded float64 results. A finite x does not become infinite.
     """
@@ -47,14 +47,14 @@ def allowed(words, ids, inside):
 
 @triton.jit
 def add_listed(row_out, ids, values, first, end, block, sign, BLOCK: tl.constexpr, LIST_BLOCK: tl.constexpr):
-    """Adds sign * values[i] at ids[i], first <= i < end, for the ids in this program's block.
+    """Adds sign * values[i] to the logit of ids[i], first <= i < end, for the ids in this program's block.
 
-    A forbidden token keeps the logit -inf.
+    The logit -inf of a forbidden token does not change.
     """
     for begin in range(first, end, LIST_BLOCK):
-        places = begin + tl.arange(0, LIST_BLOCK)
-        token = tl.load(ids + places, mask=places < end, other=-1)
-        value = tl.load(values + places, mask=places < end, other=0.0)
+        indices = begin + tl.arange(0, LIST_BLOCK)
+        token = tl.load(ids + indices, mask=indices < end, other=-1)
+        value = tl.load(values + indices, mask=indices < end, other=0.0)
         mine = (token >= 0) & (token // BLOCK == block)
         tl.atomic_add(row_out + token, value * sign, mask=mine, sem="relaxed", scope="cta")
 
@@ -94,9 +94,9 @@ def edit_kernel(
     inside = ids < vocab_size
     x = tl.load(logits + row.to(tl.int64) * vocab_size + ids, mask=inside, other=0.0)
     if int_param(slot_params, slot, COUNTS) != 0:
-        held = tl.load(counts + wide_slot * vocab_size + ids, mask=inside, other=0).to(tl.int32)
+        seen = tl.load(counts + wide_slot * vocab_size + ids, mask=inside, other=0).to(tl.int32)
         repetition = real_param(slot_params, slot, REPETITION)
-        x = penalized(x, held, repetition, real_param(slot_params, slot, FREQUENCY), real_param(slot_params, slot, PRESENCE))
+        x = penalized(x, seen, repetition, real_param(slot_params, slot, FREQUENCY), real_param(slot_params, slot, PRESENCE))
     if int_param(slot_params, slot, WORDS) != 0:
         x = tl.where(allowed(words + wide_slot * num_words, ids, inside), x, float("-inf"))
     mask_row = tl.load(mask_rows + row)
@@ -120,8 +120,8 @@ def edit_kernel(
     if num_stops > 0:
         tl.debug_barrier()
         for begin in range(0, num_stops, LIST_BLOCK):
-            places = begin + tl.arange(0, LIST_BLOCK)
-            token = tl.load(stop_ids + wide_slot * max_stops + places, mask=places < num_stops, other=-1)
+            indices = begin + tl.arange(0, LIST_BLOCK)
+            token = tl.load(stop_ids + wide_slot * max_stops + indices, mask=indices < num_stops, other=-1)
             mine = (token >= 0) & (token // BLOCK == block) & (token < vocab_size)
             tl.store(row_out + token, float("-inf"), mask=mine)
 

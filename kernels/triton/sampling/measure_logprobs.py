@@ -1,8 +1,8 @@
 """Measures log probabilities in two launches: each program measures a span of a row, then one program per row merges the spans.
 
-A candidate for the top log probabilities is one int64. Its upper half has the float's bits, changed so that integers have the
-order of the floats. Its lower half has the inverted id, so that among equal logits the lowest id is the greatest candidate. One
-maximum therefore gives both value and id, and no two candidates are equal.
+A candidate for the top log probabilities is packed into one int64. Its upper half has the bits of the logit, changed so that
+integers have the order of the floats. Its lower half has the inverted id, so that among equal logits the lowest id is the
+greatest candidate. One maximum therefore finds both value and id, and no two candidates are equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rootstock_llm.kernels.contracts.sample_ops import Measured
 
 TILE, TILES_OF_SPAN = 2048, 4
 MAX_TOP = tl.constexpr(MOST_TOP)
-NOTHING = tl.constexpr(-(1 << 63))  # below every candidate, including that of -inf
+NOTHING = tl.constexpr(-(1 << 63))  # value below every candidate, even below the candidate of the logit -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ def span_kernel(logits, rows, peaks, sums, top, vocab_size, NUM_TOP: tl.constexp
     row = tl.load(rows + index)
     if row < 0:
         return
-    place = index * tl.num_programs(1) + span
+    span_index = index * tl.num_programs(1) + span
     lanes = tl.arange(0, MAX_TOP)
-    best = NOTHING + lanes.to(tl.int64)  # distinct values, so that each comparison with the smallest value replaces one lane
-    best = tl.where(lanes < NUM_TOP, best, 0x7FFFFFFFFFFFFFFF)  # lanes from NUM_TOP on are never the smallest
+    best = NOTHING + lanes.to(tl.int64)  # distinct values, so that a candidate that replaces the smallest value changes one lane
+    best = tl.where(lanes < NUM_TOP, best, 0x7FFFFFFFFFFFFFFF)  # lanes from NUM_TOP on are never the smallest, so never replaced
     peak = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     first = span * TILES
@@ -94,10 +94,10 @@ def span_kernel(logits, rows, peaks, sums, top, vocab_size, NUM_TOP: tl.constexp
                 best = tl.where(best == worst, next_best, best)
                 packs = tl.where(packs == next_best, NOTHING, packs)
                 next_best, worst = tl.max(packs), tl.min(best)
-    tl.store(peaks + place, peak)
-    tl.store(sums + place, tl.sum(total))
+    tl.store(peaks + span_index, peak)
+    tl.store(sums + span_index, tl.sum(total))
     if NUM_TOP > 0:
-        tl.store(top + place * MAX_TOP + lanes, best)
+        tl.store(top + span_index * MAX_TOP + lanes, best)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "tokens", "logits", "own", "mass_out", "top_ids_out", "top_out"])
@@ -119,9 +119,9 @@ def merge_kernel(own, mass_out, top_ids_out, top_out, logits, tokens, rows, peak
     x = tl.load(logits + row.to(tl.int64) * vocab_size + token, mask=known, other=0.0)
     tl.store(own + index, tl.where(known, x - mass, float("-inf")))
     if NUM_TOP > 0:
-        places = tl.arange(0, SPANS * MAX_TOP)
-        wanted = (places // MAX_TOP < num_spans) & (places % MAX_TOP < NUM_TOP)
-        packs = tl.load(top + index * num_spans * MAX_TOP + places, mask=wanted, other=NOTHING)
+        indices = tl.arange(0, SPANS * MAX_TOP)
+        wanted = (indices // MAX_TOP < num_spans) & (indices % MAX_TOP < NUM_TOP)
+        packs = tl.load(top + index * num_spans * MAX_TOP + indices, mask=wanted, other=NOTHING)
         for rank in range(NUM_TOP):
             best = tl.max(packs)
             packs = tl.where(packs == best, NOTHING, packs)

@@ -20,7 +20,7 @@ PROGRAMS = 528  # approximate number of programs of a launch over all rows: four
 
 
 def tiles_of_each(num_rows: int, num_tiles: int) -> int:
-    """Returns the number of tiles per program with which a launch has about PROGRAMS programs."""
+    """Returns the number of tiles per program with which a launch over num_rows rows has about PROGRAMS programs."""
     return int(triton.cdiv(num_tiles, min(num_tiles, triton.cdiv(PROGRAMS, num_rows))))
 
 
@@ -37,7 +37,7 @@ def select_tokens(
     """Implements SampleKernels.select_tokens() in five launches.
 
     Raises:
-        ValueError: there are more rows than in the scratch, or the scratch was made for another vocabulary.
+        ValueError: there are more rows than the scratch has, or the scratch was allocated for another vocabulary.
     """
     num_rows, vocab_size = logits.shape
     peak_tiles, num_tiles, tallies = (triton.cdiv(vocab_size, size) for size in (PEAK_TILE, TILE, TALLY_TILE))

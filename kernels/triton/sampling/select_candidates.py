@@ -1,7 +1,7 @@
-"""Draws among few tokens (the candidates), which one program holds.
+"""Draws among few tokens (the candidates), which one program has in registers.
 
-The program finds them by the maxima of their groups, so that it reads only a small part of the row. Each cut, each cut among
-equal keys and the draw itself are the same search: for the smallest key, or id, up to which the weights reach a goal.
+The program finds the candidates by the maxima of their groups, so that it reads only a small part of the row. The cuts and the
+draw all use the search least(): it finds the smallest key, or id, up to which the weights reach a goal.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def group_keys(group_tops, num_groups, peak, temperature, GROUPS: tl.constexpr):
 def gather(
     source, group_tops, num_groups, vocab_size, peak, temperature, high, near_groups, keys_out, ids_out, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Stores keys and ids of the tokens with keys up to `high`, but of at most CANDIDATES tokens.
+    """Stores the keys and ids of the tokens with keys up to `high`, of at most CANDIDATES tokens.
 
-    Returns the number of tokens with keys up to `high`, which may exceed CANDIDATES.
+    Returns:
+        The number of tokens with keys up to `high`. A number above CANDIDATES means that not all of them were stored.
     """
     near = group_keys(group_tops, num_groups, peak, temperature, GROUPS) <= high
     num_near = tl.sum(near.to(tl.int32))
@@ -57,9 +58,9 @@ def gather(
         begin = tl.zeros((), tl.int32)
         lanes = tl.arange(0, BATCH * GROUP)
         while (begin < num_near) & (total <= CANDIDATES):
-            places = begin + lanes // GROUP
-            ids = tl.load(near_groups + places, mask=places < num_near, other=0) * GROUP + lanes % GROUP
-            wanted = (places < num_near) & (ids < vocab_size)
+            indices = begin + lanes // GROUP
+            ids = tl.load(near_groups + indices, mask=indices < num_near, other=0) * GROUP + lanes % GROUP
+            wanted = (indices < num_near) & (ids < vocab_size)
             keys = key_of(tl.load(source + ids, mask=wanted, other=float("-inf")), peak, temperature)
             kept = keys <= high
             after = total + tl.cumsum(kept.to(tl.int32))
@@ -74,7 +75,7 @@ def gather(
 
 @triton.jit
 def first_of_equals(kept, keys, ids, limit, quota, vocab_size):
-    """Removes the keys above `limit` from `kept`, and the tokens with key `limit` except those with the `quota` lowest ids."""
+    """Removes the tokens with keys above `limit` from `kept`. Of the tokens with key `limit`, the `quota` lowest ids remain."""
     level = kept & (keys == limit)
     kept = kept & (keys <= limit)
     if tl.sum(level.to(tl.int64)) > quota:

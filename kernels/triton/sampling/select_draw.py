@@ -55,9 +55,9 @@ def candidate_bound(
         near: the largest key that remains after top-n-sigma.
 
     Returns:
-        (high, whole). The tokens that remain after all cuts have keys up to `high`; `high` is below 0 if they may be more than
-        CANDIDATES. For top-k, the bound is found by the maxima of k groups or a few more. `whole` is the mass of the row if kind
-        is NUCLEUS, otherwise 0.
+        (high, whole). The tokens that remain after all cuts have keys up to `high`. If there may be more than CANDIDATES of them,
+        `high` is below 0. For top-k, `high` is the key of the k-th largest group maximum, or of one shortly after it. `whole` is
+        the mass of the row if kind is NUCLEUS, otherwise 0.
     """
     whole = tl.zeros((), tl.int64)
     high = tl.full((), -1, tl.int32)
@@ -122,10 +122,10 @@ def draw_row(
 @triton.jit
 def count_token(counts, slot_params, slot, token, vocab_size):
     if int_param(slot_params, slot, COUNTS) != 0:
-        place = counts + slot.to(tl.int64) * vocab_size + token
-        count = tl.load(place)
+        target = counts + slot.to(tl.int64) * vocab_size + token
+        count = tl.load(target)
         if (count.to(tl.int32) & COUNT_BITS) < COUNT_BITS:
-            tl.store(place, count + 1)
+            tl.store(target, count + 1)
 
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=[*ROW_COLUMNS, "tokens", "faults"])

@@ -1,7 +1,9 @@
-"""Defines the integers with which the draw computes, so that sums do not depend on the division of a row between programs.
+"""Defines keys and masses, the integers with which the draw computes.
 
-- The **key** of a token is the bits of a float32: the distance of its logit from the row's maximum, divided by the temperature.
-  Keys of 0 and above have the order of the floats. The most likely token has key 0.
+The sums of integers do not depend on the order, so results do not depend on the division of a row between programs.
+
+- The **key** of a token has the bits of a float32: the distance of its logit from the row's maximum, divided by the temperature.
+  Keys have the order of these floats, because they are not negative. The most likely token has key 0.
 - The **mass** of a token is exp(-distance / temperature) as an integer, in units of 2 ** -44. An int64 can hold the sum of
   2 ** 18 masses. A token with less than one unit has mass 0 and is not drawn.
 """
@@ -123,7 +125,7 @@ def least(values, weights, goal, low, high, slack, PIVOTS: tl.constexpr):
         goal: sum to reach.
         low: lower bound, exclusive.
         high: upper bound, inclusive.
-        slack: -1 for the exact result. Otherwise the search may end at a larger v, if the weights up to it exceed the goal by at
+        slack: -1: the exact result. From 0 on, the search may end at a larger v if the weights up to this v exceed the goal by at
             most `slack`.
     """
     steps = tl.arange(0, PIVOTS).to(tl.int64) + 1
@@ -143,14 +145,19 @@ def least(values, weights, goal, low, high, slack, PIVOTS: tl.constexpr):
 
 @triton.jit
 def drawn_mass(uniform, total):
-    """Returns an int64 below the total. The draw is the first token whose cumulated mass exceeds it."""
+    """Returns an int64 below the total. The drawn token is the first token whose cumulated mass exceeds this number."""
     return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
 @triton.jit
 def equals_kept(goal, below, mass):
-    """Returns the number of tokens of equal `mass` in a nucleus whose more likely tokens have the total mass `below`.
+    """Returns how many of the equally likely tokens at the edge of a nucleus belong to the nucleus.
 
     This is the smallest number with which the nucleus reaches the goal, and at least 1.
+
+    Args:
+        goal: mass that the nucleus must reach.
+        below: mass of all more likely tokens.
+        mass: mass of each of the equally likely tokens.
     """
     return tl.maximum((goal - below + mass - 1) // tl.maximum(mass, 1), 1)

@@ -1,4 +1,4 @@
-"""Finds the maxima of spans of each row: the first stage of select_tokens(). A greedy row needs no further measurement.
+"""Finds the maxima of spans of each row: the first stage of select_tokens(). For a greedy row, the other stages measure nothing.
 
 The grid is rows by spans of tiles.
 """
@@ -24,7 +24,7 @@ ROW_COLUMNS = ["slots", "positions", "mask_rows", "loss_offsets"]
 
 @triton.jit
 def with_infinity(x):
-    """Replaces a NaN by infinity. Both cause a fault, but a maximum may ignore a NaN."""
+    """Replaces NaN by infinity, because a maximum may ignore NaN. Both values cause the same fault."""
     return tl.where(x != x, float("inf"), x)
 
 
@@ -37,7 +37,7 @@ def is_finite(x):
 def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.constexpr):
     """Stores the number, the mean and the sum of squared deviations of one tile's finite logits.
 
-    These are per tile, so that sums do not depend on the division of tiles between programs.
+    The numbers are stored per tile, so that their sums do not depend on the division of tiles between programs.
     """
     ids = tile * TILE + tl.arange(0, TILE)
     x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
@@ -52,11 +52,11 @@ def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.conste
 
 
 @triton.jit
-def forget(counts, masses, row):
+def clear_sums(counts, masses, row):
     """Sets the row's counts and masses, to which later stages add, to 0."""
-    places = row * ROUNDS * PIVOTS + tl.arange(0, ROUNDS * PIVOTS)
-    tl.store(counts + places, tl.zeros((ROUNDS * PIVOTS,), tl.int32))
-    tl.store(masses + places, tl.zeros((ROUNDS * PIVOTS,), tl.int64))
+    offsets = row * ROUNDS * PIVOTS + tl.arange(0, ROUNDS * PIVOTS)
+    tl.store(counts + offsets, tl.zeros((ROUNDS * PIVOTS,), tl.int32))
+    tl.store(masses + offsets, tl.zeros((ROUNDS * PIVOTS,), tl.int64))
 
 
 @triton.jit(do_not_specialize=["tiles_each"], do_not_specialize_on_alignment=ROW_COLUMNS)
@@ -69,7 +69,7 @@ def peaks_kernel(
     if slot < 0:
         return
     if part == 0:
-        forget(counts, masses, row)
+        clear_sums(counts, masses, row)
     changed = is_edited(slot_params, slot, positions, mask_rows, loss_offsets, row)
     kind = kind_of(slot_params, slot, vocab_size)
     grouped = (kind == LIKELIEST) | (kind == NUCLEUS)
@@ -95,13 +95,13 @@ def peaks_kernel(
             highest = tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), axis=1)
             tl.store(group_tops + row.to(tl.int64) * num_groups + groups, highest, mask=groups < num_groups)
     top = tl.max(best)
-    place = row * max_parts + part
-    tl.store(tops + place, top)
-    tl.store(top_ids + place, tl.min(tl.where(best == top, best_ids, vocab_size)))
+    index = row * max_parts + part
+    tl.store(tops + index, top)
+    tl.store(top_ids + index, tl.min(tl.where(best == top, best_ids, vocab_size)))
     raw_top = top
     if changed:
         raw_top = tl.max(raw_best)
-    tl.store(raw_tops + place, raw_top)
+    tl.store(raw_tops + index, raw_top)
     if (kind != GREEDY) & (real_param(slot_params, slot, TOP_N_SIGMA) > 0.0):
         num_tiles = tl.cdiv(vocab_size, TILE)
         for tile in range(first, tl.minimum(first + tiles_each, num_tiles)):

@@ -1,9 +1,10 @@
 """Measures rows that draw from many tokens: the middle stages of select_tokens(). The grid is rows by spans of tiles.
 
 After top-k and top-p, the tokens up to some key remain. The search for this key narrows a bracket of two keys, low < high. The
-measure (count or mass) of the keys up to low is below a goal, and the measure of the keys up to high reaches it. For rows with
-top-p and without top-k, all programs narrow the bracket in two rounds. If few tokens have keys up to high after the first round,
-the second round does nothing.
+measure (count or mass) of the keys up to `low` is below a goal, and the measure of the keys up to `high` reaches the goal.
+
+For rows with top-p and without top-k, all programs narrow the bracket in two rounds. The second round does nothing if, after the
+first round, at most CANDIDATES tokens have keys up to `high`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def keys_of_tile(source, tile, vocab_size, peak, temperature, TILE: tl.constexpr
 
 @triton.jit
 def first_pivots(near):
-    """Returns int32[PIVOTS], keys over the range of nonzero masses with growing gaps.
+    """Returns int32[PIVOTS]: keys with growing gaps between them, over the range of keys with nonzero masses.
 
-    They are at most `near`, which is the last of them.
+    No pivot exceeds `near`, and the last pivot is `near`.
     """
     steps = tl.arange(0, PIVOTS).to(tl.float32)
     pivots = tl.where(steps < PIVOTS - 1, (1.0 + 1.25 * steps + 0.125 * steps * steps).to(tl.int32, bitcast=True), KEY_END)
@@ -53,9 +54,9 @@ def first_pivots(near):
 
 @triton.jit
 def next_pivots(low, high, short, excess):
-    """Returns int32[PIVOTS], keys inside the bracket around the key that would reach the goal if the measure grew evenly.
+    """Returns int32[PIVOTS]: keys inside the bracket, most of them near the key that reaches the goal if the measure is linear.
 
-    The widest gap is at most half of the bracket.
+    The widest gap between two pivots is at most half of the bracket.
 
     Args:
         low: lower key of the bracket.
@@ -66,8 +67,8 @@ def next_pivots(low, high, short, excess):
     share = short.to(tl.float32) / tl.maximum((short + excess).to(tl.float32), 1.0)
     steps = tl.arange(0, PIVOTS)
     width = 0.5 / (1 << (2 * (steps % (PIVOTS // 2)))).to(tl.float32)
-    places = tl.where(steps < PIVOTS // 2, share * (1.0 - width), share + (1.0 - share) * width)
-    pivots = low + (places * (high - low).to(tl.float32)).to(tl.int32)
+    offsets = tl.where(steps < PIVOTS // 2, share * (1.0 - width), share + (1.0 - share) * width)
+    pivots = low + (offsets * (high - low).to(tl.float32)).to(tl.int32)
     return tl.minimum(tl.maximum(pivots, low + 1), high - 1)
 
 
@@ -107,7 +108,7 @@ def narrowed(pivots, counts, masses, by_mass, goal, low, high, count_low, mass_l
 
 @triton.jit
 def first_bracket(pivots, counts, masses, by_mass, goal):
-    """Returns the bracket of the first pivots, the last of which includes all tokens."""
+    """Returns the bracket that the measures of the first pivots determine. The last pivot includes all tokens."""
     low, high = tl.full((), -1, tl.int32), tl.full((), KEY_END, tl.int32)
     none, no_mass = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
     return narrowed(pivots, counts, masses, by_mass, goal, low, high, none, no_mass, tl.max(counts), tl.max(masses))
@@ -136,10 +137,10 @@ def sigma_key(slot_params, slot, spreads, row, num_tiles, temperature, TILES: tl
     if deviations > 0.0:
         tiles = tl.arange(0, TILES)
         inside = tiles < num_tiles
-        places = spreads + row * 3 * num_tiles + tiles
-        numbers = tl.load(places, mask=inside, other=0.0)
-        means = tl.load(places + num_tiles, mask=inside, other=0.0)
-        within = tl.sum(tl.load(places + 2 * num_tiles, mask=inside, other=0.0))
+        offsets = spreads + row * 3 * num_tiles + tiles
+        numbers = tl.load(offsets, mask=inside, other=0.0)
+        means = tl.load(offsets + num_tiles, mask=inside, other=0.0)
+        within = tl.sum(tl.load(offsets + 2 * num_tiles, mask=inside, other=0.0))
         number = tl.sum(numbers)
         away = means - tl.sum(numbers * means) / number
         sigma = tl.sqrt((within + tl.sum(numbers * away * away)) / number).to(tl.float32)
@@ -190,19 +191,19 @@ def round_kernel(
     temperature = real_param(slot_params, slot, TEMPERATURE)
     near = sigma_key(slot_params, slot, spreads, row, max_parts, temperature, PARTS)
     pivots = first_pivots(near)
-    places = row * ROUNDS * PIVOTS + tl.arange(0, PIVOTS)
+    offsets = row * ROUNDS * PIVOTS + tl.arange(0, PIVOTS)
     if ROUND > 0:
-        weighed = tl.load(masses + places)
+        weighed = tl.load(masses + offsets)
         goal = nucleus_goal(tl.max(weighed), real_param(slot_params, slot, TOP_P))
-        low, high, _, mass_low, count_high, mass_high = first_bracket(pivots, tl.load(counts + places), weighed, 1, goal)
+        low, high, _, mass_low, count_high, mass_high = first_bracket(pivots, tl.load(counts + offsets), weighed, 1, goal)
         if count_high <= CANDIDATES:
             return
         pivots = next_pivots(low, high, goal - mass_low, mass_high - goal)
-        if part == 0:  # stored for the next kernel, because recomputing these floats there could round differently
+        if part == 0:  # stored for draw_kernel, because it could round these floats differently if it computed them again
             tl.store(pivots_out + row * PIVOTS + tl.arange(0, PIVOTS), pivots)
     source = row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
     first = part * tiles_each
     last = tl.minimum(first + tiles_each, tl.cdiv(vocab_size, TILE))
     found, weighed, _, _ = measure(source, first, last, vocab_size, peak, temperature, pivots, -1, KEY_END, TILE)
-    tl.atomic_add(counts + ROUND * PIVOTS + places, found)
-    tl.atomic_add(masses + ROUND * PIVOTS + places, weighed)
+    tl.atomic_add(counts + ROUND * PIVOTS + offsets, found)
+    tl.atomic_add(masses + ROUND * PIVOTS + offsets, weighed)

@@ -14,8 +14,8 @@ from rootstock_llm.kernels.triton.sampling.select_keys import MAX_VOCAB
 PEAK_TILE = 2048  # logits per tile of the first stage
 TALLY_TILE = 4096  # logits per tile of the tally
 TILE = 1024  # logits per tile of the other stages
-GROUP = tl.constexpr(64)  # number of adjacent tokens in a group; the groups' maxima lead to the most likely tokens
-CANDIDATES = tl.constexpr(2048)  # largest number of tokens among which one program can draw without reading the whole row
+GROUP = tl.constexpr(64)  # number of adjacent tokens in a group; only groups with large maxima are searched for likely tokens
+CANDIDATES = tl.constexpr(2048)  # largest number of tokens among which one program draws without reading the whole row
 PIVOTS = tl.constexpr(8)  # number of keys for which one pass measures counts and masses
 ROUNDS = tl.constexpr(2)  # passes of all programs before a single program ends the search
 
@@ -34,9 +34,9 @@ class SelectScratch:
     counts: Tensor  # int32[n, ROUNDS, PIVOTS]: tokens up to each pivot (top-p without top-k)
     masses: Tensor  # int64[n, ROUNDS, PIVOTS]: masses of these tokens
     pivots: Tensor  # int32[n, PIVOTS]: pivots of the last round
-    near_groups: Tensor  # int32[n, CANDIDATES]: groups that have candidates
-    candidate_keys: Tensor  # int32[n, CANDIDATES]
-    candidate_ids: Tensor  # int32[n, CANDIDATES]
+    near_groups: Tensor  # int32[n, CANDIDATES]: indices of the groups that have candidates
+    candidate_keys: Tensor  # int32[n, CANDIDATES]: keys of the candidates (select_keys)
+    candidate_ids: Tensor  # int32[n, CANDIDATES]: token ids of the candidates
 
     @classmethod
     def of(cls, max_rows: int, vocab_size: int, device: torch.device) -> SelectScratch:

@@ -1,7 +1,7 @@
 """Draws from many tokens. One program reads the whole row several times.
 
-It narrows the bracket (see select_rounds) until one key is left in it, first for top-k and then for top-p. The draw then reads
-the row in the order of the ids.
+The program narrows the bracket (see select_rounds) until one key is left in it, first for top-k and then for top-p. The draw then
+reads the row in the order of the ids.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def cut_row(
 ):  # fmt: skip
     """Returns (limit, quota, mass) of a row.
 
-    After the cuts, the tokens with keys below `limit` remain and, of the tokens with key `limit`, the `quota` lowest ids. `mass`
-    is the mass of all these tokens.
+    After the cuts, these tokens remain: all tokens with keys below `limit` and, of the tokens with key `limit`, those with the
+    `quota` lowest ids. `mass` is the mass of all remaining tokens.
 
     Args:
         near: the largest key that remains after top-n-sigma.

@@ -30,7 +30,7 @@ SPECULATION = (
     *of(
         "speculation",
         "services/worker/exec/sampling/sampler.py",
-        ("slots=piece.slots.masked_fill(~alive, NOBODY)", "slots=piece.slots"),
+        ("slots=piece.slots.masked_fill(~alive, NO_SLOT)", "slots=piece.slots"),
         only="test_device_speculation",
     ),
     *of(

@@ -20,8 +20,8 @@ from rootstock_llm.kernels.triton.attention.attention import (
 from rootstock_llm.kernels.triton.attention.attention_plan import (
     HeadShape,
     Launch,
-    fixed_places,
     fixed_scratch_bounds,
+    fixed_split_size,
     num_multiprocessors,
     plan_decode,
     plan_extend,
@@ -95,13 +95,13 @@ class TritonAttention:
         return tuple(launches)
 
     def _fixed(self, batch: AttentionBatch, heads: HeadShape, window: int) -> Launch:
-        places = fixed_places(self._max_context)
+        split_size = fixed_split_size(self._max_context)
         if batch.graph:
             longest = reach(self._max_context, window)
-            return plan_fixed(heads, batch.graph, batch.graph, longest, places, self._multiprocessors, one_token=True)
+            return plan_fixed(heads, batch.graph, batch.graph, longest, split_size, self._multiprocessors, one_token=True)
         tokens, longest = int(batch.num_tokens.sum()), reach(int((batch.starts + batch.num_tokens).max()), window)
         alone = not batch.num_extend  # each row has one token
-        return plan_fixed(heads, len(batch.starts), tokens, longest, places, self._multiprocessors, alone)
+        return plan_fixed(heads, len(batch.starts), tokens, longest, split_size, self._multiprocessors, alone)
 
     def release_graphs(self) -> None:
         """Does nothing: the scratch memory also serves steps without a graph."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import RaggedRows
-from rootstock_llm.kernels.contracts.sample_ops import NOBODY, SampleRows
+from rootstock_llm.kernels.contracts.sample_ops import NO_SLOT, SampleRows
 from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, RowFault, RowLogprobs
 from rootstock_llm.services.worker.exec.streams.copies import Readback
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Graph
@@ -28,7 +28,7 @@ class ForwardBatch:
     """
 
     num_extend: int  # number of extend rows, which come first
-    slots: I32  # [R], NOBODY for padding
+    slots: I32  # [R], NO_SLOT for padding
     starts: I32  # [R], position of the row's first token
     num_tokens: I32  # [R]
     offsets: I32  # [R], index of the row's first token in the pass
@@ -79,7 +79,7 @@ class ForwardBatch:
         """
         count, order = plan.num_rows, np.arange(size, dtype=np.int32)
         assert count <= size and not plan.num_extend, "a graph has a row for each row of the plan, and all of them decode"
-        slots = np.full(size, NOBODY, dtype=np.int32)
+        slots = np.full(size, NO_SLOT, dtype=np.int32)
         starts, positions = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=np.int32)
         slots[:count] = plan.slots
         starts[:count] = np.minimum(plan.starts, capacity - 1)
@@ -119,7 +119,7 @@ class ForwardBatch:
         placed = np.argsort(~sampled, kind="stable")
         num_sampled = int(sampled.sum())
         assert num_sampled == int(plan.sample.sum()), "each row that samples has one last token"
-        slots, sample_slots = np.full((2, size), NOBODY, dtype=np.int32)
+        slots, sample_slots = np.full((2, size), NO_SLOT, dtype=np.int32)
         starts, positions = np.zeros((2, size), dtype=np.int32)
         known = np.full(size, -1, dtype=np.int32)
         slots[:count] = plan.slots[rows][placed]
@@ -150,7 +150,7 @@ class ForwardBatch:
     @classmethod
     def idle(cls, capacity: int, size: int) -> ForwardBatch:
         """Returns columns of `size` padding rows, for captures and measurements."""
-        nobody, zeros, ones = (np.full(size, value, dtype=np.int32) for value in (NOBODY, 0, 1))
+        nobody, zeros, ones = (np.full(size, value, dtype=np.int32) for value in (NO_SLOT, 0, 1))
         order = np.arange(size, dtype=np.int32)
         return cls(0, nobody, zeros, ones, order, np.arange(0), nobody, zeros, order, capacity, 1)
 

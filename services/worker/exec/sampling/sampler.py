@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.sample_ops import NOBODY, SampleKernels, SampleRows
+from rootstock_llm.kernels.contracts.sample_ops import NO_SLOT, SampleKernels, SampleRows
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
 from rootstock_llm.services.worker.exec.contracts.step_data import NOT_SAMPLED, Outcome, OutputLogprobs, Places, SampleBatch
 from rootstock_llm.services.worker.exec.sampling.logprob_requests import LogprobRequests
@@ -272,7 +272,7 @@ class DeviceSampler:
                 alive = (tokens[last] == draft_tokens[known : known + size]) & (faults[last] == 0)
                 if self._streams.on_host and not alive.any():
                     return
-                piece = replace(piece, slots=piece.slots.masked_fill(~alive, NOBODY))
+                piece = replace(piece, slots=piece.slots.masked_fill(~alive, NO_SLOT))
                 self._run(logits[part], piece, tokens[part], faults[part])
                 faults[part].masked_fill_(~alive, NOT_SAMPLED)
                 known += size

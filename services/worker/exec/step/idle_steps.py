@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.sample_ops import NOBODY
+from rootstock_llm.kernels.contracts.sample_ops import NO_SLOT
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
 from rootstock_llm.services.worker.exec.contracts.step_data import ForwardBatch, SampleBatch
 from rootstock_llm.services.worker.exec.contracts.step_parts import StepSampler
@@ -47,7 +47,7 @@ def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
     rows = -(-max_tokens // count)
     counts = np.full(rows, count, dtype=np.int32)
     counts[-1] = max_tokens - count * (rows - 1)
-    nobody, zeros = np.full(max_slots, NOBODY, dtype=np.int32), np.zeros(max_slots, dtype=np.int32)
+    nobody, zeros = np.full(max_slots, NO_SLOT, dtype=np.int32), np.zeros(max_slots, dtype=np.int32)
     assert counts.min() > 0 and int(counts.sum()) == max_tokens, "the rows have all of the step's tokens"
     slots = np.arange(rows, dtype=np.int32) % len(passes.table)
     offsets = (np.arange(rows) * count).astype(np.int32)
