@@ -26,7 +26,7 @@ Columns = TypeVar("Columns", SampleRows, SlotTable)
 
 
 @dataclass(frozen=True)
-class Asked:
+class SlotCase:
     """Sampling parameters of one slot, with the meanings of the API; the defaults are neutral."""
 
     temperature: float = 0.0
@@ -62,7 +62,7 @@ class Row:
 
 
 def random_cuts(chance: random.Random, vocab_size: int) -> dict[str, Any]:
-    """Returns random temperature, cuts and seed. The names are fields of Asked and of the core's SamplingParams."""
+    """Returns random temperature, cuts and seed. The names are fields of SlotCase and of the core's SamplingParams."""
     return {
         "temperature": chance.choice([0.0, 0.0, 0.25, 0.5, 0.7, 1.0, 2.0, 3.0, 1e-9, 2.0**-30]),
         "top_k": chance.choice([-1, -1, -1, 0, 1, 2, 3, 20, 50, vocab_size - 1, vocab_size, vocab_size + 7]),
@@ -73,19 +73,19 @@ def random_cuts(chance: random.Random, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def could_be(logits: Tensor, asked: Asked, position: int) -> set[int]:
+def could_be(logits: Tensor, case: SlotCase, position: int) -> set[int]:
     """Returns the tokens that a kernel may draw if it rounds differently from the reference.
 
     Args:
         logits: float32[V] after the edits.
-        asked: parameters of the slot.
+        case: parameters of the slot.
         position: position of the drawn token.
     """
-    scaled = tempered(logits, float(np.float32(asked.temperature)), float(np.float32(asked.top_n_sigma)))
-    uniform, found = sampling.uniform(asked.seed, position), set()
+    scaled = tempered(logits, float(np.float32(case.temperature)), float(np.float32(case.top_n_sigma)))
+    uniform, found = sampling.uniform(case.seed, position), set()
     for step in (-NEAR, 0.0, NEAR):
-        top_p = min(asked.top_p + step, 1.0) if asked.top_p < 1 else 1.0
-        kept = support(scaled, asked.top_k, top_p, float(np.float32(asked.min_p)))
+        top_p = min(case.top_p + step, 1.0) if case.top_p < 1 else 1.0
+        kept = support(scaled, case.top_k, top_p, float(np.float32(case.min_p)))
         found |= {draw_token(scaled, kept, min(max(uniform + turn, 0.0), 1.0)) for turn in (-NEAR, 0.0, NEAR)}
     return found
 
@@ -104,22 +104,22 @@ def floats(values: Sequence[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float32)
 
 
-def table_of(asked: Sequence[Asked], vocab_size: int, max_listed: int = 140) -> SlotTable:
+def table_of(case: Sequence[SlotCase], vocab_size: int, max_listed: int = 140) -> SlotTable:
     num_words = -(-vocab_size // 32)
     table = SlotTable(
-        params=torch.zeros((len(asked), SlotColumn.WIDTH), dtype=torch.int32),
-        counts=torch.zeros((len(asked), vocab_size), dtype=torch.int16),
-        words=torch.zeros((len(asked), num_words), dtype=torch.int32),
-        bias_ids=torch.full((len(asked), max_listed), vocab_size - 1, dtype=torch.int32),
-        biases=torch.full((len(asked), max_listed), POISON),
-        stop_ids=torch.zeros((len(asked), max_listed), dtype=torch.int32),
+        params=torch.zeros((len(case), SlotColumn.WIDTH), dtype=torch.int32),
+        counts=torch.zeros((len(case), vocab_size), dtype=torch.int16),
+        words=torch.zeros((len(case), num_words), dtype=torch.int32),
+        bias_ids=torch.full((len(case), max_listed), vocab_size - 1, dtype=torch.int32),
+        biases=torch.full((len(case), max_listed), POISON),
+        stop_ids=torch.zeros((len(case), max_listed), dtype=torch.int32),
     )
-    for slot, one in enumerate(asked):
+    for slot, one in enumerate(case):
         _admit(table, slot, one, vocab_size)
     return table
 
 
-def _admit(table: SlotTable, slot: int, one: Asked, vocab_size: int) -> None:
+def _admit(table: SlotTable, slot: int, one: SlotCase, vocab_size: int) -> None:
     integers = {
         SlotColumn.SEED_LOW: np.uint32(one.seed & 0xFFFFFFFF).view(np.int32),
         SlotColumn.SEED_HIGH: np.uint32(one.seed >> 32).view(np.int32),
@@ -179,7 +179,7 @@ def on_device(columns: Columns, device: torch.device) -> Columns:
 
 
 @dataclass
-class Left:
+class Written:
     """Tensors that the sampling kernels have written in a call."""
 
     tokens: Tensor
@@ -189,21 +189,21 @@ class Left:
     counts: Tensor
 
 
-def sampled(kernels: SampleKernels, logits: Tensor, rows: SampleRows, table: SlotTable, device: torch.device) -> Left:
+def sampled(kernels: SampleKernels, logits: Tensor, rows: SampleRows, table: SlotTable, device: torch.device) -> Written:
     """Runs edit_logits and select_tokens over poisoned outputs, and checks that the logits stay unchanged."""
     table = on_device(replace(table, counts=table.counts.clone()), device)
     rows, held = on_device(rows, device), logits.to(device, copy=True)
-    left = Left(
+    written = Written(
         tokens=torch.full((len(logits),), 99, dtype=torch.int32, device=device),
         faults=torch.full((len(logits),), 99, dtype=torch.int32, device=device),
         edited=torch.full(logits.shape, POISON, device=device),
         relay=torch.full((len(table.params),), -1, dtype=torch.int64, device=device),
         counts=table.counts,
     )
-    kernels.edit_logits(left.edited, held, rows, table)
-    kernels.select_tokens(left.tokens, left.faults, held, left.edited, rows, table, left.relay)
+    kernels.edit_logits(written.edited, held, rows, table)
+    kernels.select_tokens(written.tokens, written.faults, held, written.edited, rows, table, written.relay)
     assert held.cpu().view(torch.int32).equal(logits.view(torch.int32)), "the kernels must not change the input logits"
-    return Left(*(column.cpu() for column in (left.tokens, left.faults, left.edited, left.relay, left.counts)))
+    return Written(*(column.cpu() for column in (written.tokens, written.faults, written.edited, written.relay, written.counts)))
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ from rootstock_llm.kernels.cpu.library import CpuKernels, CpuSampling
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.kernels.reference import sampling as sampling_reference
 from tests.all_pairs import each_pair, each_value
-from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of
+from tests.kernels.sampling_case import Row, SlotCase, Written, rows_of, sampled, table_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -248,10 +248,10 @@ def test_paged_attention_matches_reference(
     assert_same(found, expected, dtype)
 
 
-def chosen(logits: Tensor, asked: Asked, positions: list[int]) -> Left:
+def chosen(logits: Tensor, case: SlotCase, positions: list[int]) -> Written:
     """Returns the results of select_tokens for one row of logits and one slot per position."""
     vocab_size, rows = logits.shape[1], [Row(slot, position) for slot, position in enumerate(positions)]
-    table = table_of([asked] * len(rows), vocab_size)
+    table = table_of([case] * len(rows), vocab_size)
     return sampled(CpuSampling(built_library(), 2), logits, rows_of(rows, vocab_size), table, torch.device("cpu"))
 
 
@@ -261,8 +261,8 @@ def chosen(logits: Tensor, asked: Asked, positions: list[int]) -> Left:
     ids=["lowest-of-equals", "one", "after-minus-infinity"],
 )
 def test_select_tokens_takes_lowest_maximum_when_greedy(row: list[float], place: int) -> None:
-    left = chosen(torch.tensor([row]), Asked(), [4])
-    assert left.tokens.tolist() == left.relay.tolist() == [place] and left.faults.tolist() == [0]
+    written = chosen(torch.tensor([row]), SlotCase(), [4])
+    assert written.tokens.tolist() == written.relay.tolist() == [place] and written.faults.tolist() == [0]
 
 
 @each_value(
@@ -272,18 +272,18 @@ def test_select_tokens_takes_lowest_maximum_when_greedy(row: list[float], place:
         "nan-behind-infinity": [torch.inf, torch.nan],
         "infinity": [1.0, torch.inf],
     },
-    asked={"draw": Asked(1.0), "top-p": Asked(1.0, top_p=0.5), "greedy": Asked()},
+    case={"draw": SlotCase(1.0), "top-p": SlotCase(1.0, top_p=0.5), "greedy": SlotCase()},
 )
-def test_select_tokens_reports_nan_logits_when_maximum_is_not_finite(row: list[float], asked: Asked) -> None:
-    left = chosen(torch.tensor([row]), asked, [4])
-    assert (left.tokens.tolist(), left.faults.tolist(), left.relay.tolist()) == ([0], [RowFault.NAN_LOGITS], [-1])
+def test_select_tokens_reports_nan_logits_when_maximum_is_not_finite(row: list[float], case: SlotCase) -> None:
+    written = chosen(torch.tensor([row]), case, [4])
+    assert (written.tokens.tolist(), written.faults.tolist(), written.relay.tolist()) == ([0], [RowFault.NAN_LOGITS], [-1])
 
 
 @pytest.mark.by_day(one_in=2, seed=12)
 @pytest.mark.parametrize("size", [1, 4096, 4097, 20001])
 def test_select_tokens_matches_argmax_when_greedy(size: int) -> None:
     logits = random(5, size)
-    assert chosen(logits, Asked(), [1] * 5).tokens.tolist() == logits.argmax(-1).tolist()
+    assert chosen(logits, SlotCase(), [1] * 5).tokens.tolist() == logits.argmax(-1).tolist()
 
 
 CUTS = [(-1, 1.0, 0.0), (5, 1.0, 0.0), (200, 1.0, 0.0), (-1, 0.9, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 0.05), (40, 0.8, 0.01)]
@@ -292,9 +292,9 @@ CUTS = [(-1, 1.0, 0.0), (5, 1.0, 0.0), (200, 1.0, 0.0), (-1, 0.9, 0.0), (-1, 0.0
 def assert_draws_as_reference(size: int, temperature: float, cut: tuple[int, float, float]) -> None:
     logits, count = (random(4, size) * 3).round(decimals=1), 50  # rounded logits have ties at every cut
     logits[2, 1:] = -torch.inf
-    each, asked = logits[torch.arange(count) % 4], Asked(temperature, *cut, seed=9)
-    found, rows = chosen(each, asked, list(range(count))), [Row(slot, slot) for slot in range(count)]
-    expected = sampled(sampling_reference, each, rows_of(rows, size), table_of([asked] * count, size), torch.device("cpu"))
+    each, case = logits[torch.arange(count) % 4], SlotCase(temperature, *cut, seed=9)
+    found, rows = chosen(each, case, list(range(count))), [Row(slot, slot) for slot in range(count)]
+    expected = sampled(sampling_reference, each, rows_of(rows, size), table_of([case] * count, size), torch.device("cpu"))
     assert found.faults.tolist() == expected.faults.tolist() == [0] * count
     assert int((found.tokens != expected.tokens).sum()) <= 1, (
         "at most one row may differ, by rounding at a boundary between two tokens"
@@ -343,7 +343,7 @@ def test_measure_logprobs_returns_nonfinite_mass_when_logits_are_not_finite(pois
 
 
 def test_cpu_sampling_rejects_unfit_shapes() -> None:
-    kernels, table, rows = CpuSampling(built_library(), 1), table_of([Asked()], 40), rows_of([Row(0)], 40)
+    kernels, table, rows = CpuSampling(built_library(), 1), table_of([SlotCase()], 40), rows_of([Row(0)], 40)
     logits, ints, relay = torch.zeros(1, 40), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="do not fit"):
         kernels.edit_logits(torch.zeros(1, 41), logits, rows, table)

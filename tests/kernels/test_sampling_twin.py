@@ -22,7 +22,7 @@ from rootstock_llm.services.worker.exec.sampling.dry import Repeats
 from rootstock_llm.services.worker.exec.sampling.slots import token_words
 from tests.all_pairs import each_pair, each_value
 from tests.exec.sampling import Sampling, sample_kernels
-from tests.kernels.sampling_case import ALWAYS, Asked, Row, random_cuts, rows_of, sampled, table_of, uniforms
+from tests.kernels.sampling_case import ALWAYS, Row, SlotCase, random_cuts, rows_of, sampled, table_of, uniforms
 
 CPU = torch.device("cpu")
 SLOTS, STEPS, PROMPT = 40, 10, 5
@@ -49,14 +49,14 @@ def random_params(chance: random.Random, vocab_size: int) -> SamplingParams:
     )
 
 
-def asked_of(slot: SlotParams, vocab_size: int) -> Asked:
+def case_of(slot: SlotParams, vocab_size: int) -> SlotCase:
     params, history = slot.params, slot.history.tolist()
     outputs = history[slot.num_prompt_tokens :]
     limited = params.allowed_token_ids or params.banned_token_ids
     words = token_words(params.allowed_token_ids, params.banned_token_ids, vocab_size)
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-    return Asked(
-        **{field.name: getattr(params, field.name) for field in fields(Asked) if hasattr(params, field.name)},
+    return SlotCase(
+        **{field.name: getattr(params, field.name) for field in fields(SlotCase) if hasattr(params, field.name)},
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,
@@ -82,7 +82,7 @@ def test_sampler_samples_as_reference(kernels: SampleKernels, vocab_size: int, t
         stops = (chance.randrange(vocab_size), chance.randrange(vocab_size))
         slots.append(SlotParams(index, PROMPT, random_params(chance, vocab_size), stops, history))
         sampler.admit(slots[-1])
-    table = table_of([asked_of(slot, vocab_size) for slot in slots], vocab_size)
+    table = table_of([case_of(slot, vocab_size) for slot in slots], vocab_size)
     faults = 0
     for step in range(STEPS):
         order = numbers.permutation(SLOTS).astype(np.int32)
@@ -98,15 +98,15 @@ def test_sampler_samples_as_reference(kernels: SampleKernels, vocab_size: int, t
             Row(int(slot), PROMPT + step, np.flatnonzero(masks[row]).tolist() if row in masks else None)
             for row, slot in enumerate(order)
         ]
-        left = sampled(sampling_reference, logits, rows_of(rows, vocab_size), table, CPU)
-        assert left.tokens.tolist() == expected.tokens.tolist()
-        found = {row: RowFault(fault) for row, fault in enumerate(left.faults.tolist()) if fault}
+        written = sampled(sampling_reference, logits, rows_of(rows, vocab_size), table, CPU)
+        assert written.tokens.tolist() == expected.tokens.tolist()
+        found = {row: RowFault(fault) for row, fault in enumerate(written.faults.tolist()) if fault}
         assert found == expected.faults
         sound = [row for row in range(SLOTS) if row not in found]
-        assert left.relay[torch.from_numpy(order)[sound].long()].tolist() == expected.tokens[sound].tolist()
-        table.counts.copy_(left.counts)
+        assert written.relay[torch.from_numpy(order)[sound].long()].tolist() == expected.tokens[sound].tolist()
+        table.counts.copy_(written.counts)
         faults += len(found)
-    assert faults > 0, "some rows had no token left"
+    assert faults > 0, "some rows had no allowed token"
 
 
 @pytest.mark.by_day(one_in=2)
@@ -118,30 +118,30 @@ def test_sampler_passes_dry_penalties_as_losses(kernels: SampleKernels, temperat
     ids, lost = Repeats(dry, history.astype(np.int64)).penalties()
     losses = dict(zip(ids.tolist(), lost.tolist(), strict=True))
     assert losses.keys() == {2}
-    table = table_of([Asked(temperature, seed=7)], 8)
+    table = table_of([SlotCase(temperature, seed=7)], 8)
     logits = torch.tensor([[0.0, 0.1, 2.0, 0.2, 0.3, 1.0, 0.4, 0.5]])
     for position in range(5, 25):
-        left = sampled(sampling_reference, logits, rows_of([Row(0, position, losses=losses)], 8), table, CPU)
+        written = sampled(sampling_reference, logits, rows_of([Row(0, position, losses=losses)], 8), table, CPU)
         fresh = Sampling(1, 8, kernels)
         fresh.admit(SlotParams(0, 5, params, (), history))
         found = fresh.sample(logits, np.array([0], np.int32), np.array([position], np.int32))
-        assert left.tokens.tolist() == found.tokens.tolist()
+        assert written.tokens.tolist() == found.tokens.tolist()
 
 
 @pytest.mark.by_day(one_in=2, seed=13)
 @each_pair(
     indirect=("kernels",),
     kernels=["cpp", "torch"],
-    asked={"greedy": Asked(), "draw": Asked(1.0), "edited": Asked(1.0, biases=((1, 2.0),))},
+    case={"greedy": SlotCase(), "draw": SlotCase(1.0), "edited": SlotCase(1.0, biases=((1, 2.0),))},
     poison=[torch.nan, torch.inf],
 )
-def test_select_tokens_reports_faults(kernels: SampleKernels, asked: Asked, poison: float) -> None:
+def test_select_tokens_reports_faults(kernels: SampleKernels, case: SlotCase, poison: float) -> None:
     logits = torch.zeros((3, 8))
     logits[0, 3] = poison
     rows = rows_of([Row(0), Row(1, mask=[]), Row(2, mask=[5])], 8)
-    left = sampled(kernels, logits, rows, table_of([asked] * 3, 8), CPU)
-    assert left.faults.tolist() == [RowFault.NAN_LOGITS, RowFault.NO_TOKEN_ALLOWED, 0]
-    assert left.tokens.tolist() == [0, 0, 5] and left.relay.tolist() == [-1, -1, 5]
+    written = sampled(kernels, logits, rows, table_of([case] * 3, 8), CPU)
+    assert written.faults.tolist() == [RowFault.NAN_LOGITS, RowFault.NO_TOKEN_ALLOWED, 0]
+    assert written.tokens.tolist() == [0, 0, 5] and written.relay.tolist() == [-1, -1, 5]
 
 
 def test_uniforms_are_equal_in_cpp_and_python() -> None:
@@ -155,15 +155,15 @@ def test_uniforms_are_equal_in_cpp_and_python() -> None:
 
 
 def test_select_tokens_stops_counting_at_max_count(kernels: SampleKernels) -> None:
-    table = table_of([Asked(counted=True, seen=(2,), outputs={2: MAX_COUNT}), Asked(counted=True), Asked()], 4)
-    left = sampled(kernels, torch.tensor([[0.0, 0, 9, 0]] * 3), rows_of([Row(0), Row(1), Row(2)], 4), table, CPU)
-    assert left.counts.tolist() == [[0, 0, SEEN | MAX_COUNT, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    table = table_of([SlotCase(counted=True, seen=(2,), outputs={2: MAX_COUNT}), SlotCase(counted=True), SlotCase()], 4)
+    written = sampled(kernels, torch.tensor([[0.0, 0, 9, 0]] * 3), rows_of([Row(0), Row(1), Row(2)], 4), table, CPU)
+    assert written.counts.tolist() == [[0, 0, SEEN | MAX_COUNT, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
 
 
 def test_select_tokens_skips_padding(kernels: SampleKernels) -> None:
-    left = sampled(kernels, torch.full((2, 4), torch.nan), rows_of([Row(-1), Row(-1)], 4), table_of([Asked()], 4), CPU)
-    assert left.tokens.tolist() == left.faults.tolist() == [0, 0]
-    assert left.relay.tolist() == [-1] and (left.edited == 777).all()
+    written = sampled(kernels, torch.full((2, 4), torch.nan), rows_of([Row(-1), Row(-1)], 4), table_of([SlotCase()], 4), CPU)
+    assert written.tokens.tolist() == written.faults.tolist() == [0, 0]
+    assert written.relay.tolist() == [-1] and (written.edited == 777).all()
 
 
 @pytest.mark.by_day(one_in=3, seed=3)

@@ -16,7 +16,7 @@ from rootstock_llm.kernels.cpu.library import CpuSampling
 from rootstock_llm.kernels.reference import sampling as sampling_reference
 from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
 from tests.all_pairs import each_pair
-from tests.kernels.sampling_case import Asked, Row, rows_of, sampled, table_of, uniforms
+from tests.kernels.sampling_case import Row, SlotCase, rows_of, sampled, table_of, uniforms
 
 HOT = 2.0**13  # a temperature at which tokens are about equally likely; a power of two, so that the division does not round
 WIDE = 5000  # vocabulary with more tokens than a tile and than the candidates of a draw
@@ -36,26 +36,26 @@ def back_end(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def drawn(back_end: str, logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> list[int]:
+def drawn(back_end: str, logits: Tensor, rows: list[Row], case: list[SlotCase], device: torch.device) -> list[int]:
     number, vocab_size = logits.shape
     where = device if back_end == "triton" else torch.device("cpu")
     kernels: SampleKernels = sampling_reference
     if back_end != "torch":
         kernels = CpuSampling(built_library(), 2) if back_end == "cpp" else TritonSampling(number, vocab_size, device)
-    left = sampled(kernels, logits, rows_of(rows, vocab_size), table_of(asked, vocab_size), where)
-    assert left.faults.tolist() == [0] * number
-    found: list[int] = left.tokens.tolist()
+    written = sampled(kernels, logits, rows_of(rows, vocab_size), table_of(case, vocab_size), where)
+    assert written.faults.tolist() == [0] * number
+    found: list[int] = written.tokens.tolist()
     return found
 
 
-def extremes(back_end: str, logits: Tensor, asked: Asked, device: torch.device, row: Row | None = None) -> tuple[int, int]:
+def extremes(back_end: str, logits: Tensor, case: SlotCase, device: torch.device, row: Row | None = None) -> tuple[int, int]:
     """Returns the lowest and the highest id that can be drawn from a row whose tokens are about equally likely.
 
     The seeds' uniform numbers are near 0 and near 1.
     """
     row = replace(row or Row(0), position=0)
     ends = uniforms(np.arange(1 << 15, dtype=np.uint64), np.zeros(1 << 15, dtype=np.int32))
-    slots = [replace(asked, seed=int(seed)) for seed in (ends.argmin(), ends.argmax())]
+    slots = [replace(case, seed=int(seed)) for seed in (ends.argmin(), ends.argmax())]
     first, last = drawn(back_end, logits.repeat(2, 1), [row, replace(row, slot=1)], slots, device)
     return first, last
 
@@ -84,19 +84,19 @@ ROWS = {
 def test_top_n_sigma_keeps_logits_near_the_maximum(
     row: NDArray[np.float64], n: float, back_end: str, device: torch.device
 ) -> None:
-    """Ids are in falling order of logits, and masked tokens come last, so the last token drawn is the least likely one left."""
+    """The logits fall as the ids rise and masked tokens come last, so the highest drawn id is the least likely kept token."""
     held = -np.sort(-row.astype(np.float32)).astype(np.float64)
     kept = left_by(held, n) if n < 1e6 else np.flatnonzero(np.isfinite(held)).tolist()
     hot = float(np.float32(np.ptp(held[np.isfinite(held)]))) * 64
-    assert extremes(back_end, float32(held), Asked(hot, top_n_sigma=n), device) == (0, kept[-1])
+    assert extremes(back_end, float32(held), SlotCase(hot, top_n_sigma=n), device) == (0, kept[-1])
 
 
 @pytest.mark.by_day(one_in=4, seed=1)
 @each_pair(indirect=("back_end",), n=[0.5, 1.0, 2.0], temperature=[0.5, 1.0, 3.0], back_end=BACK_ENDS)
 def test_draws_match_cumulated_mass_of_kept_tokens(n: float, temperature: float, back_end: str, device: torch.device) -> None:
-    """Compares with the inverse cumulated mass of the tokens left, in float64.
+    """Compares with the inverse cumulated mass of the remaining tokens, in float64.
 
-    The same tokens are left at every temperature.
+    The same tokens remain at every temperature.
     """
     number, held = (200 if back_end != "triton" or device.type == "cuda" else 4), MASKED.astype(np.float32).astype(np.float64)
     kept = left_by(held, n)
@@ -105,7 +105,7 @@ def test_draws_match_cumulated_mass_of_kept_tokens(n: float, temperature: float,
     targets = uniforms(seeds, np.full(number, 10, dtype=np.int32)) * mass[-1]
     clear = np.abs(targets[:, None] - mass[None, :]).min(axis=1) > 1e-5 * mass[-1]
     expected = np.array(kept)[np.searchsorted(mass, targets, side="right")]
-    slots = [Asked(temperature, top_n_sigma=n, seed=int(seed)) for seed in seeds]
+    slots = [SlotCase(temperature, top_n_sigma=n, seed=int(seed)) for seed in seeds]
     found = np.array(drawn(back_end, float32(held).repeat(number, 1), [Row(slot) for slot in range(number)], slots, device))
     assert clear.sum() > 0.9 * number
     assert found[clear].tolist() == expected[clear].tolist()
@@ -129,16 +129,16 @@ def test_top_n_sigma_keeps_equals_at_the_threshold(
 ) -> None:
     """The widest row keeps the other half of its tokens, too, but at this temperature their probability is 0."""
     hot = HOT if max(row) < 1e9 else 1.0
-    assert extremes(back_end, torch.tensor([row]), Asked(hot, top_n_sigma=n), device) == (first, last)
+    assert extremes(back_end, torch.tensor([row]), SlotCase(hot, top_n_sigma=n), device) == (first, last)
 
 
 def test_sigma_includes_edited_logits_only(back_end: str, device: torch.device) -> None:
     """A bias and a mask leave the logits 4, 2 and 0, whose standard deviation is 1.63."""
     logits, row = torch.tensor([[0.0, 4.0, -96.0, 60.0, -50.0, 7.0]]), Row(0, mask=[0, 1, 2])
-    asked = Asked(HOT, biases=((2, 98.0),))
-    assert extremes(back_end, logits, replace(asked, top_n_sigma=1.2), device, row) == (1, 1)
-    assert extremes(back_end, logits, replace(asked, top_n_sigma=1.3), device, row) == (1, 2)
-    assert extremes(back_end, logits, replace(asked, top_n_sigma=2.5), device, row) == (0, 2)
+    case = SlotCase(HOT, biases=((2, 98.0),))
+    assert extremes(back_end, logits, replace(case, top_n_sigma=1.2), device, row) == (1, 1)
+    assert extremes(back_end, logits, replace(case, top_n_sigma=1.3), device, row) == (1, 2)
+    assert extremes(back_end, logits, replace(case, top_n_sigma=2.5), device, row) == (0, 2)
 
 
 CUTS: dict[str, tuple[dict[str, float], float]] = {
@@ -167,13 +167,13 @@ def test_other_cuts_apply_to_kept_tokens(
     count = kept * share if isinstance(share, float) else min(kept, share)
     if cuts.keys() == {"top_k", "top_p"}:
         count = min(kept, 2500) * 0.5
-    first, last = extremes(back_end, float32(held), Asked(HOT, top_n_sigma=n, **cuts), device)  # type: ignore[arg-type]
+    first, last = extremes(back_end, float32(held), SlotCase(HOT, top_n_sigma=n, **cuts), device)  # type: ignore[arg-type]
     assert first == 0 and abs(last + 1 - count) <= (2 if "top_p" in cuts else 0), (last, count)
 
 
 def test_top_n_sigma_keeps_the_token_when_greedy(back_end: str, device: torch.device) -> None:
     logits = float32(MASKED)
-    assert drawn(back_end, logits, [Row(0)], [Asked(top_n_sigma=0.5)], device) == [int(MASKED.argmax())]
+    assert drawn(back_end, logits, [Row(0)], [SlotCase(top_n_sigma=0.5)], device) == [int(MASKED.argmax())]
 
 
 @pytest.mark.by_day(one_in=2, seed=10)
@@ -182,8 +182,8 @@ def test_top_n_sigma_keeps_the_token_when_greedy(back_end: str, device: torch.de
 )
 def test_draw_is_equal_in_any_batch(programs: int, back_end: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rootstock_llm.kernels.triton.sampling.sampling.PROGRAMS", programs)
-    row, asked = float32(NUMBERS.permuted(FALLING)), Asked(0.7, top_n_sigma=1.0, seed=4)
-    slots = [asked, Asked(1.0, seed=4), Asked(), Asked(1.0, 20, top_n_sigma=0.5, seed=9)]
+    row, case = float32(NUMBERS.permuted(FALLING)), SlotCase(0.7, top_n_sigma=1.0, seed=4)
+    slots = [case, SlotCase(1.0, seed=4), SlotCase(), SlotCase(1.0, 20, top_n_sigma=0.5, seed=9)]
     alone = drawn(back_end, row, [Row(0)], slots, device)
     together = drawn(back_end, row.repeat(4, 1), [Row(slot) for slot in (3, 1, 0, 2)], slots, device)
     assert together[2:3] == alone

@@ -22,21 +22,21 @@ from rootstock_llm.kernels.reference import sampling as sampling_reference
 from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
 from rootstock_llm.kernels.triton.sampling.select_keys import MAX_VOCAB, uniform_of
 from tests.all_pairs import each_value
-from tests.kernels.sampling_case import Asked, Left, Row, could_be, random_cuts, rows_of, sampled, table_of, uniforms
+from tests.kernels.sampling_case import Row, SlotCase, Written, could_be, random_cuts, rows_of, sampled, table_of, uniforms
 
 WIDE = 5000  # vocabulary with more tokens than a draw has candidates
 
 
-def compared(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> tuple[Left, int]:
+def compared(logits: Tensor, rows: list[Row], case: list[SlotCase], device: torch.device) -> tuple[Written, int]:
     """Returns the results of the kernels, and the number of rows that differ from the reference within rounding."""
     vocab_size = logits.shape[1]
-    columns, table = rows_of(rows, vocab_size), table_of(asked, vocab_size)
+    columns, table = rows_of(rows, vocab_size), table_of(case, vocab_size)
     found = sampled(TritonSampling(len(rows), vocab_size, device), logits, columns, table, device)
     expected = sampled(sampling_reference, logits, columns, table, device)
     assert found.faults.tolist() == expected.faults.tolist()
     different = (found.tokens != expected.tokens).nonzero().flatten().tolist()
     for row in different:
-        mine, slot = asked[rows[row].slot], rows[row].slot
+        mine, slot = case[rows[row].slot], rows[row].slot
         source = expected.edited[row] if mine.edited or rows[row].mask is not None else logits[row]
         assert int(found.tokens[row]) in could_be(source, mine, rows[row].position), (row, mine)
         expected.relay[slot] = found.relay[slot]
@@ -45,23 +45,23 @@ def compared(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.
     return found, len(different)
 
 
-def assert_as_reference(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> Left:
-    found, different = compared(logits, rows, asked, device)
+def assert_as_reference(logits: Tensor, rows: list[Row], case: list[SlotCase], device: torch.device) -> Written:
+    found, different = compared(logits, rows, case, device)
     assert different == 0
     return found
 
 
-def same_slots(asked: Asked, number: int) -> tuple[list[Row], list[Asked]]:
+def same_slots(case: SlotCase, number: int) -> tuple[list[Row], list[SlotCase]]:
     """Returns rows and slots that differ in their seeds only."""
-    return [Row(slot, slot) for slot in range(number)], [replace(asked, seed=1 + 977 * slot) for slot in range(number)]
+    return [Row(slot, slot) for slot in range(number)], [replace(case, seed=1 + 977 * slot) for slot in range(number)]
 
 
 def noise(rows: int, vocab_size: int, seed: int = 0) -> Tensor:
     return torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(seed))
 
 
-def random_asked(chance: random.Random, vocab_size: int) -> Asked:
-    return Asked(
+def random_asked(chance: random.Random, vocab_size: int) -> SlotCase:
+    return SlotCase(
         **random_cuts(chance, vocab_size),
         counted=chance.random() < 0.3,
         presence=1.0,
@@ -77,31 +77,31 @@ def test_select_tokens_samples_as_reference(vocab_size: int, kind: str, device: 
     logits = noise(number, vocab_size, vocab_size) * 3
     logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(5)) < 0.1] = -torch.inf
     logits[:, vocab_size // 2] = 1.0  # at least one token is finite
-    asked = [random_asked(chance, vocab_size) for _ in range(number)]
+    case = [random_asked(chance, vocab_size) for _ in range(number)]
     rows = [Row(slot, chance.randrange(1 << 20)) for slot in chance.sample(range(number), number)]
     for place in range(0, number, 6):
         rows[place] = replace(rows[place], mask=sorted({chance.randrange(vocab_size) for _ in range(1 + vocab_size // 3)}))
-    _, different = compared(logits.round() if kind == "tied" else logits, rows, asked, device)
+    _, different = compared(logits.round() if kind == "tied" else logits, rows, case, device)
     assert different <= number // 500
 
 
 CUTS = {
-    "whole": Asked(1.0),
-    "min-p": Asked(1.0, min_p=0.2),
-    "few": Asked(1.0, top_k=40),
-    "many": Asked(1.0, top_k=3000),
-    "many cut further": Asked(0.5, top_k=3000, top_p=0.7, min_p=0.01),
-    "flat nucleus": Asked(1.0, top_p=0.95),
-    "flat nucleus cut further": Asked(1.0, top_p=0.95, min_p=0.05),
-    "small nucleus": Asked(0.1, top_p=0.9),
+    "whole": SlotCase(1.0),
+    "min-p": SlotCase(1.0, min_p=0.2),
+    "few": SlotCase(1.0, top_k=40),
+    "many": SlotCase(1.0, top_k=3000),
+    "many cut further": SlotCase(0.5, top_k=3000, top_p=0.7, min_p=0.01),
+    "flat nucleus": SlotCase(1.0, top_p=0.95),
+    "flat nucleus cut further": SlotCase(1.0, top_p=0.95, min_p=0.05),
+    "small nucleus": SlotCase(0.1, top_p=0.9),
 }
 
 
 @pytest.mark.by_day(one_in=3, seed=92)
-@each_value(asked=CUTS, rounded={"float32": False, "bfloat16": True})
-def test_select_tokens_samples_as_reference_when_vocabulary_is_wide(asked: Asked, rounded: bool, device: torch.device) -> None:
+@each_value(case=CUTS, rounded={"float32": False, "bfloat16": True})
+def test_select_tokens_samples_as_reference_when_vocabulary_is_wide(case: SlotCase, rounded: bool, device: torch.device) -> None:
     number = 2000 if device.type == "cuda" else 1 if rounded else 2
-    rows, slots = same_slots(asked, number)
+    rows, slots = same_slots(case, number)
     logits = noise(number, WIDE, 7)
     _, different = compared(logits.bfloat16().float() if rounded else logits, rows, slots, device)
     assert different <= number // 100
@@ -109,16 +109,16 @@ def test_select_tokens_samples_as_reference_when_vocabulary_is_wide(asked: Asked
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize(
-    "asked",
-    [Asked(1.0), Asked(1.0, top_k=3), Asked(1.0, top_p=0.5), Asked(1.0, top_k=2500, top_p=0.5)],
+    "case",
+    [SlotCase(1.0), SlotCase(1.0, top_k=3), SlotCase(1.0, top_p=0.5), SlotCase(1.0, top_k=2500, top_p=0.5)],
     ids=["whole", "top-k", "top-p", "both"],
 )
-def test_select_tokens_keeps_lowest_ids_among_equals(asked: Asked, device: torch.device) -> None:
-    rows, slots = same_slots(asked, 40 if device.type == "cuda" else 2)
-    left, different = compared(torch.zeros(len(rows), WIDE), rows, slots, device)
+def test_select_tokens_keeps_lowest_ids_among_equals(case: SlotCase, device: torch.device) -> None:
+    rows, slots = same_slots(case, 40 if device.type == "cuda" else 2)
+    written, different = compared(torch.zeros(len(rows), WIDE), rows, slots, device)
     # A GPU sums the float masses in another order than the reference, so the sum may reach one half one token later.
-    assert different == 0 or (device.type == "cuda" and asked.top_p < 1.0 and asked.top_k < 0)
-    assert int(left.tokens.max()) < {-1: WIDE * asked.top_p, 3: 3, 2500: 1250}[asked.top_k]
+    assert different == 0 or (device.type == "cuda" and case.top_p < 1.0 and case.top_k < 0)
+    assert int(written.tokens.max()) < {-1: WIDE * case.top_p, 3: 3, 2500: 1250}[case.top_k]
 
 
 def seed_near(end: float) -> int:
@@ -137,34 +137,34 @@ def stepped(size: int, *steps: tuple[int, float]) -> Tensor:
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize(
-    ("logits", "asked", "first", "last"),
+    ("logits", "case", "first", "last"),
     [
-        (stepped(10), Asked(1.0, top_k=3), 0, 2),
-        (stepped(10), Asked(1.0, top_p=0.55), 0, 5),
-        (stepped(10, (7, 1.0)), Asked(1.0, top_k=5), 0, 9),
-        (stepped(10, (2, 1.0), (8, 0.0)), Asked(1.0, top_k=9, top_p=0.5), 2, 5),
-        (stepped(WIDE), Asked(1.0), 0, WIDE - 1),
-        (stepped(WIDE, (4990, 0.125)), Asked(1.0, top_k=2200), 0, WIDE - 1),
-        (stepped(WIDE, (2500, -0.5)), Asked(1.0, top_k=2100), 0, 2099),
-        (stepped(WIDE), Asked(1.0, top_p=0.5001), 0, 2500),
+        (stepped(10), SlotCase(1.0, top_k=3), 0, 2),
+        (stepped(10), SlotCase(1.0, top_p=0.55), 0, 5),
+        (stepped(10, (7, 1.0)), SlotCase(1.0, top_k=5), 0, 9),
+        (stepped(10, (2, 1.0), (8, 0.0)), SlotCase(1.0, top_k=9, top_p=0.5), 2, 5),
+        (stepped(WIDE), SlotCase(1.0), 0, WIDE - 1),
+        (stepped(WIDE, (4990, 0.125)), SlotCase(1.0, top_k=2200), 0, WIDE - 1),
+        (stepped(WIDE, (2500, -0.5)), SlotCase(1.0, top_k=2100), 0, 2099),
+        (stepped(WIDE), SlotCase(1.0, top_p=0.5001), 0, 2500),
     ],
     ids=["top-k", "top-p", "likelier ones last", "both", "whole", "likelier ones last of many", "two values", "half and one"],
 )  # fmt: skip
 def test_select_tokens_draws_first_and_last_kept_token(
-    logits: Tensor, asked: Asked, first: int, last: int, device: torch.device
+    logits: Tensor, case: SlotCase, first: int, last: int, device: torch.device
 ) -> None:
-    slots = [replace(asked, seed=seed_near(end)) for end in (0.0, 1.0)]
-    left = assert_as_reference(logits.repeat(2, 1), [Row(0, 0), Row(1, 0)], slots, device)
-    assert left.tokens.tolist() == [first, last]
+    slots = [replace(case, seed=seed_near(end)) for end in (0.0, 1.0)]
+    written = assert_as_reference(logits.repeat(2, 1), [Row(0, 0), Row(1, 0)], slots, device)
+    assert written.tokens.tolist() == [first, last]
 
 
 @pytest.mark.by_day(one_in=4, seed=2)
-@pytest.mark.parametrize("asked", [Asked(), Asked(1.0, top_k=30), Asked(1.0), Asked(1.0, top_p=0.9)])
+@pytest.mark.parametrize("case", [SlotCase(), SlotCase(1.0, top_k=30), SlotCase(1.0), SlotCase(1.0, top_p=0.9)])
 def test_select_tokens_is_independent_of_number_of_programs(
-    asked: Asked, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    case: SlotCase, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single program then reads all tiles of its row. There are two values, so equals lie in several tiles."""
-    rows, slots = same_slots(asked, 2)
+    rows, slots = same_slots(case, 2)
     logits = noise(2, WIDE, 13).sign()
     many = assert_as_reference(logits, rows, slots, device)
     monkeypatch.setattr("rootstock_llm.kernels.triton.sampling.sampling.PROGRAMS", 1)
@@ -177,80 +177,80 @@ def test_select_tokens_takes_lowest_maximum_when_greedy(vocab_size: int, device:
     logits = noise(4, vocab_size, 3).round()
     logits[3] = -torch.inf
     logits[3, -1] = -1e30
-    left = assert_as_reference(logits, [Row(slot) for slot in range(4)], [Asked()] * 4, device)
-    assert left.tokens.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
+    written = assert_as_reference(logits, [Row(slot) for slot in range(4)], [SlotCase()] * 4, device)
+    assert written.tokens.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
 
 
 @pytest.mark.by_day(one_in=4)
-@pytest.mark.parametrize("asked", [Asked(1e-9), Asked(1.0, top_k=1), Asked(1.0, top_p=0.0), Asked(1.0, min_p=1.0)])
-def test_select_tokens_takes_maximum_when_cuts_leave_one_token(asked: Asked, device: torch.device) -> None:
+@pytest.mark.parametrize("case", [SlotCase(1e-9), SlotCase(1.0, top_k=1), SlotCase(1.0, top_p=0.0), SlotCase(1.0, min_p=1.0)])
+def test_select_tokens_takes_maximum_when_cuts_leave_one_token(case: SlotCase, device: torch.device) -> None:
     logits = torch.tensor([[1e4, -1e4, 1e4 + 1, 3e4, -torch.inf, 9999.0]])
-    assert assert_as_reference(logits, [Row(0)], [asked], device).tokens.tolist() == [3]
+    assert assert_as_reference(logits, [Row(0)], [case], device).tokens.tolist() == [3]
 
 
 @pytest.mark.by_day(one_in=4, seed=6)
-@pytest.mark.parametrize("asked", [Asked(), Asked(0.8, 20, 0.9), Asked(0.8), Asked(0.8, top_p=0.9)])
-def test_select_tokens_reports_fault_when_no_token_is_allowed(asked: Asked, device: torch.device) -> None:
+@pytest.mark.parametrize("case", [SlotCase(), SlotCase(0.8, 20, 0.9), SlotCase(0.8), SlotCase(0.8, top_p=0.9)])
+def test_select_tokens_reports_fault_when_no_token_is_allowed(case: SlotCase, device: torch.device) -> None:
     rows = [Row(0, mask=[2100]), Row(1, mask=[]), Row(2), Row(3)]
-    slots = [asked, asked, replace(asked, allowed=[7]), replace(asked, allowed=[7], stops=(7,), stopped_until=99)]
-    left = assert_as_reference(noise(4, 2200), rows, slots, device)
-    assert left.tokens.tolist() == [2100, 0, 7, 0]
-    assert left.faults.tolist() == [0, RowFault.NO_TOKEN_ALLOWED, 0, RowFault.NO_TOKEN_ALLOWED]
-    assert left.relay.tolist() == [2100, -1, 7, -1]
+    slots = [case, case, replace(case, allowed=[7]), replace(case, allowed=[7], stops=(7,), stopped_until=99)]
+    written = assert_as_reference(noise(4, 2200), rows, slots, device)
+    assert written.tokens.tolist() == [2100, 0, 7, 0]
+    assert written.faults.tolist() == [0, RowFault.NO_TOKEN_ALLOWED, 0, RowFault.NO_TOKEN_ALLOWED]
+    assert written.relay.tolist() == [2100, -1, 7, -1]
 
 
 @pytest.mark.by_day(one_in=5, seed=1)
 @each_value(
-    asked={
-        "greedy": Asked(),
-        "few": Asked(1.0, 5, 0.9),
-        "nucleus": Asked(1.0, top_p=0.9),
-        "whole": Asked(1.0),
-        "edited": Asked(1.0, allowed=[3]),
+    case={
+        "greedy": SlotCase(),
+        "few": SlotCase(1.0, 5, 0.9),
+        "nucleus": SlotCase(1.0, top_p=0.9),
+        "whole": SlotCase(1.0),
+        "edited": SlotCase(1.0, allowed=[3]),
     },
     poison=[torch.nan, torch.inf],
 )
-def test_select_tokens_reports_nan_logits_per_row(asked: Asked, poison: float, device: torch.device) -> None:
+def test_select_tokens_reports_nan_logits_per_row(case: SlotCase, poison: float, device: torch.device) -> None:
     logits = noise(3, 2100)
     logits[0, 2077], logits[1] = poison, -torch.inf
-    left = assert_as_reference(logits, [Row(slot) for slot in range(3)], [asked, asked, Asked()], device)
-    assert left.faults.tolist() == [RowFault.NAN_LOGITS, RowFault.NAN_LOGITS, 0]
-    assert left.relay.tolist()[:2] == [-1, -1] and int(left.relay[2]) == int(logits[2].argmax())
+    written = assert_as_reference(logits, [Row(slot) for slot in range(3)], [case, case, SlotCase()], device)
+    assert written.faults.tolist() == [RowFault.NAN_LOGITS, RowFault.NAN_LOGITS, 0]
+    assert written.relay.tolist()[:2] == [-1, -1] and int(written.relay[2]) == int(logits[2].argmax())
 
 
 def test_select_tokens_skips_padding(device: torch.device) -> None:
     logits = torch.full((3, 50), torch.nan)
     logits[1] = noise(1, 50)[0]
-    left = assert_as_reference(logits, [Row(-1), Row(1), Row(-1)], [Asked(1.0, counted=True), Asked()], device)
-    assert left.faults.tolist() == [0, 0, 0] and left.tokens.tolist()[::2] == [0, 0]
-    assert int(left.relay[0]) == -1 and not left.counts.any()
+    written = assert_as_reference(logits, [Row(-1), Row(1), Row(-1)], [SlotCase(1.0, counted=True), SlotCase()], device)
+    assert written.faults.tolist() == [0, 0, 0] and written.tokens.tolist()[::2] == [0, 0]
+    assert int(written.relay[0]) == -1 and not written.counts.any()
 
 
 def test_select_tokens_stops_counting_at_max_count(device: torch.device) -> None:
     logits = torch.zeros((4, 40))
     logits[:, 33] = 9.0
     slots = [
-        Asked(counted=True, outputs={33: MAX_COUNT}),
-        Asked(counted=True, seen=(33,), outputs={33: MAX_COUNT}),
-        Asked(counted=True, seen=(33,), outputs={33: MAX_COUNT - 1}),
-        Asked(outputs={33: 5}),
+        SlotCase(counted=True, outputs={33: MAX_COUNT}),
+        SlotCase(counted=True, seen=(33,), outputs={33: MAX_COUNT}),
+        SlotCase(counted=True, seen=(33,), outputs={33: MAX_COUNT - 1}),
+        SlotCase(outputs={33: 5}),
     ]
-    left = assert_as_reference(logits, [Row(slot) for slot in (3, 1, 0, 2)], slots, device)
-    assert left.counts[:, 33].tolist() == [MAX_COUNT, SEEN | MAX_COUNT, SEEN | MAX_COUNT, 5]
-    assert int((left.counts != 0).sum()) == 4
+    written = assert_as_reference(logits, [Row(slot) for slot in (3, 1, 0, 2)], slots, device)
+    assert written.counts[:, 33].tolist() == [MAX_COUNT, SEEN | MAX_COUNT, SEEN | MAX_COUNT, 5]
+    assert int((written.counts != 0).sum()) == 4
 
 
 def test_select_tokens_draws_equally_in_any_batch(device: torch.device) -> None:
     logits = noise(1, 2300, 9).repeat(9, 1)
-    asked = [Asked(1.0, seed=3), Asked(0.7, 20, 0.9, seed=4), Asked(1.0, top_p=0.99, seed=5)]
-    alone = [int(compared(logits[:1], [Row(slot, 6)], asked, device)[0].tokens[0]) for slot in range(3)]
-    slots = asked + [Asked()] * 6
+    case = [SlotCase(1.0, seed=3), SlotCase(0.7, 20, 0.9, seed=4), SlotCase(1.0, top_p=0.99, seed=5)]
+    alone = [int(compared(logits[:1], [Row(slot, 6)], case, device)[0].tokens[0]) for slot in range(3)]
+    slots = case + [SlotCase()] * 6
     together = compared(logits, [Row(slot, 6) for slot in (8, 2, 7, 0, 6, 5, 1, 4, 3)], slots, device)[0].tokens
     assert together[[3, 6, 1]].tolist() == alone
 
 
 def test_scratch_keeps_no_state_between_calls(device: torch.device) -> None:
-    kernels, table = TritonSampling(4, WIDE, device), table_of([Asked(1.0, top_p=0.9, seed=5), Asked(0.5, 9, seed=6)], WIDE)
+    kernels, table = TritonSampling(4, WIDE, device), table_of([SlotCase(1.0, top_p=0.9, seed=5), SlotCase(0.5, 9, seed=6)], WIDE)
     rows, logits = rows_of([Row(0), Row(1)], WIDE), noise(2, WIDE, 11)
     first = sampled(kernels, logits, rows, table, device)
     sampled(kernels, logits.flip(1) * 2, rows, table, device)
@@ -265,7 +265,7 @@ def test_triton_sampling_rejects_unsupported_vocabulary(size: int, device: torch
 
 def test_select_tokens_rejects_more_rows_than_scratch(device: torch.device) -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        sampled(TritonSampling(1, 8, device), noise(2, 8), rows_of([Row(0), Row(1)], 8), table_of([Asked()] * 2, 8), device)
+        sampled(TritonSampling(1, 8, device), noise(2, 8), rows_of([Row(0), Row(1)], 8), table_of([SlotCase()] * 2, 8), device)
 
 
 @triton.jit

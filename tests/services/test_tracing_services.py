@@ -23,7 +23,7 @@ from tests.services.tokenizer.model_folders import KINDS
 from tests.services.tokenizer.serving import serving as tokenizer
 from tests.services.worker.conftest import CONFIG
 from tests.services.worker.conftest import serving as worker
-from tests.services.worker.front.test_server import FrontEnd, submit
+from tests.services.worker.front.test_server import FakeGateway, submit
 
 WORKER_SPANS = ["decode", "generate", "prefill", "queue"]
 
@@ -120,12 +120,12 @@ def test_worker_traces_queue_prefill_chunks_and_decode(collector: Collector, tra
     async def run() -> None:
         config = replace(CONFIG, chunked_prefill_size=8)
         async with worker(step_s=0.003, config=config, overlap=overlap, tracing=tracing) as serving:
-            front = FrontEnd(serving.stub)
-            await front.hello()
-            await front.send(traced(1, list(range(20))), traced(2, [1, 2, 3], UNSAMPLED), submit(3))
-            await front.ended(1, 2, 3)
-            await front.send(traced(4, list(range(20))))
-            await front.ended(4)
+            gateway = FakeGateway(serving.stub)
+            await gateway.hello()
+            await gateway.send(traced(1, list(range(20))), traced(2, [1, 2, 3], UNSAMPLED), submit(3))
+            await gateway.ended(1, 2, 3)
+            await gateway.send(traced(4, list(range(20))))
+            await gateway.ended(4)
 
     asyncio.run(run())
     tracing.close()
@@ -153,11 +153,11 @@ def test_worker_traces_queue_prefill_chunks_and_decode(collector: Collector, tra
 def test_worker_traces_retractions_as_events(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(config=replace(CONFIG, retract_interval=9), tracing=tracing) as serving:
-            front = FrontEnd(serving.stub)
-            await front.hello()
-            await front.send(*[traced(handle, [handle] * 8, max_new_tokens=60) for handle in range(1, 5)])
-            await front.ended(1, 2, 3, 4)
-            retractions = sum(finish.retractions for finish in front.finishes.values())
+            gateway = FakeGateway(serving.stub)
+            await gateway.hello()
+            await gateway.send(*[traced(handle, [handle] * 8, max_new_tokens=60) for handle in range(1, 5)])
+            await gateway.ended(1, 2, 3, 4)
+            retractions = sum(finish.retractions for finish in gateway.finishes.values())
             assert retractions > 0
 
             tracing.close()
@@ -174,7 +174,7 @@ def test_worker_traces_retractions_as_events(collector: Collector, tracing: Trac
 def test_worker_spans_end_when_requests_are_aborted(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(step_s=0.003, config=replace(CONFIG, max_running_requests=2), tracing=tracing) as serving:
-            closed, other = FrontEnd(serving.stub), FrontEnd(serving.stub)
+            closed, other = FakeGateway(serving.stub), FakeGateway(serving.stub)
             await closed.hello()
             await other.hello()
             await closed.send(*[traced(handle, [handle] * 4, max_new_tokens=200) for handle in range(1, 5)])
@@ -200,11 +200,11 @@ def test_worker_spans_end_when_requests_are_aborted(collector: Collector, tracin
 def test_worker_span_fails_when_a_step_fails(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(tracing=tracing) as serving:
-            front = FrontEnd(serving.stub)
-            await front.hello()
+            gateway = FakeGateway(serving.stub)
+            await gateway.hello()
             serving.executor.fail_steps = {1}
-            await front.send(traced(1, [1, 2, 3]))
-            await front.ended(1)
+            await gateway.send(traced(1, [1, 2, 3]))
+            await gateway.ended(1)
 
     asyncio.run(run())
     tracing.close()
@@ -216,12 +216,12 @@ def test_worker_span_fails_when_a_step_fails(collector: Collector, tracing: Trac
 def test_worker_span_does_not_count_resumed_output(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(tracing=tracing) as serving:
-            front = FrontEnd(serving.stub)
-            await front.hello()
+            gateway = FakeGateway(serving.stub)
+            await gateway.hello()
             message = traced(1, [1, 2, 3])
             message.output_ids.extend([4, 5, 6, 8])
-            await front.send(message)
-            await front.ended(1)
+            await gateway.send(message)
+            await gateway.ended(1)
 
     asyncio.run(run())
     tracing.close()

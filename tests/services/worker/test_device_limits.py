@@ -50,7 +50,7 @@ def test_limits_have_no_chunks_when_chunks_are_disabled(off: int) -> None:
     assert (found.chunked_prefill_size, max_step_tokens(found)) == (0, 16384)
 
 
-def test_most_step_tokens_is_one_chunk_or_one_prefill() -> None:
+def test_max_step_tokens_is_one_chunk_or_one_prefill() -> None:
     h200 = resolved(WorkerSettings(), 140 * GIB)
     assert (h200.max_prefill_tokens, max_step_tokens(h200)) == (16384, 8192)
     assert max_step_tokens(resolved(WorkerSettings(chunked_prefill_size=0), 140 * GIB)) == 16384
@@ -63,7 +63,7 @@ def test_most_step_tokens_is_one_chunk_or_one_prefill() -> None:
     ("chunk", "prefill", "rows", "mixed"),
     [(32, 64, 6, True), (8, 64, 40, False), (8, 64, 40, True), (0, 48, 12, False), (64, 24, 12, True)],
 )
-def test_no_step_exceeds_most_step_tokens(chunk: int, prefill: int, rows: int, mixed: bool) -> None:
+def test_no_step_exceeds_max_step_tokens(chunk: int, prefill: int, rows: int, mixed: bool) -> None:
     """Many prompts, each shorter than max_prefill_tokens, run with decode rows."""
     settings = WorkerSettings(
         max_running_requests=rows, chunked_prefill_size=chunk, max_prefill_tokens=prefill, page_size=4, enable_mixed_chunk=mixed

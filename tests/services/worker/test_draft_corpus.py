@@ -81,7 +81,7 @@ def test_corpus_has_the_ids_of_the_model_tokenizer(write: Callable[[str, bytes],
     ("name", "content", "reason"),
     [
         ("a.txt", b"caf\xe9", "is not UTF-8 at byte 3"),
-        ("a.jsonl", b'"one"\n{"text": 4}', "line 2 of .* neither a string nor an object"),
+        ("a.jsonl", b'"one"\n{"text": 4}', "line 2 of .* must be a string, or an object"),
         ("a.jsonl", b'"one"\nplain', "line 2 of .* is not JSON"),
         ("a.jsonl", b'\n""\n', "has no text"),
         ("a.txt", b"x" * 1001, "more than 1000 tokens"),

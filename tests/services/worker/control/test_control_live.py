@@ -23,7 +23,7 @@ from rootstock_llm.services.worker.loop.inbox import Stop
 from tests.services.worker.conftest import Serving, serving
 from tests.services.worker.control.address import control_at
 from tests.services.worker.control.test_control_servicer import changes
-from tests.services.worker.front.test_server import FrontEnd, expected, submit
+from tests.services.worker.front.test_server import FakeGateway, expected, submit
 
 ABORTED = common_pb2.FINISH_REASON_ABORT
 GUARD_S = 180.0  # seconds; ends a test that hangs
@@ -32,8 +32,8 @@ GUARD_S = 180.0  # seconds; ends a test that hangs
 class Operated:
     """A worker with one connected gateway stream and its control service."""
 
-    def __init__(self, worker: Serving, front: FrontEnd, control: control_pb2_grpc.ControlStub) -> None:
-        self.worker, self.front, self.control = worker, front, control
+    def __init__(self, worker: Serving, gateway: FakeGateway, control: control_pb2_grpc.ControlStub) -> None:
+        self.worker, self.gateway, self.control = worker, gateway, control
 
     async def state(self) -> dict[str, Any]:
         return as_json(await self.control.GetInternalState(pb.GetInternalStateRequest()))
@@ -70,9 +70,9 @@ async def operated(
         assert control is not None
         try:
             async with grpc_server.channel(f"127.0.0.1:{control.port}") as channel:
-                front = FrontEnd(worker.stub)
-                await front.hello()
-                yield Operated(worker, front, control_pb2_grpc.ControlStub(channel))
+                gateway = FakeGateway(worker.stub)
+                await gateway.hello()
+                yield Operated(worker, gateway, control_pb2_grpc.ControlStub(channel))
         finally:
             await control.stop(0)
 
@@ -94,21 +94,21 @@ def test_flush_keeps_completions_correct_when_requests_run(overlap: bool) -> Non
             freed = 0
             for wave in range(4):
                 handles = [wave * 10 + handle for handle in prompts]
-                await at.front.send(
+                await at.gateway.send(
                     *[submit(wave * 10 + handle, prompt, max_new_tokens=30) for handle, prompt in prompts.items()]
                 )
                 for tokens in (2, 10, 20):
-                    await at.front.until(lambda: all(len(at.front.tokens[h]) >= tokens for h in handles))  # noqa: B023
+                    await at.gateway.until(lambda: all(len(at.gateway.tokens[h]) >= tokens for h in handles))  # noqa: B023
                     freed += (await at.control.FlushCache(pb.FlushCacheRequest())).pages
-                await at.front.ended(*handles)
+                await at.gateway.ended(*handles)
                 for handle, prompt in prompts.items():
-                    assert at.front.tokens[wave * 10 + handle] == expected(prompt, 30)
+                    assert at.gateway.tokens[wave * 10 + handle] == expected(prompt, 30)
             await at.control.FlushCache(pb.FlushCacheRequest())
             stats = await at.stats()
             assert freed > 0 and (stats["pages_cached"], stats["pages_leased"]) == (0, 0)
-            await at.front.send(submit(99, prompts[0]))
-            await at.front.ended(99)
-            assert at.front.finishes[99].cached_tokens == 0
+            await at.gateway.send(submit(99, prompts[0]))
+            await at.gateway.ended(99)
+            assert at.gateway.finishes[99].cached_tokens == 0
 
     run(check)
 
@@ -116,12 +116,12 @@ def test_flush_keeps_completions_correct_when_requests_run(overlap: bool) -> Non
 def test_pause_and_continue_are_reported_at_once() -> None:
     async def check() -> None:
         async with operated(gap_s=3600, beat_s=3600) as at:
-            await at.front.until(lambda: len(at.front.loads) == 1)
+            await at.gateway.until(lambda: len(at.gateway.loads) == 1)
             await at.pause(pb.PAUSE_MODE_IN_PLACE)
-            await at.front.until(lambda: at.front.loads[-1].paused)
+            await at.gateway.until(lambda: at.gateway.loads[-1].paused)
             await at.carry_on()
-            await at.front.until(lambda: not at.front.loads[-1].paused)
-            assert [load.paused for load in at.front.loads] == [False, True, False]
+            await at.gateway.until(lambda: not at.gateway.loads[-1].paused)
+            assert [load.paused for load in at.gateway.loads] == [False, True, False]
 
     run(check)
 
@@ -133,22 +133,22 @@ def test_paused_worker_computes_nothing_and_continues_with_the_same_tokens(mode:
     async def check() -> None:
         async with operated(overlap=overlap) as at:
             prompts = {handle: [handle + 1] * 9 for handle in range(5)}
-            await at.front.send(*[submit(handle, prompt, max_new_tokens=60) for handle, prompt in prompts.items()])
-            await at.front.until(lambda: all(len(at.front.tokens[handle]) > 5 for handle in prompts))
+            await at.gateway.send(*[submit(handle, prompt, max_new_tokens=60) for handle, prompt in prompts.items()])
+            await at.gateway.until(lambda: all(len(at.gateway.tokens[handle]) > 5 for handle in prompts))
             await at.pause(mode)
             resting = await at.stats()
             assert (resting["pages_leased"] > 0) == (mode == pb.PAUSE_MODE_IN_PLACE)
             assert (resting["num_running"], resting["num_waiting"]) == ((5, 0) if mode == pb.PAUSE_MODE_IN_PLACE else (0, 5))
-            await at.front.send(submit(5, [77] * 9))
+            await at.gateway.send(submit(5, [77] * 9))
             await asyncio.sleep(0.1)
             later = await at.state()
             assert later["paused"] and later["stats"]["generated_tokens_total"] == resting["generated_tokens_total"]
-            assert not at.front.finishes
+            assert not at.gateway.finishes
             await at.carry_on()
-            await at.front.ended(*range(6))
+            await at.gateway.ended(*range(6))
             for handle, prompt in prompts.items():
-                assert at.front.tokens[handle] == expected(prompt, 60)
-            assert at.front.tokens[5] == expected([77] * 9, 10), "a request that arrived during the pause runs after it"
+                assert at.gateway.tokens[handle] == expected(prompt, 60)
+            assert at.gateway.tokens[5] == expected([77] * 9, 10), "a request that arrived during the pause runs after it"
 
     run(check)
 
@@ -156,19 +156,19 @@ def test_paused_worker_computes_nothing_and_continues_with_the_same_tokens(mode:
 def test_pause_with_abort_ends_present_requests_and_queues_later_requests() -> None:
     async def check() -> None:
         async with operated() as at:
-            await at.front.send(*[submit(handle, max_new_tokens=200) for handle in range(40)])
-            await at.front.until(lambda: len(at.front.tokens[0]) > 3)
+            await at.gateway.send(*[submit(handle, max_new_tokens=200) for handle in range(40)])
+            await at.gateway.until(lambda: len(at.gateway.tokens[0]) > 3)
             await at.pause(pb.PAUSE_MODE_ABORT)
-            await at.front.ended(*range(40))
-            assert {finish.reason for finish in at.front.finishes.values()} == {ABORTED}
+            await at.gateway.ended(*range(40))
+            assert {finish.reason for finish in at.gateway.finishes.values()} == {ABORTED}
             stats = await at.stats()
             assert (stats["num_running"], stats["num_waiting"], stats["pages_leased"]) == (0, 0, 0)
-            await at.front.send(submit(50))
+            await at.gateway.send(submit(50))
             await asyncio.sleep(0.05)
-            assert 50 not in at.front.finishes
+            assert 50 not in at.gateway.finishes
             await at.carry_on()
-            await at.front.ended(50)
-            assert at.front.tokens[50] == expected([1, 2, 3], 10)
+            await at.gateway.ended(50)
+            assert at.gateway.tokens[50] == expected([1, 2, 3], 10)
 
     run(check)
 
@@ -178,18 +178,18 @@ def test_slowed_worker_waits_between_steps_and_reads_messages() -> None:
         async with operated() as at:
             await at.control.SlowDown(pb.SlowDownRequest(step_delay_s=0.1))
             began = time.monotonic()
-            await at.front.send(submit(1, max_new_tokens=6, stream_interval=1))
-            await at.front.ended(1)
+            await at.gateway.send(submit(1, max_new_tokens=6, stream_interval=1))
+            await at.gateway.ended(1)
             assert time.monotonic() - began > 0.4
-            assert at.front.tokens[1] == expected([1, 2, 3], 6)
+            assert at.gateway.tokens[1] == expected([1, 2, 3], 6)
             await at.control.SlowDown(pb.SlowDownRequest(step_delay_s=10))
-            await at.front.send(submit(2, max_new_tokens=200), submit(3, max_new_tokens=20))
+            await at.gateway.send(submit(2, max_new_tokens=200), submit(3, max_new_tokens=20))
             assert (await at.state())["step_delay_s"] == 10
-            await at.front.send(aborts=(2,))
-            await at.front.ended(2)
+            await at.gateway.send(aborts=(2,))
+            await at.gateway.ended(2)
             await at.control.SlowDown(pb.SlowDownRequest())
-            await at.front.ended(3)
-            assert at.front.tokens[3] == expected([1, 2, 3], 20)
+            await at.gateway.ended(3)
+            assert at.gateway.tokens[3] == expected([1, 2, 3], 20)
             assert time.monotonic() - began < 9, "the loop reads messages during the wait"
 
     run(check)
@@ -198,15 +198,15 @@ def test_slowed_worker_waits_between_steps_and_reads_messages() -> None:
 def test_tunables_apply_from_the_next_step() -> None:
     async def check() -> None:
         async with operated() as at:
-            await at.front.send(*[submit(handle, max_new_tokens=200) for handle in range(8)])
-            await at.front.until(lambda: len(at.front.tokens[7]) > 3)
+            await at.gateway.send(*[submit(handle, max_new_tokens=200) for handle in range(8)])
+            await at.gateway.until(lambda: len(at.gateway.tokens[7]) > 3)
             state = as_json(await at.control.SetInternalState(changes(max_running_requests=2, new_token_ratio=1)))
             assert (state["tunables"]["max_running_requests"], state["tunables"]["new_token_ratio"]) == (2, 1.0)
-            await at.front.send(submit(20, max_new_tokens=5), aborts=tuple(range(7)))
-            await at.front.send(*[submit(handle, max_new_tokens=40) for handle in range(30, 36)])
+            await at.gateway.send(submit(20, max_new_tokens=5), aborts=tuple(range(7)))
+            await at.gateway.send(*[submit(handle, max_new_tokens=40) for handle in range(30, 36)])
             while (await at.stats())["num_waiting"]:
                 assert (await at.stats())["num_running"] <= 2
-            await at.front.ended(20, *range(30, 36))
+            await at.gateway.ended(20, *range(30, 36))
             code, details = await at.refusal(at.control.SetInternalState(changes(max_running_requests=0)))
             assert code is grpc.StatusCode.INVALID_ARGUMENT and "max_running_requests" in details
 
@@ -216,16 +216,16 @@ def test_tunables_apply_from_the_next_step() -> None:
 def test_release_is_refused_when_requests_run_until_the_deadline() -> None:
     async def check() -> None:
         async with operated(step_s=0.03) as at:
-            await at.front.send(submit(1, max_new_tokens=240), submit(2, max_new_tokens=240))
-            await at.front.until(lambda: len(at.front.tokens[1]) > 3)
+            await at.gateway.send(submit(1, max_new_tokens=240), submit(2, max_new_tokens=240))
+            await at.gateway.until(lambda: len(at.gateway.tokens[1]) > 3)
             asked = asyncio.create_task(at.refusal(at.control.ReleaseMemory(pb.ReleaseMemoryRequest(), timeout=4.0)))
-            await at.front.send(submit(3, max_new_tokens=5))
-            await at.front.ended(3)
+            await at.gateway.send(submit(3, max_new_tokens=5))
+            await at.gateway.ended(3)
             code, details = await asked
             assert code is grpc.StatusCode.FAILED_PRECONDITION and "2" in details
             assert not (await at.state())["paused"]
-            await at.front.ended(1, 2)
-            assert at.front.tokens[1] == expected([1, 2, 3], 240)
+            await at.gateway.ended(1, 2)
+            assert at.gateway.tokens[1] == expected([1, 2, 3], 240)
 
     run(check)
 
@@ -234,23 +234,23 @@ def test_release_waits_until_the_worker_is_idle_and_resume_restores_completions(
     async def check() -> None:
         async with operated() as at:
             prompt = list(range(20))
-            await at.front.send(submit(1, prompt, max_new_tokens=40))
-            await at.front.until(lambda: len(at.front.tokens[1]) > 3)
+            await at.gateway.send(submit(1, prompt, max_new_tokens=40))
+            await at.gateway.until(lambda: len(at.gateway.tokens[1]) > 3)
             released = await at.control.ReleaseMemory(pb.ReleaseMemoryRequest(), timeout=GUARD_S)
             assert len(released.released) == 2
-            await at.front.ended(1)
-            assert at.front.tokens[1] == expected(prompt, 40)
+            await at.gateway.ended(1)
+            assert at.gateway.tokens[1] == expected(prompt, 40)
             state = await at.state()
             assert state["paused"] and state["released"] == ["kv_cache", "weights"] and state["stats"]["pages_cached"] == 0
             code, _ = await at.refusal(at.control.Continue(pb.ContinueRequest()))
             assert code is grpc.StatusCode.FAILED_PRECONDITION
-            await at.front.send(submit(2, [5] * 9))
-            await at.front.ended(2)
-            assert at.front.finishes[2].error == common_pb2.ERROR_CODE_UNAVAILABLE
+            await at.gateway.send(submit(2, [5] * 9))
+            await at.gateway.ended(2)
+            assert at.gateway.finishes[2].error == common_pb2.ERROR_CODE_UNAVAILABLE
             await at.control.ResumeMemory(pb.ResumeMemoryRequest())
-            await at.front.send(submit(3, prompt, max_new_tokens=40))
-            await at.front.ended(3)
-            assert at.front.tokens[3] == expected(prompt, 40) and at.front.finishes[3].cached_tokens == 0
+            await at.gateway.send(submit(3, prompt, max_new_tokens=40))
+            await at.gateway.ended(3)
+            assert at.gateway.tokens[3] == expected(prompt, 40) and at.gateway.finishes[3].cached_tokens == 0
 
     run(check)
 
@@ -258,12 +258,12 @@ def test_release_waits_until_the_worker_is_idle_and_resume_restores_completions(
 def test_release_changes_nothing_when_the_call_is_cancelled_before_the_worker_is_idle() -> None:
     async def check() -> None:
         async with operated(step_s=0.005) as at:
-            await at.front.send(submit(1, max_new_tokens=100))
-            await at.front.until(lambda: len(at.front.tokens[1]) > 3)
+            await at.gateway.send(submit(1, max_new_tokens=100))
+            await at.gateway.until(lambda: len(at.gateway.tokens[1]) > 3)
             call = at.control.ReleaseMemory(pb.ReleaseMemoryRequest(), timeout=GUARD_S)
             await asyncio.sleep(0.1)
             call.cancel()
-            await at.front.ended(1)
+            await at.gateway.ended(1)
             await asyncio.sleep(0.1)
             state = await at.state()
             assert not state["released"] and not state["paused"]
@@ -274,8 +274,8 @@ def test_release_changes_nothing_when_the_call_is_cancelled_before_the_worker_is
 def test_pending_operation_is_unavailable_when_the_loop_stops() -> None:
     async def check() -> None:
         async with operated(step_s=0.005) as at:
-            await at.front.send(submit(1, max_new_tokens=240))
-            await at.front.until(lambda: len(at.front.tokens[1]) > 3)
+            await at.gateway.send(submit(1, max_new_tokens=240))
+            await at.gateway.until(lambda: len(at.gateway.tokens[1]) > 3)
             asked = asyncio.create_task(at.refusal(at.control.ReleaseMemory(pb.ReleaseMemoryRequest())))
             await asyncio.sleep(0.1)
             at.worker.inbox.put(Stop())
@@ -298,8 +298,8 @@ def test_profile_is_refused_when_the_executor_has_no_device() -> None:
 def test_trace_request_returns_the_scheduler_events_of_a_request() -> None:
     async def check() -> None:
         async with operated() as at:
-            await at.front.send(submit(1, [9] * 20, max_new_tokens=5))
-            await at.front.ended(1)
+            await at.gateway.send(submit(1, [9] * 20, max_new_tokens=5))
+            await at.gateway.ended(1)
             events = (await at.control.TraceRequest(pb.TraceRequestRequest(request_id="r1"))).events
             kinds = [(event.kind, event.detail) for event in events]
             assert kinds == [("queued", 20), ("admitted", 0), ("prefilled", 20), ("ended", 5)]

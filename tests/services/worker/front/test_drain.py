@@ -23,7 +23,7 @@ from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
 from rootstock_llm.services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, ReservationReleased
 from rootstock_llm.services.worker.front.drain import drain
 from tests.services.worker.conftest import Serving, run, serving
-from tests.services.worker.front.test_server import LENGTH, FrontEnd, expected, submit
+from tests.services.worker.front.test_server import LENGTH, FakeGateway, expected, submit
 
 DEMO = Path(__file__).resolve().parents[4] / "models" / "demo"
 UNAVAILABLE = common_pb2.ERROR_CODE_UNAVAILABLE
@@ -36,30 +36,30 @@ async def draining(worker: Serving, grace_s: float) -> asyncio.Task[None]:
     return task
 
 
-async def read_to_end(front: FrontEnd) -> None:
+async def read_to_end(gateway: FakeGateway) -> None:
     async with asyncio.timeout(GUARD_S):
-        while await front.next():
+        while await gateway.next():
             pass
 
 
 def test_drain_finishes_running_requests_and_refuses_new_requests() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, max_new_tokens=60))
-            await front.until(lambda: len(front.tokens[1]) > 2)
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, max_new_tokens=60))
+            await gateway.until(lambda: len(gateway.tokens[1]) > 2)
             task = await draining(worker, GUARD_S)
-            await front.until(lambda: any(load.draining for load in front.loads))
-            assert 1 not in front.finishes
-            await front.send(submit(2))
+            await gateway.until(lambda: any(load.draining for load in gateway.loads))
+            assert 1 not in gateway.finishes
+            await gateway.send(submit(2))
             refused = await worker.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"))
             assert not refused.opened and "stopping" in refused.message
-            await read_to_end(front)
+            await read_to_end(gateway)
             await task
-            assert (front.finishes[2].error, front.tokens.get(2)) == (UNAVAILABLE, None)
-            assert front.finishes[1].reason == LENGTH
-            assert front.tokens[1] == expected([1, 2, 3], 60)
+            assert (gateway.finishes[2].error, gateway.tokens.get(2)) == (UNAVAILABLE, None)
+            assert gateway.finishes[1].reason == LENGTH
+            assert gateway.tokens[1] == expected([1, 2, 3], 60)
 
     run(check)
 
@@ -67,8 +67,8 @@ def test_drain_finishes_running_requests_and_refuses_new_requests() -> None:
 def test_drain_waits_for_kv_reservations() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
             core = worker.core
             room = KvReservation(1, 1, bytes(RESERVATION_SECRET_BYTES))
             ids = np.arange(40, dtype=np.int32)
@@ -92,13 +92,13 @@ def test_drain_waits_for_kv_reservations() -> None:
 def test_drain_returns_remaining_requests_with_every_sampled_token(stream: bool, overlap: bool) -> None:
     async def check() -> None:
         async with serving(step_s=0.01, overlap=overlap) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, stream=stream, max_new_tokens=250))
-            await front.until(lambda: len(front.tokens[1]) > 5)
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, stream=stream, max_new_tokens=250))
+            await gateway.until(lambda: len(gateway.tokens[1]) > 5)
             await (await draining(worker, 0.1))
-            await read_to_end(front)
-            finish, tokens = front.finishes[1], front.tokens[1]
+            await read_to_end(gateway)
+            finish, tokens = gateway.finishes[1], gateway.tokens[1]
             assert finish.error == UNAVAILABLE
             assert tokens == expected([1, 2, 3], len(tokens)) and 5 < len(tokens) < 250
             assert finish.completion_tokens == len(tokens) == worker.counts.steps, "the tokens of the step in flight are included"
@@ -109,14 +109,14 @@ def test_drain_returns_remaining_requests_with_every_sampled_token(stream: bool,
 def test_drained_request_continues_on_another_worker() -> None:
     async def check() -> None:
         async with serving(step_s=0.01) as first, serving() as second:
-            front, other = FrontEnd(first.stub), FrontEnd(second.stub)
-            await front.hello()
+            gateway, other = FakeGateway(first.stub), FakeGateway(second.stub)
+            await gateway.hello()
             await other.hello()
-            await front.send(submit(1, max_new_tokens=200))
-            await front.until(lambda: len(front.tokens[1]) > 3)
+            await gateway.send(submit(1, max_new_tokens=200))
+            await gateway.until(lambda: len(gateway.tokens[1]) > 3)
             await (await draining(first, 0.1))
-            await read_to_end(front)
-            given = front.tokens[1]
+            await read_to_end(gateway)
+            given = gateway.tokens[1]
             again = submit(1, max_new_tokens=200)
             again.output_ids.extend(given)
             await other.send(again)
@@ -131,12 +131,12 @@ def test_drained_request_continues_on_another_worker() -> None:
 def test_drain_of_an_idle_worker_ends_streams_at_once() -> None:
     async def check() -> None:
         async with serving() as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
             async with asyncio.timeout(GUARD_S / 2):
                 await (await draining(worker, GUARD_S))
-            await read_to_end(front)
-            assert worker.scheduler.ended and front.loads[-1].draining
+            await read_to_end(gateway)
+            assert worker.scheduler.ended and gateway.loads[-1].draining
 
     run(check)
 
@@ -144,22 +144,22 @@ def test_drain_of_an_idle_worker_ends_streams_at_once() -> None:
 def test_second_signal_ends_the_drain() -> None:
     async def check() -> None:
         async with serving(step_s=0.05) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, max_new_tokens=250))
-            await front.until(lambda: bool(front.tokens[1]))
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, max_new_tokens=250))
+            await gateway.until(lambda: bool(gateway.tokens[1]))
             task = await draining(worker, 10 * GUARD_S)
-            await front.until(lambda: any(load.draining for load in front.loads))
+            await gateway.until(lambda: any(load.draining for load in gateway.loads))
             os.kill(os.getpid(), signal.SIGTERM)
-            await read_to_end(front)
+            await read_to_end(gateway)
             await task
-            assert front.finishes[1].error == UNAVAILABLE and len(front.tokens[1]) < 250
+            assert gateway.finishes[1].error == UNAVAILABLE and len(gateway.tokens[1]) < 250
 
     run(check)
 
 
 @asynccontextmanager
-async def process(step_s: float, grace_s: float) -> AsyncIterator[tuple[Process, FrontEnd]]:
+async def process(step_s: float, grace_s: float) -> AsyncIterator[tuple[Process, FakeGateway]]:
     port, metrics_port = free_ports(2)
     flags = ["--executor", "fake", "--model", DEMO, "--port", port, "--metrics-port", metrics_port]
     flags += ["--fake-step-s", step_s, "--grace-s", grace_s, "--grammar-workers", 0]
@@ -168,9 +168,9 @@ async def process(step_s: float, grace_s: float) -> AsyncIterator[tuple[Process,
     try:
         async with grpc_server.channel(f"{HOST}:{port}") as channel:
             await asyncio.wait_for(channel.channel_ready(), GUARD_S)
-            front = FrontEnd(worker_pb2_grpc.WorkerStub(channel))
-            await front.hello()
-            yield worker, front
+            gateway = FakeGateway(worker_pb2_grpc.WorkerStub(channel))
+            await gateway.hello()
+            yield worker, gateway
     finally:
         if worker.returncode is None:
             worker.kill()
@@ -179,12 +179,12 @@ async def process(step_s: float, grace_s: float) -> AsyncIterator[tuple[Process,
 
 def test_process_returns_requests_and_exits_after_sigterm() -> None:
     async def check() -> None:
-        async with process(step_s=0.02, grace_s=0.3) as (worker, front):
-            await front.send(submit(1, max_new_tokens=2000))
-            await front.until(lambda: len(front.tokens[1]) > 3)
+        async with process(step_s=0.02, grace_s=0.3) as (worker, gateway):
+            await gateway.send(submit(1, max_new_tokens=2000))
+            await gateway.until(lambda: len(gateway.tokens[1]) > 3)
             worker.send_signal(signal.SIGTERM)
-            await read_to_end(front)
-            assert (front.finishes[1].error, front.finishes[1].completion_tokens) == (UNAVAILABLE, len(front.tokens[1]))
+            await read_to_end(gateway)
+            assert (gateway.finishes[1].error, gateway.finishes[1].completion_tokens) == (UNAVAILABLE, len(gateway.tokens[1]))
             errors = (await asyncio.wait_for(worker.communicate(), GUARD_S))[1].decode()
             assert worker.returncode == 0 and "Traceback" not in errors, errors
 
@@ -193,12 +193,12 @@ def test_process_returns_requests_and_exits_after_sigterm() -> None:
 
 def test_process_returns_requests_and_exits_when_a_step_hangs() -> None:
     async def check() -> None:
-        async with process(step_s=10 * GUARD_S, grace_s=0.1) as (worker, front):
-            await front.send(submit(1))
-            await front.until(lambda: any(load.num_running == 1 for load in front.loads))
+        async with process(step_s=10 * GUARD_S, grace_s=0.1) as (worker, gateway):
+            await gateway.send(submit(1))
+            await gateway.until(lambda: any(load.num_running == 1 for load in gateway.loads))
             worker.send_signal(signal.SIGTERM)
-            await read_to_end(front)
-            assert front.finishes[1].error == UNAVAILABLE
+            await read_to_end(gateway)
+            assert gateway.finishes[1].error == UNAVAILABLE
             errors = (await asyncio.wait_for(worker.communicate(), GUARD_S))[1].decode()
             assert worker.returncode == 70 and "has not ended" in errors, errors
 

@@ -12,7 +12,7 @@ from rootstock_llm.protos import common_pb2 as pb
 from rootstock_llm.protos import worker_pb2
 from rootstock_llm.services.shared import limits
 from tests.services.worker.conftest import run, serving
-from tests.services.worker.front.test_server import FrontEnd
+from tests.services.worker.front.test_server import FakeGateway
 
 Case = tuple[worker_pb2.Submit, str]  # a Submit and the name of the field at its limit
 
@@ -77,8 +77,8 @@ def test_value_at_a_limit_passes_and_larger_value_is_refused_by_field() -> None:
 
     async def body() -> None:
         async with serving() as served:
-            front = FrontEnd(served.stub)
-            await front.hello()
+            gateway = FakeGateway(served.stub)
+            await gateway.hello()
             for number, (name, make) in enumerate(WALKED.items()):
                 handles, limit, field = (2 * number + 1, 2 * number + 2), int(getattr(limits, name)), ""
                 for handle, value in zip(handles, (limit, limit + 1), strict=True):
@@ -86,9 +86,9 @@ def test_value_at_a_limit_passes_and_larger_value_is_refused_by_field() -> None:
                     submit.handle = handle
                     submit.request_id = submit.request_id or f"r{handle}"
                     submit.prompt_ids.extend([1, 2, 3])
-                    await front.send(submit)
-                await front.ended(*handles)
-                at_limit, beyond = (front.finishes[handle] for handle in handles)
+                    await gateway.send(submit)
+                await gateway.ended(*handles)
+                at_limit, beyond = (gateway.finishes[handle] for handle in handles)
                 refused = beyond.error == pb.ERROR_CODE_INVALID_ARGUMENT and beyond.field.startswith(field)
                 passed = LACKS[name] in at_limit.message if name in LACKS else not at_limit.message
                 if not (refused and passed and at_limit.message != beyond.message):

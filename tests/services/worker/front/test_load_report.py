@@ -14,24 +14,24 @@ from rootstock_llm.services.worker.exec.contracts.protocol import Run
 from rootstock_llm.services.worker.front.outbox import GAP_S, LoadReport, NoIndex, StreamOutbox
 from rootstock_llm.services.worker.loop.progress import Pulse, StepLimit
 from tests.services.worker.conftest import CAP_S, CONFIG, run, serving
-from tests.services.worker.front.test_server import FrontEnd, submit
+from tests.services.worker.front.test_server import FakeGateway, submit
 
 
-async def until_load(front: FrontEnd, holds: Callable[[worker_pb2.WorkerLoad], bool]) -> worker_pb2.WorkerLoad:
-    seen = len(front.loads)
-    await front.until(lambda: any(holds(load) for load in front.loads[seen:]))
-    return next(load for load in front.loads[seen:] if holds(load))
+async def until_load(gateway: FakeGateway, holds: Callable[[worker_pb2.WorkerLoad], bool]) -> worker_pb2.WorkerLoad:
+    seen = len(gateway.loads)
+    await gateway.until(lambda: any(holds(load) for load in gateway.loads[seen:]))
+    return next(load for load in gateway.loads[seen:] if holds(load))
 
 
 def test_load_follows_the_hello_and_repeats_when_idle() -> None:
     async def check() -> None:
         async with serving(gap_s=0.02, beat_s=0.1) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            assert await front.next() and len(front.loads) == 1, "the second message is a load"
-            await front.until(lambda: len(front.loads) >= 4)
-            assert front.messages == 0
-            assert front.loads[-1] == worker_pb2.WorkerLoad(index_generation=5, step_limit_ms=int(CAP_S * 1e3))
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            assert await gateway.next() and len(gateway.loads) == 1, "the second message is a load"
+            await gateway.until(lambda: len(gateway.loads) >= 4)
+            assert gateway.messages == 0
+            assert gateway.loads[-1] == worker_pb2.WorkerLoad(index_generation=5, step_limit_ms=int(CAP_S * 1e3))
 
     run(check)
 
@@ -39,7 +39,7 @@ def test_load_follows_the_hello_and_repeats_when_idle() -> None:
 def test_load_counts_requests_of_one_stream_and_of_all_streams() -> None:
     async def check() -> None:
         async with serving(step_s=0.02, config=replace(CONFIG, max_running_requests=2)) as worker:
-            mine, other = FrontEnd(worker.stub), FrontEnd(worker.stub)
+            mine, other = FakeGateway(worker.stub), FakeGateway(worker.stub)
             await mine.hello()
             await other.hello()
             await mine.send(*[submit(handle, [handle] * 8, max_new_tokens=100) for handle in range(3)])
@@ -60,14 +60,14 @@ def test_load_counts_requests_of_one_stream_and_of_all_streams() -> None:
 def test_load_is_sent_during_a_long_step() -> None:
     async def check() -> None:
         async with serving(step_s=2.0, gap_s=0.02, beat_s=0.1) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, max_new_tokens=2))
-            await front.until(lambda: bool(front.tokens.get(1)))
-            while_computing = len([load for load in front.loads if load.num_open == 1])
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, max_new_tokens=2))
+            await gateway.until(lambda: bool(gateway.tokens.get(1)))
+            while_computing = len([load for load in gateway.loads if load.num_open == 1])
             assert while_computing >= 2
-            await front.send(aborts=(1,))
-            await front.ended(1)
+            await gateway.send(aborts=(1,))
+            await gateway.ended(1)
 
     run(check)
 
@@ -75,13 +75,13 @@ def test_load_is_sent_during_a_long_step() -> None:
 def test_load_is_not_sent_for_every_step() -> None:
     async def check() -> None:
         async with serving(step_s=0.001) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
             started = asyncio.get_running_loop().time()
-            await front.send(*[submit(handle, [handle] * 8, max_new_tokens=60) for handle in range(8)])
-            await front.ended(*range(8))
+            await gateway.send(*[submit(handle, [handle] * 8, max_new_tokens=60) for handle in range(8)])
+            await gateway.ended(*range(8))
             passed = asyncio.get_running_loop().time() - started
-            assert len(front.loads) <= passed / GAP_S + 3 < front.messages
+            assert len(gateway.loads) <= passed / GAP_S + 3 < gateway.messages
 
     run(check)
 
@@ -96,17 +96,17 @@ def test_load_reports_the_age_of_a_hung_step() -> None:
                 return wait(run)
 
             worker.executor.wait = hang  # type: ignore[method-assign]
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, max_new_tokens=3))
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, max_new_tokens=3))
             try:
-                young = await until_load(front, lambda load: load.step_age_ms > 0)
-                old = await until_load(front, lambda load: load.step_age_ms > young.step_age_ms + 200)
+                young = await until_load(gateway, lambda load: load.step_age_ms > 0)
+                old = await until_load(gateway, lambda load: load.step_age_ms > young.step_age_ms + 200)
                 assert old.num_open == 1 and old.step_limit_ms > 0
             finally:
                 ends.set()
-            await front.ended(1)
-            assert (await until_load(front, lambda load: load.num_open == 0 and load.step_age_ms == 0)).step_limit_ms >= 10_000
+            await gateway.ended(1)
+            assert (await until_load(gateway, lambda load: load.num_open == 0 and load.step_age_ms == 0)).step_limit_ms >= 10_000
 
     run(check)
 

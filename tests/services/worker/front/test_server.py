@@ -41,7 +41,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return out
 
 
-class FrontEnd:
+class FakeGateway:
     """A Generate stream, as a gateway opens it. Collects outputs by handle."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerStub) -> None:
@@ -95,15 +95,15 @@ class FrontEnd:
 def test_requests_share_one_message_per_step(overlap: bool) -> None:
     async def check() -> None:
         async with serving(step_s=0.005, overlap=overlap) as worker:
-            front = FrontEnd(worker.stub)
-            assert (await front.hello()).generation == 5
-            await front.send(*[submit(handle, [handle + 1] * 5) for handle in range(20)])
-            await front.ended(*range(20))
+            gateway = FakeGateway(worker.stub)
+            assert (await gateway.hello()).generation == 5
+            await gateway.send(*[submit(handle, [handle + 1] * 5) for handle in range(20)])
+            await gateway.ended(*range(20))
             for handle in range(20):
-                assert front.tokens[handle] == expected([handle + 1] * 5, 10)
-                finish = front.finishes[handle]
+                assert gateway.tokens[handle] == expected([handle + 1] * 5, 10)
+                finish = gateway.finishes[handle]
                 assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == (LENGTH, 5, 10)
-            assert front.messages <= 14, "a message per step, not per token or request"
+            assert gateway.messages <= 14, "a message per step, not per token or request"
 
     run(check)
 
@@ -111,13 +111,13 @@ def test_requests_share_one_message_per_step(overlap: bool) -> None:
 def test_second_request_reports_cached_tokens() -> None:
     async def check() -> None:
         async with serving() as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, list(range(20))))
-            await front.ended(1)
-            await front.send(submit(2, list(range(20))))
-            await front.ended(2)
-            assert (front.finishes[1].cached_tokens, front.finishes[2].cached_tokens) == (0, 16)
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, list(range(20))))
+            await gateway.ended(1)
+            await gateway.send(submit(2, list(range(20))))
+            await gateway.ended(2)
+            assert (gateway.finishes[1].cached_tokens, gateway.finishes[2].cached_tokens) == (0, 16)
 
     run(check)
 
@@ -125,15 +125,15 @@ def test_second_request_reports_cached_tokens() -> None:
 def test_abort_ends_the_request_once_and_frees_the_pages() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, max_new_tokens=200), submit(2, max_new_tokens=20))
-            await front.until(lambda: len(front.tokens[1]) > 3)
-            await front.send(aborts=(1, 99))
-            await front.ended(1, 2)
-            assert front.finishes[1].reason == ABORT
-            assert front.finishes[1].error == common_pb2.ERROR_CODE_CANCELLED
-            assert front.finishes[2].reason == LENGTH
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, max_new_tokens=200), submit(2, max_new_tokens=20))
+            await gateway.until(lambda: len(gateway.tokens[1]) > 3)
+            await gateway.send(aborts=(1, 99))
+            await gateway.ended(1, 2)
+            assert gateway.finishes[1].reason == ABORT
+            assert gateway.finishes[1].error == common_pb2.ERROR_CODE_CANCELLED
+            assert gateway.finishes[2].reason == LENGTH
             assert (await worker.idle()).pages_leased == 0
 
     run(check)
@@ -142,7 +142,7 @@ def test_abort_ends_the_request_once_and_frees_the_pages() -> None:
 def test_closed_gateway_stream_frees_only_its_requests() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
-            first, second = FrontEnd(worker.stub), FrontEnd(worker.stub)
+            first, second = FakeGateway(worker.stub), FakeGateway(worker.stub)
             await first.hello()
             await second.hello()
             await first.send(*[submit(handle, max_new_tokens=240) for handle in range(36)])
@@ -176,16 +176,16 @@ BAD_SAMPLING = {  # examples; test_wire_submit.py checks all fields in submit_fr
 def test_worker_refuses_invalid_requests(name: str) -> None:
     async def check() -> None:
         async with serving() as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
             message = submit(1, **BAD_SAMPLING.get(name, {}))
             for field, value in BAD.get(name, {}).items():
                 message.ClearField(field)  # type: ignore[arg-type]
                 message.MergeFrom(worker_pb2.Submit(**{field: value}))  # type: ignore[arg-type]
-            await front.send(message)
-            await front.ended(1)
-            assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
-            assert front.finishes[1].message
+            await gateway.send(message)
+            await gateway.ended(1)
+            assert gateway.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
+            assert gateway.finishes[1].message
             assert worker.core.idle
 
     run(check)
@@ -194,12 +194,12 @@ def test_worker_refuses_invalid_requests(name: str) -> None:
 def test_refused_request_releases_the_kv_reservation_and_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         async with serving(config=replace(CONFIG, reads_peers=True)) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
             room = worker_pb2.KvRoom(room=9, epoch=5, secret=bytes(16), pages=1)
             source = worker_pb2.KvSource(address="127.0.0.1:1", room=room)
             prefetch = worker_pb2.Prefetch(handle=1, prompt_ids=range(20), source=source)
-            await front.call.write(worker_pb2.GenerateRequest(prefetches=[prefetch]))
+            await gateway.call.write(worker_pb2.GenerateRequest(prefetches=[prefetch]))
             tiers = worker.core.tiers
             assert tiers is not None
             await until(lambda: len(tiers.prefetches) == 1)
@@ -207,9 +207,9 @@ def test_refused_request_releases_the_kv_reservation_and_prefetch(monkeypatch: p
             refused.source.CopyFrom(source)
             released: list[KvSource] = []
             monkeypatch.setattr(worker.core.reservations, "done_with", released.append)
-            await front.send(refused)
-            await front.ended(1)
-            assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
+            await gateway.send(refused)
+            await gateway.ended(1)
+            assert gateway.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
             await until(lambda: len(tiers.prefetches) == 0 and len(released) == 1)
             assert released == [KvSource(KvReservation(9, 5, bytes(16)), "127.0.0.1:1", 1)], (
                 "the worker releases the KV reservation of the refused request"
@@ -228,11 +228,11 @@ async def until(holds: Callable[[], bool]) -> None:
 def test_full_queue_refuses_further_requests() -> None:
     async def check() -> None:
         async with serving(step_s=0.02) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(*[submit(handle, max_new_tokens=100) for handle in range(120)])
-            await front.until(lambda: len(front.finishes) >= 20)
-            assert {f.error for f in front.finishes.values()} == {common_pb2.ERROR_CODE_QUEUE_FULL}
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(*[submit(handle, max_new_tokens=100) for handle in range(120)])
+            await gateway.until(lambda: len(gateway.finishes) >= 20)
+            assert {f.error for f in gateway.finishes.values()} == {common_pb2.ERROR_CODE_QUEUE_FULL}
 
     run(check)
 
@@ -240,15 +240,15 @@ def test_full_queue_refuses_further_requests() -> None:
 def test_worker_ends_requests_at_stop_strings_and_stop_tokens() -> None:
     async def check() -> None:
         async with serving() as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
             whole = expected([1, 2, 3], 10)
             letters = "".join(chr(97 + token % 26) for token in whole)
-            await front.send(submit(1, stop=[letters[3:5]]), submit(2, stop_token_ids=[whole[4]]), submit(3, stream=False))
-            await front.ended(1, 2, 3)
-            assert (front.finishes[1].reason, front.finishes[1].matched_stop) == (STRING, letters[3:5])
-            assert (front.finishes[2].reason, front.finishes[2].matched_token) == (TOKEN, whole[4])
-            assert front.tokens[3] == whole
+            await gateway.send(submit(1, stop=[letters[3:5]]), submit(2, stop_token_ids=[whole[4]]), submit(3, stream=False))
+            await gateway.ended(1, 2, 3)
+            assert (gateway.finishes[1].reason, gateway.finishes[1].matched_stop) == (STRING, letters[3:5])
+            assert (gateway.finishes[2].reason, gateway.finishes[2].matched_token) == (TOKEN, whole[4])
+            assert gateway.tokens[3] == whole
 
     run(check)
 
@@ -257,14 +257,14 @@ def test_failing_step_ends_only_the_requests_of_the_step() -> None:
     async def check() -> None:
         async with serving(step_s=0.002) as worker:
             worker.executor.fail_steps = {3}
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, max_new_tokens=50))
-            await front.ended(1)
-            assert front.finishes[1].error == common_pb2.ERROR_CODE_INTERNAL
-            await front.send(submit(2))
-            await front.ended(2)
-            assert front.tokens[2] == expected([1, 2, 3], 10)
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, max_new_tokens=50))
+            await gateway.ended(1)
+            assert gateway.finishes[1].error == common_pb2.ERROR_CODE_INTERNAL
+            await gateway.send(submit(2))
+            await gateway.ended(2)
+            assert gateway.tokens[2] == expected([1, 2, 3], 10)
             assert (await worker.idle()).pages_leased == 0
 
     run(check)
@@ -273,12 +273,12 @@ def test_failing_step_ends_only_the_requests_of_the_step() -> None:
 def test_metrics_have_sglang_names_and_exact_counts() -> None:
     async def check() -> None:
         async with serving() as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, list(range(20))))
-            await front.ended(1)
-            await front.send(submit(2, list(range(20)), max_new_tokens=5))
-            await front.ended(2)
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, list(range(20))))
+            await gateway.ended(1)
+            await gateway.send(submit(2, list(range(20)), max_new_tokens=5))
+            await gateway.ended(2)
             await worker.idle()
             registry = CollectorRegistry()
             registry.register(worker.metrics)
@@ -307,13 +307,13 @@ def test_metrics_have_sglang_names_and_exact_counts() -> None:
 def test_reused_handle_ends_the_stream_and_all_of_its_requests() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
-            front = FrontEnd(worker.stub)
-            await front.hello()
-            await front.send(submit(1, max_new_tokens=200))
-            await front.until(lambda: len(front.tokens[1]) > 1)
-            await front.send(submit(1))
+            gateway = FakeGateway(worker.stub)
+            await gateway.hello()
+            await gateway.send(submit(1, max_new_tokens=200))
+            await gateway.until(lambda: len(gateway.tokens[1]) > 1)
+            await gateway.send(submit(1))
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await front.ended(1)
+                await gateway.ended(1)
             assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert (await worker.idle()).pages_leased == 0
 

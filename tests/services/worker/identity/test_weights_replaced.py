@@ -39,9 +39,9 @@ def change_weights(folder: Path) -> str:
 
 
 async def finish_of(at: Operated, message: worker_pb2.Submit) -> worker_pb2.Finish:
-    await at.front.send(message)
-    await at.front.ended(message.handle)
-    return at.front.finishes[message.handle]
+    await at.gateway.send(message)
+    await at.gateway.ended(message.handle)
+    return at.gateway.finishes[message.handle]
 
 
 def served_weights(folder: Path) -> ServedWeights:
@@ -70,10 +70,10 @@ def test_new_weights_are_sent_in_a_hello_and_submits_for_old_weights_are_refused
             new = change_weights(folder)
             await resume(at)
             refused = await finish_of(at, submit_for(3, old, output_ids=[5, 6]))
-            assert [hello.revision for hello in at.front.hellos] == [new] and new != old, "a hello on the open stream"
-            assert refused.error == common_pb2.ERROR_CODE_OTHER_WEIGHTS and not at.front.tokens[3]
+            assert [hello.revision for hello in at.gateway.hellos] == [new] and new != old, "a hello on the open stream"
+            assert refused.error == common_pb2.ERROR_CODE_OTHER_WEIGHTS and not at.gateway.tokens[3]
             assert (await finish_of(at, submit_for(4, new))).cached_tokens == 0
-            assert at.front.tokens[4] == expected(PROMPT, 10)
+            assert at.gateway.tokens[4] == expected(PROMPT, 10)
             assert (await finish_of(at, submit_for(5, ""))).cached_tokens > 0, "a submit without a revision runs on any weights"
             turn = await finish_of(at, submit_for(6, new, session=worker_pb2.SessionTurn(session_id="s")))
             assert turn.error == common_pb2.ERROR_CODE_INVALID_ARGUMENT and "it was forgotten" in turn.message
@@ -93,7 +93,7 @@ def test_no_hello_is_sent_when_the_weights_are_equal(tmp_path: Path) -> None:
             os.utime(folder / "model-00001-of-00002.safetensors", (1, 1))
             await resume(at)
             assert not (await finish_of(at, submit_for(1, weights.identity.revision))).error
-            assert not at.front.hellos
+            assert not at.gateway.hellos
             assert weights.reload_s is not None and weights.reload_s >= 0
 
     run(check)
@@ -134,6 +134,6 @@ def test_weights_that_change_during_a_resume_are_not_served(tmp_path: Path, case
             changed.write_bytes(original)
             await resume(at)
             assert not (await finish_of(at, submit_for(1, weights.identity.revision))).error
-            assert not at.front.hellos
+            assert not at.gateway.hellos
 
     run(check)

@@ -25,13 +25,13 @@ from rootstock_llm.services.worker.loop.inbox import (
     Stop,
 )
 from tests.services.worker.conftest import Serving, run, serving
-from tests.services.worker.front.test_server import FrontEnd, submit
+from tests.services.worker.front.test_server import FakeGateway, submit
 
 
-async def front_end(at: Serving) -> FrontEnd:
-    front = FrontEnd(at.stub)
-    await front.hello()
-    return front
+async def front_end(at: Serving) -> FakeGateway:
+    gateway = FakeGateway(at.stub)
+    await gateway.hello()
+    return gateway
 
 
 async def answers(at: Serving) -> bool:
@@ -83,11 +83,11 @@ def test_loop_ignores_results_of_unknown_grammars() -> None:
 def test_grammar_is_refused_when_the_worker_has_no_grammar_compiler() -> None:
     async def check() -> None:
         async with serving() as at:
-            front = await front_end(at)
-            await front.send(submit(1, grammar=common_pb2.Grammar(regex="a")))
-            await front.ended(1)
-            assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
-            assert front.finishes[1].field == "grammar"
+            gateway = await front_end(at)
+            await gateway.send(submit(1, grammar=common_pb2.Grammar(regex="a")))
+            await gateway.ended(1)
+            assert gateway.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
+            assert gateway.finishes[1].field == "grammar"
 
     run(check)
 
@@ -96,16 +96,16 @@ def test_grammar_is_refused_when_the_worker_has_no_grammar_compiler() -> None:
 def test_messages_after_stop_get_a_result(late: str) -> None:
     async def check() -> None:
         async with serving() as at:
-            front = await front_end(at)
+            gateway = await front_end(at)
             refusal: concurrent.futures.Future[str] = concurrent.futures.Future()
             done: concurrent.futures.Future[int] = concurrent.futures.Future()
-            await front.send(submit(1, max_new_tokens=200))
-            await front.until(lambda: bool(front.tokens.get(1)))
+            await gateway.send(submit(1, max_new_tokens=200))
+            await gateway.until(lambda: bool(gateway.tokens.get(1)))
             at.inbox.put(Stop())
             if late == "submit":
                 at.inbox.put(Submit(1, 2, "r2", np.array([5], dtype=np.int32), SamplingParams(3)))
-                await front.ended(2)
-                assert front.finishes[2].error == common_pb2.ERROR_CODE_UNAVAILABLE
+                await gateway.ended(2)
+                assert gateway.finishes[2].error == common_pb2.ERROR_CODE_UNAVAILABLE
             elif late == "session":
                 at.inbox.put(OpenSession("s", 0, 0.0, refusal))
                 assert "stopping" in await asyncio.wait_for(asyncio.wrap_future(refusal), 60)
@@ -113,8 +113,8 @@ def test_messages_after_stop_get_a_result(late: str) -> None:
                 at.inbox.put(Command(Barrier.IDLE, lambda core, executor, pace: 1, done, float("inf")))
                 with pytest.raises(LoopEnded):
                     await asyncio.wait_for(asyncio.wrap_future(done), 60)
-            await front.ended(1)
-            assert front.finishes[1].error == common_pb2.ERROR_CODE_UNAVAILABLE
+            await gateway.ended(1)
+            assert gateway.finishes[1].error == common_pb2.ERROR_CODE_UNAVAILABLE
 
     run(check)
 
@@ -122,10 +122,10 @@ def test_messages_after_stop_get_a_result(late: str) -> None:
 def test_newly_cached_blocks_are_counted() -> None:
     async def check() -> None:
         async with serving() as at:
-            front = await front_end(at)
+            gateway = await front_end(at)
             at.core.events = at.core.memory.tree._events = CacheEventLog(4, lambda link, ids: ids[:8], str.encode)
-            await front.send(submit(1, list(range(130))))
-            await front.ended(1)
+            await gateway.send(submit(1, list(range(130))))
+            await gateway.ended(1)
             assert at.counts.stored_blocks == 2
 
     run(check)
@@ -134,12 +134,12 @@ def test_newly_cached_blocks_are_counted() -> None:
 def test_timed_out_call_affects_no_other_request() -> None:
     async def check() -> None:
         async with serving(step_s=0.2) as at:
-            front = await front_end(at)
-            await front.send(submit(1, max_new_tokens=3))
+            gateway = await front_end(at)
+            await gateway.send(submit(1, max_new_tokens=3))
             with pytest.raises(grpc.aio.AioRpcError):
                 for _ in range(50):
                     await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"), timeout=0.0005)
-            await front.ended(1)
+            await gateway.ended(1)
             assert await answers(at)
 
     run(check)
