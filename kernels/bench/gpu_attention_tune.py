@@ -1,4 +1,4 @@
-"""Times attention with further block sizes: python -m rootstock_llm.kernels.bench.gpu_attention_tune [--only PART]."""
+"""Times attention with block sizes other than planned: python -m rootstock_llm.kernels.bench.gpu_attention_tune [--only PART]."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rootstock_llm.kernels.triton.attention.attention_plan import Blocks, HeadSh
 
 
 def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:
-    """Yields (blocks, splits) with values near those of the plan `launch`.
+    """Yields (blocks, splits) to time in place of those of the plan `launch`.
 
-    Leaves out the plan's own values, because tuned() times the plan itself. If the plan deals its splits (`extra`), includes
-    them, because retiled() makes another launch of them, with even splits.
+    The plan's own values are left out, because tuned() times the plan itself. They are included if the plan's splits are
+    dealt (see Launch), because retiled() makes a launch with even splits from them.
     """
     lanes = [launch.blocks.m] if launch.one_token else [64, 128]
     splits = sorted({launch.splits} | ({1, 2, 4, 8, 16, 32} if launch.splits else set()))
@@ -52,7 +52,7 @@ def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Itera
 def main(arguments: list[str] | None = None) -> int:
     """Prints the time of the plan and of the five fastest launches for each shape. Returns 0; 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="Text that the names of the shapes to run contain.")
+    parser.add_argument("--only", default="", help="Run only the shapes whose names contain this text.")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = list(tuned(sizes, timer, device))
         print(sizes.name)
         for label, (microseconds, launch) in [
-            ("now", found[0]),
+            ("plan", found[0]),
             *(("", one) for one in sorted(found, key=lambda one: one[0])[:5]),
         ]:
             print(

@@ -192,9 +192,9 @@ UNSUPPORTED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.by_day(one_in=5, seed=19)
-@pytest.mark.parametrize("schema, place", UNSUPPORTED, ids=[json.dumps(case[0])[:60] for case in UNSUPPORTED])
-def test_unsupported_keyword_is_refused_with_json_pointer(schema: Any, place: str) -> None:
+@pytest.mark.parametrize("schema, pointer", UNSUPPORTED, ids=[json.dumps(case[0])[:60] for case in UNSUPPORTED])
+def test_unsupported_keyword_is_refused_with_json_pointer(schema: Any, pointer: str) -> None:
     with pytest.raises(GrammarRefused, match=r"^json_schema: ") as refusal:
         model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
-    assert str(refusal.value).split(": ")[1] == place
+    assert str(refusal.value).split(": ")[1] == pointer
     assert "\n" not in str(refusal.value)

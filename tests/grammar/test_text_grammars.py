@@ -147,7 +147,7 @@ def test_structural_tag_requires_regex_when_at_least_one_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "source, place",
+    "source, pointer",
     [
         ("[]", "#"),
         ("{}", "#"),
@@ -158,7 +158,7 @@ def test_structural_tag_requires_regex_when_at_least_one_is_set() -> None:
         (tag({"type": "any_text"}, unknown=1), "#/format/unknown"),
     ],
 )
-def test_structural_tag_is_refused_with_pointer(source: str, place: str) -> None:
+def test_structural_tag_is_refused_with_pointer(source: str, pointer: str) -> None:
     with pytest.raises(GrammarRefused) as refusal:
         model.compiled(GrammarSpec(GrammarKind.STRUCTURAL_TAG, source))
-    assert str(refusal.value).startswith(f"structural_tag: {place}: ")
+    assert str(refusal.value).startswith(f"structural_tag: {pointer}: ")

@@ -192,7 +192,7 @@ class Written:
 def sampled(kernels: SampleKernels, logits: Tensor, rows: SampleRows, table: SlotTable, device: torch.device) -> Written:
     """Runs edit_logits and select_tokens over poisoned outputs, and checks that the logits stay unchanged."""
     table = on_device(replace(table, counts=table.counts.clone()), device)
-    rows, held = on_device(rows, device), logits.to(device, copy=True)
+    rows, device_logits = on_device(rows, device), logits.to(device, copy=True)
     written = Written(
         tokens=torch.full((len(logits),), 99, dtype=torch.int32, device=device),
         faults=torch.full((len(logits),), 99, dtype=torch.int32, device=device),
@@ -200,9 +200,9 @@ def sampled(kernels: SampleKernels, logits: Tensor, rows: SampleRows, table: Slo
         relay=torch.full((len(table.params),), -1, dtype=torch.int64, device=device),
         counts=table.counts,
     )
-    kernels.edit_logits(written.edited, held, rows, table)
-    kernels.select_tokens(written.tokens, written.faults, held, written.edited, rows, table, written.relay)
-    assert held.cpu().view(torch.int32).equal(logits.view(torch.int32)), "the kernels must not change the input logits"
+    kernels.edit_logits(written.edited, device_logits, rows, table)
+    kernels.select_tokens(written.tokens, written.faults, device_logits, written.edited, rows, table, written.relay)
+    assert device_logits.cpu().view(torch.int32).equal(logits.view(torch.int32)), "the kernels must not change the input logits"
     return Written(*(column.cpu() for column in (written.tokens, written.faults, written.edited, written.relay, written.counts)))
 
 

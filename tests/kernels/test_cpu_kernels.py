@@ -51,11 +51,11 @@ def test_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, row
 @each_pair(dtype=DTYPES, rows=[1, 40], size=[33, 1024])
 def test_fused_add_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
-    held, held_too = random(rows, size, dtype=dtype, seed=2), random(rows, size, dtype=dtype, seed=2)
+    residual, expected_residual = random(rows, size, dtype=dtype, seed=2), random(rows, size, dtype=dtype, seed=2)
     found, expected = torch.empty_like(x), torch.empty_like(x)
-    kernels.fused_add_rms_norm(found, x, held, weight, 1e-6)
-    reference.fused_add_rms_norm(expected, x, held_too, weight, 1e-6)
-    assert torch.equal(held, held_too)
+    kernels.fused_add_rms_norm(found, x, residual, weight, 1e-6)
+    reference.fused_add_rms_norm(expected, x, expected_residual, weight, 1e-6)
+    assert torch.equal(residual, expected_residual)
     assert_same(found, expected, dtype)
 
 

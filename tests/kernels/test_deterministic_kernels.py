@@ -123,12 +123,12 @@ class Context:
         pool = (3 * width, self.kv_heads, page_size, self.head_dim)
         self.qkv = random(LENGTH, (self.heads + 2 * self.kv_heads) * self.head_dim, dtype=dtype, seed=1) * 2
         self.keys, self.values = random(*pool, dtype=dtype, seed=2), random(*pool, dtype=dtype, seed=3)
-        places = torch.arange(LENGTH)
-        kept, offsets = self.table[0, places // page_size].long(), places % page_size
+        positions = torch.arange(LENGTH)
+        source_pages, offsets = self.table[0, positions // page_size].long(), positions % page_size
         for slot in (1, 2):  # copies on other pages
-            pages = self.table[slot, places // page_size].long()
-            self.keys[pages, :, offsets] = self.keys[kept, :, offsets]
-            self.values[pages, :, offsets] = self.values[kept, :, offsets]
+            pages = self.table[slot, positions // page_size].long()
+            self.keys[pages, :, offsets] = self.keys[source_pages, :, offsets]
+            self.values[pages, :, offsets] = self.values[source_pages, :, offsets]
 
     def attend(self, kernels: Kernels, rows: RaggedRows) -> Tensor:
         """Returns [tokens, H D], the attention of the tokens at the rows' positions."""

@@ -22,7 +22,7 @@ from tests.kernels.test_deterministic_kernels import CUTS, LENGTH, Context, rand
 from tests.night import NIGHTLY
 
 CPU = torch.device("cpu")
-PLACES = 64  # positions per split; the tested contexts have three splits
+SPLIT_SIZE = 64  # positions per split; the tested contexts have three splits
 LARGE = Tile(128, 128, 128, 8, 2)
 ROOMY = Tiles(few=Tile(64, 128, 64, 4, 2), deep=Tile(64, 16, 256, 4, 2), some=LARGE, many=LARGE)
 ROW_CUTS = (1, 3, 40, 64, 65, 97)
@@ -40,9 +40,9 @@ def launched(shape: attention.HeadShape, rows: RaggedRows, num_tokens: int, spli
         strided: whether two programs compute the splits, so that each takes several.
     """
     many, one = 1 << 20 if split else 0, bool((rows.num_tokens == 1).all())
-    launch = plan_fixed(shape, len(rows.slots), num_tokens, rows.max_context + PLACES, PLACES, many, one)
+    launch = plan_fixed(shape, len(rows.slots), num_tokens, rows.max_context + SPLIT_SIZE, SPLIT_SIZE, many, one)
     blocks = replace(launch.blocks, n=32)
-    return replace(launch, blocks=blocks, min_blocks=PLACES // blocks.n, splits=min(launch.splits, 2 if strided else 64))
+    return replace(launch, blocks=blocks, min_blocks=SPLIT_SIZE // blocks.n, splits=min(launch.splits, 2 if strided else 64))
 
 
 @pytest.fixture(autouse=True)

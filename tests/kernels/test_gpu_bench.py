@@ -66,15 +66,15 @@ def test_kernels_compile_for_hopper_at_bench_shapes(name: str) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper", f"rootstock_llm.kernels.bench.{name}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    shared = told["shared"]
+    report = json.loads(done.stdout)
+    shared = report["shared"]
     assert set(shared) == KERNELS[name]
     if name == "gpu_deterministic":
-        assert set(told["fused"]) == KERNELS[name] - {"_rope_write_kernel"}
+        assert set(report["fused"]) == KERNELS[name] - {"_rope_write_kernel"}
         assert len(shared["_rope_write_kernel"]) == len(SHAPES), "few and many tokens use the same variant"
     else:
-        assert not told["fused"]
-    for kernel, counts in told["fused"].items():
+        assert not report["fused"]
+    for kernel, counts in report["fused"].items():
         logarithms = 4 if kernel == "attention_kernel" else 0  # per thread, one per lane of a split; CUDA fixes their steps
         assert {count % LOGARITHM for count in counts} == {0} and max(counts) <= logarithms * LOGARITHM, kernel
     assert max(max(sizes) for sizes in shared.values()) <= SHARED_MEMORY

@@ -39,7 +39,7 @@ def rows_of(count: int, size: int, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("pages", [[3], [6, 0, 4, 1]], ids=len)
-def test_bringing_restores_layers_in_order(device: torch.device, pages: list[int]) -> None:
+def test_bring_pieces_restores_layers_in_order(device: torch.device, pages: list[int]) -> None:
     torch.manual_seed(1)
     made = pools(device)
     whole = [KVPool(tuple(k.clone() for k in pool.keys), tuple(v.clone() for v in pool.values)) for pool in made]

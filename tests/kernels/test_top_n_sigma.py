@@ -60,7 +60,7 @@ def extremes(back_end: str, logits: Tensor, case: SlotCase, device: torch.device
     return first, last
 
 
-def left_by(logits: NDArray[np.float64], n: float) -> list[int]:
+def kept_by(logits: NDArray[np.float64], n: float) -> list[int]:
     """Returns the tokens that top-n-sigma keeps."""
     sigma = logits[np.isfinite(logits)].std()
     return np.flatnonzero(logits >= logits.max() - n * sigma).tolist()
@@ -85,10 +85,10 @@ def test_top_n_sigma_keeps_logits_near_the_maximum(
     row: NDArray[np.float64], n: float, back_end: str, device: torch.device
 ) -> None:
     """The logits fall as the ids rise and masked tokens come last, so the highest drawn id is the least likely kept token."""
-    held = -np.sort(-row.astype(np.float32)).astype(np.float64)
-    kept = left_by(held, n) if n < 1e6 else np.flatnonzero(np.isfinite(held)).tolist()
-    hot = float(np.float32(np.ptp(held[np.isfinite(held)]))) * 64
-    assert extremes(back_end, float32(held), SlotCase(hot, top_n_sigma=n), device) == (0, kept[-1])
+    logits = -np.sort(-row.astype(np.float32)).astype(np.float64)
+    kept = kept_by(logits, n) if n < 1e6 else np.flatnonzero(np.isfinite(logits)).tolist()
+    hot = float(np.float32(np.ptp(logits[np.isfinite(logits)]))) * 64
+    assert extremes(back_end, float32(logits), SlotCase(hot, top_n_sigma=n), device) == (0, kept[-1])
 
 
 @pytest.mark.by_day(one_in=4, seed=1)
@@ -98,15 +98,15 @@ def test_draws_match_cumulated_mass_of_kept_tokens(n: float, temperature: float,
 
     The same tokens remain at every temperature.
     """
-    number, held = (200 if back_end != "triton" or device.type == "cuda" else 4), MASKED.astype(np.float32).astype(np.float64)
-    kept = left_by(held, n)
-    mass = np.exp((held[kept] - held.max()) / temperature).cumsum()
+    number, logits = (200 if back_end != "triton" or device.type == "cuda" else 4), MASKED.astype(np.float32).astype(np.float64)
+    kept = kept_by(logits, n)
+    mass = np.exp((logits[kept] - logits.max()) / temperature).cumsum()
     seeds = np.arange(number, dtype=np.uint64) * np.uint64(977)
     targets = uniforms(seeds, np.full(number, 10, dtype=np.int32)) * mass[-1]
     clear = np.abs(targets[:, None] - mass[None, :]).min(axis=1) > 1e-5 * mass[-1]
     expected = np.array(kept)[np.searchsorted(mass, targets, side="right")]
     slots = [SlotCase(temperature, top_n_sigma=n, seed=int(seed)) for seed in seeds]
-    found = np.array(drawn(back_end, float32(held).repeat(number, 1), [Row(slot) for slot in range(number)], slots, device))
+    found = np.array(drawn(back_end, float32(logits).repeat(number, 1), [Row(slot) for slot in range(number)], slots, device))
     assert clear.sum() > 0.9 * number
     assert found[clear].tolist() == expected[clear].tolist()
 
@@ -162,12 +162,12 @@ def test_other_cuts_apply_to_kept_tokens(
     The least likely come last.
     """
     cuts, share = cut
-    held = FALLING.astype(np.float32).astype(np.float64)
-    kept = len(left_by(held, n))
+    logits = FALLING.astype(np.float32).astype(np.float64)
+    kept = len(kept_by(logits, n))
     count = kept * share if isinstance(share, float) else min(kept, share)
     if cuts.keys() == {"top_k", "top_p"}:
         count = min(kept, 2500) * 0.5
-    first, last = extremes(back_end, float32(held), SlotCase(HOT, top_n_sigma=n, **cuts), device)  # type: ignore[arg-type]
+    first, last = extremes(back_end, float32(logits), SlotCase(HOT, top_n_sigma=n, **cuts), device)  # type: ignore[arg-type]
     assert first == 0 and abs(last + 1 - count) <= (2 if "top_p" in cuts else 0), (last, count)
 
 

@@ -66,15 +66,15 @@ def test_fused_add_rms_norm_matches_reference(
 ) -> None:
     rows, size = shape
     x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=dtype, device=device, seed=1)
-    held, whole = guarded(rows, size, dtype, device)
-    held.copy_(random(rows, size, dtype=dtype, device=device, seed=2))
-    held_too, found, expected = held.clone(), torch.full_like(x, POISON), torch.empty_like(x)
-    kernels.fused_add_rms_norm(found, x, held, weight, 1e-6)
-    reference.fused_add_rms_norm(expected, x, held_too, weight, 1e-6)
+    residual, whole = guarded(rows, size, dtype, device)
+    residual.copy_(random(rows, size, dtype=dtype, device=device, seed=2))
+    expected_residual, found, expected = residual.clone(), torch.full_like(x, POISON), torch.empty_like(x)
+    kernels.fused_add_rms_norm(found, x, residual, weight, 1e-6)
+    reference.fused_add_rms_norm(expected, x, expected_residual, weight, 1e-6)
     if dtype == torch.bfloat16 and not x.is_cuda:  # Triton's interpreter truncates instead of rounding
-        assert_same(held, held_too, dtype)
+        assert_same(residual, expected_residual, dtype)
     else:
-        assert torch.equal(held, held_too)
+        assert torch.equal(residual, expected_residual)
     assert_same(found, expected, dtype)
     assert_unharmed(whole)
 
@@ -217,10 +217,10 @@ def test_rope_write_kv_matches_reference(
 
 
 def test_rope_write_kv_accepts_unwritten_tokens_beyond_the_table(kernels: TritonLayers, device: torch.device) -> None:
-    rows, held = placed([-1, 0], [3, 1], device), torch.full((4, 4), torch.nan, device=device)
-    held[:2] = 1.0
+    rows, rotations = placed([-1, 0], [3, 1], device), torch.full((4, 4), torch.nan, device=device)
+    rotations[:2] = 1.0
     qkv, pool = torch.ones(2, 12, device=device), torch.full((1, 1, 1, 4), POISON, device=device)
-    kernels.rope_write_kv(qkv, None, 1e-6, held[:2], rows, pool, pool.clone())
+    kernels.rope_write_kv(qkv, None, 1e-6, rotations[:2], rows, pool, pool.clone())
     assert pool.flatten().tolist() == [0.0, 0.0, 2.0, 2.0]
     assert qkv[:, :4].tolist() == [[0.0, 0.0, 2.0, 2.0]] * 2
 

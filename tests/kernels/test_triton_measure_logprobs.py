@@ -26,11 +26,11 @@ def poisoned(rows: int, num_top: int) -> Measured:
 
 def measured(logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int, device: torch.device, max_rows: int) -> Measured:
     out = poisoned(len(rows), num_top)
-    held = Measured(*(getattr(out, name.name).to(device) for name in fields(out)))
+    device_out = Measured(*(getattr(out, name.name).to(device) for name in fields(out)))
     TritonSampling(max_rows, logits.shape[1], device).measure_logprobs(
-        held, logits.to(device), tokens.to(device), rows.to(device)
+        device_out, logits.to(device), tokens.to(device), rows.to(device)
     )
-    return Measured(*(getattr(held, name.name).cpu() for name in fields(out)))
+    return Measured(*(getattr(device_out, name.name).cpu() for name in fields(out)))
 
 
 def assert_as_reference(

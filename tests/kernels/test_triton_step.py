@@ -97,7 +97,7 @@ def ragged(
 
 def expected_tokens(
     rows: list[tuple[int, int, int]],
-    held: RaggedRows,
+    ragged_rows: RaggedRows,
     given: list[int],
     relay: list[int],
     num_extend: int,
@@ -105,9 +105,9 @@ def expected_tokens(
     vocab_size: int,
 ) -> tuple[list[int], list[int], list[int], int]:
     """Returns (ids, positions, locations, number of unwritten ids), computed one token at a time."""
-    tokens = len(held.positions)
+    tokens = len(ragged_rows.positions)
     ids, positions, locations, unwritten = [POISON] * tokens, [POISON] * tokens, [POISON] * tokens, 0
-    table, offsets = held.page_table.tolist(), held.offsets.tolist()
+    table, offsets = ragged_rows.page_table.tolist(), ragged_rows.offsets.tolist()
     for row, (slot, start, count) in enumerate(rows):
         for index in range(count):
             token, position = offsets[row] + index, start + index
@@ -150,31 +150,31 @@ def test_resolve_tokens_fills_ids_positions_and_locations(
     width = 64 // page_size
     order = torch.randperm(5 * width, generator=torch.Generator().manual_seed(page_size)).view(5, width).int()
     order[3, width // 8 :] = -1
-    held = ragged(rows, order.to(device), tokens + 2, device, reverse=page_size == 4)
+    ragged_rows = ragged(rows, order.to(device), tokens + 2, device, reverse=page_size == 4)
     own = [(13 * token) % 60 - 5 for token in range(tokens)]  # some ids are below 0, some beyond the vocabulary
     last = [7, 49, 5000, 3, -1]
     relay = torch.tensor(last, dtype=torch.int64, device=device)
     unwritten = column([3], device) if counted else None
     input_ids = column([POISON] * (tokens + 2), device, torch.int64)
-    ids, positions, locations, missing = expected_tokens(rows, held, own, last, num_extend, page_size, vocab)
+    ids, positions, locations, missing = expected_tokens(rows, ragged_rows, own, last, num_extend, page_size, vocab)
     longest = max((count for _, _, count in rows), default=0)
     kernels.resolve_tokens(
-        input_ids, held, column(own, device), relay, unwritten, num_extend, page_size, vocab, max_tokens=longest
+        input_ids, ragged_rows, column(own, device), relay, unwritten, num_extend, page_size, vocab, max_tokens=longest
     )
     assert input_ids.tolist() == ids
-    assert held.positions.tolist() == positions
-    assert held.locations.tolist() == locations
+    assert ragged_rows.positions.tolist() == positions
+    assert ragged_rows.locations.tolist() == locations
     assert unwritten is None or unwritten.tolist() == [3 + missing]
     assert relay.tolist() == last
 
 
 def test_resolve_tokens_accepts_no_given_ids_when_all_rows_decode(kernels: StepKernels, device: torch.device) -> None:
     table = torch.tensor([[3]], dtype=torch.int32, device=device)
-    held = ragged([(0, 2, 1)], table, 1, device)
+    ragged_rows = ragged([(0, 2, 1)], table, 1, device)
     input_ids = torch.full((1,), POISON, device=device)
     given, relay = torch.empty(0, dtype=torch.int32, device=device), torch.tensor([4], device=device)
-    kernels.resolve_tokens(input_ids, held, given, relay, None, 0, 4, 50, max_tokens=1)
-    assert (input_ids.tolist(), held.positions.tolist(), held.locations.tolist()) == ([4], [2], [14])
+    kernels.resolve_tokens(input_ids, ragged_rows, given, relay, None, 0, 4, 50, max_tokens=1)
+    assert (input_ids.tolist(), ragged_rows.positions.tolist(), ragged_rows.locations.tolist()) == ([4], [2], [14])
 
 
 def test_resolve_tokens_prefers_known_ids(kernels: StepKernels, device: torch.device) -> None:
@@ -183,24 +183,24 @@ def test_resolve_tokens_prefers_known_ids(kernels: StepKernels, device: torch.de
     One further row is relayed, one has no relayed id, one is padding.
     """
     table = torch.tensor([[5, 2], [7, 1]], dtype=torch.int32, device=device)
-    held = ragged([(0, 6, 1), (0, 3, 1), (1, 2, 1), (0, 4, 1), (0, 5, 1), (-1, 0, 1)], table, 6, device)
+    ragged_rows = ragged([(0, 6, 1), (0, 3, 1), (1, 2, 1), (0, 4, 1), (0, 5, 1), (-1, 0, 1)], table, 6, device)
     input_ids, relay = torch.full((6,), POISON, device=device), torch.tensor([4, -1], device=device)
     nothing, unwritten = torch.empty(0, dtype=torch.int32, device=device), column([0], device)
     known = column([13, 70, -1, 0, -1, -1], device)
-    kernels.resolve_tokens(input_ids, held, nothing, relay, unwritten, 0, 4, 50, max_tokens=1, known=known)
+    kernels.resolve_tokens(input_ids, ragged_rows, nothing, relay, unwritten, 0, 4, 50, max_tokens=1, known=known)
     assert input_ids.tolist() == [13, 49, 0, 0, 4, 0] and unwritten.tolist() == [1]
-    assert held.positions.tolist() == [6, 3, 2, 4, 5, 0] and held.locations.tolist() == [10, 23, 30, 8, 9, -1]
+    assert ragged_rows.positions.tolist() == [6, 3, 2, 4, 5, 0] and ragged_rows.locations.tolist() == [10, 23, 30, 8, 9, -1]
 
 
 def test_resolve_tokens_fills_rows_longer_than_a_block(kernels: StepKernels, device: torch.device) -> None:
     """The row has more tokens than one program of the larger block."""
     table = torch.randperm(100, generator=torch.Generator().manual_seed(1)).int().view(1, 100).to(device)
     rows = [(0, 3, 1100)]
-    held = ragged(rows, table, 1100, device)
+    ragged_rows = ragged(rows, table, 1100, device)
     input_ids, given = torch.full((1100,), POISON, device=device), list(range(1100))
-    kernels.resolve_tokens(input_ids, held, column(given, device), input_ids[:1], None, 1, 16, 2000, max_tokens=1100)
-    expected = expected_tokens(rows, held, given, [0], 1, 16, 2000)
-    assert (input_ids.tolist(), held.positions.tolist(), held.locations.tolist()) == expected[:3]
+    kernels.resolve_tokens(input_ids, ragged_rows, column(given, device), input_ids[:1], None, 1, 16, 2000, max_tokens=1100)
+    expected = expected_tokens(rows, ragged_rows, given, [0], 1, 16, 2000)
+    assert (input_ids.tolist(), ragged_rows.positions.tolist(), ragged_rows.locations.tolist()) == expected[:3]
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
@@ -222,28 +222,28 @@ def test_page_indices_gathers_pages_of_rows(
             page = int(table[slot, entry]) if slot >= 0 and entry < width else 0
             expected[begins[row] + entry] = max(page, 0)
     out = column([POISON] * len(expected), device)
-    held = ragged([(slot, 0, 1) for slot in slots], table.to(device), len(slots), device)
-    kernels.page_indices(out, column(begins, device), held)
+    ragged_rows = ragged([(slot, 0, 1) for slot in slots], table.to(device), len(slots), device)
+    kernels.page_indices(out, column(begins, device), ragged_rows)
     assert out.tolist() == expected
 
 
 @pytest.mark.parametrize("kernels", [name for name in NAMES if name != "torch"], indirect=True)
 def test_step_kernels_reject_unfit_columns(kernels: StepKernels, device: torch.device) -> None:
     table = torch.zeros(1, 3, dtype=torch.int32, device=device)
-    held = ragged([(0, 0, 1)], table, 1, device)
+    ragged_rows = ragged([(0, 0, 1)], table, 1, device)
     short = DevicePageTableUpdates(*(column([0] * count, device) for count in (2, 2, 1, 2)), column([1, 2], device))
     relay, ids = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="do not fit"):
         kernels.update_page_table(table, short)
     with pytest.raises(ValueError, match="do not fit"):
-        kernels.resolve_tokens(ids, held, column([1, 2], device), relay, None, 1, 4, 50, 1)
+        kernels.resolve_tokens(ids, ragged_rows, column([1, 2], device), relay, None, 1, 4, 50, 1)
     known, one = column([1, 2], device), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="do not fit"):
-        kernels.resolve_tokens(one, held, column([1], device), relay, None, 0, 4, 50, 1, known)
+        kernels.resolve_tokens(one, ragged_rows, column([1], device), relay, None, 0, 4, 50, 1, known)
     if isinstance(kernels, CpuKernels):
         return  # CpuKernels.page_indices is the reference
     with pytest.raises(ValueError, match="do not fit"):
-        kernels.page_indices(ids.int(), column([0, 1, 2], device), held)
+        kernels.page_indices(ids.int(), column([0, 1, 2], device), ragged_rows)
 
 
 def test_reference_step_kernels_read_no_value_on_the_host() -> None:

@@ -49,7 +49,7 @@ CAP_S = 300.0  # seconds; the watchdog's limit
 
 @dataclass
 class Serving:
-    """A worker with the fake executor behind a real gRPC port."""
+    """A worker that runs the fake executor and serves a real gRPC port."""
 
     address: str  # host and port of the gRPC server
     stub: worker_pb2_grpc.WorkerStub  # stub of the gRPC server
@@ -119,7 +119,9 @@ class PlainMasks:
         return masks_behind(matchers, draft_tokens)
 
 
-class Tap:
+class CountingOutput:
+    """Records the times of outputs and sends them."""
+
     def __init__(self, metrics: WorkerMetrics, outbox: StreamOutbox) -> None:
         self._metrics, self._outbox = metrics, outbox
 
@@ -157,7 +159,7 @@ async def serving(
     load = LoadReport(outbox, config.page_size, NoIndex(5), pulse, limit, gap_s, beat_s)
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
     observer = Observer(metrics, load, pulse, limit)
-    loop = Loop(core, executor, inbox, Tap(metrics, outbox), observer, PlainMasks(), overlap, spans=spans)
+    loop = Loop(core, executor, inbox, CountingOutput(metrics, outbox), observer, PlainMasks(), overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox)
     hello = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len, revision=revision)
     if info is not None:

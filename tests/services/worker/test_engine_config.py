@@ -18,8 +18,8 @@ from tests.contracts.test_worker_defaults import COMPUTED
 
 SETTINGS = resolved(of_values(WorkerSettings, {}), None)
 INFO = LoadedInfo("fake", 4096, 1000, (2,), num_pages=64, page_size=16, dtype="none", weight_bytes=0, kv_bytes_per_token=0)
-OF_THE_MODEL = ("context_len", "page_size")  # found by the executor, within the settings
-NAMES = sorted({*COMPUTED, *OF_THE_MODEL, "schedule_policy"})  # the remaining fields are plain copies and need no test each
+FROM_EXECUTOR = ("context_len", "page_size")  # determined by the executor, within the settings
+NAMES = sorted({*COMPUTED, *FROM_EXECUTOR, "schedule_policy"})  # the remaining fields are plain copies and need no test each
 
 
 def other_than(value: object) -> object:
@@ -39,7 +39,7 @@ def changed_fields(a: SchedulerConfig, b: SchedulerConfig) -> set[str]:
 def test_setting_reaches_the_field_of_the_same_name_only(name: str) -> None:
     changed = SETTINGS.model_copy(update={name: other_than(getattr(SETTINGS, name))})
     before, after = (scheduler_config(settings, INFO, -1) for settings in (SETTINGS, changed))
-    assert changed_fields(before, after) == ({name} - set(OF_THE_MODEL))
+    assert changed_fields(before, after) == ({name} - set(FROM_EXECUTOR))
 
 
 def test_model_and_tokenizer_values_reach_the_configuration() -> None:

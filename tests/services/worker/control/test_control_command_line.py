@@ -1,4 +1,4 @@
-"""Tests of `python -m rootstock_llm.services.worker.control`: arguments in; JSON or a one-line error out."""
+"""Tests of `python -m rootstock_llm.services.worker.control`: its arguments, its output in JSON and its one-line errors."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def test_command_line_prints_responses_and_grpc_errors(tmp_path: Path) -> None:
         assert server is not None
         address = ["--address", f"127.0.0.1:{server.port}"]
         by_file = [*address, "--control-token-file", str(tmp_path / "token")]
-        answers = await asyncio.gather(
+        results = await asyncio.gather(
             shell(*by_file, "FlushCache"),
             shell(*address, "SetInternalState", "policy=fcfs", "new_token_ratio=1", token=TOKEN),
             shell(*address, "FlushCache", token="wrong"),
             shell(*address, "ResumeMemory", token=TOKEN),
         )
-        flushed, changed, stranger, refused = answers
+        flushed, changed, unauthenticated, refused = results
         assert flushed == (0, '{\n  "pages": 12\n}\n', "")
         assert changed[0] == 0 and json.loads(changed[1])["tunables"]["policy"] == "fcfs"
-        assert stranger[:2] == (1, "") and stranger[2].startswith("rootstock control: UNAUTHENTICATED: ")
+        assert unauthenticated[:2] == (1, "") and unauthenticated[2].startswith("rootstock control: UNAUTHENTICATED: ")
         assert refused == (1, "", "rootstock control: FAILED_PRECONDITION: no memory is released\n")
         await server.stop(0)
 
@@ -65,16 +65,16 @@ def test_command_line_prints_one_line_when_the_worker_is_unreachable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "error"),
     [
         (["Explode"], "no operation Explode"),
         (["--control-token-file", "/nowhere", "FlushCache"], "cannot read control_token_file /nowhere"),
         (["--timeout-s", "0", "FlushCache"], "timeout_s"),
     ],
 )
-def test_command_line_exits_with_2_when_arguments_are_invalid(words: list[str], complaint: str) -> None:
+def test_command_line_exits_with_2_when_arguments_are_invalid(words: list[str], error: str) -> None:
     code, out, err = asyncio.run(shell(*words))
-    assert (code, out) == (2, "") and complaint in err and "Traceback" not in err
+    assert (code, out) == (2, "") and error in err and "Traceback" not in err
 
 
 @pytest.mark.by_day(one_in=2, seed=6)
@@ -108,8 +108,8 @@ def test_parser_turns_arguments_into_a_request(operation: str, words: list[str],
 
 
 def test_parser_reads_json_other_than_numbers_and_booleans_as_text() -> None:
-    said = PARSERS["SetInternalState"](["a=[1]", "b=null"])
-    assert said == pb.SetInternalStateRequest(tunables={"a": pb.Value(text="[1]"), "b": pb.Value(text="null")})
+    request = PARSERS["SetInternalState"](["a=[1]", "b=null"])
+    assert request == pb.SetInternalStateRequest(tunables={"a": pb.Value(text="[1]"), "b": pb.Value(text="null")})
 
 
 @pytest.mark.by_day(one_in=2, seed=71)

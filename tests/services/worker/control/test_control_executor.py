@@ -54,7 +54,7 @@ def build(folder: Path) -> Iterator[Callable[[int], DeviceExecutor]]:
         executor.close()
 
 
-def answer(executor: Executor, num_tokens: int = 12) -> list[int]:
+def greedy_tokens(executor: Executor, num_tokens: int = 12) -> list[int]:
     """Returns greedy tokens for PROMPT, computed without a cached prefix."""
     driver, sequence = Driver(executor, PAGE_SIZE), Sequence(PROMPT, slot=0, params=greedy())
     driver.step([(sequence, len(PROMPT))])
@@ -86,11 +86,11 @@ def test_completion_stays_the_same_after_release_and_resume(
     build: Callable[[int], DeviceExecutor], kv: bool, weights: bool
 ) -> None:
     executor = build(8)
-    before = answer(executor)
+    before = greedy_tokens(executor)
     assert len(set(before)) > 2
     executor.apply(ReleaseMemory(kv, weights))
     executor.apply(ResumeMemory(kv, weights))
-    assert answer(executor) == before
+    assert greedy_tokens(executor) == before
 
 
 def test_released_kv_cache_returns_memory_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
@@ -98,58 +98,58 @@ def test_released_kv_cache_returns_memory_to_the_system(build: Callable[[int], D
     size = sum(tensor.nbytes for tensor in pools(executor))
     assert size > 256 * MIB
     touch(executor)
-    held = rss()
+    used = rss()
     executor.apply(ReleaseMemory(kv=True, weights=False))
-    assert held - rss() > 0.95 * size
+    assert used - rss() > 0.95 * size
     executor.apply(ResumeMemory(kv=True, weights=False))
     assert sum(tensor.nbytes for tensor in pools(executor)) == size
-    assert len(answer(executor)) == 12
+    assert len(greedy_tokens(executor)) == 12
 
 
 def test_released_weights_return_memory_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8)
     size = (DEMO / "model.safetensors").stat().st_size  # bytes; float32 in memory takes at least the size of the file
-    answer(executor)
-    held = rss()
+    greedy_tokens(executor)
+    used = rss()
     executor.apply(ReleaseMemory(kv=False, weights=True))
-    assert held - rss() > 0.9 * size
+    assert used - rss() > 0.9 * size
     for _ in range(2):
         executor.apply(ResumeMemory(kv=False, weights=True))
         executor.apply(ReleaseMemory(kv=False, weights=True))
     executor.apply(ResumeMemory(kv=False, weights=True))
-    assert rss() < held + size
+    assert rss() < used + size
 
 
 def test_resume_loads_the_weights_again_from_the_folder(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     executor = build(8)
-    before = answer(executor)
+    before = greedy_tokens(executor)
     executor.apply(ReleaseMemory(kv=True, weights=True))
     tensors = load_file(folder / "model.safetensors")
     save_file(
         {name: tensor.flip(0) if tensor.ndim > 1 else tensor for name, tensor in tensors.items()}, folder / "model.safetensors"
     )
     executor.apply(ResumeMemory(kv=True, weights=True))
-    assert answer(executor) != before
+    assert greedy_tokens(executor) != before
 
 
 def test_step_fails_when_memory_is_released(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8)
-    before = answer(executor)
+    before = greedy_tokens(executor)
     for kv, weights in ((True, False), (False, True)):
         executor.apply(ReleaseMemory(kv, weights))
         with pytest.raises(ExecutorError):
-            answer(executor)
+            greedy_tokens(executor)
         executor.apply(ResumeMemory(kv, weights))
-    assert answer(executor) == before
+    assert greedy_tokens(executor) == before
 
 
 def test_resume_names_a_missing_file_and_succeeds_when_the_file_is_back(
     build: Callable[[int], DeviceExecutor], folder: Path
 ) -> None:
     executor = build(8)
-    before = answer(executor)
+    before = greedy_tokens(executor)
     executor.apply(ReleaseMemory(kv=True, weights=True))
     weights, away = folder / "model.safetensors", folder / "away"
     weights.rename(away)
@@ -157,12 +157,12 @@ def test_resume_names_a_missing_file_and_succeeds_when_the_file_is_back(
         executor.apply(ResumeMemory(kv=True, weights=True))
     away.rename(weights)
     executor.apply(ResumeMemory(kv=True, weights=True))
-    assert answer(executor) == before
+    assert greedy_tokens(executor) == before
 
 
 def test_resume_refuses_a_model_of_another_shape(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
     executor, config = build(8), folder / "config.json"
-    before = answer(executor)
+    before = greedy_tokens(executor)
     executor.apply(ReleaseMemory(kv=False, weights=True))
     right = config.read_text()
     config.write_text(json.dumps({**json.loads(right), "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
@@ -170,16 +170,16 @@ def test_resume_refuses_a_model_of_another_shape(build: Callable[[int], DeviceEx
         executor.apply(ResumeMemory(kv=False, weights=True))
     config.write_text(right)
     executor.apply(ResumeMemory(kv=False, weights=True))
-    assert answer(executor) == before
+    assert greedy_tokens(executor) == before
 
 
 def test_profile_writes_a_chrome_trace_of_the_steps(build: Callable[[int], DeviceExecutor], tmp_path: Path) -> None:
     executor, path = build(8), tmp_path / "steps.trace.json"
-    before = answer(executor)
+    before = greedy_tokens(executor)
     executor.apply(StartProfile(path))
     with pytest.raises(OperationRefused, match="is running already"):
         executor.apply(StartProfile(tmp_path / "second"))
-    assert answer(executor, 4) == before[:4]
+    assert greedy_tokens(executor, 4) == before[:4]
     executor.apply(StopProfile())
     with pytest.raises(OperationRefused, match="no profile is running"):
         executor.apply(StopProfile())

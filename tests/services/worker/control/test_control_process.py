@@ -21,11 +21,8 @@ from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.night import NIGHTLY
 from tests.services.worker.control.demo_prompt import DEMO, counting
 
-PAGES, PAGE_SIZE, TOKEN_BYTES = (
-    4096,
-    16,
-    4 * 2 * 2 * 64 * 4,
-)  # layers * (keys, values) * heads * head size * bytes of a float32
+PAGES, PAGE_SIZE = 4096, 16
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers * (keys, values) * heads * head size * bytes of a float32
 # PROMPTS: number of prompts of 2,000 tokens. WRITTEN_MIB: least KV in MiB that these prompts write.
 PROMPTS, WRITTEN_MIB = (4, 30) if NIGHTLY else (2, 15)
 GUARD_S = 180.0
@@ -37,7 +34,7 @@ class Process:
     worker: worker_pb2_grpc.WorkerStub  # stub of the worker's gRPC port
     control: control_pb2_grpc.ControlStub  # stub of its control port
 
-    def answer(self, prompt: list[int], count: int = 24) -> list[int]:
+    def greedy_tokens(self, prompt: list[int], count: int = 24) -> list[int]:
         """Returns `count` greedy tokens for the prompt."""
         sampling = common_pb2.SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
         submit = worker_pb2.Submit(handle=1, request_id="r", prompt_ids=prompt, sampling=sampling)
@@ -84,32 +81,32 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 @pytest.mark.parametrize("tags", [[pb.MEMORY_TAG_KV_CACHE], [pb.MEMORY_TAG_WEIGHTS], []])
 def test_completion_stays_the_same_after_release_and_resume(worker: Process, tags: list[pb.MemoryTag]) -> None:
     prompt = counting()
-    before = worker.answer(prompt)
+    before = worker.greedy_tokens(prompt)
     assert len(set(before)) > 3
     worker.control.ReleaseMemory(pb.ReleaseMemoryRequest(tags=tags), timeout=GUARD_S)
     state = worker.control.GetInternalState(pb.GetInternalStateRequest(), timeout=GUARD_S)
     assert state.paused and list(state.released) == (tags or [pb.MEMORY_TAG_KV_CACHE, pb.MEMORY_TAG_WEIGHTS])
     worker.control.ResumeMemory(pb.ResumeMemoryRequest(), timeout=GUARD_S)
     assert not worker.control.GetInternalState(pb.GetInternalStateRequest(), timeout=GUARD_S).paused
-    assert worker.answer(prompt) == before
+    assert worker.greedy_tokens(prompt) == before
 
 
 def test_released_kv_cache_returns_memory_to_the_system(worker: Process) -> None:
     for start in range(PROMPTS):
-        worker.answer([start + 3 + (i * 7 + start) % 900 for i in range(2000)], 2)
+        worker.greedy_tokens([start + 3 + (i * 7 + start) % 900 for i in range(2000)], 2)
     used = worker.control.GetInternalState(pb.GetInternalStateRequest(), timeout=GUARD_S).stats["pages_cached"].whole
     written = used * PAGE_SIZE * TOKEN_BYTES
     assert written > WRITTEN_MIB << 20
-    held = worker.rss()
+    before = worker.rss()
     worker.control.ReleaseMemory(pb.ReleaseMemoryRequest(tags=[pb.MEMORY_TAG_KV_CACHE]), timeout=GUARD_S)
-    assert held - worker.rss() > 0.9 * written
+    assert before - worker.rss() > 0.9 * written
     worker.control.ResumeMemory(pb.ResumeMemoryRequest(), timeout=GUARD_S)
-    assert len(worker.answer([3, 4, 5])) == 24
+    assert len(worker.greedy_tokens([3, 4, 5])) == 24
 
 
 def test_profile_is_written_to_the_profile_folder(worker: Process) -> None:
     path = worker.control.StartProfile(pb.StartProfileRequest(name="steps"), timeout=GUARD_S).path
-    worker.answer([3, 4, 5], 6)
+    worker.greedy_tokens([3, 4, 5], 6)
     assert worker.control.StopProfile(pb.StopProfileRequest(), timeout=GUARD_S).path == path
     assert path.endswith("/steps-w.trace.json")
     names = {event.get("name", "") for event in json.loads(Path(path).read_text())["traceEvents"]}
@@ -118,4 +115,4 @@ def test_profile_is_written_to_the_profile_folder(worker: Process) -> None:
 
 def test_freeze_gc_reports_frozen_objects(worker: Process) -> None:
     assert worker.control.FreezeGc(pb.FreezeGcRequest(), timeout=GUARD_S).objects > 10_000
-    assert len(worker.answer([3, 4, 5])) == 24
+    assert len(worker.greedy_tokens([3, 4, 5])) == 24

@@ -1,4 +1,4 @@
-"""Tests of the control service over real gRPC. A fake loop runs each command at once, or as the test decides."""
+"""Tests of the control service over real gRPC. A fake loop runs each command at once, or a function of the test handles it."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ class FakeExecutor:
 
     applied: list[Operation] = field(default_factory=list)  # operations that were not refused
     refusal: str = ""  # message of the refusals; empty if operations succeed
-    deleted: Deleted | Exception | None = field(
-        default_factory=lambda: Deleted(7)
-    )  # result of a storage deletion; if None, the deletion does not end
+    # Result of a storage deletion. If it is None, the deletion does not end.
+    deleted: Deleted | Exception | None = field(default_factory=lambda: Deleted(7))
 
     def apply(self, operation: Operation) -> None:
         if self.refusal:
@@ -127,11 +126,11 @@ class FakeLoop:
     executor: FakeExecutor = field(default_factory=FakeExecutor)
     pace: Pace = field(default_factory=Pace)
     commands: list[Command] = field(default_factory=list)  # commands that were put, in order
-    answer: Callable[[Command], None] | None = None  # handles commands instead of run(), if set
+    handle: Callable[[Command], None] | None = None  # handles commands instead of run(), if set
 
     def put(self, command: Command) -> None:
         self.commands.append(command)
-        (self.answer or self.run)(command)
+        (self.handle or self.run)(command)
 
     def run(self, command: Command) -> None:
         if not command.future.set_running_or_notify_cancel():
@@ -198,14 +197,14 @@ def test_control_page_shows_the_barrier_table() -> None:
 
 def test_each_operation_requests_the_barrier_of_the_table() -> None:
     async def run() -> dict[str, Barrier]:
-        asked: dict[str, Barrier] = {}
-        loop = FakeLoop(answer=lambda command: command.future.set_exception(NotIdle("2 requests run")))
+        barriers: dict[str, Barrier] = {}
+        loop = FakeLoop(handle=lambda command: command.future.set_exception(NotIdle("2 requests run")))
         async with control(loop) as stub:
             for name, request in REQUESTS.items():
                 code, _ = await status_of(getattr(stub, name)(request))
                 assert code is grpc.StatusCode.FAILED_PRECONDITION, name
-                asked[name] = loop.commands[-1].barrier
-        return asked
+                barriers[name] = loop.commands[-1].barrier
+        return barriers
 
     assert asyncio.run(run()) == BARRIERS
 
@@ -222,7 +221,7 @@ def test_each_operation_requests_the_barrier_of_the_table() -> None:
 )
 def test_call_status_follows_the_exception_of_the_action(raised: Exception, code: grpc.StatusCode) -> None:
     async def run() -> tuple[grpc.StatusCode, str]:
-        async with control(FakeLoop(answer=lambda command: command.future.set_exception(raised))) as stub:
+        async with control(FakeLoop(handle=lambda command: command.future.set_exception(raised))) as stub:
             return await status_of(stub.FlushCache(pb.FlushCacheRequest()))
 
     found, details = asyncio.run(run())
@@ -243,7 +242,7 @@ def test_call_without_the_token_is_unauthenticated_and_puts_no_command(metadata:
 
 
 @pytest.mark.parametrize(
-    ("names", "forgotten", "pages"),
+    ("names", "calls", "pages"),
     [
         ((), ["flush", ("flush", "device", "host")], 12),
         (("device",), ["flush", ("flush", "device")], 12),
@@ -251,14 +250,14 @@ def test_call_without_the_token_is_unauthenticated_and_puts_no_command(metadata:
         (("host", "storage"), [("flush", "host", "storage")], 0),
     ],
 )
-def test_flush_covers_the_named_tiers(names: tuple[str, ...], forgotten: list[Any], pages: int) -> None:
+def test_flush_covers_the_named_tiers(names: tuple[str, ...], calls: list[Any], pages: int) -> None:
     async def run() -> tuple[FakeLoop, int]:
         loop = FakeLoop()
         async with control(loop) as stub:
             return loop, (await stub.FlushCache(pb.FlushCacheRequest(tiers=names))).pages
 
     loop, found = asyncio.run(run())
-    assert loop.core.calls == forgotten and found == pages
+    assert loop.core.calls == calls and found == pages
     assert loop.executor.applied == [DeleteStored(ALL, Future())] * ("storage" in names)
 
 
@@ -266,7 +265,7 @@ EVERYWHERE = ("device", "host", "storage")
 
 
 @pytest.mark.parametrize(
-    ("request_", "forgotten", "deleted", "pages"),
+    ("request_", "calls", "deleted", "pages"),
     [
         (pb.FlushCacheRequest(cache_salt="a", tiers=["selected"]), [("forget", "a", *EVERYWHERE)], [Selection(b"tag a")], 12),
         (pb.FlushCacheRequest(cache_salt=""), [("forget", "", *EVERYWHERE)], [Selection(b"tag ")], 12),
@@ -276,7 +275,7 @@ EVERYWHERE = ("device", "host", "storage")
     ],
 )
 def test_flush_covers_the_named_salt_and_age(
-    request_: pb.FlushCacheRequest, forgotten: list[Any], deleted: list[Selection], pages: int
+    request_: pb.FlushCacheRequest, calls: list[Any], deleted: list[Selection], pages: int
 ) -> None:
     async def run() -> tuple[FakeLoop, int]:
         loop = FakeLoop()
@@ -284,7 +283,7 @@ def test_flush_covers_the_named_salt_and_age(
             return loop, (await stub.FlushCache(request_)).pages
 
     loop, found = asyncio.run(run())
-    assert loop.core.calls == forgotten and found == pages
+    assert loop.core.calls == calls and found == pages
     assert loop.executor.applied == [DeleteStored(which, Future()) for which in deleted]
 
 
@@ -322,7 +321,7 @@ def test_flush_is_refused_when_fields_contradict_each_other(request_: pb.FlushCa
 
 
 @pytest.mark.parametrize(
-    ("deleted", "code", "words"),
+    ("deleted", "code", "reason"),
     [
         (Deleted(3, (), "the storage does not answer"), grpc.StatusCode.UNAVAILABLE, "will retry: the storage does not answer"),
         (RuntimeError("a fault"), grpc.StatusCode.INTERNAL, "a fault"),
@@ -330,14 +329,14 @@ def test_flush_is_refused_when_fields_contradict_each_other(request_: pb.FlushCa
     ],
 )
 def test_flush_fails_when_the_storage_deletion_does_not_complete(
-    deleted: Deleted | Exception | None, code: grpc.StatusCode, words: str
+    deleted: Deleted | Exception | None, code: grpc.StatusCode, reason: str
 ) -> None:
     async def run() -> tuple[grpc.StatusCode, str]:
         async with control(FakeLoop(executor=FakeExecutor(deleted=deleted))) as stub:
             return await status_of(stub.FlushCache(pb.FlushCacheRequest(cache_salt="a"), timeout=4.0))
 
     found, details = asyncio.run(run())
-    assert found is code and words in details
+    assert found is code and reason in details
 
 
 def test_flush_is_refused_when_a_tier_is_unknown() -> None:
@@ -410,7 +409,7 @@ def test_command_deadline_leaves_time_for_the_response() -> None:
 
 def test_cancelled_call_cancels_the_command() -> None:
     async def run() -> concurrent.futures.Future[Any]:
-        loop = FakeLoop(answer=lambda command: None)
+        loop = FakeLoop(handle=lambda command: None)
         async with control(loop) as stub:
             call = stub.FlushCache(pb.FlushCacheRequest())
             while not loop.commands:
@@ -513,22 +512,22 @@ def test_invalid_argument_is_named_and_changes_nothing(name: str, request_: Any,
 
 def test_worker_stays_paused_until_all_released_memory_is_resumed() -> None:
     async def run() -> tuple[list[list[pb.MemoryTag]], FakeLoop]:
-        loop, said = FakeLoop(), []
+        loop, released_lists = FakeLoop(), []
         async with control(loop) as stub:
-            said.append(list((await stub.ReleaseMemory(pb.ReleaseMemoryRequest())).released))
+            released_lists.append(list((await stub.ReleaseMemory(pb.ReleaseMemoryRequest())).released))
             refused = await status_of(stub.Continue(pb.ContinueRequest()))
             assert refused == (
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "memory is released (kv_cache and weights); call ResumeMemory first",
             )
             weights = pb.ResumeMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS])
-            said.append(list((await stub.ResumeMemory(weights)).released))
+            released_lists.append(list((await stub.ResumeMemory(weights)).released))
             assert loop.core.paused
-            said.append(list((await stub.ResumeMemory(pb.ResumeMemoryRequest())).released))
-        return said, loop
+            released_lists.append(list((await stub.ResumeMemory(pb.ResumeMemoryRequest())).released))
+        return released_lists, loop
 
-    said, loop = asyncio.run(run())
-    assert said == [[pb.MEMORY_TAG_KV_CACHE, pb.MEMORY_TAG_WEIGHTS], [pb.MEMORY_TAG_KV_CACHE], []]
+    released_lists, loop = asyncio.run(run())
+    assert released_lists == [[pb.MEMORY_TAG_KV_CACHE, pb.MEMORY_TAG_WEIGHTS], [pb.MEMORY_TAG_KV_CACHE], []]
     assert loop.core.calls == [PauseMode.ABORT, "reset_memory", "resume"]
     assert loop.executor.applied == [
         ReleaseMemory(kv=True, weights=True),

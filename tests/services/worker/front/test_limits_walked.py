@@ -62,9 +62,9 @@ WALKED: dict[str, Callable[[int], Case]] = {
 }
 
 
-# By limit: part of the error for a value at the limit if the worker lacks the feature. This worker has no tokenizer, no grammar
-# compiler, no open session and one model version.
-LACKS = {
+# By limit: part of the error for a value at the limit. This worker has no tokenizer, no grammar compiler, no open session and
+# only one model version, so it refuses such a value for a reason other than the limit.
+OTHER_ERRORS = {
     **dict.fromkeys((name for name in WALKED if name.startswith("MAX_DRY")), "no tokenizer"),
     "MAX_GRAMMAR_BYTES": "grammar",
     "MAX_SESSION_ID_CHARS": "no such session",
@@ -90,7 +90,7 @@ def test_value_at_a_limit_passes_and_larger_value_is_refused_by_field() -> None:
                 await gateway.ended(*handles)
                 at_limit, beyond = (gateway.finishes[handle] for handle in handles)
                 refused = beyond.error == pb.ERROR_CODE_INVALID_ARGUMENT and beyond.field.startswith(field)
-                passed = LACKS[name] in at_limit.message if name in LACKS else not at_limit.message
+                passed = OTHER_ERRORS[name] in at_limit.message if name in OTHER_ERRORS else not at_limit.message
                 if not (refused and passed and at_limit.message != beyond.message):
                     wrong[name] = (str(at_limit), str(beyond))
 

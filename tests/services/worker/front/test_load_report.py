@@ -167,13 +167,13 @@ def test_load_reports_saved_shares_when_measured() -> None:
         outbox = StreamOutbox(asyncio.get_running_loop())
         report = LoadReport(outbox, 4, NoIndex(1), *idle())
         for saves in ((None, None), (0.75, None), (0.0, 0.5)):
-            said = dict(zip(("host_saves", "storage_saves"), saves, strict=True))
-            report.iteration_ended(StepStats(**dict.fromkeys(StepStats.__dataclass_fields__, 0) | said))  # type: ignore[arg-type]
+            shares = dict(zip(("host_saves", "storage_saves"), saves, strict=True))
+            report.iteration_ended(StepStats(**dict.fromkeys(StepStats.__dataclass_fields__, 0) | shares))  # type: ignore[arg-type]
             report.send_first(stream := outbox.open(1))
             message = await stream.take()
             assert message is not None
             load = message.load
-            assert said == {name: getattr(load, name) if load.HasField(name) else None for name in said}
+            assert shares == {name: getattr(load, name) if load.HasField(name) else None for name in shares}
             stream.end()
             assert await stream.take() is None
 

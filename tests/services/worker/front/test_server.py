@@ -163,7 +163,7 @@ BAD = {
     "prompt over the context": {"prompt_ids": [1] * 256},
     "salt too long": {"cache_salt": "x" * 1000},
 }
-BAD_SAMPLING = {  # examples; test_wire_submit.py checks all fields in submit_from_pb()
+INVALID_SAMPLING = {  # examples; test_wire_submit.py checks all fields in submit_from_pb()
     "temperature": {"temperature": -1.0},
     "stop too many": {"stop": ["x"] * 17},
     "stop_token_ids": {"stop_token_ids": [1] * 257},
@@ -172,13 +172,13 @@ BAD_SAMPLING = {  # examples; test_wire_submit.py checks all fields in submit_fr
 
 
 @pytest.mark.by_day(one_in=2, seed=1)
-@pytest.mark.parametrize("name", [*BAD, *BAD_SAMPLING])
+@pytest.mark.parametrize("name", [*BAD, *INVALID_SAMPLING])
 def test_worker_refuses_invalid_requests(name: str) -> None:
     async def check() -> None:
         async with serving() as worker:
             gateway = FakeGateway(worker.stub)
             await gateway.hello()
-            message = submit(1, **BAD_SAMPLING.get(name, {}))
+            message = submit(1, **INVALID_SAMPLING.get(name, {}))
             for field, value in BAD.get(name, {}).items():
                 message.ClearField(field)  # type: ignore[arg-type]
                 message.MergeFrom(worker_pb2.Submit(**{field: value}))  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_full_queue_refuses_further_requests() -> None:
+def test_worker_refuses_requests_when_the_queue_is_full() -> None:
     async def check() -> None:
         async with serving(step_s=0.02) as worker:
             gateway = FakeGateway(worker.stub)

@@ -1,4 +1,4 @@
-"""Tests that tenants take turns and that one tenant cannot fill the queue."""
+"""Tests that the compiler queue serves tenants in turn and that one tenant cannot fill it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_take_serves_tenants_in_turn() -> None:
     assert taken(queue, 5) == ["b2", "a3", "d1", "-1", "a4"]
 
 
-def test_offer_refuses_grammars_when_tenant_or_lane_is_full() -> None:
+def test_offer_refuses_grammars_when_the_tenants_share_or_the_queue_is_full() -> None:
     queue = FairQueue(2)
     assert [queue.offer(spec(str(at)), b"a") for at in range(3)] == [True, True, False]
     others = [queue.offer(spec(str(at)), bytes([tenant])) for tenant in range(QUEUE_TENANTS) for at in range(2)]

@@ -50,7 +50,7 @@ def feed(matcher: XgrammarMatcher, text: str) -> None:
 
 
 def over(vocabulary: Vocabulary, pattern: str) -> XgrammarMatcher:
-    """Returns a matcher for another vocabulary."""
+    """Returns a matcher of a regular expression for the given vocabulary."""
     grammar = GrammarCompiler(vocabulary.info(), jumps=False).compile(prepare(GrammarSpec(GrammarKind.REGEX, pattern)))
     return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary, None), StepMeter(1e6, 1e6), model.does_not_tolerate_overrun)
 
@@ -82,7 +82,7 @@ def test_output_ends_when_model_has_no_eos() -> None:
     assert matcher.terminated
 
 
-def test_refused_token_leaves_state_unchanged() -> None:
+def test_refused_token_leaves_mask_unchanged() -> None:
     matcher = model.matcher(regex("[0-9]{2}"))
     before = matcher.mask().copy()
     im_start = 1
@@ -125,15 +125,15 @@ def test_matcher_gets_fault_when_cpu_time_exceeds_limit() -> None:
 
 
 def test_meter_is_reset_when_overrun_is_tolerated() -> None:
-    borne = [True, False]
+    tolerated = [True, False]
     setup = MatcherSetup.of(model.vocabulary(), None)
-    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=50), lambda: borne.pop(0))
+    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=50), lambda: tolerated.pop(0))
     matcher.charge(1.0)
-    assert borne == [False] and not matcher.fault
+    assert tolerated == [False] and not matcher.fault
     matcher.charge(0.03)
-    assert borne == [False] and not matcher.fault
+    assert tolerated == [False] and not matcher.fault
     matcher.charge(0.03)
-    assert borne == [] and matcher.fault == TOO_SLOW
+    assert tolerated == [] and matcher.fault == TOO_SLOW
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_library_error_ends_only_one_request(
     assert matcher.fault == BROKEN
     assert "out of the library" in caplog.text
     assert digit in allowed_ids(matcher.mask(), 1280), (
-        "the mask allows a token, and the worker finds the fault when it is accepted"
+        "the mask still allows a token, because the worker reads the fault when it accepts one"
     )
     assert not matcher.accept(digit)
     assert other.accept(digit)
@@ -200,34 +200,34 @@ def test_masks_stay_valid_when_next_step_is_filled() -> None:
     filler = MaskFiller(1280, max_rows=3)
     first, second = model.matcher(regex("[0-9]+")), model.matcher(regex("[a-z]+"))
     masks = filler.fill([(4, first), (9, second)])
-    kept = {row: mask.copy() for row, mask in masks.items()}
+    copies = {row: mask.copy() for row, mask in masks.items()}
     feed(first, "1")
     filler.fill([(0, first)])
     assert masks.keys() == {4, 9}
     for row, mask in masks.items():
         assert mask.dtype == np.uint32 and mask.shape == (40,)
-        np.testing.assert_array_equal(mask, kept[row])
+        np.testing.assert_array_equal(mask, copies[row])
     assert allowed_ids(masks[4], 1280) == [t for t in range(1280) if model.vocabulary().tokens[t].isdigit()]
 
 
 def test_masks_after_draft_tokens_equal_masks_after_acceptance() -> None:
-    """Masks exist up to a token that is not allowed or ends the output. No token is accepted."""
+    """A row has masks up to its first draft that is refused or ends the output. The matchers accept no draft."""
     filler = MaskFiller(1280, max_rows=4, max_drafts=12)
     names = {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}
-    (guess,) = model.tokenizer().encode_batch(['["red", "green"]'], False)
-    wrong = [*guess[:2], model.tokenizer().encode_batch(["7"], False)[0][0], *guess[2:]]
+    (drafts,) = model.tokenizer().encode_batch(['["red", "green"]'], False)
+    refused = [*drafts[:2], model.tokenizer().encode_batch(["7"], False)[0][0], *drafts[2:]]
     matchers = {row: model.matcher(schema(names)) for row in (2, 5, 6)}
     before = {row: mask.copy() for row, mask in filler.fill(matchers.items()).items()}
-    masks = filler.fill_after_drafts(matchers.items(), {2: [*guess, model.EOS[0], 5], 5: wrong, 6: guess})
-    assert {row: len(mask) for row, mask in masks.items()} == {2: len(guess), 5: 2, 6: 12 - len(guess) - 2}
+    masks = filler.fill_after_drafts(matchers.items(), {2: [*drafts, model.EOS[0], 5], 5: refused, 6: drafts})
+    assert {row: len(mask) for row, mask in masks.items()} == {2: len(drafts), 5: 2, 6: 12 - len(drafts) - 2}
     for row, matcher in matchers.items():
         np.testing.assert_array_equal(matcher.mask(), before[row])
         assert not matcher.terminated and not matcher.fault
-    for place, token in enumerate(guess):
+    for index, token in enumerate(drafts):
         for row in matchers:
-            if place < len(masks[row]):
+            if index < len(masks[row]):
                 assert matchers[row].accept(token)
-                np.testing.assert_array_equal(masks[row][place], matchers[row].mask())
+                np.testing.assert_array_equal(masks[row][index], matchers[row].mask())
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -274,9 +274,8 @@ def test_grammars_of_a_step_share_one_budget(budget_ms: float, ended: list[int],
     filler = MaskFiller(1280, max_rows=20, fill_ms=budget_ms)
     (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
     steps = 0
-    while steps < 10 and not any(
-        matcher.fault for matcher in matchers
-    ):  # a step takes 3 ms of the first matcher, 2 ms of the others
+    # A step takes 3 ms of the first matcher and 2 ms of each other one.
+    while steps < 10 and not any(matcher.fault for matcher in matchers):
         for matcher in [matchers[0], *matchers]:
             matcher.accept(digit)
         filler.fill(list(enumerate(matchers)))
@@ -285,7 +284,7 @@ def test_grammars_of_a_step_share_one_budget(budget_ms: float, ended: list[int],
 
 
 def test_cursor_follows_accepted_tokens_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU time of following a resumed output is charged per token, and not to a single step after it."""
+    """The CPU time of reading a resumed output is charged to the steps of its tokens, not to the single step after them."""
     lengths: list[int] = []
 
     def advance(cursor: ByteCursor, data: bytes) -> None:
@@ -303,7 +302,7 @@ def test_cursor_follows_accepted_tokens_in_small_batches(monkeypatch: pytest.Mon
 
 
 def test_resumed_outputs_do_not_count_as_slow_step() -> None:
-    """Each matcher has followed a long output. No matcher is charged for it as for the work of one step."""
+    """Each matcher has accepted a long output before its first mask. This CPU time is not charged to one step."""
     grammar = GrammarSpec(GrammarKind.JSON_OBJECT, "")
     text = '{"a": [' + ", ".join('{"k": "hello", "z": [1, 2]}' for _ in range(90)) + "]}"
     (ids,) = model.tokenizer().encode_batch([text], False)
@@ -329,16 +328,16 @@ def test_resumed_outputs_do_not_count_as_slow_step() -> None:
     assert not overruns
 
 
-@pytest.mark.parametrize("marks", [(), ("<|im_start|>", "<|im_end|>", "[not of this model]")], ids=["silent", "marked"])
-def test_special_token_is_allowed_as_mark(marks: tuple[str, ...]) -> None:
-    """A special token that ends the output is never allowed as a mark."""
+@pytest.mark.parametrize("markers", [(), ("<|im_start|>", "<|im_end|>", "[not of this model]")], ids=["no markers", "markers"])
+def test_special_token_is_allowed_as_marker(markers: tuple[str, ...]) -> None:
+    """A special token that ends the output is never allowed as a marker."""
     start, end = model.tokenizer().token_id("<|im_start|>"), model.tokenizer().token_id("<|im_end|>")
     assert start is not None and end is not None
-    found = vocabulary_of(model.tokenizer(), 1280, (0, end), marks)
+    vocabulary = vocabulary_of(model.tokenizer(), 1280, (0, end), markers)
     layout = {"type": "tag", "begin": "<|im_start|>", "content": {"type": "const_string", "value": "<|im_end|>"}, "end": "!"}
     spec = GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": layout}))
-    grammar = GrammarCompiler(found.info(), jumps=False).compile(prepare(spec))
-    walker = XgrammarMatcher(grammar, MatcherSetup.of(found, None), StepMeter(1e6, 1e6), lambda: False)
-    assert (start in allowed_ids(walker.mask(), 1280)) is bool(marks)
-    if marks:
-        assert walker.accept(start) and end not in allowed_ids(walker.mask(), 1280)
+    grammar = GrammarCompiler(vocabulary.info(), jumps=False).compile(prepare(spec))
+    matcher = XgrammarMatcher(grammar, MatcherSetup.of(vocabulary, None), StepMeter(1e6, 1e6), lambda: False)
+    assert (start in allowed_ids(matcher.mask(), 1280)) is bool(markers)
+    if markers:
+        assert matcher.accept(start) and end not in allowed_ids(matcher.mask(), 1280)

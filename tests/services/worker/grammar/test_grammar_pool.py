@@ -135,7 +135,7 @@ def test_book_compiles_equal_grammars_once(shared: tuple[CompiledBook, Messages]
     assert messages.received.empty()
 
 
-def test_book_remembers_refusal_until_failure_s() -> None:
+def test_book_caches_refusal_for_failure_s() -> None:
     now = [0.0]
     with opened(LIMITS, clock=lambda: now[0]) as (book, messages):
         assert outcome(book, messages, regex("(")) != ""
@@ -319,7 +319,7 @@ def test_warm_up_starts_compiler() -> None:
 
 
 def test_compiler_starts_with_niceness_of_worker() -> None:
-    """A process inherits its starter's niceness. On a full machine, a start with high niceness took half a minute."""
+    """A process inherits the niceness of its parent. With a high niceness, the compiler starts late on a busy machine."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     with opened(LIMITS) as (book, messages):
         for pattern in ("first", "after its death"):

@@ -99,40 +99,40 @@ def owned(server: RedisServer, publisher: IndexPublisher, tier: BlockTier = Bloc
 
 
 def in_agreement(server: RedisServer, publisher: IndexPublisher) -> bool:
-    """Whether lease, block keys and events equal the publisher's blocks, for readers with and without tiers."""
+    """Returns whether lease, block keys and events equal the publisher's blocks, for readers with and without tiers."""
     if publisher.blocks.num_pending or server.client.get(lease_key(WORKER)) != str(publisher.generation).encode():
         return False
     field = owner_field(WORKER, publisher.generation).encode()
-    kept = {name for name, owners in server.block_keys().items() if field in owners}
-    told = replayed(server, publisher.generation)
+    owned_names = {name for name, owners in server.block_keys().items() if field in owners}
+    from_events = replayed(server, publisher.generation)
     cached = [publisher.blocks.in_tier(tier) for tier in BlockTier]
-    tiers = [owned(server, publisher, tier) for tier in BlockTier] == cached == told
-    return tiers and kept == replayed_before_tiers(server, publisher.generation) == publisher.blocks.in_tier()
+    tiers = [owned(server, publisher, tier) for tier in BlockTier] == cached == from_events
+    return tiers and owned_names == replayed_before_tiers(server, publisher.generation) == publisher.blocks.in_tier()
 
 
 def replayed_before_tiers(server: RedisServer, generation: int) -> set[bytes]:
     """Returns the blocks that a gateway derives from the event fields `stored` and `removed`, without tiers."""
-    held: set[bytes] = set()
+    names: set[bytes] = set()
     for _, values in server.client.xrange(events_key(MODEL)):
         if int(values[b"gen"]) == generation:
-            held |= set(split_hashes(values[b"stored"]))
-            held -= set(split_hashes(values[b"removed"]))
-    return held
+            names |= set(split_hashes(values[b"stored"]))
+            names -= set(split_hashes(values[b"removed"]))
+    return names
 
 
 def replayed(server: RedisServer, generation: int) -> list[set[bytes]]:
     """Returns the blocks by tier that a reader of the stream derives. Asserts that event numbers have no gaps."""
-    held: dict[bytes, BlockTier] = {}
+    tiers: dict[bytes, BlockTier] = {}
     expected = 1
     for _, values in server.client.xrange(events_key(MODEL)):
         event = event_from(values)
         if event.generation == generation:
             assert (event.seq, event.cleared) == (expected, expected == 1)
             expected += 1
-            held |= dict.fromkeys(event.stored, BlockTier.DEVICE)
-            held = {block: tier for block, tier in held.items() if block not in event.removed}
-            held |= dict.fromkeys(event.host, BlockTier.HOST) | dict.fromkeys(event.storage, BlockTier.STORAGE)
-    return [{block for block, where in held.items() if where is tier} for tier in BlockTier]
+            tiers |= dict.fromkeys(event.stored, BlockTier.DEVICE)
+            tiers = {block: tier for block, tier in tiers.items() if block not in event.removed}
+            tiers |= dict.fromkeys(event.host, BlockTier.HOST) | dict.fromkeys(event.storage, BlockTier.STORAGE)
+    return [{block for block, where in tiers.items() if where is tier} for tier in BlockTier]
 
 
 def moved(names: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> list[BlockMove]:
@@ -154,11 +154,11 @@ TIERS = {"stored": BlockTier.DEVICE, "host": BlockTier.HOST, "storage": BlockTie
 
 
 @given(CHANGES)
-def test_taken_moves_make_redis_equal_to_the_held_blocks(changes: list[tuple[str, int]]) -> None:
-    ledger, held, remote = CachedBlocks(), dict[bytes, BlockTier](), dict[bytes, BlockTier]()
+def test_taken_moves_make_redis_equal_to_the_cached_blocks(changes: list[tuple[str, int]]) -> None:
+    cached, expected, remote = CachedBlocks(), dict[bytes, BlockTier](), dict[bytes, BlockTier]()
 
     def take(limit: int) -> None:
-        for move in ledger.take(limit):
+        for move in cached.take(limit):
             assert remote.pop(move.block, None) is move.before is not move.after, "a move changes the tier of a block"
             if move.after is not None:
                 remote[move.block] = move.after
@@ -166,32 +166,33 @@ def test_taken_moves_make_redis_equal_to_the_held_blocks(changes: list[tuple[str
     for step, number in changes:
         name = block(number)
         if step in TIERS:
-            ledger.merge(CacheEvents(**{"cleared": False, "stored": (), "removed": (), step: (name,)}))
-            held.pop(name, None)
-            held |= {} if (tier := TIERS[step]) is None else {name: tier}
+            cached.merge(CacheEvents(**{"cleared": False, "stored": (), "removed": (), step: (name,)}))
+            expected.pop(name, None)
+            expected |= {} if (tier := TIERS[step]) is None else {name: tier}
         elif step == "take":
             take(number)
         else:
             if step == "clear":
-                ledger.merge(CLEARED)
-                held.clear()
-            ledger.restart()
+                cached.merge(CLEARED)
+                expected.clear()
+            cached.restart()
             remote.clear()
-        assert ledger.num_pending <= len(held | remote), "a block has at most one pending move"
-        assert ledger.num_cached == len(held)
+        assert cached.num_pending <= len(expected | remote), "a block has at most one pending move"
+        assert cached.num_cached == len(expected)
         for tier in BlockTier:
-            assert ledger.num_published(tier) == list(remote.values()).count(tier)
-            assert ledger.num_in(tier) == list(held.values()).count(tier)
+            assert cached.num_published(tier) == list(remote.values()).count(tier)
+            assert cached.num_in(tier) == list(expected.values()).count(tier)
     take(1000)
-    assert {name: tier for tier in BlockTier for name in ledger.in_tier(tier)} == held == remote and not ledger.num_pending
+    assert {name: tier for tier in BlockTier for name in cached.in_tier(tier)} == expected == remote
+    assert not cached.num_pending
 
 
 def test_merge_applies_clear_then_stored_then_removed() -> None:
-    ledger = CachedBlocks()
-    ledger.merge(stored(1, 2))
-    ledger.take(10)
-    ledger.merge(CacheEvents(True, blocks(3, 4), blocks(4)))
-    assert ledger.in_tier() == {block(3)} and ledger.take(10) == [BlockMove(block(3), None, BlockTier.DEVICE)]
+    cached = CachedBlocks()
+    cached.merge(stored(1, 2))
+    cached.take(10)
+    cached.merge(CacheEvents(True, blocks(3, 4), blocks(4)))
+    assert cached.in_tier() == {block(3)} and cached.take(10) == [BlockMove(block(3), None, BlockTier.DEVICE)]
 
 
 THOUSAND = CacheEvents(False, *(blocks(*range(at, 1000, 4)) for at in range(4)))
@@ -438,7 +439,9 @@ def test_publisher_can_be_cancelled_when_redis_is_down(own_server: RedisServer) 
     run(body)
 
 
-async def leave(server: RedisServer, worker: str, generation: int, numbers: range, leased: bool, model: str = MODEL) -> None:
+async def leave_records(
+    server: RedisServer, worker: str, generation: int, numbers: range, leased: bool, model: str = MODEL
+) -> None:
     """Writes the records that a killed worker leaves in Redis."""
     client = redis_client(server.url, 2.0)
     records = WorkerRecords(client, model, worker)
@@ -454,11 +457,11 @@ def test_sweeper_removes_dead_generations_and_keeps_live_generations(server: Red
         now = 100.0
         client = redis_client(server.url, 2.0)
         sweeper = Sweeper(client, MODEL, WORKER, clock=lambda: now)
-        await leave(server, WORKER, 1, range(600), leased=True)
-        await leave(server, WORKER, 2, range(300, 400), leased=True)
-        await leave(server, "alive", 3, range(50), leased=True)
-        await leave(server, "alive", 4, range(20), leased=True)
-        await leave(server, "dead", 5, range(100), leased=False)
+        await leave_records(server, WORKER, 1, range(600), leased=True)
+        await leave_records(server, WORKER, 2, range(300, 400), leased=True)
+        await leave_records(server, "alive", 3, range(50), leased=True)
+        await leave_records(server, "alive", 4, range(20), leased=True)
+        await leave_records(server, "dead", 5, range(100), leased=False)
 
         await sweeper.sweep()
         fields = {field for owners in server.block_keys().values() for field in owners}
@@ -470,7 +473,9 @@ def test_sweeper_removes_dead_generations_and_keeps_live_generations(server: Red
         await sweeper.sweep()
 
         assert server.block_keys() == {
-            block(number): {name for name, held in ((b"alive:4", range(20)), (b"worker-1:2", range(300, 400))) if number in held}
+            block(number): {
+                name for name, numbers in ((b"alive:4", range(20)), (b"worker-1:2", range(300, 400))) if number in numbers
+            }
             for number in (*range(20), *range(300, 400))
         }
         assert server.client.smembers(workers_key(MODEL)) == {WORKER.encode(), b"alive"}
@@ -486,8 +491,8 @@ def test_sweeper_removes_a_model_without_workers(server: RedisServer) -> None:
         now = 100.0
         client = redis_client(server.url, 2.0)
         ours, theirs = (Sweeper(client, model, WORKER, clock=lambda: now) for model in (MODEL, "former"))
-        await leave(server, "last", 7, range(30), leased=False, model="former")
-        await leave(server, WORKER, 1, range(5), leased=True)
+        await leave_records(server, "last", 7, range(30), leased=False, model="former")
+        await leave_records(server, WORKER, 1, range(5), leased=True)
         await theirs.sweep()
         for _ in range(3):
             await ours.sweep()
@@ -505,7 +510,7 @@ def test_sweeper_keeps_blocks_when_the_lease_returns(server: RedisServer) -> Non
         now = 100.0
         client = redis_client(server.url, 2.0)
         sweeper = Sweeper(client, MODEL, WORKER, clock=lambda: now)
-        await leave(server, "late", 5, range(10), leased=False)
+        await leave_records(server, "late", 5, range(10), leased=False)
         await sweeper.sweep()
         server.client.set(lease_key("late"), 5)
         now += LATE_S + 1
@@ -523,7 +528,7 @@ def test_worker_sweeps_after_start(server: RedisServer, monkeypatch: pytest.Monk
     monkeypatch.setattr("rootstock_llm.services.worker.index.sweeper.EVERY_S", 0.1)
 
     async def body() -> None:
-        await leave(server, WORKER, 1, range(300), leased=True)
+        await leave_records(server, WORKER, 1, range(300), leased=True)
         async with published(server, generation=2) as publisher:
             publisher.cached(stored(1, 2))
             await until(lambda: set(server.block_keys()) == set(blocks(1, 2)))
@@ -552,8 +557,8 @@ def test_identity_changes_with_each_input_of_kv(tmp_path: Path) -> None:
 
 
 def metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        return str(answer.read().decode())
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        return str(response.read().decode())
 
 
 def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServer) -> None:
@@ -608,7 +613,7 @@ def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServ
 
 
 def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: RedisServer, tmp_path: Path) -> None:
-    """The blocks are published before the first request. Blocks that are read again move to the device tier."""
+    """The restarted worker publishes the blocks before its first request. Blocks that it reads move to the device tier."""
     port, metrics_port = free_ports(2)
     argv = [sys.executable, "-m", "rootstock_llm.services.worker", "--executor", "cpu", "--model", str(DEMO), "--port", str(port)]
     argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--grammar-workers", "0", "--worker-id", "w"]
@@ -620,13 +625,13 @@ def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: 
     def started() -> subprocess.Popen[bytes]:
         return subprocess.Popen(argv, stderr=subprocess.DEVNULL)
 
-    def there(generation: int, tier: BlockTier) -> set[bytes]:
+    def published_in(generation: int, tier: BlockTier) -> set[bytes]:
         return set(server.client.smembers(own_key("w", generation, tier)))
 
     def is_stored() -> bool:
         return re.search(r"^sglang:backuped_tokens_total{.*} 192.0$", metrics(metrics_port), re.MULTILINE) is not None
 
-    async def run_worker(asks: bool) -> tuple[worker_pb2.WorkerInfo, set[bytes]]:
+    async def run_worker(first: bool) -> tuple[worker_pb2.WorkerInfo, set[bytes]]:
         """Starts a worker process, sends a prompt and kills the process. Returns its WorkerInfo and the prompt's blocks."""
         processes.append(started())
         often = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
@@ -634,23 +639,23 @@ def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: 
             call = worker_pb2_grpc.WorkerStub(channel).Generate(wait_for_ready=True)
             info = (await call.read()).hello
             names = set(split_hashes(block_hashes(root_hash(info.model, info.revision, info.tokenizer, ""), prompt)))
-            if not asks:
-                await until(lambda: there(info.generation, BlockTier.STORAGE) == names, seconds=30)
-                assert not there(info.generation, BlockTier.DEVICE)
+            if not first:
+                await until(lambda: published_in(info.generation, BlockTier.STORAGE) == names, seconds=30)
+                assert not published_in(info.generation, BlockTier.DEVICE)
             submit = worker_pb2.Submit(handle=1, request_id="1", prompt_ids=prompt)
             submit.sampling.max_new_tokens = 2
             await call.write(worker_pb2.GenerateRequest(submits=[submit]))
-            await until(lambda: there(info.generation, BlockTier.DEVICE) == names, seconds=30)
-            await until(lambda: not asks or is_stored(), seconds=30)
-            await until(lambda: not there(info.generation, BlockTier.STORAGE), seconds=30)  # sets are written one by one
+            await until(lambda: published_in(info.generation, BlockTier.DEVICE) == names, seconds=30)
+            await until(lambda: not first or is_stored(), seconds=30)
+            await until(lambda: not published_in(info.generation, BlockTier.STORAGE), seconds=30)  # sets are written one by one
             call.cancel()
         processes[-1].kill()
         await asyncio.to_thread(processes[-1].wait)
         return info, names
 
     async def body() -> None:
-        first, names = await run_worker(asks=True)
-        second, again = await run_worker(asks=False)
+        first, names = await run_worker(first=True)
+        second, again = await run_worker(first=False)
         assert names == again and len(names) == 3 and first.generation != second.generation
 
     try:

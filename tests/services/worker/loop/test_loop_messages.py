@@ -28,14 +28,14 @@ from tests.services.worker.conftest import Serving, run, serving
 from tests.services.worker.front.test_server import FakeGateway, submit
 
 
-async def front_end(at: Serving) -> FakeGateway:
+async def connected_gateway(at: Serving) -> FakeGateway:
     gateway = FakeGateway(at.stub)
     await gateway.hello()
     return gateway
 
 
-async def answers(at: Serving) -> bool:
-    """Whether the loop opens and closes a session, which shows that it still reads messages."""
+async def reads_messages(at: Serving) -> bool:
+    """Returns whether the loop opens and closes a session, and therefore still reads messages."""
     opened = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="alive"))
     closed = await at.stub.CloseSession(worker_pb2.CloseSessionRequest(session_id="alive"))
     return bool(opened.opened and closed.closed)
@@ -50,7 +50,7 @@ def test_loop_ignores_cancelled_session_calls() -> None:
             closed.cancel()
             at.inbox.put(OpenSession("s", 0, 0.0, refusal))
             at.inbox.put(CloseSession("s", closed))
-            assert await answers(at)
+            assert await reads_messages(at)
             assert at.core.stats().num_sessions == 0, "a cancelled call opens no session"
 
     run(check)
@@ -75,7 +75,7 @@ def test_loop_ignores_results_of_unknown_grammars() -> None:
         async with serving() as at:
             at.inbox.put(GrammarReady(GrammarSpec(GrammarKind.REGEX, "a")))
             at.inbox.put(GrammarFailed(GrammarSpec(GrammarKind.REGEX, "a"), "no"))
-            assert await answers(at)
+            assert await reads_messages(at)
 
     run(check)
 
@@ -83,7 +83,7 @@ def test_loop_ignores_results_of_unknown_grammars() -> None:
 def test_grammar_is_refused_when_the_worker_has_no_grammar_compiler() -> None:
     async def check() -> None:
         async with serving() as at:
-            gateway = await front_end(at)
+            gateway = await connected_gateway(at)
             await gateway.send(submit(1, grammar=common_pb2.Grammar(regex="a")))
             await gateway.ended(1)
             assert gateway.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
@@ -96,7 +96,7 @@ def test_grammar_is_refused_when_the_worker_has_no_grammar_compiler() -> None:
 def test_messages_after_stop_get_a_result(late: str) -> None:
     async def check() -> None:
         async with serving() as at:
-            gateway = await front_end(at)
+            gateway = await connected_gateway(at)
             refusal: concurrent.futures.Future[str] = concurrent.futures.Future()
             done: concurrent.futures.Future[int] = concurrent.futures.Future()
             await gateway.send(submit(1, max_new_tokens=200))
@@ -122,7 +122,7 @@ def test_messages_after_stop_get_a_result(late: str) -> None:
 def test_newly_cached_blocks_are_counted() -> None:
     async def check() -> None:
         async with serving() as at:
-            gateway = await front_end(at)
+            gateway = await connected_gateway(at)
             at.core.events = at.core.memory.tree._events = CacheEventLog(4, lambda link, ids: ids[:8], str.encode)
             await gateway.send(submit(1, list(range(130))))
             await gateway.ended(1)
@@ -134,12 +134,12 @@ def test_newly_cached_blocks_are_counted() -> None:
 def test_timed_out_call_affects_no_other_request() -> None:
     async def check() -> None:
         async with serving(step_s=0.2) as at:
-            gateway = await front_end(at)
+            gateway = await connected_gateway(at)
             await gateway.send(submit(1, max_new_tokens=3))
             with pytest.raises(grpc.aio.AioRpcError):
                 for _ in range(50):
                     await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"), timeout=0.0005)
             await gateway.ended(1)
-            assert await answers(at)
+            assert await reads_messages(at)
 
     run(check)

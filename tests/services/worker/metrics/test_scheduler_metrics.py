@@ -23,7 +23,7 @@ def plan_of(step: int, mode: ForwardMode, starts: tuple[int, ...] = (), num_exte
 
 
 class SteppedWorker:
-    """Metrics of a worker whose loop is stepped by the test."""
+    """Metrics of a worker whose steps and iterations the test makes."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -31,7 +31,7 @@ class SteppedWorker:
         self._registry = CollectorRegistry()
         self._registry.register(WorkerMetrics("m", self.counts))
 
-    def turn(self, running: int, paused: bool = False) -> None:
+    def end_iteration(self, running: int, paused: bool = False) -> None:
         figures = dict.fromkeys(StepStats.__dataclass_fields__, 0) | {"num_running": running, "paused": paused}
         figures |= {"running_by_key": (), "requests_by_key": ()}
         self.counts.iteration_ended(StepStats(**figures))  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ class SteppedWorker:
         self.now += seconds
         self.counts.ended(plan, seconds)
 
-    def figure(self, name: str, **labels: str) -> float:
+    def value(self, name: str, **labels: str) -> float:
         found = self._registry.get_sample_value(name, LABELS | labels)
         assert found is not None
         return found
@@ -51,48 +51,48 @@ class SteppedWorker:
 def test_seconds_of_steps_and_bubbles_are_counted() -> None:
     at = SteppedWorker()
     at.step(plan_of(1, ForwardMode.EXTEND), 2.0)
-    at.turn(running=1)
+    at.end_iteration(running=1)
     at.now += 0.5
     at.step(plan_of(2, ForwardMode.DECODE), 1.0)
-    assert at.figure("sglang:forward_execution_seconds_total", category="extend") == 2.0
-    assert at.figure("sglang:forward_execution_seconds_total", category="decode") == 1.0
-    assert at.figure("rootstock_worker_bubble_seconds_total") == 0.5
+    assert at.value("sglang:forward_execution_seconds_total", category="extend") == 2.0
+    assert at.value("sglang:forward_execution_seconds_total", category="decode") == 1.0
+    assert at.value("rootstock_worker_bubble_seconds_total") == 0.5
     at.now += 0.5
-    assert at.figure("sglang:fwd_occupancy") == pytest.approx(100 * 1.0 / 2.0), "1 of 2 seconds since the last turn"
+    assert at.value("sglang:fwd_occupancy") == pytest.approx(100 * 1.0 / 2.0), "1 of 2 seconds since the last iteration"
 
 
 def test_overlap_idleness_pauses_and_failed_steps_are_not_bubbles() -> None:
     at = SteppedWorker()
     first, second = plan_of(1, ForwardMode.DECODE), plan_of(2, ForwardMode.DECODE)
-    at.turn(running=1)
+    at.end_iteration(running=1)
     at.counts.planned(first)
     at.counts.planned(second)  # launched before the first has ended
     at.now += 1.0
     at.counts.ended(first, 1.0)
     at.counts.ended(second, 0.0)
-    at.turn(running=0)
+    at.end_iteration(running=0)
     at.counts.rests()
     at.now += 60.0
     at.counts.wakes()
-    assert at.figure("sglang:scheduler_idle_seconds_total") == 60.0
+    assert at.value("sglang:scheduler_idle_seconds_total") == 60.0
     at.step(plan_of(3, ForwardMode.EXTEND), 1.0)
-    at.turn(running=1, paused=True)
-    assert at.figure("sglang:num_paused_reqs") == 1
+    at.end_iteration(running=1, paused=True)
+    assert at.value("sglang:num_paused_reqs") == 1
     at.now += 60.0
     at.counts.planned(plan_of(4, ForwardMode.DECODE))  # this step fails
-    at.turn(running=1)
+    at.end_iteration(running=1)
     at.now += 60.0
     at.step(plan_of(6, ForwardMode.DECODE), 1.0)
-    assert at.figure("rootstock_worker_bubble_seconds_total") == 0.0
+    assert at.value("rootstock_worker_bubble_seconds_total") == 0.0
 
 
 def test_context_of_decode_rows_is_counted() -> None:
     at = SteppedWorker()
     at.step(plan_of(1, ForwardMode.MIXED, (0, 30, 9), num_extend=1), 1.0)
-    at.turn(running=3)
-    assert at.figure("sglang:decode_sum_seq_lens") == 30 + 9 + 2
-    at.turn(running=0)
-    assert at.figure("sglang:decode_sum_seq_lens") == 0
+    at.end_iteration(running=3)
+    assert at.value("sglang:decode_sum_seq_lens") == 30 + 9 + 2
+    at.end_iteration(running=0)
+    assert at.value("sglang:decode_sum_seq_lens") == 0
 
 
 def test_stages_and_lengths_of_requests_are_counted() -> None:
@@ -100,7 +100,7 @@ def test_stages_and_lengths_of_requests_are_counted() -> None:
     metrics, registry = WorkerMetrics("m", LoopCounts(16, 10), lambda: now), CollectorRegistry()
     registry.register(metrics)
 
-    def figure(name: str, **labels: str) -> float | None:
+    def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, LABELS | labels)
 
     def send(*finishes: Finish, tokens: int = 0) -> None:
@@ -120,9 +120,9 @@ def test_stages_and_lengths_of_requests_are_counted() -> None:
         ("prefill_forward", 2, 3.0 + 8.0),
         ("decode_forward", 1, 6.0),
     ):
-        assert (figure(f"{STAGE}_count", stage=stage), figure(f"{STAGE}_sum", stage=stage)) == (count, seconds)
+        assert (value(f"{STAGE}_count", stage=stage), value(f"{STAGE}_sum", stage=stage)) == (count, seconds)
     for name, tokens in (("prompt", 125), ("uncached_prompt", 45), ("generation", 3)):
         name = f"sglang:{name}_tokens_histogram"
-        assert (figure(f"{name}_count"), figure(f"{name}_sum")) == (2, tokens), "only completed requests count"
-    assert figure("sglang:e2e_request_latency_seconds_sum") == 20.0 and figure("sglang:time_to_first_token_seconds_sum") == 4.0
-    assert figure("sglang:inter_token_latency_seconds_count") == 2 and figure("sglang:queue_time_seconds_count") == 2
+        assert (value(f"{name}_count"), value(f"{name}_sum")) == (2, tokens), "only completed requests count"
+    assert value("sglang:e2e_request_latency_seconds_sum") == 20.0 and value("sglang:time_to_first_token_seconds_sum") == 4.0
+    assert value("sglang:inter_token_latency_seconds_count") == 2 and value("sglang:queue_time_seconds_count") == 2
