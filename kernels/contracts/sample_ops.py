@@ -1,6 +1,6 @@
 """Declares the sampling kernels and the tensors that they read.
 
-The module rootstock_llm.kernels.reference.layers and the classes CpuSampling and TritonSampling implement the protocol.
+The module rootstock_llm.kernels.reference.sampling and the classes CpuSampling and TritonSampling implement the protocol.
 
 Letters in shapes: n rows of logits, V tokens of vocabulary, S slots. Columns are int32 unless a line states another dtype.
 

@@ -1,4 +1,4 @@
-// Storage types, conversions and the exponential that all kernels share, in plain C++ that compilers vectorise on any target.
+// Storage types, conversions and the exponential that all kernels share, in plain C++ that compilers vectorize on any target.
 #pragma once
 
 #include <cmath>

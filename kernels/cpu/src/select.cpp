@@ -16,7 +16,7 @@ struct Choice {
     int32_t fault;
 };
 
-// Returns the finaliser of splitmix64 (Steele et al., OOPSLA 2014; constants: Stafford's Mix13).
+// Returns the finalizer of splitmix64 (Steele et al., OOPSLA 2014; constants: Stafford's Mix13).
 uint64_t mixed(uint64_t value) {
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ull;
     value = (value ^ (value >> 27)) * 0x94D049BB133111EBull;

@@ -9,8 +9,8 @@ from rootstock_llm.kernels.triton.attention.attention_block import fold_tile, lo
 from rootstock_llm.kernels.triton.attention.attention_merge import (
     fold_splits,
     merge_tile,
+    split_index,
     split_indices,
-    split_number,
     store_means,
     store_split,
     take_first,
@@ -136,7 +136,7 @@ def attention_kernel(
         store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
     else:
         if not FIXED:
-            number = split_number(split, kept_first, kept_rest, step)
+            number = split_index(split, kept_first, kept_rest, step)
             store_split(partials, levels, number, acc, total, peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
         if MERGE:
             last = last_to_end(arrivals + counter, programs)

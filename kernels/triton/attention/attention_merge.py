@@ -41,14 +41,14 @@ def store_means(
 
 
 @triton.jit
-def split_number(split, first, rest, step):
+def split_index(split, first, rest, step):
     """Returns the index of a split in partials and levels: `first` for split 0, rest + split * step for the others."""
     return tl.where(split == 0, first, rest + split * step)
 
 
 @triton.jit
 def split_indices(dealt, part, across, extra, split_capacity, DEAL: tl.constexpr):
-    """Returns (counter, step, first, rest): the index of the tile's counter, and the arguments of split_number().
+    """Returns (counter, step, first, rest): the index of the tile's counter, and the arguments of split_index().
 
     With DEAL, the splits beyond one per row are stored in the order of the rows; `dealt` is their number in earlier rows. The
     first split of a row with several splits is stored `extra` splits after the row's second split. Without DEAL, a tile's splits
@@ -199,7 +199,7 @@ def merge_splits(
     peak = tl.full([LANES], float("-inf"), dtype=tl.float32)
     # Unrolling keeps the loads of several splits in flight if there are enough registers.
     for split in tl.range(0, used, loop_unroll_factor=4 if LANES * BLOCK_E <= 4096 else 1):
-        at = split_number(split, first, rest, step).to(tl.int64) * BLOCK_M + lanes
+        at = split_index(split, first, rest, step).to(tl.int64) * BLOCK_M + lanes
         level = tl.load(levels + at, mask=valid, other=float("-inf"))
         part = load_rows(partials, at * VALUE_DIM, valid, VALUE_DIM, BLOCK_E, True)
         acc, total, peak = take_split(acc, total, peak, part, level)

@@ -1,7 +1,7 @@
 """Prepares a step: page tables, input tokens, page indices. One program computes a row, a part of a row, or an update.
 
-Columns are slices of larger buffers, so the alignment of their addresses changes from step to step. do_not_specialize prevents
-that Triton compiles a variant of a kernel for each alignment or count.
+Columns are slices of larger buffers, so the alignment of their addresses changes from step to step. do_not_specialize keeps
+Triton from compiling a variant of a kernel for each alignment or count.
 """
 
 from __future__ import annotations

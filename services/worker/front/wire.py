@@ -428,7 +428,7 @@ def _embedding(message: pb.SamplingParams, in_session: bool, model: ModelLimits)
         raise InvalidRequest("embedding", "cannot be combined with grammar, logprobs or session")
     wanted = message.embedding
     if wanted.dimensions > model.embedding_size:
-        raise InvalidRequest("embedding.dimensions", f"{wanted.dimensions} exceeds the model's {model.embedding_size}")
+        raise InvalidRequest("embedding.dimensions", f"{wanted.dimensions} exceeds the model's {model.embedding_size} dimensions")
     return EmbeddingParams(wanted.dimensions, wanted.normalize if wanted.HasField("normalize") else None)
 
 

@@ -152,8 +152,7 @@ class Loop:
             masks: fills grammar masks.
             overlap: whether step N+1 is planned and launched before step N is committed.
             consecutive_prefill_overlap: whether two consecutive extend steps also overlap. If False, the first tokens of step N
-                are
-                sent before step N+1 is launched, which lowers their latency (SGLang's is_disable_overlap_for_batch).
+                are sent before step N+1 is launched, which lowers their latency (SGLang's is_disable_overlap_for_batch).
             clock: returns the time in seconds.
             spans: records times for traces; None without tracing.
         """
