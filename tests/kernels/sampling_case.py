@@ -86,7 +86,7 @@ def could_be(logits: Tensor, case: SlotCase, position: int) -> set[int]:
     for step in (-NEAR, 0.0, NEAR):
         top_p = min(case.top_p + step, 1.0) if case.top_p < 1 else 1.0
         kept = support(scaled, case.top_k, top_p, float(np.float32(case.min_p)))
-        found |= {draw_token(scaled, kept, min(max(uniform + turn, 0.0), 1.0)) for turn in (-NEAR, 0.0, NEAR)}
+        found |= {draw_token(scaled, kept, min(max(uniform + shift, 0.0), 1.0)) for shift in (-NEAR, 0.0, NEAR)}
     return found
 
 

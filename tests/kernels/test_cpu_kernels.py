@@ -194,7 +194,7 @@ BATCHES = {
     "first-token": [(0, 1)],
     "decodes": [(0, 1), (15, 1), (16, 1), (17, 1), (64, 1), (200, 1)],
     "one-extend": [(0, 100)],
-    "chunk-behind-a-prefix": [(37, 50)],
+    "chunk-after-a-prefix": [(37, 50)],
     "mixed": [(0, 3), (64, 64), (5, 70), (33, 1), (128, 1), (9, 4)],
 }
 
@@ -207,7 +207,7 @@ ATTENTION = [
     (torch.float32, "first-token", (7, 1, 128), (16, 24)),
     (torch.float32, "decodes", (4, 4, 96), (4, 0)),
     (torch.float32, "one-extend", (2, 1, 256), (16, 70)),
-    (torch.float32, "chunk-behind-a-prefix", (16, 1, 64), (16, 0)),
+    (torch.float32, "chunk-after-a-prefix", (16, 1, 64), (16, 0)),
     (torch.float32, "mixed", (4, 2, 20), (4, 1)),
     (torch.bfloat16, "mixed", (4, 2, 20), (16, 24)),
     (torch.bfloat16, "decodes", (4, 2, 80), (4, 24)),
@@ -216,11 +216,11 @@ ATTENTION = [
     (torch.bfloat16, "mixed", (4, 2, 64), (16, 24)),
     (torch.bfloat16, "one-decode", (7, 1, 128), (1, 0)),
     (torch.bfloat16, "mixed", (7, 1, 128), (16, 70)),
-    (torch.bfloat16, "chunk-behind-a-prefix", (7, 1, 128), (4, 0)),
+    (torch.bfloat16, "chunk-after-a-prefix", (7, 1, 128), (4, 0)),
     (torch.bfloat16, "decodes", (4, 4, 96), (16, 70)),
     (torch.bfloat16, "one-extend", (4, 4, 96), (4, 1)),
     (torch.bfloat16, "decodes", (2, 1, 256), (16, 24)),
-    (torch.bfloat16, "chunk-behind-a-prefix", (2, 1, 256), (16, 0)),
+    (torch.bfloat16, "chunk-after-a-prefix", (2, 1, 256), (16, 0)),
     (torch.bfloat16, "decodes", (16, 1, 64), (4, 1)),
     (torch.bfloat16, "one-extend", (16, 1, 64), (1, 0)),
 ]
@@ -238,10 +238,10 @@ def test_paged_attention_matches_reference(
     keys = torch.full((num_pages, kv_heads, page_size, head_dim), torch.nan, dtype=dtype)  # unwritten memory may hold NaN
     values = keys.clone()
     for row, (start, count) in enumerate(BATCHES[batch]):
-        places = torch.arange(start + count)
-        pages = rows.page_table[int(rows.slots[row]), places // page_size].long()
-        keys[pages, :, places % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 1)
-        values[pages, :, places % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 50)
+        positions = torch.arange(start + count)
+        pages = rows.page_table[int(rows.slots[row]), positions // page_size].long()
+        keys[pages, :, positions % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 1)
+        values[pages, :, positions % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 50)
     found, expected = (torch.empty(num_tokens, heads * head_dim, dtype=dtype) for _ in range(2))
     kernels.paged_attention(found, qkv, keys, values, rows, head_dim**-0.5, window)
     reference.paged_attention(expected, qkv, keys, values, rows, head_dim**-0.5, window)
@@ -256,20 +256,20 @@ def chosen(logits: Tensor, case: SlotCase, positions: list[int]) -> Written:
 
 
 @pytest.mark.parametrize(
-    ("row", "place"),
+    ("row", "token"),
     [([0.0, 3.0, 3.0, 1.0], 1), ([-5.0], 0), ([-torch.inf, -1e30, -1e30], 1)],
     ids=["lowest-of-equals", "one", "after-minus-infinity"],
 )
-def test_select_tokens_takes_lowest_maximum_when_greedy(row: list[float], place: int) -> None:
+def test_select_tokens_takes_lowest_maximum_when_greedy(row: list[float], token: int) -> None:
     written = chosen(torch.tensor([row]), SlotCase(), [4])
-    assert written.tokens.tolist() == written.relay.tolist() == [place] and written.faults.tolist() == [0]
+    assert written.tokens.tolist() == written.relay.tolist() == [token] and written.faults.tolist() == [0]
 
 
 @each_value(
     row={
         "all-minus-infinity": [-torch.inf] * 4,
         "nan": [1.0, torch.nan, 9.0, torch.nan],
-        "nan-behind-infinity": [torch.inf, torch.nan],
+        "nan-after-infinity": [torch.inf, torch.nan],
         "infinity": [1.0, torch.inf],
     },
     case={"draw": SlotCase(1.0), "top-p": SlotCase(1.0, top_p=0.5), "greedy": SlotCase()},

@@ -122,7 +122,7 @@ def test_draws_match_cumulated_mass_of_kept_tokens(n: float, temperature: float,
         ([-INF, 4.0, -2.0, 0.0, -2.0, -INF], 2.4494896, 1, 4),
         ([-1e38, 1e38, 1e38, -1e38], 3.0, 1, 2),
     ],
-    ids=["all equal", "one finite", "at the threshold", "just below it", "beside forbidden ones", "widest"],
+    ids=["all equal", "one finite", "at the threshold", "just below it", "with forbidden tokens", "widest"],
 )
 def test_top_n_sigma_keeps_equals_at_the_threshold(
     row: list[float], n: float, first: int, last: int, back_end: str, device: torch.device

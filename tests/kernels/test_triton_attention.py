@@ -75,9 +75,9 @@ def filled_pool(rows: RaggedRows, shape: tuple[int, int, int, int], dtype: torch
     """
     pool = torch.full(shape, torch.nan, dtype=dtype)
     for row in range(len(rows.slots)):
-        places = torch.arange(unseen, int(rows.starts[row] + rows.num_tokens[row]))
-        pages = rows.page_table[int(rows.slots[row]), places // shape[2]].long()
-        pool[pages, :, places % shape[2]] = random(len(places), shape[1], shape[3], dtype=dtype, seed=seed + row)
+        positions = torch.arange(unseen, int(rows.starts[row] + rows.num_tokens[row]))
+        pages = rows.page_table[int(rows.slots[row]), positions // shape[2]].long()
+        pool[pages, :, positions % shape[2]] = random(len(positions), shape[1], shape[3], dtype=dtype, seed=seed + row)
     return pool
 
 
@@ -258,11 +258,11 @@ def test_plan_decode_splits_a_long_row_among_short_rows(kind: str, device: torch
 def _dealt_kernel(found, extra, num_rows, slots, starts, window, HAS_WINDOW: tl.constexpr):
     item = tl.program_id(0)
     row, dealt, split, share = deal_splits(item, extra, 1, num_rows, slots, starts, window, 16, 2, 8, HAS_WINDOW)
-    place = found + item * 4
-    tl.store(place, row)
-    tl.store(place + 1, dealt)
-    tl.store(place + 2, split)
-    tl.store(place + 3, share)
+    target = found + item * 4
+    tl.store(target, row)
+    tl.store(target + 1, dealt)
+    tl.store(target + 2, split)
+    tl.store(target + 3, share)
 
 
 MANY_ROWS = pytest.param(

@@ -85,7 +85,7 @@ def test_executor_verifies_draft_tokens_of_an_mtp_layer(
     executor, _ = build_device_executor(str(tmp_path), "float32", *sizes, options, lambda _: None, True, parts)
     limits = {"num_pages": PAGES, "page_size": PAGE_SIZE, "context_len": CONTEXT, "max_running_requests": 1}
     (prompt,) = prompts_of(VOCAB, (2,))
-    (answer,) = Served(config_for(VOCAB, max_drafts=2, **limits), executor).run([(prompt, greedy(NEW_TOKENS))])
+    (completion,) = Served(config_for(VOCAB, max_drafts=2, **limits), executor).run([(prompt, greedy(NEW_TOKENS))])
     executor.close()
-    assert answer.tokens == generated(model, prompt, NEW_TOKENS)
-    assert answer.finish is not None and answer.finish.verified.drafted > 0
+    assert completion.tokens == generated(model, prompt, NEW_TOKENS)
+    assert completion.finish is not None and completion.finish.verified.drafted > 0

@@ -79,8 +79,8 @@ def test_select_tokens_samples_as_reference(vocab_size: int, kind: str, device: 
     logits[:, vocab_size // 2] = 1.0  # at least one token is finite
     case = [random_asked(chance, vocab_size) for _ in range(number)]
     rows = [Row(slot, chance.randrange(1 << 20)) for slot in chance.sample(range(number), number)]
-    for place in range(0, number, 6):
-        rows[place] = replace(rows[place], mask=sorted({chance.randrange(vocab_size) for _ in range(1 + vocab_size // 3)}))
+    for index in range(0, number, 6):
+        rows[index] = replace(rows[index], mask=sorted({chance.randrange(vocab_size) for _ in range(1 + vocab_size // 3)}))
     _, different = compared(logits.round() if kind == "tied" else logits, rows, case, device)
     assert different <= number // 500
 

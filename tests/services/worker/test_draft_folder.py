@@ -16,11 +16,11 @@ def test_draft_folder_is_the_set_path_or_a_sibling_of_the_model_folder(tmp_path:
 
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo-draft").touch()
-    beside = tmp_path / "demo-eagle3"
+    default_folder = tmp_path / "demo-eagle3"
     assert found("eagle3") == found("draft") == found("mtp") == ""
-    beside.mkdir()
-    assert found("eagle3") == found("eagle3", f"{tmp_path}/demo/") == str(beside)
+    default_folder.mkdir()
+    assert found("eagle3") == found("eagle3", f"{tmp_path}/demo/") == str(default_folder)
     assert found("eagle3", path="elsewhere") == found("none", path="elsewhere") == "elsewhere", "any path is accepted"
     assert found("ngram") == found("none") == found("draft") == "", "without a draft model, or with a file instead of a folder"
     monkeypatch.chdir(tmp_path / "demo")
-    assert found("eagle3", ".") == str(beside)
+    assert found("eagle3", ".") == str(default_folder)

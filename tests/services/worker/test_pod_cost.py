@@ -21,7 +21,7 @@ class Api(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.status = 200
         self.seen: list[tuple[str, str, str, object]] = []
-        self.came = threading.Event()
+        self.received = threading.Event()
 
     @property
     def costs(self) -> list[str]:
@@ -34,13 +34,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_PATCH(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.command, self.path, self.headers["Content-Type"], body))
-        answer = json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "w-0"}}).encode()
+        response = json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "w-0"}}).encode()
         self.send_response(self.server.status)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(answer)))
+        self.send_header("Content-Length", str(len(response)))
         self.end_headers()
-        self.wfile.write(answer)
-        self.server.came.set()
+        self.wfile.write(response)
+        self.server.received.set()
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing."""
@@ -115,8 +115,8 @@ def test_cost_thread_follows_the_load_until_stopped(api: Api) -> None:
     cost = cost_of(api.server_port, load, period_s=0.02)
     cost.start()
     for load.value in (5, 6):
-        api.came.clear()
+        api.received.clear()
         while api.costs[-1:] != [str(load.value)]:
-            assert api.came.wait(60)
-            api.came.clear()
+            assert api.received.wait(60)
+            api.received.clear()
     cost.stop()

@@ -218,10 +218,10 @@ def test_release_is_refused_when_requests_run_until_the_deadline() -> None:
         async with operated(step_s=0.03) as at:
             await at.gateway.send(submit(1, max_new_tokens=240), submit(2, max_new_tokens=240))
             await at.gateway.until(lambda: len(at.gateway.tokens[1]) > 3)
-            asked = asyncio.create_task(at.refusal(at.control.ReleaseMemory(pb.ReleaseMemoryRequest(), timeout=4.0)))
+            refusal = asyncio.create_task(at.refusal(at.control.ReleaseMemory(pb.ReleaseMemoryRequest(), timeout=4.0)))
             await at.gateway.send(submit(3, max_new_tokens=5))
             await at.gateway.ended(3)
-            code, details = await asked
+            code, details = await refusal
             assert code is grpc.StatusCode.FAILED_PRECONDITION and "2" in details
             assert not (await at.state())["paused"]
             await at.gateway.ended(1, 2)
@@ -276,10 +276,10 @@ def test_pending_operation_is_unavailable_when_the_loop_stops() -> None:
         async with operated(step_s=0.005) as at:
             await at.gateway.send(submit(1, max_new_tokens=240))
             await at.gateway.until(lambda: len(at.gateway.tokens[1]) > 3)
-            asked = asyncio.create_task(at.refusal(at.control.ReleaseMemory(pb.ReleaseMemoryRequest())))
+            refusal = asyncio.create_task(at.refusal(at.control.ReleaseMemory(pb.ReleaseMemoryRequest())))
             await asyncio.sleep(0.1)
             at.worker.inbox.put(Stop())
-            code, _ = await asked
+            code, _ = await refusal
             assert code is grpc.StatusCode.UNAVAILABLE
 
     run(check)
