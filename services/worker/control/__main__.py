@@ -15,7 +15,7 @@ from rootstock_llm.services.shared.rpc.dialer import Dialer
 from rootstock_llm.services.shared.settings import ENV_PREFIX, TlsSettings, load_given
 from rootstock_llm.services.shared.tls.mutual_tls import mutual_tls
 from rootstock_llm.services.shared.tls.roles import Role
-from rootstock_llm.services.worker.control.command_line import PARSERS, WrongWords, call, failure
+from rootstock_llm.services.worker.control.command_line import PARSERS, InvalidArguments, call, failure
 from rootstock_llm.services.worker.control.flags import OPERATIONS, add_flags
 
 PROG = "rootstock control"  # begins each line on stderr
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         request = parse(settings.arguments)
         token = read_token(settings.control_token, settings.control_token_file)
         dialer = Dialer(mutual_tls(settings, Role.OPERATOR))
-    except WrongWords as error:
+    except InvalidArguments as error:
         print(f"{PROG}: {settings.operation} {error}\n\n{OPERATIONS}", file=sys.stderr)
         return 2
     except ValueError as error:

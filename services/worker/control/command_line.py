@@ -19,7 +19,7 @@ from rootstock_llm.services.shared.tls.roles import Role
 from rootstock_llm.services.worker.control.flush import SALT_TIERS
 
 
-class WrongWords(ValueError):
+class InvalidArguments(ValueError):
     """The operation does not accept these arguments. The message follows the operation's name: "takes no arguments"."""
 
 
@@ -28,7 +28,7 @@ def _without_arguments(build: Callable[[], Message]) -> Callable[[Sequence[str]]
 
     def parse(words: Sequence[str]) -> Message:
         if words:
-            raise WrongWords("takes no arguments")
+            raise InvalidArguments("takes no arguments")
         return build()
 
     return parse
@@ -36,14 +36,14 @@ def _without_arguments(build: Callable[[], Message]) -> Callable[[Sequence[str]]
 
 def _at_most_one(words: Sequence[str], default: str) -> str:
     if len(words) > 1:
-        raise WrongWords("takes at most one argument")
+        raise InvalidArguments("takes at most one argument")
     return words[0] if words else default
 
 
 def _changes(words: Sequence[str]) -> Message:
     pairs = [word.partition("=") for word in words]
     if not pairs or not all(name and equals for name, equals, _ in pairs):
-        raise WrongWords("takes one or more arguments of the form NAME=VALUE")
+        raise InvalidArguments("takes one or more arguments of the form NAME=VALUE")
     request = pb.SetInternalStateRequest()
     put_values(request.tunables, {name: _scalar(value) for name, _, value in pairs})
     return request
@@ -67,7 +67,7 @@ def _enum(enum: Any, prefix: str, word: str) -> int:
         return int(enum.Value(f"{prefix}{word.upper()}"))
     except ValueError:
         known = ", ".join(name.removeprefix(prefix).lower() for name, number in enum.items() if number)
-        raise WrongWords(f"takes one of {known}, not {word}") from None
+        raise InvalidArguments(f"takes one of {known}, not {word}") from None
 
 
 def _tags(words: Sequence[str]) -> list[Any]:
@@ -86,7 +86,7 @@ def _flush(words: Sequence[str]) -> Message:
         elif word in SALT_TIERS:
             request.tiers.append(word)
         else:
-            raise WrongWords(f"takes {', '.join(SALT_TIERS)}, cache_salt=SALT and older_than_s=SECONDS, not {word}")
+            raise InvalidArguments(f"takes {', '.join(SALT_TIERS)}, cache_salt=SALT and older_than_s=SECONDS, not {word}")
     if request.HasField("cache_salt") or request.HasField("older_than_s"):
         request.tiers.append(SELECTED)
     return request
@@ -96,7 +96,7 @@ def _seconds(word: str) -> float:
     try:
         return float(word)
     except ValueError as error:
-        raise WrongWords(f"takes a number of seconds: {error}") from None
+        raise InvalidArguments(f"takes a number of seconds: {error}") from None
 
 
 PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {

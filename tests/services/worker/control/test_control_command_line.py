@@ -12,7 +12,7 @@ import pytest
 
 from rootstock_llm.protos import control_pb2 as pb
 from rootstock_llm.services.local.ports import free_ports
-from rootstock_llm.services.worker.control.command_line import PARSERS, WrongWords
+from rootstock_llm.services.worker.control.command_line import PARSERS, InvalidArguments
 from rootstock_llm.services.worker.control.flags import OPERATIONS
 from rootstock_llm.services.worker.control.server import start_control
 from rootstock_llm.services.worker.control.servicer import BARRIERS
@@ -128,7 +128,7 @@ def test_parser_reads_json_other_than_numbers_and_booleans_as_text() -> None:
     ],
 )
 def test_parser_refuses_invalid_arguments(operation: str, words: list[str]) -> None:
-    with pytest.raises(WrongWords):
+    with pytest.raises(InvalidArguments):
         PARSERS[operation](words)
 
 
