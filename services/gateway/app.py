@@ -44,7 +44,7 @@ _EXPOSED = ("x-request-id", "retry-after", "x-rootstock-omitted-tools", "x-roots
 
 
 class ApiRoutes(Protocol):
-    """An HTTP API. build() adds OpenAI's chat, completions and embeddings itself."""
+    """The routes of an HTTP API. Not for OpenAI's chat, completions and embeddings, which build() adds itself."""
 
     forms: Mapping[str, AnswerForm]  # form of errors by path, if it differs from OpenAI's
 
@@ -88,13 +88,13 @@ def build(
         served: Returns the listed models, including those without a connected worker.
         generating: The generating operations of all APIs, by path.
         apis: All APIs except OpenAI's chat, completions and embeddings.
-        retry_after_s: Returns the Retry-After of a 503 in seconds, given the length of the queue.
+        retry_after_s: Returns the Retry-After of a 503 in seconds, from the current length of the queue.
     """
     settings = port.settings
-    on_http = metrics if settings.metrics_on_http else None
+    exposed_metrics = metrics if settings.metrics_on_http else None
     has_keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
-    further = [operation for api in apis for operation in api.operations]
-    operations = (*openai.OPERATIONS, *further, *server.operations(on_http is not None, settings.playground))
+    api_operations = [operation for api in apis for operation in api.operations]
+    operations = (*openai.OPERATIONS, *api_operations, *server.operations(exposed_metrics is not None, settings.playground))
     pages = {server.DOCS: static_page.REFERENCE} if settings.docs_enabled else {}
     pages |= {server.PLAYGROUND: static_page.PLAYGROUND} if settings.playground else {}
     # A router tries its routes in order, so the generating ones, which have the most requests, come first.
@@ -102,7 +102,7 @@ def build(
     for api in apis:
         routes += api.routes()
     routes += _model_routes(served)
-    routes += _operational_routes(readiness, on_http)
+    routes += _operational_routes(readiness, exposed_metrics)
     routes += [_page_route(path, static_page.static_page(name)) for path, name in pages.items()]
     if settings.docs_enabled:
         routes.append(_document_route(lambda: document(_INFO, operations, has_keys, bool(origins))))
@@ -115,7 +115,10 @@ def build(
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Adds CORS around the check of API keys, because a browser sends preflight requests without a key."""
+    """Wraps the application with CORS for these origins; no origins disable CORS.
+
+    The wrapper is outside the check of API keys, because a browser sends preflight requests without an API key.
+    """
     if not origins:
         return app
     return CORSMiddleware(
@@ -233,7 +236,7 @@ def _operational_routes(readiness: Readiness, metrics: GatewayMetrics | None) ->
     """Returns the routes for kubelets, balancers and Prometheus.
 
     Args:
-        metrics: None if this port does not serve them.
+        metrics: The metrics that /metrics returns. None if this port does not serve /metrics.
     """
 
     async def health(_: Request) -> Response:
@@ -244,7 +247,7 @@ def _operational_routes(readiness: Readiness, metrics: GatewayMetrics | None) ->
         return json_response({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
     async def get_ready(_: Request) -> Response:
-        missing = readiness.refused_for()
+        missing = readiness.refusal_reasons()
         return json_response({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
     routes = [Route(server.HEALTH, health), Route(server.READINESS, get_readiness), Route(server.READY, get_ready)]

@@ -1,8 +1,9 @@
 """Wires the gateway from its settings, runs it on one event loop, and drains it at the end.
 
 1. The constructor makes all parts. It opens no port.
-2. `run` starts the ports and the tasks that follow discovery, and serves until the stop event is set.
-3. The drain rejects new connections, moves batches and background responses to other gateways, and waits for the rest.
+2. `run` starts the ports and the background tasks, and serves until the stop event is set.
+3. The drain rejects new connections, releases batches and background responses to other gateways, and waits for all other
+   requests.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ from rootstock_llm.services.shared.tls.roles import Role
 logger = logging.getLogger(__name__)
 
 SERVICE = "gateway"
-CLOSE_S = 0.4  # seconds after the grace period for sending the last errors, and then the same time for closing connections
+CLOSE_S = 0.4  # seconds after the grace period in which the last errors are sent; connections then have this time to close
 
 
 class Gateway:
-    """The gateway of a process.
+    """The gateway of this process: all its parts, and their life from start to drain.
 
-    `token`, `dialer`, `directory`, `aborter`, `bodies` and `access` are the parts that the admin API uses.
+    The admin API uses the attributes `token`, `dialer`, `directory`, `aborter`, `bodies` and `access`.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -164,14 +165,17 @@ class Gateway:
         self._http = http_server.build(self.app, _http_options(settings, metrics, self.access, self._tls))
 
     def _batch_work(self, operations: Mapping[str, MakeOperation], metrics: GatewayMetrics) -> BatchWork | None:
-        """Returns the work on batches, or None if the gateway has no store. _store() has checked the store's URL."""
+        """Returns the stores and the runner of batches, or None if the gateway has no store.
+
+        The store's URL is valid, because _store() has checked it.
+        """
         if self._store is None:
             return None
         waiting, attendance = self.dispatcher.num_waiting_anywhere, self.service.attendance
         return BatchWork(self._settings, self.service.run, operations, self.keys.named, waiting, attendance, metrics, self.access)
 
     def _background_work(self, answers: BackgroundAnswers, metrics: GatewayMetrics) -> BackgroundWork | None:
-        """Returns the work on background responses, or None if the gateway has no store."""
+        """Returns the store and the runner of background responses, or None if the gateway has no store."""
         if self._store is None:
             return None
         computed_by = self.dispatcher.computed_by
@@ -197,7 +201,7 @@ class Gateway:
             keys=self.keys.signs,
             tls=self._mtls,
             names=names,
-            scraped_s_ago=scrapes.asked_s_ago,
+            scraped_s_ago=scrapes.scraped_s_ago,
         )
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
@@ -228,27 +232,27 @@ class Gateway:
         host, port = listener.getsockname()[:2]
         logger.info("listening", extra=fields(host=host, port=port))
         try:
-            await self._until(stop, [*links, serving])
+            await self._wait_for_stop(stop, [*links, serving])
             self.readiness.stop()
             await health.set_ready(False)
-            await self._take_leave(serving)
+            await self._delay_stop(serving)
             await self._drain(serving)
         finally:
             for task in links:
                 task.cancel()
             await asyncio.wait(links)
             await asyncio.gather(*(server.stop(0) for server in servers))
-            for kept in (self._store, self._work, self._background):
-                if kept is not None:
-                    await kept.close()
+            for closable in (self._store, self._work, self._background):
+                if closable is not None:
+                    await closable.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
             self.access.close()
 
     async def _start_peer(self) -> list[grpc.aio.Server]:
-        """Starts the port for other gateways, unless it is 0.
+        """Starts the peer port, on which other gateways abort requests of this one. Returns no server if the port is 0.
 
-        The port accepts operators' aborts only on loopback or with a token.
+        Operators' aborts are accepted only if the port is on loopback or needs a token.
         """
         host, port = self._settings.peer_host, self._settings.peer_port
         if not port:
@@ -263,7 +267,7 @@ class Gateway:
             guard = None if self._mtls is None else PortGuard(self._mtls, Role.GATEWAY)
             server, _ = await start_guarded_server(host, port, self.token, add, guard)
         except RuntimeError:
-            raise _taken(host, port) from None
+            raise _port_in_use(host, port) from None
         return [server]
 
     async def _start_health(self, health: grpc_server.HealthService) -> grpc_server.GrpcServer:
@@ -271,11 +275,14 @@ class Gateway:
         try:
             return await grpc_server.start_server(host, port, health, lambda server: None)
         except RuntimeError:
-            raise _taken(host, port) from None
+            raise _port_in_use(host, port) from None
 
     @staticmethod
-    async def _until(stop: asyncio.Event, endless: list[asyncio.Task[None]]) -> None:
-        """Returns when `stop` is set. Raises the exception of a task that ends before, so that the process is restarted."""
+    async def _wait_for_stop(stop: asyncio.Event, endless: list[asyncio.Task[None]]) -> None:
+        """Returns when `stop` is set.
+
+        If one of the endless tasks ends before, raises its exception. The process then exits, and Kubernetes restarts it.
+        """
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([stopped, *endless], return_when=asyncio.FIRST_COMPLETED)
         if not stopped.done():
@@ -283,12 +290,12 @@ class Gateway:
             for task in endless:
                 if task.done():
                     task.result()
-                    raise RuntimeError("a task of the gateway has ended before the stop")
+                    raise RuntimeError("a background task of the gateway ended without an error before the gateway was stopped")
 
-    async def _take_leave(self, serving: asyncio.Task[None]) -> None:
-        """Serves for stop_delay_s more, so that load balancers see by /ready that the gateway stops.
+    async def _delay_stop(self, serving: asyncio.Task[None]) -> None:
+        """Continues to serve for stop_delay_s. During this time /ready fails, so load balancers stop sending requests.
 
-        Each response ends its connection, so that no balancer sends another request on it.
+        Each connection closes after its next response, so that no load balancer reuses it.
         """
         self._http.close_after_answers()
         if self._settings.stop_delay_s:
@@ -297,7 +304,7 @@ class Gateway:
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """Ends all requests.
 
-        1. The gateway accepts no new connections, and other gateways continue its background responses.
+        1. The gateway accepts no new connections, and releases its background responses to other gateways.
         2. Requests in flight and batch lines have grace_s to end.
         3. The remaining requests end with an error. Other gateways continue the remaining batch lines.
         """
@@ -322,7 +329,8 @@ def _tls(settings: GatewaySettings) -> TlsFiles | None:
     try:
         return TlsFiles(Path(settings.tls_cert_file), Path(settings.tls_key_file))
     except (OSError, ssl.SSLError) as error:
-        raise http_server.CannotListen(f"tls_cert_file and tls_key_file cannot be used: {error}") from None
+        files = f"--tls-cert-file {settings.tls_cert_file} and --tls-key-file {settings.tls_key_file}"
+        raise http_server.CannotListen(f"{files} are not usable: {error}") from None
 
 
 def _http_options(
@@ -344,7 +352,7 @@ def _access_log(settings: GatewaySettings) -> AccessLog:
     try:
         return AccessLog(settings.access_log, settings.access_log_file)
     except OSError as error:
-        raise http_server.CannotListen(f"access_log_file {error.filename} cannot be written: {error.strerror}") from None
+        raise http_server.CannotListen(f"--access-log-file {error.filename} is not writable: {error.strerror}") from None
 
 
 def _keys(settings: GatewaySettings, token: str, peers: PeerGateways, metrics: GatewayMetrics) -> KeyRing:
@@ -388,5 +396,5 @@ def _mtls(settings: GatewaySettings) -> MutualTls | None:
         raise http_server.CannotListen(f"TLS between services: {error}") from None
 
 
-def _taken(host: str, port: int) -> http_server.CannotListen:
+def _port_in_use(host: str, port: int) -> http_server.CannotListen:
     return http_server.CannotListen(f"cannot listen on port {port} of {host}: Address already in use")

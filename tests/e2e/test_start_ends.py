@@ -78,7 +78,7 @@ def test_start_names_the_cause_when_a_process_ends_twice(tmp_path: Path) -> None
         (("--worker-flags", "--no-such-flag 1"), "worker refuses its settings: unknown flag --no-such-flag; --help lists"),
         (("--worker-flags", "--page-size 0"), "worker refuses its settings: page_size: Input should be greater than"),
         (("--gateway-flags", "--retry-after-s x"), "gateway refuses its settings: retry_after_s: Input should"),
-        (("--gateway-flags", "--tls-cert-file a.pem"), "gateway refuses its settings: tls_cert_file and tls_key_file go"),
+        (("--gateway-flags", "--tls-cert-file a.pem"), "gateway refuses its settings: tls_cert_file and tls_key_file must"),
         (("--no-such-flag", "1"), "local refuses its settings: unknown flag --no-such-flag; --help lists the flags."),
     ],
     ids=["unknown flag", "range", "type", "pair", "launcher's"],

@@ -28,7 +28,7 @@ from rootstock_llm.services.gateway.config.settings import GatewaySettings
 from rootstock_llm.services.gateway.generation.abort import Aborter
 from rootstock_llm.services.gateway.generation.bodies import BodyBudget, ClientGone
 from rootstock_llm.services.gateway.generation.errors import CLIENT_CLOSED, ApiError, Headers, internal
-from rootstock_llm.services.gateway.http.body import held_body
+from rootstock_llm.services.gateway.http.body import reserved_body
 from rootstock_llm.services.gateway.http.http_server import CannotListen, serve_app
 from rootstock_llm.services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from rootstock_llm.services.gateway.observe.metrics import OTHER
@@ -112,7 +112,7 @@ class AdminApi:
         """Runs the operation of the request. Returns its status and body."""
         self._admit(dict(scope["headers"]))
         operation = _operation(scope["method"], scope["path"])
-        async with held_body(scope, receive, self._body_budget, MAX_BODY_BYTES, BODY_TIMEOUT_S) as content:
+        async with reserved_body(scope, receive, self._body_budget, MAX_BODY_BYTES, BODY_TIMEOUT_S) as content:
             body = bodies.parse(operation.body, content.take(), scope["query_string"])
         status, result = await self._operations.run(operation, body)
         logger.info("operation", extra=fields(path=scope["path"], worker=body.worker, status=status))

@@ -5,8 +5,8 @@
                 ▼
               failed
 
-The state of a response is only in the store. A gateway that takes a response over resumes after the stored tokens, as it does
-with a request whose worker was lost, and continues with the next sequence number of events.
+The state of a response is only in the store. A gateway that takes over a response resumes after the stored tokens, in the same
+way as a request whose worker was lost. The events continue with the next sequence number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rootstock_llm.services.gateway.background.journal import STORE_AWAY, Journal, JournalSink, held
+from rootstock_llm.services.gateway.background.journal import STORE_AWAY, Journal, JournalSink, with_store_retries
 from rootstock_llm.services.gateway.background.ports import Answers
 from rootstock_llm.services.gateway.generation.choice import Choice, EarlierOutput
 from rootstock_llm.services.gateway.generation.errors import ApiError, internal, timed_out
@@ -41,20 +41,20 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S = (0.5, 15.0)  # seconds between two attempts: the first pause, and the longest
-TRIES = 4  # failures that the request may have caused, after which the response fails
-MAX_TAKES = 4  # gateways in a row that may be lost soon after taking the response; it then fails
+PAUSES_S = (0.5, 15.0)  # pause after the first failed attempt, and the longest pause, in seconds; pauses double
+TRIES = 4  # the response fails after this many failures that the request may have caused
+MAX_TAKES = 4  # the response fails if more gateways in a row are lost soon after they took it
 ROUTE = "/v1/responses"
-_FINAL = frozenset(  # codes of errors that no retry can remove
+_FINAL = frozenset(  # codes of errors after which a retry cannot succeed
     ("weights_not_served", "lease_lost", STORE_AWAY)
 )
 
 
 @dataclass(frozen=True, slots=True)
-class First:
-    """The client's request, from which the first attempt is computed."""
+class FirstAttempt:
+    """The client's request for a new response. Only the first attempt uses it; later attempts read the store."""
 
-    stored: Stored  # the state that `open` stores
+    stored: Stored  # state of the response that `open` will store
     request: GenerationRequest
     caller: Caller
     admission: KeyAdmission | None  # the request's share of its API key's limits; None if the key has no limits
@@ -63,14 +63,14 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class RunPorts:
-    """The objects and functions of the gateway that a run uses."""
+    """The objects and functions of the gateway that all runs share."""
 
     store: BackgroundStore
-    answers: Answers
-    run: RunGeneration
+    answers: Answers  # the API whose responses run
+    run: RunGeneration  # serves one attempt
     callers: Callable[[str, float], Caller]  # API key's name, Unix time of the client's request → caller; raises ApiError
     computed_by: Callable[[Choice], tuple[ModelVersion | None, str]]  # model version and numerics of a choice's output
-    wrote: Callable[[str], None]  # called with a response's id after its new events are stored
+    wrote: Callable[[str], None]  # called with a response's id after new events of it are stored
     metrics: GatewayMetrics
     access: AccessLog
 
@@ -78,40 +78,44 @@ class RunPorts:
 class BackgroundRun:
     """The work of this gateway on one background response. Implements background_runner.Run."""
 
-    def __init__(self, ports: RunPorts, lease: Lease, order: BackgroundOrder, first: First | None = None) -> None:
-        """Creates a run. `first` is required for begin(); a run without it is for resume() and counts as stored."""
+    def __init__(self, ports: RunPorts, lease: Lease, order: BackgroundOrder, first: FirstAttempt | None = None) -> None:
+        """Creates a run.
+
+        Args:
+            first: The client's request, for begin(). None for resume(), whose response is already stored.
+        """
         self.lease = lease
         self.order = order
         self._ports = ports
         self._first = first
         self._begun = False
-        self._written: Journal | None = None  # journal of the last attempt
+        self._last_journal: Journal | None = None  # journal of the last attempt
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_in_doubt = False
+        self.may_be_stored = False
         if first is None:
             self.opened.set_result(None)
 
     @property
-    def is_kept(self) -> bool:
+    def is_stored(self) -> bool:
         return self.opened.done() and not self.opened.cancelled() and self.opened.exception() is None
 
     @property
     def is_finishing(self) -> bool:
-        return self._written is not None and self._written.is_finishing
+        return self._last_journal is not None and self._last_journal.is_finishing
 
     async def begin(self) -> None:
         """Runs a client's request until its response is complete. If cancelled, another gateway continues the response.
 
         Raises:
-            LeaseLost: Another gateway holds the lease, or the response has been deleted.
+            LeaseLost: Another gateway has the lease, or the response has been deleted.
             StoreAway: The store is unreachable.
         """
         self._begun = True
-        await self._in_time(self._begin())
+        await self._within_time_limit(self._begin())
 
     async def resume(self) -> None:
-        """Runs a stored response until it is complete. Raises the errors of begin()."""
-        await self._in_time(self._again(0, None))
+        """Runs a stored response until it is complete. Raises the same errors as begin()."""
+        await self._within_time_limit(self._resume_until_complete(0, None))
 
     def close(self) -> None:
         """Cancels `opened` if it is pending, and ends the admission if begin() has not run. Called after begin() or resume()."""
@@ -120,7 +124,7 @@ class BackgroundRun:
         if self._first is not None and self._first.admission is not None and not self._begun:
             self._first.admission.end(0)
 
-    async def _in_time(self, work: Awaitable[None]) -> None:
+    async def _within_time_limit(self, work: Awaitable[None]) -> None:
         limit = asyncio.timeout(max(0.0, self.order.ends_at - time.time()))
         try:
             async with limit:
@@ -129,7 +133,7 @@ class BackgroundRun:
             if not limit.expired():
                 raise
             failure = timed_out("The response was not complete within its time limit.")
-            if self.is_kept:
+            if self.is_stored:
                 await self._fail(failure)
             elif not self.opened.done():
                 self.opened.set_exception(failure)
@@ -146,25 +150,25 @@ class BackgroundRun:
         async def open_stored() -> None:
             first, self._first = self._first, None  # frees the record, which may have 8 MiB
             assert first is not None
-            self.is_in_doubt = True
+            self.may_be_stored = True
             try:
                 await first.open()
             except ApiError as error:
-                self.is_in_doubt = error.code == STORE_AWAY
+                self.may_be_stored = error.code == STORE_AWAY
                 raise
-            self.is_in_doubt = False
+            self.may_be_stored = False
             self.opened.set_result(None)
 
         async def prepared(_body: Any, _origin: Any) -> GenerationRequest:
             return request
 
-        failure = await self._try(stored, prepared, caller, admission, open_stored)
-        if failure is not None and self.is_kept:
+        failure = await self._attempt(stored, prepared, caller, admission, open_stored)
+        if failure is not None and self.is_stored:
             own_faults = int(_may_be_caused_by_request(failure))
             if await self._retries(failure, own_faults):
-                await self._again(own_faults, failure)
+                await self._resume_until_complete(own_faults, failure)
 
-    async def _again(self, own_faults: int, failure: ApiError | None) -> None:
+    async def _resume_until_complete(self, own_faults: int, failure: ApiError | None) -> None:
         pause, longest = PAUSES_S
         while True:
             if failure is not None:
@@ -176,21 +180,21 @@ class BackgroundRun:
             if stored.takes > MAX_TAKES:
                 message = f"{MAX_TAKES} gateways were lost soon after they had taken the response."
                 return await self._conclude(stored, BackgroundStatus.FAILED, internal(message))
-            failure = await self._resumed(stored)
+            failure = await self._try_to_resume(stored)
             if failure is None:
                 return None
             own_faults += _may_be_caused_by_request(failure)
             if not await self._retries(failure, own_faults):
                 return None
 
-    async def _resumed(self, stored: Stored) -> ApiError | None:
+    async def _try_to_resume(self, stored: Stored) -> ApiError | None:
         try:
             caller = self._ports.callers(self.order.key, self.order.created_at)
         except ApiError as error:
             return error
-        return await self._try(stored, self._ports.answers.prepare(stored), caller, None, _nothing)
+        return await self._attempt(stored, self._ports.answers.prepare(stored), caller, None, _nothing)
 
-    async def _try(
+    async def _attempt(
         self,
         stored: Stored,
         prepare: Prepare,
@@ -198,15 +202,22 @@ class BackgroundRun:
         admission: KeyAdmission | None,
         store: Callable[[], Awaitable[None]],
     ) -> ApiError | None:
-        """Makes one attempt. Returns its failure, or None if the response is complete. Raises LeaseLost, StoreAway."""
+        """Makes one attempt to compute the response. Raises LeaseLost, StoreAway.
+
+        Args:
+            store: Stores the response before its first event. Does nothing if the response is already stored.
+
+        Returns:
+            The failure of the attempt, or None if the response is complete.
+        """
         ports = self._ports
         progress = await _progress(stored) if stored.past.lengths.ids else None
         record = partial(ports.answers.record, self.order)
-        make_story = partial(ports.answers.story, stored)
-        sink = JournalSink(make_story, self._journal(stored), record, stored, progress, ports.computed_by, store)
+        make_renderer = partial(ports.answers.event_renderer, stored)
+        sink = JournalSink(make_renderer, self._new_journal(stored), record, stored, progress, ports.computed_by, store)
         try:
             # The request gets its own task, because interrupting a request cancels the task that serves it.
-            await asyncio.create_task(self._served(prepare, caller, admission, sink))
+            await asyncio.create_task(self._generate(prepare, caller, admission, sink))
         finally:
             if admission is not None and sink.running is None:
                 admission.end(0)
@@ -221,7 +232,7 @@ class BackgroundRun:
             raise StoreAway(failure.message)
         return failure
 
-    async def _served(self, prepare: Prepare, caller: Caller, admission: KeyAdmission | None, sink: JournalSink) -> None:
+    async def _generate(self, prepare: Prepare, caller: Caller, admission: KeyAdmission | None, sink: JournalSink) -> None:
         origin = Origin(self.order.request_id, ROUTE, caller=caller, routing_key=self.order.routing_key)
         began = time.monotonic()
         try:
@@ -235,13 +246,17 @@ class BackgroundRun:
                 status = 200 if sink.is_over else failure.status if failure is not None else 0
                 access.ended("background", "POST", ROUTE, state, status, 0, time.monotonic() - began)
 
-    def _journal(self, stored: Stored) -> Journal:
+    def _new_journal(self, stored: Stored) -> Journal:
         ports = self._ports
-        self._written = Journal(ports.store, self.lease, stored, partial(ports.wrote, self.order.id), ports.metrics)
-        return self._written
+        self._last_journal = Journal(ports.store, self.lease, stored, partial(ports.wrote, self.order.id), ports.metrics)
+        return self._last_journal
 
     async def _retries(self, failure: ApiError, own_faults: int) -> bool:
-        """Returns whether to retry after this failure. Otherwise stores the response as failed."""
+        """Returns whether to retry after this failure. If not, stores the response as failed.
+
+        Args:
+            own_faults: Number of failures so far that the request may have caused.
+        """
         about = fields(response=self.order.id, status=failure.status, code=failure.code)
         if _may_pass(failure) and own_faults < TRIES and time.time() < self.order.ends_at:
             logger.info("a background response waits for its next attempt", extra=about)
@@ -254,23 +269,23 @@ class BackgroundRun:
         await self._conclude(await self._read(), BackgroundStatus.FAILED, failure)
 
     async def _read(self) -> Stored:
-        stored = await held(lambda: self._ports.store.read(self.order.owner, self.order.id))
+        stored = await with_store_retries(lambda: self._ports.store.read(self.order.owner, self.order.id))
         if stored is None:
             raise LeaseLost(self.lease.name)
         return replace(stored, order=self.order)  # an order may have 8 MiB; the copy that was read is dropped
 
     async def _conclude(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> None:
-        """Ends the response with its stored output."""
+        """Stores the end of the response, whose output is the stored one."""
         ports = self._ports
-        response, events = await held(lambda: ports.answers.concluded(stored, status, error))
-        await self._journal(stored).finish(status, lambda: ports.answers.record(self.order, response), events)
+        response, events = await with_store_retries(lambda: ports.answers.concluded(stored, status, error))
+        await self._new_journal(stored).finish(status, lambda: ports.answers.record(self.order, response), events)
 
 
 async def _progress(stored: Stored) -> EarlierOutput:
     past, ids = stored.past, array("I")
-    async for page in pages(lambda first: held(lambda: past.ids(first))):
+    async for page in pages(lambda first: with_store_retries(lambda: past.ids(first))):
         ids.extend(page)
-    logprobs = [rows async for page in pages(lambda first: held(lambda: past.logprobs(first))) for rows in page]
+    logprobs = [rows async for page in pages(lambda first: with_store_retries(lambda: past.logprobs(first))) for rows in page]
     return EarlierOutput(ids, stored.decoded, stored.chars, stored.shown, logprobs, stored.weights, stored.numerics)
 
 
@@ -287,9 +302,12 @@ def _may_pass(failure: ApiError) -> bool:
 
 
 def _may_be_caused_by_request(failure: ApiError) -> bool:
-    """Returns whether the request may have caused the failure. TRIES bounds how many workers such a request may disturb."""
+    """Returns whether the request may have caused the failure, for example by crashing a worker.
+
+    TRIES limits the number of workers that a harmful request can disturb.
+    """
     return failure.status == 500 or failure.code == "worker_lost"
 
 
 async def _nothing() -> None:
-    """Does nothing, because a resumed response is already stored."""
+    """Stores nothing, because a resumed response is already stored."""

@@ -1,10 +1,10 @@
 """Renews the leases of the background responses that this gateway runs, and takes over responses whose lease is free.
 
-A draining gateway releases its responses at once. Other gateways continue them after the stored tokens, whose prefix the workers
-have cached. The gateway does not wait for them, because a response may take an hour.
+A draining gateway releases its responses at once, because a response may take an hour. Other gateways continue them after the
+stored tokens, whose KV is still in the workers' prefix caches.
 
 While the store is unreachable, leases expire although their gateways are healthy. These gateways renew their leases when the
-store is back. So for the duration of a lease after an outage, this gateway takes only responses that a gateway has released.
+store is reachable again. So for the duration of a lease after an outage, this gateway takes over only released responses.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5  # seconds between two searches for responses, and between two renewals of the leases
-SEEN = 1000  # largest number of responses without a lease that one search reads
-MAX_TAKEN = 8  # largest number of responses that one search takes over; other gateways get the others
-MAX_IN_DOUBT = 4096  # largest number of responses that wait for their deletion
-SLOW_S = 1.0  # seconds after which a call counts as delayed by an unreachable store
-LEAVE_S = 1.0  # seconds in which a draining gateway ends its work and releases its leases
+MAX_SEARCHED = 1000  # largest number of responses without a lease that one search reads
+MAX_TAKEN = 8  # largest number of responses that one search takes over, so that several gateways share the responses
+MAX_TO_DELETE = 4096  # largest number of responses that wait for their deletion
+SLOW_S = 1.0  # a search that takes longer counts as an outage of the store
+DRAIN_S = 1.0  # seconds in which a draining gateway cancels its runs and releases their leases
 
 
 class Run(Protocol):
-    """The work of this gateway on one response. Ends after begin() or resume(), and close()."""
+    """The work of this gateway on one response: one call of begin() or resume(), and then close()."""
 
     lease: Lease
     order: BackgroundOrder
-    opened: asyncio.Future[None]  # done when the response is stored; ApiError if it was not stored; cancelled by close()
-    is_in_doubt: bool  # the write had no reply, so the store may have the response
+    opened: asyncio.Future[None]  # result when the response is stored; ApiError if it was not stored; cancelled by close()
+    may_be_stored: bool  # the write of the new response had no reply, so it is unknown whether the store has the response
 
     @property
-    def is_kept(self) -> bool:
+    def is_stored(self) -> bool:
         """Whether the response is known to be stored."""
 
     @property
     def is_finishing(self) -> bool:
-        """Whether the end of the response is being written, or has been."""
+        """Whether the end of the response is being written or is stored."""
 
     async def begin(self) -> None:
         """Runs a client's request until its response is complete. Raises LeaseLost, StoreAway."""
@@ -56,7 +56,7 @@ class Run(Protocol):
         """Runs a stored response until it is complete. Raises LeaseLost, StoreAway."""
 
     def close(self) -> None:
-        """Releases the run's resources. Called after begin() or resume(), even if that was cancelled before its first step."""
+        """Releases the run's resources. Called even if begin() or resume() was cancelled before its first step."""
 
 
 class BackgroundRunner:
@@ -65,9 +65,9 @@ class BackgroundRunner:
     def __init__(
         self,
         store: BackgroundStore,
-        taken: Callable[[Lease, BackgroundOrder], Run],
+        make_run: Callable[[Lease, BackgroundOrder], Run],
         given_up: Callable[[str, str], Awaitable[bytes]],
-        most: int,
+        max_runs: int,
         is_ready: Callable[[], bool],
         retry_after_s: int,
         metrics: GatewayMetrics,
@@ -75,37 +75,37 @@ class BackgroundRunner:
         """Creates a runner without responses.
 
         Args:
-            taken: Makes a run of a stored response whose lease was taken.
-            given_up: Returns the record of a response that cannot be read or ended, by owner and id.
-            most: Largest number of responses at once, including responses that wait for a worker.
+            make_run: Makes the run of a stored response whose lease this gateway has taken.
+            given_up: Returns the record, with status failed, of a response that no gateway could read or end, by owner and id.
+            max_runs: Largest number of responses at once, including responses that wait for a worker.
             is_ready: Returns whether this gateway can serve a response.
         """
         self._store = store
-        self._taken = taken
+        self._make_run = make_run
         self._given_up = given_up
-        self._most = most
+        self._max_runs = max_runs
         self._is_ready = is_ready
         self._retry_after_s = retry_after_s
         self._metrics = metrics
         self._runs: dict[Run, asyncio.Task[None]] = {}
-        # Owner and id of responses that wait for a call of the store:
-        self._left: dict[Lease, tuple[str, str]] = {}  # for their release to other gateways
-        self._in_doubt: dict[tuple[str, str], None] = {}  # for their deletion, because their clients got an error
+        # The next call of _release_and_delete() sends these commands to the store. Values and keys are (owner, id) of a response.
+        self._to_release: dict[Lease, tuple[str, str]] = {}  # leases to release to other gateways
+        self._to_delete: dict[tuple[str, str], None] = {}  # responses that may be stored although their clients got an error
         self._stopping = False
         self._released_only_until = 0.0  # event-loop time until which only released responses are taken over
         metrics.watch_background(lambda: len(self._runs))
 
     async def run(self) -> None:
-        """Runs until cancelled. Unfinished responses are then released for other gateways."""
+        """Runs until cancelled, and then releases unfinished responses to other gateways."""
         try:
             async with asyncio.TaskGroup() as tasks:  # two tasks, so that a long search does not delay renewals
-                tasks.create_task(self._repeat(self._keep))
-                tasks.create_task(self._repeat(self._look))
+                tasks.create_task(self._repeat(self._renew_leases))
+                tasks.create_task(self._repeat(self._search))
         finally:
             await self.drain()
 
     async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
-        is_away = False  # per task, because a task without calls of the store does not notice an outage
+        is_away = False  # whether the last `work` found the store unreachable; an outage is logged once
         while True:
             try:
                 await work()
@@ -140,7 +140,7 @@ class BackgroundRunner:
         """Raises ApiError if the gateway is draining or already runs its largest number of responses."""
         if self._stopping:
             raise self._shutting_down()
-        if len(self._runs) >= self._most:
+        if len(self._runs) >= self._max_runs:
             raise unavailable(
                 "This gateway runs its largest number of background responses. Retry later.", self._retry_after_s, "queue_full"
             )
@@ -149,65 +149,69 @@ class BackgroundRunner:
         return unavailable("The server is shutting down.", self._retry_after_s, "shutting_down")
 
     async def drain(self) -> None:
-        """Cancels all runs and releases their responses for other gateways. A second call has no effect."""
+        """Cancels all runs and releases their responses to other gateways. Idempotent."""
         self._stopping = True
         runs = dict(self._runs)
         for task in runs.values():
             task.cancel()
-        with suppress(StoreAway, TimeoutError):  # the leases expire in any case
-            async with asyncio.timeout(LEAVE_S):
+        with suppress(StoreAway, TimeoutError):  # a lease that is not released expires
+            async with asyncio.timeout(DRAIN_S):
                 if runs:
                     await asyncio.wait(runs.values())
                 await self._release_and_delete()
 
-    async def _look(self) -> None:
+    async def _search(self) -> None:
         await self._release_and_delete()
-        if not self._stopping and len(self._runs) < self._most and self._is_ready():
-            await self._find()
+        if not self._stopping and len(self._runs) < self._max_runs and self._is_ready():
+            await self._take_over_free()
 
-    async def _keep(self) -> None:
-        kept = {run.lease: run for run in self._runs if run.is_kept}
-        for lease in await self._store.keep({lease: run.order for lease, run in kept.items()}):
-            run = kept[lease]
+    async def _renew_leases(self) -> None:
+        renewable = {run.lease: run for run in self._runs if run.is_stored}
+        for lease in await self._store.renew({lease: run.order for lease, run in renewable.items()}):
+            run = renewable[lease]
             task = self._runs.get(run)
-            if task is not None and not run.is_finishing:  # a finishing run has ended its response, or its write raises LeaseLost
+            # A run whose `is_finishing` is set ends without a cancellation: its write succeeds or raises LeaseLost.
+            if task is not None and not run.is_finishing:
                 logger.info("a background response has ended, or another gateway holds its lease", extra=_about(run))
                 task.cancel()
 
     async def _release_and_delete(self) -> None:
-        """Releases the responses in _left and deletes those in _in_doubt. A search and drain() may call it at the same time."""
-        while self._left:
-            lease, of = self._left.popitem()
+        """Releases the responses in _to_release and deletes those in _to_delete.
+
+        Two calls may run at the same time, by a search and by drain().
+        """
+        while self._to_release:
+            lease, ids = self._to_release.popitem()
             try:
-                await self._store.leave(lease, *of)
+                await self._store.release(lease, *ids)
             except BaseException:
-                self._left[lease] = of
+                self._to_release[lease] = ids
                 raise
-        while self._in_doubt:
-            of, _ = self._in_doubt.popitem()
+        while self._to_delete:
+            ids, _ = self._to_delete.popitem()
             try:
-                await self._store.delete(*of)
+                await self._store.delete(*ids)
             except BaseException:
-                self._in_doubt[of] = None
+                self._to_delete[ids] = None
                 raise
 
-    async def _find(self) -> None:
+    async def _take_over_free(self) -> None:
         loop = asyncio.get_running_loop()
         mine = {(run.order.owner, run.order.id) for run in self._runs}
         started = loop.time()
-        found = await self._store.free(SEEN, left=started < self._released_only_until)
+        found = await self._store.find_unleased(MAX_SEARCHED, released_only=started < self._released_only_until)
         if loop.time() - started > SLOW_S:
             self._note_outage()
             return
         for owner, response_id in [each for each in found if each not in mine][:MAX_TAKEN]:
-            if self._stopping or len(self._runs) >= self._most:
+            if self._stopping or len(self._runs) >= self._max_runs:
                 return
             await self._take(owner, response_id)
 
     async def _take(self, owner: str, response_id: str) -> None:
-        """Takes over a response if its lease is free.
+        """Takes over a response if no gateway has its lease.
 
-        The lease of a response that cannot be read is not released, so that the next attempt waits for its expiry.
+        If the response cannot be read, its lease is not released. So the next gateway tries only after the lease has expired.
         """
         lease = await self._store.take(owner, response_id)
         if lease is None:
@@ -220,23 +224,23 @@ class BackgroundRunner:
         except LeaseLost:
             return
         except (StoreAway, asyncio.CancelledError):
-            self._left[lease] = (owner, response_id)
+            self._to_release[lease] = (owner, response_id)
             raise
         except Exception:
             logger.exception("could not read a background response", extra=fields(response=response_id))
             return
         if self._stopping:
-            self._left[lease] = (owner, response_id)
+            self._to_release[lease] = (owner, response_id)
         else:
-            run = self._taken(lease, order)
+            run = self._make_run(lease, order)
             logger.info("took over a background response", extra=_about(run))
             self._metrics.background_takeovers.inc()
             self._start(run, run.resume())
 
     async def _give_up(self, lease: Lease, owner: str, response_id: str) -> None:
-        """Ends a response that cannot be run, with status failed. Its record stays unchanged if it cannot be read.
+        """Ends a response that no gateway could run, with status failed. If its record is unreadable, the record stays unchanged.
 
-        The caller holds the lease. Raises LeaseLost, StoreAway.
+        The caller must have the lease. Raises LeaseLost, StoreAway.
         """
         logger.error("gave up a background response", extra=fields(response=response_id))
         try:
@@ -254,19 +258,18 @@ class BackgroundRunner:
     def _ended(self, run: Run, task: asyncio.Task[None]) -> None:
         """Removes an ended run.
 
-        After an unexpected error, the lease is not released, so that the next attempt waits for its expiry.
+        After an unexpected error, the lease is not released. So the next gateway tries only after the lease has expired.
         """
         del self._runs[run]
         run.close()
-        of, is_kept = (run.order.owner, run.order.id), run.is_kept
+        ids, is_stored = (run.order.owner, run.order.id), run.is_stored
         error = None if task.cancelled() else task.exception()
-        if (
-            run.is_in_doubt and len(self._in_doubt) < MAX_IN_DOUBT
-        ):  # more are created only in a long outage, in which no write reaches the store
-            self._in_doubt[of] = None
+        # The limit is exceeded only in a long outage, in which the store has received none of the writes.
+        if run.may_be_stored and len(self._to_delete) < MAX_TO_DELETE:
+            self._to_delete[ids] = None
         if task.cancelled() or isinstance(error, StoreAway):
-            if is_kept:
-                self._left[run.lease] = of
+            if is_stored:
+                self._to_release[run.lease] = ids
         elif isinstance(error, LeaseLost):
             logger.info("a background response has ended, or another gateway holds its lease", extra=_about(run))
         elif error is not None:

@@ -1,4 +1,4 @@
-"""Connects the parts of background responses from settings. services/gateway/api/responses has the HTTP routes."""
+"""Makes the store, the runner and the streams of background responses. services/gateway/api/responses has the HTTP routes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from rootstock_llm.services.gateway.background.background_run import BackgroundRun, First, RunPorts
+from rootstock_llm.services.gateway.background.background_run import BackgroundRun, FirstAttempt, RunPorts
 from rootstock_llm.services.gateway.background.background_runner import BackgroundRunner
 from rootstock_llm.services.gateway.background.follow import Follow, Streams
 from rootstock_llm.services.gateway.background.journal import Journal
@@ -30,8 +30,8 @@ from rootstock_llm.services.gateway.store.state_redis import StateRedis
 from rootstock_llm.services.gateway.store.state_store import StoreAway
 from rootstock_llm.services.shared.limits import MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
 
-CANCEL_S = 5.0  # seconds that a cancellation by another caller may take
-LOOK_S = 0.05  # seconds between two reads of the status while another caller cancels
+CANCEL_S = 5.0  # seconds that cancel() waits while another caller cancels the same response
+LOOK_S = 0.05  # seconds between two reads of the status during this wait
 
 
 class BackgroundWork:
@@ -48,7 +48,7 @@ class BackgroundWork:
         metrics: GatewayMetrics,
         access: AccessLog,
     ) -> None:
-        """Connects the parts. Nothing runs before run().
+        """Makes the store, the runner and the streams. Nothing runs before run().
 
         Args:
             answers: The API whose responses run in the background.
@@ -73,7 +73,7 @@ class BackgroundWork:
         self._answers = answers
         self._streams = Streams(self._store, settings.sse_comment_s)
         self._most_streams, self._most_own_streams = MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
-        self._nobody = owner_of("")  # owner of all responses if the gateway has no API keys; has no limit of its own
+        self._anonymous_owner = owner_of("")  # owner of all responses if the gateway has no API keys; has no limit of streams
         self._ports = RunPorts(self._store, answers, run, callers, computed_by, self._streams.wrote, metrics, access)
         most = settings.background_responses
         self._metrics = metrics
@@ -88,7 +88,7 @@ class BackgroundWork:
         await self._runner.run()
 
     async def drain(self) -> None:
-        """Releases all responses for other gateways, and ends the streams."""
+        """Releases all responses to other gateways, and ends the streams."""
         try:
             await self._runner.drain()
         finally:
@@ -111,8 +111,8 @@ class BackgroundWork:
         """Starts a response and returns when it is stored.
 
         Args:
-            record: The record that is stored until the response is complete.
-            admission: Owned by this method from now on, even if it raises.
+            record: Content of the response's record until the response is complete.
+            admission: The request's share of its API key's limits. This method takes ownership, even if it raises.
             events: The first events of the response.
         """
         try:
@@ -121,16 +121,17 @@ class BackgroundWork:
             if admission is not None:
                 admission.end(0)
             raise
-        stored = self._store.asked(order, array("I", request.prompts[0].ids).tobytes(), len(events))
+        stored = self._store.initial_state(order, array("I", request.prompts[0].ids).tobytes(), len(events))
         lease = new_lease(order.owner, order.id)
-        first = First(stored, _counted(request), caller, admission, partial(self._keep, lease, stored, record, events))
+        store = partial(self._store_response, lease, stored, record, events)
+        first = FirstAttempt(stored, _without_truncation_counts(request), caller, admission, store)
         await self._runner.begin(BackgroundRun(self._ports, lease, order, first))
 
-    async def _keep(self, lease: Lease, stored: Stored, record: bytes, events: Sequence[bytes]) -> None:
+    async def _store_response(self, lease: Lease, stored: Stored, record: bytes, events: Sequence[bytes]) -> None:
         try:
             begun = await self._store.begin(lease, stored.order, record, stored.prompt, events)
         except StoreAway:
-            raise self._away() from None
+            raise self._store_unavailable() from None
         if begun is Begun.TOO_MANY:
             message = "This API key has its largest number of background responses. Wait until one has ended."
             raise ApiError(429, message, code="background_full", retry_after_s=self._retry_after_s)
@@ -138,28 +139,29 @@ class BackgroundWork:
             raise ApiError(429, "The store limit of this API key is reached. Delete stored data.", code="store_full")
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
-        """Returns the status of a background response, or None if the store has no state of it besides its record."""
+        """Returns the status of a background response, or None if the store has at most the record of the response."""
         try:
             return await self._store.status(owner, response_id)
         except StoreAway:
-            raise self._away() from None
+            raise self._store_unavailable() from None
 
     async def stream(self, owner: str, response_id: str, after: int) -> Follow:
-        """Returns a function that streams the events after sequence number `after`; -1 streams all.
+        """Returns a function that streams the events after sequence number `after`; -1 streams all events.
 
-        Raises ApiError if the events have expired, or if too many streams are open here or for the API key.
+        Raises:
+            ApiError: The events have expired, or too many streams are open at this gateway or for the API key.
         """
         try:
             page = await self._store.follow(owner, response_id, after + 1)
         except StoreAway:
-            raise self._away() from None
+            raise self._store_unavailable() from None
         if page is None:
             message = "The events of this response were not stored or have expired. Ask for the response without 'stream'."
             raise ApiError(400, message, param="stream", code="stream_expired")
         if after >= page.total:
             message = f"'starting_after' is {after}; the last event so far has the number {page.total - 1}."
             raise ApiError(400, message, param="starting_after", code="invalid_value")
-        if owner != self._nobody and self._streams.num_of(owner) >= self._most_own_streams:
+        if owner != self._anonymous_owner and self._streams.num_of(owner) >= self._most_own_streams:
             message = "This API key has its largest number of open streams. Wait until a stream has ended."
             raise ApiError(429, message, code="streams_full", retry_after_s=self._retry_after_s)
         if self._streams.num_open >= self._most_streams:
@@ -178,11 +180,11 @@ class BackgroundWork:
         return self._streams.stream(owner, response_id, 0)
 
     async def cancel(self, owner: str, response_id: str) -> None:
-        """Cancels a response and returns when it has ended. Its stored output remains. No effect if it had ended before."""
+        """Cancels a response and returns when it has ended. Its stored output remains. Has no effect on an ended response."""
         try:
             await self._cancel(owner, response_id)
         except StoreAway:
-            raise self._away() from None
+            raise self._store_unavailable() from None
 
     async def _cancel(self, owner: str, response_id: str) -> None:
         lease = await self._store.seize(owner, response_id)
@@ -210,16 +212,20 @@ class BackgroundWork:
             await asyncio.sleep(LOOK_S)
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Deletes a stored response of any kind; a running one is cancelled. Returns False if the store has no such response."""
+        """Deletes a stored response, whether it ran in the background or not. A running response is cancelled.
+
+        Returns:
+            False if the response does not exist.
+        """
         try:
             return await self._store.delete(owner, response_id)
         except StoreAway:
-            raise self._away() from None
+            raise self._store_unavailable() from None
 
-    def _away(self) -> ApiError:
+    def _store_unavailable(self) -> ApiError:
         return unavailable("The store cannot be reached. Retry later.", self._retry_after_s, "store_unavailable")
 
 
-def _counted(request: GenerationRequest) -> GenerationRequest:
+def _without_truncation_counts(request: GenerationRequest) -> GenerationRequest:
     """Returns the request without counts of truncated tokens, because the metrics have already counted them."""
     return replace(request, prompts=tuple(replace(prompt, num_cut=0) for prompt in request.prompts))

@@ -12,22 +12,23 @@ from rootstock_llm.services.gateway.store.background_record import Page
 from rootstock_llm.services.gateway.store.background_store import BackgroundStore
 from rootstock_llm.services.gateway.store.state_store import StoreAway
 
-POLL_S, LONGEST_POLL_S = 0.15, 1.0  # seconds between two reads of the store: after an event, and at most
+POLL_S, LONGEST_POLL_S = 0.15, 1.0  # seconds between two reads of the store: directly after an event, and at most
 AWAY_S = 30.0  # seconds that a stream waits for an unreachable store
 
 Write = Callable[[bytes], Awaitable[None]]  # sends events or a comment to a client
 Follow = Callable[[Write], Awaitable[None]]  # returns when the response has ended; raises StoreAway
 
 
-class _Followed:
-    """A response with open streams. Exists as long as it has streams."""
+class _StreamedResponse:
+    """A response with open streams. Exists until its last stream ends."""
 
     def __init__(self) -> None:
-        self.streams = 0  # open streams of the response
-        self.news = 0  # pieces of the response that this gateway has written since the first stream opened
-        self.asked: dict[tuple[int, int], asyncio.Task[Page | None]] = {}  # running reads, by (first event, `news` at the start)
-        self._waiting: list[asyncio.Future[None]] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self.streams = 0  # number of open streams of the response
+        self.num_writes = 0  # pieces of the response that this gateway has written since the first stream opened
+        # Running reads, by the sequence number of their first event and by `num_writes` at their start.
+        self.reads: dict[tuple[int, int], asyncio.Task[Page | None]] = {}
+        self._waiting: list[asyncio.Future[None]] = []  # one for each stream in wait()
+        self._timer: asyncio.TimerHandle | None = None  # calls wake()
 
     def wake(self) -> None:
         if self._timer is not None:
@@ -37,12 +38,12 @@ class _Followed:
             if not each.done():
                 each.set_result(None)
 
-    async def wait(self, news: int, limit_s: float) -> None:
-        """Waits until `self.news` differs from `news`, or for at most `limit_s` seconds.
+    async def wait(self, num_writes: int, limit_s: float) -> None:
+        """Waits until `self.num_writes` differs from `num_writes`, or for at most `limit_s` seconds.
 
         One timer wakes all waiting streams together, so that they share one read of the store.
         """
-        if self.news != news:
+        if self.num_writes != num_writes:
             return
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
@@ -58,10 +59,14 @@ class Streams:
     """The open streams of background responses at this gateway."""
 
     def __init__(self, store: BackgroundStore, comment_s: float) -> None:
-        """Creates an empty set. A stream gets a comment after `comment_s` seconds of silence; 0 sends no comments."""
+        """Creates an empty set of streams.
+
+        Args:
+            comment_s: Seconds of silence after which a stream gets a comment; 0 sends no comments.
+        """
         self._store = store
         self._comment_s = comment_s
-        self._followed: dict[str, _Followed] = {}  # by response
+        self._followed: dict[str, _StreamedResponse] = {}  # by response
         self._owners: Counter[str] = Counter()  # open streams by owner
         self._closed = asyncio.Event()
 
@@ -73,10 +78,10 @@ class Streams:
         return self._owners[owner]
 
     def wrote(self, response_id: str) -> None:
-        """Wakes the streams of a response of which this gateway has written new events."""
+        """Wakes the streams of a response after this gateway has stored new events of it."""
         followed = self._followed.get(response_id)
         if followed is not None:
-            followed.news += 1
+            followed.num_writes += 1
             followed.wake()
 
     def close(self) -> None:
@@ -90,7 +95,7 @@ class Streams:
         return partial(self._follow, owner, response_id, first)
 
     async def _follow(self, owner: str, response_id: str, first: int, write: Write) -> None:
-        followed = self._followed.setdefault(response_id, _Followed())
+        followed = self._followed.setdefault(response_id, _StreamedResponse())
         followed.streams += 1
         self._owners[owner] += 1
         try:
@@ -104,11 +109,11 @@ class Streams:
                 followed.wake()
                 del self._followed[response_id]
 
-    async def _write_events(self, followed: _Followed, of: tuple[str, str], first: int, write: Write) -> None:
+    async def _write_events(self, followed: _StreamedResponse, of: tuple[str, str], first: int, write: Write) -> None:
         loop = asyncio.get_running_loop()
         sent_at, pause_s = loop.time(), POLL_S
         while True:
-            news = followed.news
+            num_writes = followed.num_writes
             page = await self._page(followed, of, first)
             if page is None:
                 return
@@ -121,11 +126,11 @@ class Streams:
                 if self._comment_s and loop.time() - sent_at >= self._comment_s:
                     await write(OPENAI.comment)
                     sent_at = loop.time()
-                await followed.wait(news, min(pause_s, self._comment_s or pause_s))
+                await followed.wait(num_writes, min(pause_s, self._comment_s or pause_s))
                 pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
-    async def _page(self, followed: _Followed, of: tuple[str, str], first: int) -> Page | None:
-        """Returns the page of events from `first` on. None if the events have expired, or if the streams are closed.
+    async def _page(self, followed: _StreamedResponse, of: tuple[str, str], first: int) -> Page | None:
+        """Returns the page of events from `first` on, or None if the events have expired or the streams are closed.
 
         Raises:
             StoreAway: The store is unreachable for longer than AWAY_S.
@@ -133,12 +138,12 @@ class Streams:
         loop = asyncio.get_running_loop()
         until = loop.time() + AWAY_S
         while not self._closed.is_set():
-            asking = self._ask(followed, of, first)
+            read = self._read_once(followed, of, first)
             closed = asyncio.create_task(self._closed.wait())
             try:
-                await asyncio.wait((asking, closed), return_when=asyncio.FIRST_COMPLETED)
-                if asking.done():
-                    return asking.result()
+                await asyncio.wait((read, closed), return_when=asyncio.FIRST_COMPLETED)
+                if read.done():
+                    return read.result()
             except StoreAway:
                 if loop.time() > until:
                     raise
@@ -147,23 +152,23 @@ class Streams:
                 closed.cancel()
         return None
 
-    def _ask(self, followed: _Followed, of: tuple[str, str], first: int) -> asyncio.Task[Page | None]:
-        """Returns the read of this page, starting one unless another stream reads the same page.
+    def _read_once(self, followed: _StreamedResponse, of: tuple[str, str], first: int) -> asyncio.Task[Page | None]:
+        """Returns the running read of this page, and starts it unless another stream has started it.
 
-        The read is not cancelled if its streams end.
+        The read continues if its streams end.
         """
-        what = (first, followed.news)
-        asking = followed.asked.get(what)
-        if asking is None:
-            asking = followed.asked[what] = asyncio.create_task(self._store.follow(*of, first))
+        read_key = (first, followed.num_writes)
+        read = followed.reads.get(read_key)
+        if read is None:
+            read = followed.reads[read_key] = asyncio.create_task(self._store.follow(*of, first))
 
-            def answered(task: asyncio.Task[Page | None]) -> None:
-                del followed.asked[what]
+            def on_read(task: asyncio.Task[Page | None]) -> None:
+                del followed.reads[read_key]
                 if not task.cancelled():
                     task.exception()  # marks the exception as retrieved, even if all streams have ended
 
-            asking.add_done_callback(answered)
-        return asking
+            read.add_done_callback(on_read)
+        return read
 
 
 def _event(event: bytes) -> bytes:

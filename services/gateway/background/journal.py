@@ -1,8 +1,8 @@
 """Writes the output of one background response to the store in pieces. A client sees only events that are stored.
 
-A piece has the output since the last piece. At most one piece is written per PIECE_S, so a stream lags by about 0.1 s. While the
-store is unreachable, a piece and the output after it wait for up to HOLD_S. Then the attempt ends, and the unwritten output is
-computed again.
+A piece has the output since the previous piece. At most one piece is written per PIECE_S, so a stream lags by about 0.1 s. While
+the store is unreachable, a piece waits for up to HOLD_S, and later output waits for the piece. Then the attempt ends, and the
+next attempt computes the unwritten output again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from rootstock_llm.services.gateway.background.ports import Json, Story
+from rootstock_llm.services.gateway.background.ports import EventRenderer, Json
 from rootstock_llm.services.gateway.generation.choice import Choice, Delta, EarlierOutput
 from rootstock_llm.services.gateway.generation.errors import ApiError
 from rootstock_llm.services.gateway.generation.request import GenerationRequest, ModelVersion
@@ -37,12 +37,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PIECE_S = 0.1  # seconds between two pieces
 LOOK_S = 0.5  # seconds between two checks whether a worker has the response
-HOLD_S = 60.0  # seconds that a call waits for an unreachable store
+HOLD_S = 60.0  # seconds for which a call of an unreachable store is retried
 PAUSE_S = 0.2  # seconds between two attempts of a call
-TURNS, TURN_S = (
-    16,
-    0.1,
-)  # attempts to extend a conversation while other requests extend it, and the longest pause between two, in seconds
+MAX_CONVERSATION_TRIES = 16  # attempts to extend a conversation that other requests extend at the same time
+CONVERSATION_PAUSE_S = 0.1  # longest pause between two such attempts
 STORE_AWAY = "store_unavailable"
 
 _REFUSED = {
@@ -56,7 +54,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class NewOutput:
-    """The output of a choice since the last piece, at the time when its text is taken."""
+    """The output of a choice since the last piece, without its text."""
 
     offset: int  # number of output ids in earlier pieces
     ids: bytes  # output ids, 4 bytes each
@@ -67,15 +65,20 @@ class NewOutput:
 
 
 class Journal:
-    """The writer of one response's pieces. Lives as long as the gateway holds the lease.
+    """The writer of one response's pieces during one attempt.
 
-    Every method that writes raises LeaseLost, and ApiError if the store refuses the piece or is unreachable.
+    Every method that writes raises LeaseLost, and raises ApiError if the store refuses the piece or is unreachable.
     """
 
     def __init__(
         self, store: BackgroundStore, lease: Lease, stored: Stored, wrote: Callable[[], None], metrics: GatewayMetrics
     ) -> None:
-        """Continues after the stored pieces, and calls `wrote` after each new piece."""
+        """Continues after the stored pieces.
+
+        Args:
+            stored: State of the response, with the number of stored pieces.
+            wrote: Called after each new piece is stored.
+        """
         self._store = store
         self._lease = lease
         self._order: BackgroundOrder = stored.order
@@ -84,10 +87,10 @@ class Journal:
         self._place = (stored.decoded, stored.chars, stored.shown)
         self._wrote = wrote
         self._metrics = metrics
-        self.is_finishing = False  # the end is being written, or has been
+        self.is_finishing = False  # the end of the response is being written or is stored
 
     def new_output(self, choice: Choice) -> NewOutput:
-        """Returns the output since the last piece. Valid only directly after a take() of the choice's text."""
+        """Returns the output since the last piece. Must be called directly after the text of the choice was taken."""
         offset = self._ids
         rows = choice.logprobs.rows(offset).SerializeToString() if choice.params.wants_logprobs else b""
         return NewOutput(offset, array("I", choice.output_ids[offset:]).tobytes(), rows, *choice.taken)
@@ -125,21 +128,21 @@ class Journal:
         """Writes the end of the response and its last events.
 
         Args:
-            record: Returns the record to store. Called again if another writer has changed the conversation. Raises ApiError.
+            record: Returns the records to store. Called again if another request has changed the conversation. Raises ApiError.
         """
-        kept = await held(record)
+        kept = await with_store_retries(record)
         self.is_finishing = True
         try:
-            for _ in range(TURNS):
-                if await held(partial(self._finished, status, kept, events)):
+            for _ in range(MAX_CONVERSATION_TRIES):
+                if await with_store_retries(partial(self._finished, status, kept, events)):
                     break
-                await asyncio.sleep(random.uniform(0.0, TURN_S))
-                kept = await held(record)
+                await asyncio.sleep(random.uniform(0.0, CONVERSATION_PAUSE_S))
+                kept = await with_store_retries(record)
             else:
                 logger.warning(
                     "did not extend a conversation, because other requests write to it", extra=fields(response=self._order.id)
                 )
-                await held(partial(self._finished, status, FinalRecords(kept.record), events))
+                await with_store_retries(partial(self._finished, status, FinalRecords(kept.record), events))
         except BaseException:
             self.is_finishing = False
             raise
@@ -150,7 +153,7 @@ class Journal:
         return await self._store.finish(self._lease, self._order, self._pieces + 1, status, kept, events)
 
     async def _write(self, piece: Piece) -> None:
-        result = await held(lambda: self._store.write(self._lease, self._order, piece))
+        result = await with_store_retries(lambda: self._store.write(self._lease, self._order, piece))
         if result is not WriteResult.YES:
             message, code = _REFUSED[result]
             raise ApiError(400, message, code=code)
@@ -159,11 +162,11 @@ class Journal:
 
 
 class JournalSink(Sink):
-    """Writes the output of one attempt to the store in pieces that follow the stored ones."""
+    """Writes the output of one attempt to the store, in pieces that follow the stored pieces."""
 
     def __init__(
         self,
-        make_story: Callable[[RunningRequest, TokenTexts], Story],
+        make_renderer: Callable[[RunningRequest, TokenTexts], EventRenderer],
         journal: Journal,
         record: Callable[[Json], Awaitable[FinalRecords]],
         stored: Stored,
@@ -174,8 +177,10 @@ class JournalSink(Sink):
         """Begins one attempt.
 
         Args:
-            record: Returns the record of the complete response.
-            earlier: Output of earlier attempts; None before the first token.
+            make_renderer: Makes the renderer of the response's events.
+            record: Returns the records of the complete response.
+            stored: State of the response before this attempt.
+            earlier: Output of earlier attempts; None if they have no token.
             computed_by: Returns the model version and numerics of a choice's output.
             store: Stores the response before its first event. Raises LeaseLost, ApiError.
         """
@@ -183,8 +188,8 @@ class JournalSink(Sink):
         self.failure: ApiError | None = None
         self.is_over = False  # the response is complete and stored
         self.is_lost = False  # another gateway has the lease
-        self._make_story = make_story
-        self._story: Story | None = None
+        self._make_renderer = make_renderer
+        self._renderer: EventRenderer | None = None
         self._journal = journal
         self._record = record
         self._earlier = earlier
@@ -192,7 +197,7 @@ class JournalSink(Sink):
         self._store = store
         self._has_begun = stored.status is BackgroundStatus.IN_PROGRESS
         self._past = stored.past if stored.pieces else None
-        self._unwritten: list[bytes] = []  # events of an ended choice, the last text of which has not arrived
+        self._unwritten: list[bytes] = []  # events of an ended choice that wait for the last text of the choice
         self._silence: Silence | None = None
 
     def open(self, running: RunningRequest) -> None:
@@ -203,7 +208,7 @@ class JournalSink(Sink):
         (choice,) = self.running.choices
         if self._earlier is not None:
             choice.resume(self._earlier)
-        self._story = self._make_story(self.running, texts)
+        self._renderer = self._make_renderer(self.running, texts)
         self._silence = Silence(LOOK_S, self.running.nudge)
         return True
 
@@ -215,7 +220,7 @@ class JournalSink(Sink):
             await self._begin_events()
 
     async def take(self, deltas: Sequence[Delta], more: bool) -> None:
-        assert self._story is not None and self._silence is not None
+        assert self._renderer is not None and self._silence is not None
         self._silence.said()
         with self._lease():
             if not deltas:
@@ -226,20 +231,20 @@ class JournalSink(Sink):
             output, computed_by = self._journal.new_output(choice), self._computed_by(choice)
             has_ended = choice.worker_ending is not None
             await self._begin_events()
-            events = [*self._unwritten, *await self._story.of(delta)]
+            events = [*self._unwritten, *await self._renderer.of(delta)]
             if delta.ending is not None:
-                response, last = self._story.ending()
+                response, last = self._renderer.ending()
                 record = partial(self._record, response)
                 await self._journal.finish(BackgroundStatus(response["status"]), record, [*events, *last])
                 self.is_over = True
-            elif has_ended:  # the last token is written with the end, because no gateway could resume after it
+            elif has_ended:  # the last token is written with the end: no gateway could resume a choice that has all its tokens
                 self._unwritten = events
             else:
                 await self._journal.add(output, delta.text, events, computed_by)
                 await asyncio.sleep(PIECE_S)
 
     async def end(self) -> None:
-        """Does nothing, because take() has written the end with the last delta."""
+        """Writes nothing, because take() has written the end with the last delta."""
 
     async def fail(self, error: ApiError) -> None:
         self.failure = error
@@ -249,22 +254,22 @@ class JournalSink(Sink):
             self._silence.end()
 
     async def _restore(self, past: BackgroundPast) -> None:
-        assert self._story is not None
-        async for events in pages(lambda first: held(lambda: past.events(first))):
-            self._story.restore(events, ())
-        async for texts in pages(lambda first: held(lambda: past.texts(first))):
-            self._story.restore((), texts)
+        assert self._renderer is not None
+        async for events in pages(lambda first: with_store_retries(lambda: past.events(first))):
+            self._renderer.restore(events, ())
+        async for texts in pages(lambda first: with_store_retries(lambda: past.texts(first))):
+            self._renderer.restore((), texts)
 
     async def _begin_events(self) -> None:
-        """Writes the first events once a worker has the response."""
-        assert self.running is not None and self._story is not None
+        """Writes the first events when the request has been sent to a worker, once."""
+        assert self.running is not None and self._renderer is not None
         if not self._has_begun and self.running.phase is not Phase.TOKENIZED:
             self._has_begun = True
-            await self._journal.write_events(self._story.begins(), BackgroundStatus.IN_PROGRESS)
+            await self._journal.write_events(self._renderer.begins(), BackgroundStatus.IN_PROGRESS)
 
     @contextmanager
     def _lease(self) -> Iterator[None]:
-        """Ends the request with an ApiError if another gateway has the lease."""
+        """Converts a LeaseLost of the block to an ApiError, which ends the request."""
         try:
             yield
         except LeaseLost:
@@ -272,8 +277,8 @@ class JournalSink(Sink):
             raise ApiError(503, "Another gateway continues the response.", code="lease_lost") from None
 
 
-async def held(call: Callable[[], Awaitable[T]]) -> T:
-    """Returns the result of a call of the store, retrying for HOLD_S while the store is unreachable.
+async def with_store_retries(call: Callable[[], Awaitable[T]]) -> T:
+    """Returns the result of a call of the store. Retries for HOLD_S while the store is unreachable.
 
     Raises:
         LeaseLost: Another gateway has the lease, or the response was deleted.

@@ -1,4 +1,4 @@
-"""Interfaces of the API that renders the events and records of background responses."""
+"""The interfaces that an API implements for its background responses: it renders their events and records."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rootstock_llm.services.gateway.store.background_record import BackgroundOrd
 Json = dict[str, Any]
 
 
-class Story(Protocol):
+class EventRenderer(Protocol):
     """Renders the events of one response that follow its stored events."""
 
     def restore(self, events: Sequence[bytes], texts: Sequence[str]) -> None:
-        """Restores the state from a page of stored events, or of their texts. Called for all pages before other methods."""
+        """Restores the state from a page of stored events or texts. Called for all stored pages before any other method."""
 
     def begins(self) -> list[bytes]:
         """Returns the events to send when a worker starts to compute the response."""
@@ -37,7 +37,7 @@ class Answers(Protocol):
     def prepare(self, stored: Stored) -> Prepare:
         """Returns a function that prepares the stored request again, with the stored prompt."""
 
-    def story(self, stored: Stored, running: RunningRequest, token_texts: TokenTexts) -> Story:
+    def event_renderer(self, stored: Stored, running: RunningRequest, token_texts: TokenTexts) -> EventRenderer:
         """Returns the renderer of a stored response. The caller then passes all stored pages to restore()."""
 
     async def record(self, order: BackgroundOrder, response: Json) -> FinalRecords:
@@ -52,7 +52,7 @@ class Answers(Protocol):
         """
 
     async def concluded(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> tuple[Json, list[bytes]]:
-        """Returns a response that ends with its stored output, and its last events.
+        """Returns a response that ends now with its stored output, and the last events of the response.
 
         Args:
             error: The failure of a failed response; otherwise None.

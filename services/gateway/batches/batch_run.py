@@ -161,7 +161,7 @@ class BatchRun:
             LeaseLost: Another gateway has the batch.
             RuntimeError: A line ended without a result. The next gateway that takes the batch computes the line.
         """
-        done = await patiently(lambda: self._batches.done(self.order))
+        done = await patiently(lambda: self._batches.lines_with_result(self.order))
         given_up: list[int] = []
 
         def ended(task: asyncio.Task[None], number: int) -> None:
@@ -248,7 +248,7 @@ class BatchRun:
         return await patiently(lambda: self._batches.advance(self.lease, self.order, before, after))
 
     async def _give_up(self, why: str) -> None:
-        done = await patiently(lambda: self._batches.done(self.order))
+        done = await patiently(lambda: self._batches.lines_with_result(self.order))
         lines: dict[int, Line] = {}
         async for line in self._lines():
             if line.number not in done:

@@ -116,7 +116,7 @@ class BatchRunner:
             self._ending.discard(run)
             await self._ended(run, task)
             return
-        if not await stores.leases.keep(run.lease):
+        if not await stores.leases.renew(run.lease):
             logger.warning("another gateway holds the lease of a batch", extra=fields(batch=run.order.id))
             task.cancel()
             return
@@ -139,7 +139,7 @@ class BatchRunner:
         """Releases the lease of an ended run. After a fault, the next attempt waits for the lease's expiry."""
         error = None if task.cancelled() else task.exception()
         if error is None:
-            await self._stores.leases.give_back(run.lease)
+            await self._stores.leases.release(run.lease)
         elif isinstance(error, LeaseLost):
             logger.warning("another gateway holds the lease of a batch", extra=fields(batch=run.order.id))
         else:
@@ -200,13 +200,13 @@ class BatchRunner:
         record = await stores.batches.get(owner, batch_id)
         if record is None or not record.is_open:
             await stores.batches.forget(owner, batch_id)
-            await stores.leases.give_back(lease)
+            await stores.leases.release(lease)
             return None
         order = record.order
         is_to_end = record.status is BatchStatus.CANCELLING or self._clock() >= order.expires_at
         if not is_to_end and self._may_know_later(order):  # another gateway that has the API key can take the batch now
             self._unknown[owner] = order
-            await stores.leases.give_back(lease)
+            await stores.leases.release(lease)
             return None
         run = BatchRun(
             lease,
@@ -237,4 +237,4 @@ class BatchRunner:
         with suppress(StoreAway, TimeoutError):  # the leases expire in any case
             async with asyncio.timeout(LEAVE_S):
                 for run in self._runs:
-                    await self._stores.leases.give_back(run.lease)
+                    await self._stores.leases.release(run.lease)

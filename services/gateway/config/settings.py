@@ -52,7 +52,8 @@ class GatewaySettings(ServiceSettings):
     state_records_per_key: int = Field(
         10_000,
         ge=1,
-        description="Largest number of stored responses and conversations per API key; also of its files, and of its batches.",
+        description="Largest number of stored responses and conversations per API key. The same limit applies to its files, and"
+        " to its batches.",
     )
     state_bytes_per_key: int = Field(256 << 20, ge=1, description="Bytes of stored responses and conversations per API key.")
     state_patience_s: float = Field(
@@ -99,13 +100,13 @@ class GatewaySettings(ServiceSettings):
     routing_imbalance_abs: float = Field(
         ROUTING.gate_abs,
         ge=0,
-        description="Workers are imbalanced if one has this many open requests more than the least loaded one, and also"
-        " --routing-imbalance-rel times its requests.",
+        description="Load is imbalanced if a worker has more open requests than the least loaded worker by over this number and"
+        " over the factor --routing-imbalance-rel.",
     )
     routing_imbalance_rel: float = Field(
         ROUTING.gate_rel,
         ge=1,
-        description="Factor for --routing-imbalance-abs. If workers are imbalanced, the least loaded one is picked.",
+        description="Factor for --routing-imbalance-abs. While load is imbalanced, the least loaded worker is picked.",
     )
     routing_load_weight: float = Field(
         ROUTING.load_weight,
@@ -145,7 +146,8 @@ class GatewaySettings(ServiceSettings):
     disaggregation_min_tokens: int = Field(
         512,
         ge=1,
-        description="Prompt tokens not cached at the decode worker from which on a prefill worker computes the prompt.",
+        description="Smallest number of prompt tokens not cached at the decode worker for which a prefill worker computes the"
+        " prompt.",
     )
     enable_priority_scheduling: bool = Field(False, description="Requests that wait in the gateway are sorted by priority.")
     schedule_low_priority_values_first: bool = Field(False, description="Lower priority values are more urgent.")
@@ -214,8 +216,8 @@ class GatewaySettings(ServiceSettings):
     body_budget_bytes: int = Field(
         MAX_BODY_BYTES,
         ge=1,
-        description="Memory budget in bytes of all request bodies above 64 KiB that are not prepared yet. At least"
-        " --max-body-bytes.",
+        description="Memory budget in bytes for all request bodies above 64 KiB, each from its arrival until it is prepared. At"
+        " least --max-body-bytes.",
     )
     body_wait_s: float = Field(10.0, ge=0, description="Seconds that a body waits for memory of --body-budget-bytes, else 503.")
     request_timeout_s: float = Field(
@@ -269,11 +271,13 @@ class GatewaySettings(ServiceSettings):
     @model_validator(mode="after")
     def _certificate_has_a_key(self) -> GatewaySettings:
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
-            raise ValueError("tls_cert_file and tls_key_file go together")
+            raise ValueError("tls_cert_file and tls_key_file must be set together")
         return self
 
     @model_validator(mode="after")
     def _largest_body_fits(self) -> GatewaySettings:
         if self.body_budget_bytes < self.max_body_bytes:
-            raise ValueError("body_budget_bytes must be at least max_body_bytes")
+            raise ValueError(
+                f"body_budget_bytes is {self.body_budget_bytes}; it must be at least max_body_bytes, {self.max_body_bytes}"
+            )
         return self

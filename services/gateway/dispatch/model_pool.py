@@ -362,7 +362,7 @@ class ModelPool(Generic[C]):
             if blocks and decides:
                 self._sharing.decided(bool(reach.any()))
             if blocks:
-                first_block = blocks[0] if self._sharing.seen else b""
+                first_block = blocks[0] if self._sharing.is_shared else b""
             hits = self._hits(reach, decides)
             matched, saved = hits.matched, hits.saved
         return RoutingQuery(choice.num_tokens, matched, choice.routing_key, allowed=allowed, first_block=first_block, saved=saved)

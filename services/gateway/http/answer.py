@@ -1,8 +1,7 @@
-"""Serves a generation request over HTTP: the ASGI response is one document or a stream of server-sent events. It is absent if the
-client has left.
+"""Serves generation requests over HTTP. The response is one document or a stream of server-sent events.
 
-The client's connection is watched after the body is read. When the client closes it, the request's task is cancelled, and the
-service releases the request.
+After the body is read, the client's connection is watched. If the client closes it, the request's task is cancelled, the
+service releases the request, and no response is sent.
 """
 
 from __future__ import annotations
@@ -62,16 +61,16 @@ SSE_HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class HttpPort:
-    """The parts of the gateway that the routes use."""
+    """The functions and settings of the gateway that all routes share."""
 
     run: RunGeneration  # runs a generation request and sends its output to a sink
     settings: GatewaySettings
     bodies: BodyReader  # reads bodies of requests that do not generate
-    logs_access: bool  # whether the access log is on
+    logs_access: bool  # whether the access log is on; sinks then note the tokens and times of their requests
 
 
 class GenerationEndpoint:
-    """The ASGI endpoint of one generating operation. It is shared by all requests of its route."""
+    """The ASGI endpoint of one generating operation. All requests of a route share one endpoint."""
 
     def __init__(self, port: HttpPort, make_operation: MakeOperation) -> None:
         self._port = port
@@ -122,7 +121,7 @@ class HttpSink(Sink):
 
         Args:
             comment_s: Seconds of silence after which a stream gets a comment; 0 sends none.
-            logs_access: Whether the access log is on, which needs the request's tokens and times.
+            logs_access: Whether to note the request's tokens and times for the access log.
         """
         self.detached: Respond | None = None  # response of a request that is computed in the background; the caller sends it
         self._scope = scope
@@ -135,8 +134,9 @@ class HttpSink(Sink):
         self._collected: CollectedAnswer | None = None  # set if the response is sent whole
         self._renderer: StreamRenderer | None = None  # set if the response is a stream
         self._silence: Silence | None = None  # set if the response is a stream
-        self._last = b""  # last output of a stream, to be sent with its end
-        self._started = self._streams = False  # whether the status has been sent; whether it was the status of a stream
+        self._last = b""  # last output of a stream; end() sends it together with the ending
+        self._started = False  # whether the HTTP status has been sent
+        self._streams = False  # whether the HTTP status was sent as the beginning of a stream
 
     def open(self, running: RunningRequest) -> None:
         self._running = running
@@ -214,7 +214,7 @@ class HttpSink(Sink):
                     await self._send_message({"type": "http.response.body", "body": body, "more_body": False})
         except TimeoutError:
             about = fields(**self._request.origin.log_fields, status=error.status)
-            logger.warning("client does not read its error", extra=about)
+            logger.warning("closed a connection, because its client did not read the error response", extra=about)
             self._cut()
 
     def released(self, running: RunningRequest) -> None:
@@ -246,7 +246,10 @@ class HttpSink(Sink):
             await self._send(self._form.comment, False)
 
     async def _start_stream(self) -> None:
-        """Sends the status of a stream, once. Before the request is prepared, a renderer's headers are unknown and left out."""
+        """Sends the status of a stream if it has not been sent.
+
+        A comment can start the stream before the request is prepared. The renderer's headers are then unknown and omitted.
+        """
         if not self._started:
             self._streams = True
             await self._start(200, [*SSE_HEADERS, *headers_of(self._renderer)])
@@ -260,7 +263,8 @@ class HttpSink(Sink):
     async def _send(self, piece: bytes, last: bool) -> None:
         """Sends a part of the body.
 
-        After a last part above READ_AHEAD_BYTES, the end is sent when the client has read it, so that the deadline covers this.
+        If the last part is larger than READ_AHEAD_BYTES, the end of the response is sent only after the client has read most of
+        that part. So the request's deadline covers the time that the client takes to read.
         """
         if last and len(piece) > READ_AHEAD_BYTES:
             await self._send_message({"type": "http.response.body", "body": piece, "more_body": True})

@@ -18,10 +18,10 @@ from rootstock_llm.services.gateway.generation.errors import CLIENT_CLOSED, ApiE
 from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.limits import BODY_STEP_BYTES, SMALL_BODY_BYTES
 
-# Names of callables in a scope's extensions
+# Names of the callables that Connection adds to the extensions of an ASGI scope.
 GONE = "rootstock.gone"  # async; returns when the client has closed its connection
-WATCH = "rootstock.watch"  # takes a callback for the end of the connection; returns a function that removes the callback
-CUT = "rootstock.cut"  # aborts the connection, and discards the output that is not sent yet
+WATCH = "rootstock.watch"  # registers a callback for the end of the connection; returns a function that removes the callback
+CUT = "rootstock.cut"  # aborts the connection, and discards unsent output
 
 
 def gone_of(scope: Scope) -> Gone:
@@ -60,12 +60,12 @@ class ClientWatch:
         self._receive = receive
         self._task: asyncio.Task[Any] | None = None
         self._stop: Callable[[], None] | None = None
-        self._left = False
+        self._client_left = False
 
     def start(self) -> None:
         """Begins to watch, for the current task. The body must have been read."""
         self._task = asyncio.current_task()
-        self._stop = watch(self._scope, self._receive, self._leave)
+        self._stop = watch(self._scope, self._receive, self._on_client_left)
 
     def __enter__(self) -> ClientWatch:
         return self
@@ -73,33 +73,33 @@ class ClientWatch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._stop is not None:
             self._stop()
-        if self._left and isinstance(error, asyncio.CancelledError):
+        if self._client_left and isinstance(error, asyncio.CancelledError):
             assert self._task is not None
             self._task.uncancel()
             raise ClientGone from None
 
-    def _leave(self) -> None:
+    def _on_client_left(self) -> None:
         assert self._task is not None
-        self._left = True
+        self._client_left = True
         self._task.cancel()
 
 
-def attended(scope: Scope, receive: Receive) -> ClientWatch:
-    """Starts a watch for the current task's `with` block. The body must have been read."""
+def watch_client(scope: Scope, receive: Receive) -> ClientWatch:
+    """Returns a started ClientWatch of the current task, for a `with` block. The body must have been read."""
     client = ClientWatch(scope, receive)
     client.start()
     return client
 
 
 def cut(scope: Scope) -> None:
-    """Aborts the client's connection, if the server can."""
+    """Aborts the client's connection. Has no effect if the server does not have the extension CUT."""
     found = scope.get("extensions", {}).get(CUT)
     if found is not None:
         found()
 
 
 @asynccontextmanager
-async def held_body(
+async def reserved_body(
     scope: Scope, receive: Receive, budget: BodyBudget, max_bytes: int, timeout_s: float
 ) -> AsyncIterator[RequestBody]:
     """Yields the body, whose bytes stay reserved in the budget while the block runs.
@@ -123,7 +123,8 @@ async def held_body(
 class BodyReader:
     """Reads the bodies of requests that do not generate.
 
-    At most `max_concurrent_requests` of them are open at once. Generation requests have the same limit but a separate count.
+    At most `max_concurrent_requests` such requests are open at once. Generation requests have the same limit but a separate
+    count.
     """
 
     def __init__(self, settings: GatewaySettings, bodies: BodyBudget) -> None:
@@ -133,10 +134,13 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, scope: Scope, receive: Receive, max_bytes: int = limits.MAX_BODY_BYTES) -> AsyncIterator[RequestBody]:
-        """Yields the body. Its bytes stay reserved while the block runs, which is cancelled if the client closes its connection.
+        """Yields the body. Its bytes stay reserved while the block runs.
+
+        If the client closes its connection, the block is cancelled.
 
         Raises:
-            ApiError: Too many requests are open, the body is too large or too slow, or the client has left (499).
+            ApiError: Too many requests are open (503), the body cannot be read (see reserved_body()), or the client has closed
+                its connection (499).
         """
         settings = self._settings
         if self._num_open >= settings.max_concurrent_requests:
@@ -144,8 +148,8 @@ class BodyReader:
         self._num_open += 1
         try:
             most = min(max_bytes, settings.max_body_bytes)
-            async with held_body(scope, receive, self.budget, most, settings.body_timeout_s) as body:
-                with attended(scope, receive):
+            async with reserved_body(scope, receive, self.budget, most, settings.body_timeout_s) as body:
+                with watch_client(scope, receive):
                     yield body
         except ClientGone:
             raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
@@ -154,10 +158,10 @@ class BodyReader:
 
 
 async def read_body(scope: Scope, receive: Receive, body: RequestBody, max_bytes: int, timeout_s: float) -> None:
-    """Reads the content of a body, and reserves memory for its bytes and for the values that it will be parsed into.
+    """Reads the content of a body, and reserves memory for its bytes and for the values of its later parsing.
 
     Args:
-        body: Grows with its content. The caller closes it.
+        body: Receives the content and grows with it. The caller closes it.
         max_bytes: Largest size of the body.
         timeout_s: Seconds for the whole body, without the time in which it waits for the budget.
 
@@ -199,13 +203,16 @@ async def _collect(
 
 
 def _step_of(size: int) -> int:
-    """Returns the bytes to reserve for `size` received bytes of a body with an unknown or larger size."""
+    """Returns the bytes to reserve for a body of which `size` bytes have arrived and whose final size is unknown.
+
+    Rounds up, so that a body reserves memory a few times instead of at every received part.
+    """
     step = SMALL_BODY_BYTES if size <= SMALL_BODY_BYTES else BODY_STEP_BYTES
     return -(-size // step) * step
 
 
 async def _grow(body: RequestBody, size: int, limit: asyncio.Timeout) -> None:
-    """Grows the body to `size` bytes, with the time limit of the body suspended while it waits."""
+    """Grows the body to `size` bytes. The time limit of the body is suspended while the body waits for the budget."""
     loop, until = asyncio.get_running_loop(), limit.when()
     assert until is not None
     left_s = until - loop.time()
@@ -217,7 +224,7 @@ async def _grow(body: RequestBody, size: int, limit: asyncio.Timeout) -> None:
 
 
 def _declared(scope: Scope) -> int:
-    """Returns the Content-Length in bytes; 0 if the head has none."""
+    """Returns the Content-Length of the request in bytes; 0 if it is missing or invalid."""
     for name, value in scope["headers"]:
         if name == b"content-length":
             return int(value) if value.isdigit() else 0

@@ -33,11 +33,11 @@ from rootstock_llm.services.gateway.http.connection_table import ConnectionTable
 from rootstock_llm.services.shared.limits import MAX_HEAD_BYTES
 
 CHUNKED_BYTES = 4096  # bytes of a chunked body that are parsed at once; few, because pipelined requests may follow
-MOST_PIPELINED = (
-    64  # requests parsed ahead of their turn, within one piece of a chunked body or behind a head whose end arrived late
-)
+# Largest number of requests that are parsed while an earlier request waits for its response. They are in the same piece as the
+# end of a chunked body, or as the late end of a head.
+MOST_PIPELINED = 64
 HEAD_ENDS = (b"\n\r\n", b"\n\n")
-LINGER_S = 2.0  # seconds in which a client that is still sending can read the refusal
+LINGER_S = 2.0  # seconds between the last response and the close of the connection; a client that still sends can read it
 GONE_POLL_S = 0.25  # seconds between two checks for a closed connection while nothing is read
 CLOSED = frozenset((7, 8))  # TCP_CLOSE (after a reset) and TCP_CLOSE_WAIT (after the last byte) in Linux's tcp_states.h
 WITHOUT_CHUNKS = frozenset(("0.9", "1.0"))  # HTTP versions without transfer codings (RFC 9112, section 6.1)
@@ -54,9 +54,10 @@ class ConnectionLimits:
 
 
 class ResponseTransport(asyncio.Transport):
-    """The transport that uvicorn writes a response to.
+    """The transport to which uvicorn writes a response.
 
-    `close` calls `end` instead of closing the socket, because only the connection knows whether the client is still sending.
+    `close` calls `end` instead of closing the socket. Only Connection can tell whether the client still sends, and then delays
+    the close.
     """
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
@@ -75,7 +76,7 @@ class ResponseTransport(asyncio.Transport):
 
 
 class ReadingFlow(FlowControl):
-    """uvicorn's flow control, which does not resume reading while `may_read` returns False."""
+    """uvicorn's flow control, except that it does not resume reading while `may_read` returns False."""
 
     def __init__(self, transport: asyncio.Transport, may_read: Callable[[], bool]) -> None:
         super().__init__(transport)
@@ -105,27 +106,27 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._table = table
         self._limits = limits
-        self._served = self.app
+        self._application = self.app
         self._lost = False
         self._unparsed = 0  # bytes fed to the parser since the end of the last head or piece of a body
         self._in_head = True  # the next bytes belong to a request head
         self._head_begun = False  # the parser has seen the first byte of the head
         self._body_left: int | None = 0  # remaining bytes of the body, or None if it is chunked
-        self._held = bytearray()  # received bytes; those from _held_at on are not parsed yet
-        self._held_at = 0
+        self._buffer = bytearray()  # received bytes that wait to be parsed, and parsed bytes before _parsed_to
+        self._parsed_to = 0  # index of the first unparsed byte of _buffer
         self._running: RequestResponseCycle | None = None  # the newest cycle whose application has been started
         self._next_is_last = False  # the next response closes the connection
-        self._timer: asyncio.TimerHandle | None = None  # deadline of a head, or of a connection that is about to close
-        self._refused = False  # whether further input is discarded
-        self._admitted = True  # the table is not full; otherwise only HEALTH_PATHS are served
-        self._watchers: dict[object, Callable[[], None]] = {}
+        self._timer: asyncio.TimerHandle | None = None  # time limit of a head, or of a connection that is about to close
+        self._refused = False  # the last response has been sent; all input after it is discarded
+        self._admitted = True  # the table had space for this connection; otherwise it serves only HEALTH_PATHS
+        self._watchers: dict[object, Callable[[], None]] = {}  # callbacks for the end of the connection
         self._extensions: dict[str, Any] = {GONE: self._gone, WATCH: self._watch, CUT: self._cut}
 
-    # Calls of the transport
+    # Called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = ReadingFlow(transport, lambda: self._held_bytes <= MAX_HEAD_BYTES)
+        self.flow = ReadingFlow(transport, lambda: self._buffered_bytes <= MAX_HEAD_BYTES)
         self._response_transport = ResponseTransport(transport, self._end)
         self._expect_head()
         self._admitted = self._table.add(self)
@@ -135,7 +136,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().connection_lost(exc)
         self._lost = True
-        self._let_go()
+        self._clear_buffer()
         # uvicorn notifies only the newest cycle, and pipelined requests may have made newer ones.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -145,20 +146,21 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if self._held_bytes:
-            self._held += data
+        if self._buffered_bytes:
+            self._buffer += data
         elif (end := self._parse(data, 0)) < len(data):
-            self._held += data[end:]
-        if self._held_bytes > MAX_HEAD_BYTES:
+            self._buffer += data[end:]
+        if self._buffered_bytes > MAX_HEAD_BYTES:
             self.flow.pause_reading()
 
     def _parse(self, data: bytes | bytearray, at: int) -> int:
         """Parses the data from index `at` on.
 
         Returns:
-            The index of the first unparsed byte. It is less than the length if a request must be answered first.
+            The index of the first unparsed byte. It is less than the length if the bytes from there on belong to a request that
+            is parsed only after the current response.
         """
-        while at < len(data) and not self._over and not (self._in_head and self._answers()):
+        while at < len(data) and not self._discards_input and not (self._in_head and self._is_responding()):
             if self._in_head and self._timer is None:
                 self._expect_head()
             end = self._piece_end(data, at)
@@ -167,12 +169,12 @@ class Connection(HttpToolsProtocol):
             at = end
             if self._unparsed >= MAX_HEAD_BYTES and not self._refused:
                 self._refuse(ApiError(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.", code="head_too_large"))
-        return len(data) if self._over else at
+        return len(data) if self._discards_input else at
 
     def _piece_end(self, data: bytes | bytearray, at: int) -> int:
         """Returns the end of the piece to parse next.
 
-        A piece ends with a head or a body if that end can be found, so that it rarely has parts of two requests.
+        A piece ends where a head or a body ends, if that position can be found. So a piece rarely has bytes of two requests.
         """
         most = min(len(data), at + MAX_HEAD_BYTES - self._unparsed)
         if self._in_head:
@@ -183,26 +185,26 @@ class Connection(HttpToolsProtocol):
         return min(most, at + (CHUNKED_BYTES if self._body_left is None else self._body_left or 1))
 
     @property
-    def _over(self) -> bool:
+    def _discards_input(self) -> bool:
         """Whether all further input is discarded."""
         return self._refused or self.transport.is_closing()
 
     @property
-    def _held_bytes(self) -> int:
-        return len(self._held) - self._held_at
+    def _buffered_bytes(self) -> int:
+        return len(self._buffer) - self._parsed_to
 
-    def _go_on(self) -> None:
+    def _parse_buffer(self) -> None:
         """Parses the buffered input after a response has been sent."""
-        self._held_at = self._parse(self._held, self._held_at)
-        if not self._held_bytes:
-            self._let_go()
-        elif self._held_at > MAX_HEAD_BYTES:
-            del self._held[: self._held_at]
-            self._held_at = 0
+        self._parsed_to = self._parse(self._buffer, self._parsed_to)
+        if not self._buffered_bytes:
+            self._clear_buffer()
+        elif self._parsed_to > MAX_HEAD_BYTES:
+            del self._buffer[: self._parsed_to]
+            self._parsed_to = 0
         self.flow.resume_reading()
 
-    def _let_go(self) -> None:
-        self._held, self._held_at = bytearray(), 0
+    def _clear_buffer(self) -> None:
+        self._buffer, self._parsed_to = bytearray(), 0
 
     def _feed(self, piece: bytes | bytearray) -> None:
         try:
@@ -212,7 +214,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._refuse(ApiError(400, f"This is not HTTP/1.1: {error}.", code="bad_http"))
 
-    # Calls of the parser
+    # Called by the HTTP parser
 
     def on_message_begin(self) -> None:
         self._head_begun = True
@@ -235,7 +237,7 @@ class Connection(HttpToolsProtocol):
         self._admitted = self._admitted or not self._table.full
         if self.parser.get_http_version() in WITHOUT_CHUNKS:
             self.expect_100_continue = False  # RFC 9110, section 10.1.1
-        self.app = self._served if self._admitted or health else self._overloaded
+        self.app = self._application if self._admitted or health else self._overloaded
         super().on_headers_complete()
         self.cycle.transport = self._response_transport
         self.cycle.keep_alive = self.cycle.keep_alive and not (self._table.last_answers or self._next_is_last)
@@ -244,7 +246,7 @@ class Connection(HttpToolsProtocol):
         self._running = cycle
         if cycle.scope["http_version"] in WITHOUT_CHUNKS:
             cycle.keep_alive = False
-            app = _ended_by_close(app, cycle)
+            app = _without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -255,7 +257,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        drained = self._drains()
+        drained = self._is_draining()
         self._in_head, self._unparsed = True, 0
         if self._refused:
             return
@@ -270,10 +272,10 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Closes the connection after its current response.
 
-        If the head of that response has been sent, it does not announce the end. The next buffered request is then answered, too,
-        and its response announces the end.
+        If that response has sent its head without `connection: close` and a pipelined request is buffered, the connection
+        serves this request, too. The head of its response then has `connection: close`.
         """
-        if self._held_bytes and self._answers() and self.cycle.response_started:
+        if self._buffered_bytes and self._is_responding() and self.cycle.response_started:
             self._next_is_last = True
         else:
             super().shutdown()
@@ -285,17 +287,17 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._refused:
-            self.pipeline.clear()  # no response follows the last one
+            self.pipeline.clear()  # the requests in the pipeline get no response
         super().on_response_complete()
         if self._refused:
             self._unset_keepalive_if_required()
             return
-        if self.transport.is_closing() or self._answers():
+        if self.transport.is_closing() or self._is_responding():
             return  # the next request of the pipeline is being answered
-        if self._in_head and self._held_bytes:
+        if self._in_head and self._buffered_bytes:
             self._unset_keepalive_if_required()
-            self._go_on()
-            if self._answers() or not self._in_head or self._over:
+            self._parse_buffer()
+            if self._is_responding() or not self._in_head or self._discards_input:
                 return
         if self._in_head:
             self._table.idle(self)
@@ -312,12 +314,12 @@ class Connection(HttpToolsProtocol):
             self._linger()
 
     def _drain(self) -> None:
-        """Discards the rest of the body of an answered request. Closes the connection if that takes longer than LINGER_S."""
+        """Discards the rest of a request's body after its response. Closes the connection if that takes longer than LINGER_S."""
         self._unset_keepalive_if_required()
         self._timer = self.loop.call_later(LINGER_S, self.close_idle)
 
     def close_idle(self) -> None:
-        """Closes the connection at once. A client that does not read the rest of its response cannot delay that."""
+        """Closes the connection at once. Output that the client has not read is discarded."""
         self._refused = True
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -345,7 +347,7 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _head_is_late(self) -> None:
-        if self._answers():
+        if self._is_responding():
             self._expect_head()  # the head of a pipelined request waits for the current response
         elif not self._head_begun:
             self.close_idle()
@@ -358,10 +360,14 @@ class Connection(HttpToolsProtocol):
             await asyncio.sleep(GONE_POLL_S)
 
     def _watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
-        """Calls `on_gone` when the connection is lost. Returns a function that removes it. Implements the extension WATCH."""
+        """Registers `on_gone` to be called when the connection is lost. Implements the extension WATCH.
+
+        Returns:
+            A function that removes the callback.
+        """
         if self._lost:
             return self.loop.call_soon(on_gone).cancel
-        self.flow.resume_reading()  # a large body has paused reading, and only a read reports that a client has left
+        self.flow.resume_reading()  # a large body has paused reading, and only a read reports that the client has left
         watcher = object()
         self._watchers[watcher] = on_gone
         return lambda: self._unwatch(watcher)
@@ -376,23 +382,24 @@ class Connection(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         self.close_idle()
 
-    def _answers(self) -> bool:
+    def _is_responding(self) -> bool:
         """Returns whether the response to the newest request is incomplete."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _drains(self) -> bool:
-        """Returns whether the rest of the body of an answered request is arriving."""
+    def _is_draining(self) -> bool:
+        """Returns whether the request has its response but a part of its body has not arrived yet."""
         return not self._in_head and self.cycle is not None and self.cycle.response_complete
 
     def _refuse(self, error: ApiError) -> None:
         """Sends the error as the last response of the connection.
 
-        Sends nothing if the response to an earlier request is incomplete, or if this request has its response already.
+        If the response to an earlier request is incomplete, or this request has its response already, only closes the
+        connection.
         """
-        if self._answers():
+        if self._is_responding():
             self.close_idle()
             return
-        if self._drains():
+        if self._is_draining():
             self._linger()
             return
         self._limits.on_refused(error)
@@ -402,7 +409,7 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Ends the output, discards input for LINGER_S, and then closes the connection."""
+        """Closes the connection for output, discards input for LINGER_S, and then closes the connection."""
         self._refused = True
         self._stop_timer()
         self._table.busy(self)
@@ -412,7 +419,7 @@ class Connection(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_S, self.close_idle)
 
 
-def _ended_by_close(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
     """Wraps `app` so that a response without Content-Length is sent without chunks. Closing the connection ends its body.
 
     uvicorn's RequestResponseCycle sends chunks unless `chunked_encoding` is False. Without chunks, it checks the body against
@@ -444,9 +451,10 @@ def _length_of(headers: list[tuple[bytes, bytes]]) -> int | None:
 
 
 def _client_has_closed(transport: asyncio.BaseTransport) -> bool:
-    """Returns whether the client has closed the connection, by the kernel's TCP state. Works while nothing is read.
+    """Returns whether the client has closed the connection, by the kernel's TCP state. Works while reading is paused.
 
-    Returns False on other systems than Linux, and while the client's FIN waits behind bytes that exceed the receive window.
+    Always returns False on systems other than Linux. Also returns False while the receive window is full, because the client's
+    FIN then has not arrived.
     """
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is None or not sys.platform.startswith("linux"):

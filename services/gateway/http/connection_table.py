@@ -1,7 +1,7 @@
-"""The open connections of a server, in the order in which they became idle.
+"""The open connections of a server, and their limit.
 
-If a connection exceeds the limit, the connection that has been idle longest is closed for it. A connection is idle until its
-first complete request head, and between a response and the next complete head.
+If a new connection exceeds the limit, the connection that has been idle longest is closed. A connection is idle until its first
+complete request head, and between a response and the next complete head.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ RESERVE = 32  # connections above the limit, for health checks only
 
 class Closable(Protocol):
     def close_idle(self) -> None:
-        """Closes the connection, which has no unanswered request."""
+        """Closes the connection. Called only while it has no request without a response."""
 
     def close_after_answer(self) -> None:
-        """Makes the response to the newest request the last one, and announces it in its head, unless that has been sent."""
+        """Closes the connection after the response to its newest request. No effect if the head of that response is sent."""
 
 
 def connections_allowed(descriptors: int) -> int:
-    """Returns how many connections a process with this limit of open files serves. At least 1."""
+    """Returns the limit of connections of a process that may open `descriptors` files. At least 1."""
     return max(descriptors - OTHER_DESCRIPTORS - RESERVE, 1)
 
 
@@ -31,10 +31,10 @@ def open_files_allowed() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def want_open_files() -> None:
-    """Lifts the soft limit of open files to the hard limit, at most to WANTED_DESCRIPTORS.
+def raise_open_file_limit() -> None:
+    """Raises the soft limit of open files to the hard limit, at most to WANTED_DESCRIPTORS.
 
-    The soft limit is often 1,024, for programs that use select().
+    Systems often set the soft limit to 1,024, because select() supports no more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
@@ -45,12 +45,13 @@ def want_open_files() -> None:
 class ConnectionTable:
     """The connections of one server, with a limit. Used by its event loop only.
 
-    If no connection is idle, a connection above the limit is not admitted: only its health checks are served; others get 503.
+    A connection above the limit is not admitted if no other connection is idle. It serves only health checks, and other
+    requests on it get 503.
     """
 
     def __init__(self, allowed: int) -> None:
-        self._allowed = allowed  # connections at once
-        self.last_answers = False  # whether each connection ends with its next response
+        self._allowed = allowed  # largest number of open connections
+        self.last_answers = False  # whether each connection closes after its next response
         self._open: set[Closable] = set()
         self._idle: dict[Closable, None] = {}  # in the order in which they became idle
 
@@ -63,16 +64,16 @@ class ConnectionTable:
         return len(self._open) > self._allowed
 
     def close_after_answers(self) -> None:
-        """Makes each connection, current or later, end with its next response."""
+        """Closes each open or later connection after its next response."""
         self.last_answers = True
         for connection in self._open:
             connection.close_after_answer()
 
     def add(self, connection: Closable) -> bool:
-        """Adds a new connection, which is idle, and closes another idle one if the table is full.
+        """Adds a new connection as idle. If the table is full, closes the connection that has been idle longest.
 
         Returns:
-            False if the table is still full.
+            Whether the connection is admitted. False if the table is full and no other connection is idle.
         """
         self._open.add(connection)
         if self.full and self._idle:
@@ -87,7 +88,7 @@ class ConnectionTable:
         self._idle.pop(connection, None)
 
     def idle(self, connection: Closable) -> None:
-        """Marks the connection as idle, because its request has been answered."""
+        """Marks the connection as idle after a response."""
         if connection in self._open:
             self._idle[connection] = None
 

@@ -24,20 +24,20 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-_CHOICE_SUFFIX_CHARS = 8  # longest suffix that the index of a choice adds to the request id in a message to a worker
-_SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,%d}" % (MAX_REQUEST_ID_CHARS - _CHOICE_SUFFIX_CHARS))
+_CHOICE_SUFFIX_CHARS = 8  # a message to a worker has the request id with the choice's index as a suffix of at most this length
+_VALID_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,%d}" % (MAX_REQUEST_ID_CHARS - _CHOICE_SUFFIX_CHARS))
 _OPEN_PATHS = frozenset(  # paths without an API key
     ("/health", "/health_generate", "/ping", "/readiness", "/ready", "/metrics", "/docs", "/openapi.json")
 )
-MOST_NAMED_TOOLS = 24  # tools that a header names; keeps it below the 4 KiB that proxies accept
+MOST_NAMED_TOOLS = 24  # tools that x-rootstock-omitted-tools names; keeps the header below the 4 KiB that proxies accept
 _OVERLOADED = frozenset((503, 529))  # statuses whose Retry-After follows the length of the queue
 _MODEL_PATH = "/v1/models/"
 
 
 class FrontDoor:
-    """The ASGI application around all routes. Each process has one.
+    """The ASGI application around all routes. Each process has one FrontDoor.
 
-    It exchanges data with the routes by scope["state"]:
+    FrontDoor and the routes exchange data in scope["state"]:
 
     | entry | direction | meaning |
     | --- | --- | --- |
@@ -65,13 +65,13 @@ class FrontDoor:
 
         Args:
             routes: Paths of the OpenAPI document, by which responses are counted.
-            retry_after_s: Returns the smallest Retry-After of a 503 in seconds, given the length of the queue.
+            retry_after_s: Returns the smallest Retry-After of a 503 in seconds, from the current length of the queue.
             forms: Form of errors by path, if it differs from OpenAI's.
             pages: Paths of HTML pages. They need no API key, because a browser sends none.
         """
         self._app = app
         self._routes = frozenset(routes)
-        self._templates = {route: _matching(route) for route in routes if "{" in route}
+        self._templates = {route: _path_pattern(route) for route in routes if "{" in route}
         self._keys = keys
         self._metrics = metrics
         self._retry_after_s = retry_after_s
@@ -97,7 +97,7 @@ class FrontDoor:
                 status = message["status"]
                 limits = self._keys.headers(state.get("key", ""))
                 ids = [(name, request_id.encode()) for name in (b"x-request-id", form.id_header) if name]
-                omitted = _omitted(state[OMITTED_TOOLS]) if status == 200 else ()
+                omitted = _omitted_tools_header(state[OMITTED_TOOLS]) if status == 200 else ()
                 message["headers"] = [*message.get("headers", ()), *ids, *limits, *omitted]
                 if status in _OVERLOADED:
                     message["headers"] = _with_retry_after(message["headers"], self._retry_after_s())
@@ -111,23 +111,23 @@ class FrontDoor:
             await self._app(_routable(scope), receive, send_with_id)
         except ApiError as error:
             state[ERROR_CODE] = error.code
-            await _answer(form.answer(error, request_id), send_with_id)
+            await _send_response(form.answer(error, request_id), send_with_id)
         except Exception:
             logger.exception("unexpected exception while serving a request", extra=fields(request_id=request_id))
             state[ERROR_CODE] = internal().code
             if not status:
-                await _answer(form.answer(internal(), request_id), send_with_id)
+                await _send_response(form.answer(internal(), request_id), send_with_id)
         finally:
             route, code = self._route(scope["path"]), str(state.get("code", status))
             self._metrics.requests.labels(route, state.get("model", OTHER), code).inc()
             self._access.ended("http", scope["method"], route, state, status, num_bytes, time.monotonic() - began)
 
     def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller:
-        """Returns the caller, by its API key. Raises ApiError if the key is missing or unknown."""
+        """Returns the caller with the API key of the request. Raises ApiError if the API key is missing or unknown."""
         return NOBODY if path in self._open_paths else self._keys.caller(headers)
 
     def _route(self, path: str) -> str:
-        """Returns the route that metrics and the access log name for the path."""
+        """Returns the route of a path, as in metrics and the access log; OTHER if no route has the path."""
         if path in self._routes:
             return path
         if path.startswith(_MODEL_PATH):
@@ -135,24 +135,25 @@ class FrontDoor:
         return next((route for route, pattern in self._templates.items() if pattern.fullmatch(path)), OTHER)
 
 
-def _matching(route: str) -> re.Pattern[str]:
+def _path_pattern(route: str) -> re.Pattern[str]:
     return re.compile("[^/]+".join(map(re.escape, re.split(r"\{[a-z_]+\}", route))))
 
 
 def _routable(scope: Scope) -> Scope:
     """Returns the scope with a final newline of the path percent-encoded.
 
-    A route's pattern ends in `$`, which also matches before a final newline.
+    Starlette's pattern of a route ends in `$`. In Python, `$` also matches before a final newline, so without the encoding
+    "/health\\n" would reach the route of "/health".
     """
     path = scope["path"]
     return {**scope, "path": path[:-1] + "%0A"} if path.endswith("\n") else scope
 
 
 def _request_id(given: bytes) -> str:
-    return given.decode() if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return given.decode() if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _omitted(tools: Sequence[str]) -> Headers:
+def _omitted_tools_header(tools: Sequence[str]) -> Headers:
     """Returns the header that names the hosted tools that were left out. A long list is truncated."""
     if not tools:
         return []
@@ -166,7 +167,7 @@ def _with_retry_after(headers: Headers, seconds: int) -> Headers:
     return [*others, (b"retry-after", b"%d" % max(seconds, *own, 1))]
 
 
-async def _answer(answer: tuple[int, Headers, bytes], send: Send) -> None:
+async def _send_response(answer: tuple[int, Headers, bytes], send: Send) -> None:
     status, headers, body = answer
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -21,10 +21,10 @@ from rootstock_llm.services.gateway.http.connection_table import ConnectionTable
 from rootstock_llm.services.shared.limits import MAX_HEAD_SECONDS
 
 BACKLOG = 2048
-TURNS = 2  # iterations of the event loop before a listener closes; each accepts all waiting connections
+ACCEPT_ROUNDS = 2  # iterations of the event loop before a listener closes; each accepts the connections in the backlog
 TICK_S = 1.0  # largest age of the Date header in seconds
 POLL_S = 0.01  # seconds between two checks for open connections while the server stops
-CLOSE_S = 0.4  # seconds in which a further application may end its connections; then the same time after cancelling them
+CLOSE_S = 0.4  # seconds in which serve_app() waits for open connections, and then again after it has cancelled the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class CannotListen(Exception):
 
 
 class HttpServer(uvicorn.Server):
-    """A server with its sockets and connections. It stops by stop(), because the gateway handles signals itself.
+    """A server with its sockets and connections. stop() ends it, because the gateway handles signals itself.
 
     It differs from uvicorn's server in three points:
 
@@ -66,12 +66,12 @@ class HttpServer(uvicorn.Server):
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Ends serve() after the responses in flight."""
+        """Makes serve() return when the responses in flight are complete."""
         self.should_exit = True
         self._stopping.set()
 
     def close_after_answers(self) -> None:
-        """Ends each connection with the next response, whose head announces the end."""
+        """Closes each connection after its next response, whose head has `connection: close`."""
         self._table.close_after_answers()
 
     @contextlib.contextmanager
@@ -100,7 +100,7 @@ class HttpServer(uvicorn.Server):
         return protocol(config=self.config, server_state=self.server_state, app_state={})
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for _ in range(TURNS):
+        for _ in range(ACCEPT_ROUNDS):
             await asyncio.sleep(0)
         for server in self.servers:
             server.close()
@@ -161,7 +161,7 @@ def build(app: ASGIApp, options: HttpOptions) -> HttpServer:
 
 @contextlib.asynccontextmanager
 async def serve_app(app: ASGIApp, host: str, port: int) -> AsyncIterator[None]:
-    """Serves a further application on its own port while the block runs. The end of the block cancels running requests.
+    """Serves an application on its own port while the block runs. The end of the block cancels running requests.
 
     Raises:
         CannotListen: The port is taken, or the address is not local.

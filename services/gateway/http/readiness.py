@@ -3,12 +3,12 @@
 | reader | question | method |
 | --- | --- | --- |
 | kubelet | Does the gateway listen, and is it not stopping? | `publish` |
-| balancer | Does the gateway accept requests? | `refused_for` |
+| balancer | Does the gateway accept requests? | `refusal_reasons` |
 | operator | Would a request wait for a service? | `missing` |
 
-A gateway without workers still accepts requests, which then wait. If it were unready, its
-Service would send it no requests, and no waiting requests would make an autoscaler start workers. It refuses requests only if it
-knows no model, because no request could name one.
+A gateway without workers still accepts requests, which then wait, and the autoscaler starts workers for waiting requests. If
+the gateway were unready, its Service would send it no requests, and no worker would start. The gateway refuses requests only
+while it lists no model, because a request could not name one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Readiness:
 
     def __init__(self) -> None:
         self._connected: Mapping[str, Callable[[], int]] = {}
-        self._knows_models: Callable[[], bool] = lambda: False
+        self._has_models: Callable[[], bool] = lambda: False
         self._stopping = False
         self._changed = asyncio.Event()
 
-    def watch(self, connected: Mapping[str, Callable[[], int]], knows_models: Callable[[], bool]) -> None:
+    def watch(self, connected: Mapping[str, Callable[[], int]], has_models: Callable[[], bool]) -> None:
         """Sets the sources of the readiness.
 
         Args:
             connected: Counts the connected replicas of each service that generation needs.
-            knows_models: Returns whether any model is listed.
+            has_models: Returns whether any model is listed.
         """
         self._connected = connected
-        self._knows_models = knows_models
+        self._has_models = has_models
         self.changed()
 
     def changed(self) -> None:
@@ -49,19 +49,19 @@ class Readiness:
         self._changed.set()
 
     def missing(self) -> list[str]:
-        """Returns the services that a request would wait for, because no replica is connected; ["stopping"] during a drain."""
+        """Returns the services without a connected replica, for which a request would wait; ["stopping"] during a drain."""
         if self._stopping:
             return ["stopping"]
         return [service for service, count in self._connected.items() if not count()]
 
-    def refused_for(self) -> list[str]:
-        """Returns the reasons for which a balancer must send no requests: "stopping", or "model" if no model is known."""
+    def refusal_reasons(self) -> list[str]:
+        """Returns the reasons for which a balancer must send no requests: "stopping", or "model" if no model is listed."""
         if self._stopping:
             return ["stopping"]
-        return [] if self._knows_models() else ["model"]
+        return [] if self._has_models() else ["model"]
 
     async def publish(self, health: HealthService) -> None:
-        """Updates the readiness of the gRPC health service until cancelled. Called when the gateway listens."""
+        """Updates the readiness of the gRPC health service until cancelled. Must start only when the gateway listens."""
         while True:
             await health.set_ready(not self._stopping)
             await self._changed.wait()

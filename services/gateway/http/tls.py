@@ -15,18 +15,18 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # seconds between two checks of the files
+CHECK_S = 1.0  # seconds between two checks of the files
 
 
 class TlsFiles:
     """The TLS context of the HTTP port, and the files that it was loaded from.
 
-    `context` is used by every new connection. The constructor raises OSError or ssl.SSLError if a file is unreadable or invalid.
+    Every new connection uses `context`. The constructor raises OSError or ssl.SSLError if a file is unreadable or invalid.
     """
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self._files = (certificate, key)
-        self._seen = self._signature()
+        self._loaded_signature = self._signature()
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.context.set_alpn_protocols(["http/1.1"])
@@ -35,19 +35,21 @@ class TlsFiles:
     async def run(self) -> None:
         """Reloads changed files until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            self.look()
+            await asyncio.sleep(CHECK_S)
+            self.reload_if_changed()
 
-    def look(self) -> None:
-        """Reloads the files if they have changed. Kubernetes changes a Secret's files by the target of a symbolic link."""
+    def reload_if_changed(self) -> None:
+        """Reloads the files if they have changed.
+
+        Compares the file behind a symbolic link, because Kubernetes updates a Secret's files by changing the link's target.
+        """
         try:
-            seen = self._signature()
-            if seen == self._seen:
+            signature = self._signature()
+            if signature == self._loaded_signature:
                 return
-            self._seen = seen
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-                *self._files
-            )  # an invalid pair would break the context in use
+            self._loaded_signature = signature
+            # Loads the pair into a new context first, because an invalid pair would break the context in use.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*self._files)
             self.context.load_cert_chain(*self._files)
         except (OSError, ssl.SSLError) as error:
             logger.error("could not load the new TLS files; the old ones stay in use", extra=fields(error=str(error)))

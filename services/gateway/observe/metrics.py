@@ -315,6 +315,6 @@ class Scrapes(Collector):
         self._asked_at = time.monotonic()
         return ()
 
-    def asked_s_ago(self) -> float | None:
+    def scraped_s_ago(self) -> float | None:
         """Returns the seconds since the last scrape, or None before the first one."""
         return None if self._asked_at is None else time.monotonic() - self._asked_at

@@ -1,4 +1,4 @@
-"""The circuit breaker, which keeps requests away from a failing worker and probes whether it has recovered."""
+"""The circuit breaker of a worker. It stops requests to a failing worker, and probes whether the worker has recovered."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class BreakerConfig:
     """The settings of a circuit breaker. Times are in seconds."""
 
     threshold: int = 5  # faults in a row that open the breaker
-    window_s: float = 30.0  # window of fault_ratio
-    fault_ratio: float = 0.5  # share of faults among the results of the window that opens the breaker
-    min_results: int = 20  # fewest results of the window for which fault_ratio applies
+    window_s: float = 30.0  # time for which a result counts in fault_ratio
+    fault_ratio: float = 0.5  # smallest share of faults in the window that opens the breaker
+    min_results: int = 20  # smallest number of results in the window for which fault_ratio applies
     cooldown_s: float = 5.0  # time for which the breaker stays open before a probe; doubles with every failed probe
-    max_cooldown_s: float = 60.0
-    probe_s: float = 30.0  # time without a result after which another probe is allowed
+    max_cooldown_s: float = 60.0  # limit of the doubled cooldown
+    probe_s: float = 30.0  # time limit of a probe; after it, the next request may be another probe
 
 
 class CircuitBreaker:
     """The circuit breaker of one worker.
 
-    The caller reports results. Only faults of the server are failures. A refused invalid request, a disconnected client or an
-    expired deadline of the client is neither a success nor a failure. `now` is in seconds and never decreases.
+    The caller reports the results of requests. Only faults of the worker are failures. A refused invalid request, a disconnected
+    client or an expired deadline is neither a success nor a failure. `now` is in seconds and never decreases.
     """
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
         self._state = BreakerState.CLOSED
-        self._in_a_row = 0
+        self._in_a_row = 0  # faults since the last success
         self._window = _Window(self._config.window_s)
-        self._cooldown = self._config.cooldown_s
+        self._cooldown = self._config.cooldown_s  # length of the current or next cooldown in seconds
         self._until = 0.0  # OPEN: end of the cooldown; HALF_OPEN: end of the probe
 
     @property
@@ -52,7 +52,8 @@ class CircuitBreaker:
     def begin(self, now: float) -> None:
         """Notes that a request is being sent.
 
-        If the breaker is not closed, the request is a probe. No other request is allowed before its result or probe_s.
+        If the breaker is not closed, the request is a probe. The next request is allowed after the probe's result, or after
+        probe_s.
         """
         if self._state is not BreakerState.CLOSED and self.allows(now):
             self._state = BreakerState.HALF_OPEN
@@ -99,7 +100,7 @@ class _Window:
 
     def __init__(self, window_s: float) -> None:
         self._slice_s = window_s / 10
-        self._slices: deque[tuple[int, int, int]] = deque()  # number, results, faults
+        self._slices: deque[tuple[int, int, int]] = deque()  # number of the slice, its results, its faults
         self.results = 0
         self.faults = 0
 

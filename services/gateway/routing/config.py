@@ -1,4 +1,4 @@
-"""The routing settings of an operator."""
+"""The names of the routing policies, and their parameters."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ class RoutingConfig:
     # its requests (balance_abs_threshold and balance_rel_threshold of SGLang's router).
     gate_abs: float = 64.0
     gate_rel: float = 1.5
-    load_weight: float = 1.0  # score that a load of one mean load costs; a match of the whole prompt scores 1
-    load_bound: float = 1.4  # largest load to which a match or a routing key may bring a worker, in mean loads
-    load_floor: float = 4.0  # lowest mean load, in requests per worker, so that an almost idle fleet does not scatter prefixes
-    min_match_tokens: int = 64  # shorter matches are ignored
+    # A match of the whole prompt adds 1 to the score of a worker, and each mean load of the worker subtracts load_weight.
+    load_weight: float = 1.0
+    # Largest load of a worker, with the new request, at which a match or a routing key may choose the worker. In mean loads.
+    load_bound: float = 1.4
+    # Smallest value of the mean load, in requests per worker. So a few requests in an almost idle fleet do not spread a prefix.
+    load_floor: float = 4.0
+    min_match_tokens: int = 64  # a match of fewer tokens counts as none
     # A prompt without a match may go to any worker whose load exceeds the least load by at most the larger of near_requests and
     # near_rel mean loads.
     near_requests: float = 1.0

@@ -1,9 +1,11 @@
 """The bounded queue of requests that wait for a worker, by priority and then fair between API keys.
 
-Fairness uses virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"). The API key with the fewest
-served tokens per weight is next. An API key gains no credit while it has no request in the queue: when it returns, its counter is
-raised to the least counter of the waiting API keys. Tokens that are served while the queue is empty do not count against an API
-key. Items of one priority and API key leave in order of arrival.
+Fairness uses virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"). A counter is the number of
+served tokens of an API key, divided by the weight of the API key. The API key with the smallest counter is next.
+
+An API key gains no credit while it has no request in the queue: at its next request, its counter is raised to the smallest
+counter of the waiting API keys. Tokens that are served while the queue is empty do not count against an API key. Items of one
+priority and API key leave in order of arrival.
 """
 
 from __future__ import annotations
@@ -21,22 +23,23 @@ T = TypeVar("T")
 
 
 class FairLevel(Generic[T]):
-    """The waiting items of one priority, by API key and ticket.
+    """The waiting items of one priority, by API key and ticket. A ticket is the number of an item in order of arrival.
 
-    Every method except in_arrival_order() takes amortized O(log n) time. The counter of an API key must not fall while it waits.
+    Every method except in_arrival_order() takes amortized O(log n) time. The counter of an API key must not decrease while the
+    API key has items.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
         """Makes an empty level. `weight` returns the weight of an API key."""
         self._weight = weight
         self._queues: dict[str, OrderedDict[int, T]] = {}  # by API key, then by ticket; never empty for a key
-        self._size = 0
-        self._order = 0
-        # Outdated entries of the heaps are corrected when they reach the top.
-        self._least: list[tuple[float, int, str]] = []  # (counter, order, API key); counters may be too small
-        self._listed: dict[str, float] = {}  # least counter of each API key in _least
-        self._most: list[tuple[float, str]] = []  # (-share, API key); shares may be too large
-        self._shares: dict[str, float] = {}  # share of the valid entry of each API key in _most
+        self._size = 0  # number of items, including those that are set aside
+        self._order = 0  # number of the last entry of _least; among equal counters, the older entry is first
+        # Two heaps. An outdated entry is corrected when it reaches the top. The share of an API key is its items per weight.
+        self._least: list[tuple[float, int, str]] = []  # (counter, order, API key); an outdated counter is too small
+        self._listed: dict[str, float] = {}  # smallest counter of each API key in _least
+        self._most: list[tuple[float, str]] = []  # (-share, API key); an outdated share is too large
+        self._shares: dict[str, float] = {}  # share of the newest entry of each API key in _most
 
     def __len__(self) -> int:
         return self._size
@@ -49,14 +52,14 @@ class FairLevel(Generic[T]):
         queue = self._queues.setdefault(key, OrderedDict())
         queue[ticket] = item
         self._size += 1
-        self._list(key, counter)
-        self._list_share(key)
+        self._push_counter(key, counter)
+        self._push_share(key)
 
     def take(self, key: str, ticket: int) -> T:
-        return self._taken(key, self._queues[key].pop(ticket))
+        return self._after_take(key, self._queues[key].pop(ticket))
 
     def take_newest(self, key: str) -> T:
-        return self._taken(key, self._queues[key].popitem()[1])
+        return self._after_take(key, self._queues[key].popitem()[1])
 
     def first(self, counter: Callable[[str], float]) -> tuple[str, int, T] | None:
         """Returns API key, ticket and item of the next item in fair order.
@@ -91,7 +94,7 @@ class FairLevel(Generic[T]):
                 del self._shares[key]
             elif self._share(key) != -share:
                 heapq.heappop(self._most)
-                self._list_share(key)
+                self._push_share(key)
             else:
                 return key
 
@@ -104,42 +107,42 @@ class FairLevel(Generic[T]):
         return Pass(self, counter)
 
     def rotate(self, key: str) -> None:
-        """Notes that an item of the API key was placed. Other API keys with the same counter come first now."""
+        """Moves an API key, an item of which was placed, behind the other API keys with the same counter."""
         if self._least and self._least[0][2] == key:
             heapq.heapreplace(self._least, (self._least[0][0], self._next_order(), key))
 
     def set_aside(self, key: str, ticket: int) -> T:
-        """Takes an item out of the order until put_back(). It still counts as an item of the level."""
+        """Takes an item out of the order until put_back(). The item still counts in the level's length."""
         item = self.take(key, ticket)
         self._size += 1
         return item
 
     def put_back(self, key: str, items: list[tuple[int, T]], counter: float) -> None:
-        """Puts items before the other items of their API key.
+        """Puts items that were set aside before the other items of their API key.
 
         Args:
-            items: Tickets and items, by rising ticket.
+            items: Tickets and items, in order of rising tickets.
         """
         queue = self._queues.setdefault(key, OrderedDict())
         for ticket, item in reversed(items):
             queue[ticket] = item
             queue.move_to_end(ticket, last=False)
-        self._list(key, counter)
-        self._list_share(key)
+        self._push_counter(key, counter)
+        self._push_share(key)
 
-    def _taken(self, key: str, item: T) -> T:
+    def _after_take(self, key: str, item: T) -> T:
         if not self._queues[key]:
             del self._queues[key]
         self._size -= 1
         return item
 
-    def _list(self, key: str, counter: float) -> None:
+    def _push_counter(self, key: str, counter: float) -> None:
         known = self._listed.get(key)
         if known is None or known > counter:
             self._listed[key] = counter
             heapq.heappush(self._least, (counter, self._next_order(), key))
 
-    def _list_share(self, key: str) -> None:
+    def _push_share(self, key: str) -> None:
         share = self._shares[key] = self._share(key)
         heapq.heappush(self._most, (-share, key))
         if len(self._most) > 2 * len(self._queues) + 64:
@@ -156,7 +159,7 @@ class FairLevel(Generic[T]):
 
 
 class Pass(Generic[T]):
-    """A pass over a level, as a context manager. Skipped items are set aside until its end, also if the pass raises."""
+    """A pass over the items of a level, as a context manager. Skipped items are set aside until the end of the block."""
 
     def __init__(self, level: FairLevel[T], counter: Callable[[str], float]) -> None:
         self._level, self._counter = level, counter
@@ -178,17 +181,17 @@ class Pass(Generic[T]):
 
 class Placed(enum.Enum):
     PLACED = enum.auto()
-    SKIP = enum.auto()  # this item cannot be placed now; others may be
+    SKIP = enum.auto()  # this item cannot be placed now; other items may be
     STOP = enum.auto()  # no item can be placed now
 
 
 class QueueFull(Exception):
-    """The queue is full, and no item may be removed for the new one. The caller refuses the request."""
+    """The queue is full, and no item may be removed for the new item. The caller refuses the request."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """The state of one API key."""
+    """The counter of one API key in a FairQueue."""
 
     counter: float = 0.0  # served tokens per weight
     waiting: int = 0  # items in the queue
@@ -208,7 +211,7 @@ class _Entry(Generic[T]):
 class FairQueue(Generic[T]):
     """A queue of items, which are compared by identity. All calls come from one thread.
 
-    The callback of drain() may call only charge().
+    The callback of drain() may call charge(), and no other method.
     """
 
     def __init__(self, capacity: int, weights: Mapping[str, float] | None = None, max_keys: int = 10_000) -> None:
@@ -216,8 +219,9 @@ class FairQueue(Generic[T]):
 
         Args:
             capacity: Largest number of items.
-            weights: Weights of API keys, greater than 0; 1 for an API key without one. They are read at every use.
-            max_keys: Number of API keys without items whose counters are stored.
+            weights: Weights of API keys, greater than 0. An API key that is not in the mapping has weight 1. The mapping is read
+                at every use, so changed weights apply at once.
+            max_keys: Number of API keys without items whose counters remain when old counters are dropped.
         """
         self._capacity = capacity
         self._weights = {} if weights is None else weights
@@ -241,16 +245,17 @@ class FairQueue(Generic[T]):
     def push(self, item: T, key: str, priority: int = 0) -> T | None:
         """Adds an item.
 
-        If the queue is full, the queue removes an item of the lowest priority: the newest one of the API key with the most items
-        per weight. If the new item has the same priority, this happens only if the new item's API key then has no more items per
-        weight than that API key. So no API key can lock others out by filling the queue.
+        If the queue is full, it removes an item of its lowest priority to make space. Of the API key with the most items per
+        weight, it removes the newest item. So no API key can lock out other API keys by filling the queue.
 
         Returns:
             The item that was removed; None if the queue was not full.
 
         Raises:
-            QueueFull: The queue is full, and no item may be removed.
-            ValueError: The item is in the queue already.
+            QueueFull: The queue is full, and no item may be removed. Either the new item's priority is lower than the lowest
+                priority in the queue. Or both are equal, and the new item's API key would then have more items per weight than
+                the API key that would lose an item.
+            ValueError: The item is already in the queue.
         """
         displaced = self.push_all([(item, key, priority)])
         return displaced[0] if displaced else None
@@ -262,11 +267,11 @@ class FairQueue(Generic[T]):
             The items that were removed, as by push().
 
         Raises:
-            QueueFull: No item may be removed for a new one, or an item of this call would be removed. The queue is unchanged.
-            ValueError: An item is in the queue already.
+            QueueFull: No item may be removed for a new item, or an item of this call would be removed. The queue is unchanged.
+            ValueError: An item is already in the queue.
         """
         if any(id(item) in self._entries for item, _, _ in items):
-            raise ValueError("the item is in the queue already")
+            raise ValueError("an item can be in a queue only once")
         before, displaced = self._tickets, list[_Entry[T]]()
         floor, counters = self._floor, {key: self.counter(key) for _, key, _ in items}
         try:
@@ -281,10 +286,10 @@ class FairQueue(Generic[T]):
             for item, _, _ in items:
                 self.remove(item)
             if self._tickets > before:
-                self._take_back(floor, counters)
+                self._restore_counters(floor, counters)
             for entry in reversed(displaced):  # each was the newest item of its API key
                 if entry.ticket <= before:
-                    self._add(entry, is_back=True)
+                    self._add(entry, is_restored=True)
             raise
         return [entry.item for entry in displaced]
 
@@ -294,11 +299,11 @@ class FairQueue(Generic[T]):
         if entry is None:
             return False
         self._levels[entry.priority].take(entry.key, entry.ticket)
-        self._left(entry)
+        self._after_removal(entry)
         return True
 
     def charge(self, key: str, tokens: float) -> None:
-        """Counts prompt or output tokens that were served to an API key, whether it has waiting items or not."""
+        """Adds served prompt or output tokens to the counter of an API key, even if the API key has no items in the queue."""
         account = self._accounts.get(key) or self._new_account(key)
         if not self._entries:
             self._floor = account.counter = max(account.counter, self._floor)
@@ -312,7 +317,7 @@ class FairQueue(Generic[T]):
     def drain(self, place: Callable[[T], Placed]) -> int:
         """Offers items to `place` in fair order until the end of the queue or STOP. Returns the number of placed items.
 
-        The order is computed again after each item, so that a charge of `place` has an effect at once. If `place` raises, its
+        The order is computed again after each item, so that tokens which `place` charges count at once. If `place` raises, its
         item stays in the queue.
         """
         placed = 0
@@ -333,14 +338,18 @@ class FairQueue(Generic[T]):
                     placed += 1
                     level.rotate(key)
                     level.take(key, ticket)
-                    self._left(self._entries[id(item)])
+                    self._after_removal(self._entries[id(item)])
                 elif verdict is Placed.SKIP:
                     walk.skip(key, ticket)
                 stopped = verdict is Placed.STOP
         return placed, stopped
 
     def _displace(self, key: str, priority: int) -> _Entry[T]:
-        """Removes an item for a new one and returns its entry. Raises QueueFull."""
+        """Removes an item to make space for a new item of the given API key and priority. Raises QueueFull.
+
+        Returns:
+            The entry of the removed item.
+        """
         if not self._priorities or priority < self._priorities[0]:
             raise QueueFull
         lowest = self._priorities[0]
@@ -351,24 +360,24 @@ class FairQueue(Generic[T]):
             if mine / self._weight(key) > theirs / self._weight(longest):
                 raise QueueFull
         entry = self._entries[id(level.take_newest(longest))]
-        self._left(entry)
+        self._after_removal(entry)
         return entry
 
-    def _add(self, entry: _Entry[T], is_back: bool = False) -> None:
+    def _add(self, entry: _Entry[T], is_restored: bool = False) -> None:
         """Adds an item at its position.
 
         Args:
-            is_back: The item was removed before; its return does not raise the counter of its API key.
+            is_restored: The item was removed by a call that is undone. Its return does not raise the counter of its API key.
         """
         self._entries[id(entry.item)] = entry
         account = self._accounts.get(entry.key) or self._new_account(entry.key)
-        if not account.waiting and not is_back:
+        if not account.waiting and not is_restored:
             account.counter = max(account.counter, self._least_waiting())
         self._activate(account, entry.key)
         self._level(entry.priority).add(entry.key, entry.ticket, entry.item, account.counter)
 
-    def _take_back(self, floor: float, counters: Mapping[str, float]) -> None:
-        """Restores the counters that arrivals have raised, because these arrivals are undone."""
+    def _restore_counters(self, floor: float, counters: Mapping[str, float]) -> None:
+        """Restores the floor and the counters before a push_all() that is undone."""
         self._floor = floor
         for key, counter in counters.items():
             if (account := self._accounts.get(key)) is not None:
@@ -383,8 +392,8 @@ class FairQueue(Generic[T]):
             insort(self._priorities, priority)
         return level
 
-    def _left(self, entry: _Entry[T]) -> None:
-        """Updates the state after an item has left its level."""
+    def _after_removal(self, entry: _Entry[T]) -> None:
+        """Updates all tables of the queue except the item's level, after the level has removed the item."""
         del self._entries[id(entry.item)]
         if not len(self._levels[entry.priority]):
             del self._levels[entry.priority]
@@ -393,7 +402,7 @@ class FairQueue(Generic[T]):
         account.waiting -= 1
         if not self._entries:
             self._floor = max(self._floor, account.counter)
-            self._unlist_all()
+            self._clear_waiting_keys()
 
     def _activate(self, account: _Account, key: str) -> None:
         account.waiting += 1
@@ -401,14 +410,14 @@ class FairQueue(Generic[T]):
             account.listed = True
             heapq.heappush(self._waiting_keys, (account.counter, key))
 
-    def _unlist_all(self) -> None:
+    def _clear_waiting_keys(self) -> None:
         for _, key in self._waiting_keys:
             if (account := self._accounts.get(key)) is not None:
                 account.listed = False
         self._waiting_keys.clear()
 
     def _least_waiting(self) -> float:
-        """Returns the least counter of the waiting API keys. If the queue is empty, returns the floor."""
+        """Returns the smallest counter of the waiting API keys. If the queue is empty, returns the floor."""
         heap = self._waiting_keys
         while heap:
             counter, key = heap[0]
@@ -435,7 +444,8 @@ class FairQueue(Generic[T]):
     def _prune(self) -> None:
         """Drops counters of API keys without items, the smallest first, until max_keys are left.
 
-        A dropped API key starts again with the least counter of the waiting API keys. So it gains a small advantage at most.
+        An API key without a counter starts with the smallest counter of the waiting API keys, so it gains at most a small
+        advantage.
         """
         idle = sorted((k for k, account in self._accounts.items() if not account.waiting), key=self.counter)
         for key in idle[: max(0, len(idle) - self._max_keys)]:

@@ -1,9 +1,10 @@
 """The routing policies, which choose a worker for a request. Their input is the worker columns and a query. The code does no I/O.
 
-WorkerColumns has the workers as parallel arrays with one row per worker. Only the dispatcher writes it. A load is the number of
-requests per request that the worker can run at once, so large and small workers are comparable. A choice has three steps:
+WorkerColumns has the workers as parallel arrays with one row per worker. Only the dispatcher writes it. The load of a worker is
+the number of its open requests, divided by the number of requests that it can run at once. So the loads of large and small
+workers are comparable. A choice has three steps:
 
-1. The filters leave the rows of ready workers with free slots. They prefer workers that have loaded the request's adapter.
+1. The filters return the rows of ready workers with free slots. They prefer workers that have loaded the request's adapter.
 2. The policy chooses one of these rows and gives the reason.
 3. If workers have roles, pick_prefill() decides whether a prefill worker computes the prompt for the chosen worker, and which
    one (docs/design/prefill-and-decode.md).
@@ -22,7 +23,9 @@ from numpy.typing import NDArray
 from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, BlockTier
 
-MOST_QUEUED_TOKENS = 1 << 15  # prompt tokens at a prefill worker beyond which another prompt would wait longer than it gains
+# A prefill worker with more queued prompt tokens gets no prompt: waiting there would take longer than computing the prompt at the
+# decode worker.
+MOST_QUEUED_TOKENS = 1 << 15
 REASONS = (  # values of Pick.reason, which is a label of the metric routing_decisions
     "round_robin",
     "random",
@@ -37,10 +40,10 @@ REASONS = (  # values of Pick.reason, which is a label of the metric routing_dec
     "load_gate",
 )
 _FIRST_ROWS = 8  # capacity of WorkerColumns after the first worker; doubles when all rows are used
-_MEMORY = 32  # approximate number of decisions in the average of a SharingMeter
-_ENOUGH = 0.1  # share of decisions with a match from which prompts count as sharing prefixes
+_METER_DECISIONS = 32  # approximate number of decisions in the average of a SharingMeter
+_SHARING_SHARE = 0.1  # smallest share of decisions with a match for which prompts count as sharing prefixes
 TRIED_SAVES = 0.1  # assumed saving of a tier that is tried again although it saved nothing recently
-HOST_SAVES, STORAGE_SAVES = 0.8, 0.5  # defaults until a worker reports measured values
+HOST_SAVES, STORAGE_SAVES = 0.8, 0.5  # defaults of host_saves and storage_saves until a worker reports measured values
 _COUNTS = ("requests", "prefetches", "tokens", "limit", "running", "last_pick")
 _SAVES = ("host_saves", "storage_saves")
 Rows = NDArray[np.int64]  # rows of WorkerColumns, rising
@@ -49,23 +52,24 @@ Rows = NDArray[np.int64]  # rows of WorkerColumns, rising
 class WorkerColumns:
     """The workers of one model, as arrays of `capacity` rows.
 
-    A row has a meaning only while it is used. A worker has the same row as long as the gateway knows it.
+    Only rows with `used` have a meaning. A worker has the same row until drop().
     """
 
     def __init__(self) -> None:
         self.ids: list[str] = []  # worker id; "" in unused rows
-        self.loras: list[frozenset[str]] = []  # adapters that are loaded
-        self.used = np.zeros(0, np.bool_)
+        self.loras: list[frozenset[str]] = []  # names of the adapters that the worker has loaded
+        self.used = np.zeros(0, np.bool_)  # the row belongs to a worker
         self.usable = np.zeros(0, np.bool_)  # the worker may get new requests
         self.serves = np.zeros(0, np.bool_)  # the worker serves whole requests; False for a prefill worker
-        self.requests = np.zeros(0, np.int64)  # open requests of all gateways, and those of `prefetches`
-        self.prefetches = np.zeros(0, np.int64)  # requests still to come, whose pages the worker prefetches
+        self.requests = np.zeros(0, np.int64)  # open requests of all gateways, plus `prefetches`
+        self.prefetches = np.zeros(0, np.int64)  # requests at prefill workers whose pages this decode worker prefetches
         self.tokens = np.zeros(0, np.int64)  # prompt and output tokens of `requests`
-        self.limit = np.zeros(0, np.int64)  # number of requests at which new requests wait in the gateway
+        self.limit = np.zeros(0, np.int64)  # if `requests` reaches this number, new requests wait in the gateway
         self.running = np.zeros(0, np.int64)  # number of requests that the worker can run at once
         self.owner = np.full(0, -1, np.int64)  # owner number in the PrefixIndex; -1 for none
-        self.host_saves = np.zeros(0, np.float64)  # share of a prefix's computing time that reading the host tier saves, 0 to 1
-        self.storage_saves = np.zeros(0, np.float64)  # the same for the storage tier
+        # Share of a prefix's computing time that is saved by reading the prefix from the host or storage tier, 0 to 1.
+        self.host_saves = np.zeros(0, np.float64)
+        self.storage_saves = np.zeros(0, np.float64)
         self.last_pick = np.zeros(0, np.int64)  # sequence number of the worker's last pick, over all workers; 0: never picked
         self.key = np.zeros(0, np.uint64)  # hash of the worker id for rendezvous hashing
 
@@ -79,7 +83,11 @@ class WorkerColumns:
         return len(self.ids)
 
     def add(self, worker_id: str, key: int) -> int:
-        """Returns a used row with default values, which is not usable yet."""
+        """Assigns a row to a worker and returns it. The row has default values; `usable` is False.
+
+        Args:
+            key: Hash of the worker id.
+        """
         free = np.flatnonzero(~self.used)
         if not len(free):
             self._grow()
@@ -116,11 +124,11 @@ class RoutingQuery:
     key: str = ""  # routing key; "" for none
     lora: str = ""  # adapter; "" for none
     allowed: NDArray[np.bool_] | None = None  # bool[capacity]: workers to choose from; None: all
-    # Hash of the prompt's first block. b"" if the prompt has no whole block, if the policy uses no prefix index, or if fewer than
-    # one in ten recent decisions had a match (SharingMeter).
+    # Hash of the prompt's first block. b"" if the prompt has no whole block, if the policy uses no prefix index, or if
+    # SharingMeter.is_shared is False.
     first_block: bytes = b""
-    prefill: bool = False  # only the prompt is computed, by a prefill worker
-    saved: NDArray[np.float64] | None = None  # see Hits; None: all of `matched`
+    prefill: bool = False  # the query is for a prefill worker that computes only the prompt
+    saved: NDArray[np.float64] | None = None  # Hits.saved; None: equals `matched`
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +150,7 @@ def relative_load(rows: Rows, workers: WorkerColumns) -> NDArray[np.float64]:
 
 
 def least(rows: Rows, cost: NDArray[np.float64], workers: WorkerColumns) -> int:
-    """Returns the row with the least cost. Ties are decided by fewest requests, then by the earliest pick, then by row."""
+    """Returns the row with the least cost. Of several, returns the row with the fewest requests, then with the oldest pick."""
     rows = rows[cost == cost.min()]
     for column in (workers.requests, workers.last_pick):
         if len(rows) == 1:
@@ -155,7 +163,8 @@ def least(rows: Rows, cost: NDArray[np.float64], workers: WorkerColumns) -> int:
 def over_gate(rows: Rows, ready: Rows, workers: WorkerColumns, config: RoutingConfig) -> NDArray[np.bool_]:
     """Returns bool[rows]: whether a worker's load exceeds the least load of `ready` by more than the gate allows.
 
-    Loads are scaled to requests on a worker of mean size. If all workers have the same size, they are the numbers of requests.
+    The load of each worker is multiplied by the mean number of slots. If all workers have the same number of slots, the result is
+    the number of the worker's requests.
     """
     slots = running_slots(ready, workers)
     size = slots.sum() / len(slots)  # numpy's mean() would take as long as the rest of this function
@@ -166,9 +175,9 @@ def over_gate(rows: Rows, ready: Rows, workers: WorkerColumns, config: RoutingCo
 
 
 def load_over_mean(rows: Rows, ready: Rows, workers: WorkerColumns, config: RoutingConfig) -> NDArray[np.float64]:
-    """Returns float64[rows]: the load of each worker with this request, in units of the mean load of `ready`.
+    """Returns float64[rows]: the load that each worker would have with the new request, in units of the mean load of `ready`.
 
-    The mean load is the number of all requests per slot, with this request. It counts at least config.load_floor requests per
+    The mean load is the number of all requests, including the new one, per slot. It is at least config.load_floor requests per
     worker.
     """
     mean = max(int(workers.requests[ready].sum()) + 1, config.load_floor * len(ready)) / running_slots(ready, workers).sum()
@@ -187,8 +196,9 @@ def near_idlest(rows: Rows, workers: WorkerColumns, config: RoutingConfig) -> ND
 class Hits:
     """The prefix hits of one prompt."""
 
-    matched: NDArray[np.int64]  # int64[capacity]: prompt tokens that each worker has and would use
-    saved: NDArray[np.float64] | None  # float64[capacity]: saved time, in tokens computed in that time; None: equals `matched`
+    matched: NDArray[np.int64]  # int64[capacity]: prompt tokens that each worker has cached and would use
+    # float64[capacity]: time that the hits save, as the number of prompt tokens computed in this time. None: equals `matched`.
+    saved: NDArray[np.float64] | None
 
 
 def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = False) -> Hits:
@@ -223,25 +233,25 @@ def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = Fals
 class SharingMeter:
     """The share of recent routing decisions with a match, for one model at this gateway.
 
-    If the share is high, a new prefix goes to the worker that other gateways would choose, too, because more prompts with it are
-    likely. The share begins at 1, because many prompts may arrive after a cold start before the first match.
+    If prompts often share prefixes, more prompts with a new prefix are likely. All gateways then send a new prefix to the same
+    worker. The share begins at 1, because after a cold start, many prompts may arrive before the first match.
     """
 
     def __init__(self) -> None:
         self._share = 1.0
 
     @property
-    def seen(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether at least one in ten of the last decisions had a match."""
-        return self._share >= _ENOUGH
+        return self._share >= _SHARING_SHARE
 
     def decided(self, matched: bool) -> None:
-        """Counts a decision. `matched`: a worker had a prefix of the prompt."""
-        self._share += (matched - self._share) / _MEMORY
+        """Counts a decision. `matched`: whether any worker had cached a prefix of the prompt."""
+        self._share += (matched - self._share) / _METER_DECISIONS
 
 
 def ready_rows(query: RoutingQuery, workers: WorkerColumns) -> Rows:
-    """Returns the rows of workers that take new requests and are allowed for this one."""
+    """Returns the rows of workers that take new requests and are allowed for this request, even if they are full."""
     ready = workers.used & workers.usable & ~workers.serves if query.prefill else workers.takes
     if query.allowed is not None:
         ready &= query.allowed
@@ -265,8 +275,8 @@ def has_free_slot(query: RoutingQuery, workers: WorkerColumns) -> bool:
 def with_adapter(rows: Rows, ready: Rows, query: RoutingQuery, workers: WorkerColumns, config: RoutingConfig) -> Rows:
     """Returns the rows of workers that have loaded the request's adapter.
 
-    Returns all rows if the request has no adapter. Also returns all rows if no worker below the load gate has loaded the adapter;
-    one more worker then has to load it.
+    Returns all rows if the request has no adapter. Also returns all rows if every worker with the adapter is above the load gate;
+    another worker then loads the adapter.
     """
     if not query.lora:
         return rows
@@ -279,18 +289,17 @@ def with_adapter(rows: Rows, ready: Rows, query: RoutingQuery, workers: WorkerCo
 class Policy:
     """A routing policy, made by make_policy().
 
-    The method of each policy has the same arguments and returns a row with the reason.
+    Each policy is a method that returns a row and the reason. Arguments of these methods:
 
-    Args:
-        rows: Rows to choose from, never empty.
-        ready: Rows of all ready workers, full ones included.
+    - rows: Rows to choose from. They have free slots. Never empty.
+    - ready: Rows of all ready workers, including full workers.
     """
 
     def __init__(self, choose: Chooser, config: RoutingConfig, rng: random.Random) -> None:
         self._choose, self._config, self._rng = choose, config, rng
 
     def pick(self, query: RoutingQuery, workers: WorkerColumns) -> Pick | None:
-        """Chooses a worker. Changes nothing; the caller counts the pick in the columns.
+        """Chooses a worker for a request. Does not change the columns; the caller counts the pick.
 
         Returns:
             None if no ready worker has free slots.
@@ -328,10 +337,12 @@ class Policy:
     def _prefix_aware(self, query: RoutingQuery, workers: WorkerColumns, rows: Rows, ready: Rows) -> tuple[int, str]:
         """Chooses the worker with the highest score = saved / prompt tokens - load_weight x load in units of the mean load.
 
-        A match counts nothing at a worker whose load would be above load_bound x the mean load. So a match of the whole prompt
-        wins while the load of its worker is at most 1 / load_weight mean loads higher, and no prefix brings a worker above the
-        bound. Further requests with the prefix go to a less loaded worker, which then caches the prefix too. If no worker has a
-        match, _without_match() chooses. If the load is out of balance, the least loaded worker is chosen.
+        - If the load is out of balance, chooses the least loaded worker.
+        - If no worker has a match, _without_match() chooses.
+        - A match does not count at a worker whose load would be above load_bound x the mean load. So a popular prefix does not
+          bring a worker above the bound. The next request with the prefix goes to another worker, which then caches the prefix.
+        - Below the bound, a match of the whole prompt decides if the worker's load is at most 1 / load_weight mean loads higher
+          than the load of another worker.
         """
         config = self._config
         if len(ready) > 1 and over_gate(ready, ready, workers, config).any():
@@ -350,9 +361,9 @@ class Policy:
     def _without_match(self, query: RoutingQuery, workers: WorkerColumns, rows: Rows, ready: Rows) -> tuple[int, str]:
         """Chooses a worker for a prompt that no worker has cached.
 
-        A request with a routing key goes to the key's worker within load_bound, so that prompts of one user meet there.
-        Otherwise, the first block of the prompt chooses among the least loaded workers. So gateways that get the same new prefix
-        at the same time choose the same worker without communication.
+        A request with a routing key goes to the worker of the routing key unless the load of the worker would exceed load_bound.
+        So prompts of one user share a cache. For other requests, a hash of the prompt's first block chooses among the least
+        loaded workers. So gateways that get the same new prefix at the same time choose the same worker without communication.
         """
         config = self._config
         if query.key:
@@ -387,10 +398,12 @@ def _least_loaded(workers: WorkerColumns, rows: Rows) -> int:
 
 
 def _by_routing_key(key: str, workers: WorkerColumns, rows: Rows, ready: Rows, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
-    """Chooses the first allowed worker in the order of the routing key (bounded loads: Mirrokni et al. 2018).
+    """Chooses the worker that ranks highest for the routing key, has free slots and is not too busy.
+
+    If there is none, chooses the least loaded worker. See "Consistent hashing with bounded loads" (Mirrokni et al. 2018).
 
     Args:
-        too_busy: bool[ready], workers to avoid.
+        too_busy: bool[ready]: workers to avoid.
     """
     first = int(ready[rendezvous_weights(key, workers.key[ready]).argmax()])
     allowed = ready[~too_busy & np.isin(ready, rows, assume_unique=True)]
@@ -403,9 +416,12 @@ def _by_routing_key(key: str, workers: WorkerColumns, rows: Rows, ready: Rows, t
 def rendezvous_weights(key: str, worker_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Returns a uint64 weight per worker (rendezvous hashing, Thaler and Ravishankar 1998).
 
-    The worker with the greatest weight wins the routing key. Each routing key has its own order of all workers. If a worker is
-    added or removed, only the routing keys that it wins move. The weight is the finalizer of splitmix64 over the hash of the
-    routing key and the worker's bits.
+    The routing key belongs to the worker with the greatest weight. Each routing key has its own order of all workers. If a worker
+    is added or removed, only the routing keys of this worker move. The weight is the finalizer of splitmix64, applied to the XOR
+    of the worker's hash and the routing key's hash.
+
+    Args:
+        worker_keys: uint64 hash of each worker id.
     """
     seed = np.uint64(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
     mixed = worker_keys ^ seed
@@ -415,12 +431,12 @@ def rendezvous_weights(key: str, worker_keys: NDArray[np.uint64]) -> NDArray[np.
 
 
 def pick_prefill(policy: Policy, columns: WorkerColumns, query: RoutingQuery, decode: Pick, min_tokens: int) -> Pick | None:
-    """Chooses the prefill worker that computes a prompt for the chosen decode worker. Changes nothing.
+    """Chooses the prefill worker that computes a prompt for the chosen decode worker. Does not change the columns.
 
     Args:
         query: The request. `allowed` has the workers that can exchange pages with the decode worker.
         decode: The chosen decode worker.
-        min_tokens: If fewer prompt tokens are uncached at the decode worker, it computes them itself.
+        min_tokens: If fewer prompt tokens are not cached at the decode worker, the decode worker computes them itself.
 
     Returns:
         None if the decode worker computes the prompt itself.
@@ -439,8 +455,8 @@ def pick_prefill(policy: Policy, columns: WorkerColumns, query: RoutingQuery, de
 def _have_decode_slots(columns: WorkerColumns) -> bool:
     """Returns whether the decode workers have free slots for all prompts at prefill workers and for one more.
 
-    A prompt without a free slot would occupy pages of the prefill worker for nothing. A prompt whose pages a decode worker
-    prefetches is counted once, at its prefill worker.
+    A prompt without a free decode slot would only occupy pages of the prefill worker. A prompt whose pages a decode worker
+    prefetches counts in the requests of both workers. So adding `prefetches` removes it from the decode worker's count.
     """
     takes = columns.takes
     free_slots = int((columns.limit + columns.prefetches - columns.requests)[takes].sum())

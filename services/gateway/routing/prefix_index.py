@@ -1,9 +1,12 @@
 """The gateway's copy of the prefix index: the blocks of each worker generation, as bit masks.
 
-An owner is one generation of one worker and has a small number. The mask of a block has the bit of each of its owners. A block
-has one mask per tier. A block of an owner is confirmed if its worker has reported it. It is speculative for a short time if a
-request was routed to the worker that will leave the block on its device. MirroredOwners applies the events of workers to the
-index. Everything runs on the gateway's event loop, without locks.
+- An owner is one generation of one worker. It has a small number.
+- Each block has a mask per tier. Bit n of the mask is set if the owner with number n has the block in this tier.
+- A block of an owner is confirmed if the worker has reported it.
+- A block of an owner is speculative if a request was routed to the worker and will leave the block on its device. A block stays
+  speculative only for a short time.
+
+MirroredOwners applies the events of workers to the index. Everything runs on the gateway's event loop, without locks.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ _SHARDS = 256  # resizing one dict of millions of blocks would stop the event lo
 class _Owner:
     """A generation of a worker, with its blocks.
 
-    The garbage collector does not traverse dicts of bytes and numbers. It would traverse sets, and dicts of enum members.
+    `confirmed` and `speculative` are dicts of bytes and numbers, because the garbage collector does not traverse such dicts. It
+    would traverse sets, and dicts with enum members.
     """
 
     worker: str
@@ -36,45 +40,45 @@ class _Owner:
     number: int
     bit: int  # 1 << number
     live: bool = True  # False after retire()
-    held: dict[bytes, int] = field(default_factory=dict)  # tier of each confirmed block, as an int
-    until: dict[bytes, float] = field(default_factory=dict)  # end of each speculative block
+    confirmed: dict[bytes, int] = field(default_factory=dict)  # tier of each confirmed block, as an int
+    speculative: dict[bytes, float] = field(default_factory=dict)  # end of each speculative block
 
 
 @dataclass(slots=True, order=True)
 class _Route:
-    """Speculative blocks of one routed request, some of which may be extended or confirmed before their end."""
+    """Speculative blocks of one routed request. Another request may extend them, and the worker may confirm them."""
 
-    until: float  # time at which the blocks are checked
-    order: int  # number of the route
+    until: float  # time at which expire() removes the blocks that were not extended, in seconds of the event loop
+    order: int  # number of the route; decides between routes with equal `until`
     owner: _Owner = field(compare=False)
     hashes: list[bytes] = field(compare=False)
 
 
 class PrefixIndex:
-    """The blocks of all owners. A hash has HASH_BYTES bytes and covers the block with all blocks before it."""
+    """The blocks of all owners. The hash of a block has HASH_BYTES bytes, and covers the block and all blocks before it."""
 
     def __init__(self, max_speculative: int = 1_000_000) -> None:
         """Makes an empty index.
 
         Args:
-            max_speculative: Largest number of speculative blocks, summed over owners; the oldest are dropped first.
+            max_speculative: Largest number of speculative blocks, summed over owners. Above it, the oldest blocks are dropped.
         """
         self._tiers: list[_Shards] = [[{} for _ in range(_SHARDS)] for _ in BlockTier]
         self._shards = self._tiers[_DEVICE]
-        self._num_below = 0  # confirmed blocks in the host and storage tiers, summed over owners
+        self._num_slower = 0  # confirmed blocks in the host and storage tiers, summed over owners
         self._live = 0  # mask of the live owners
         self._owners: list[_Owner] = []  # by number; a retired owner stays until its number is reused
         self._numbers: dict[tuple[str, int], int] = {}  # by worker and generation, of live owners
-        self._retired: deque[_Owner] = deque()  # to be swept
+        self._retired: deque[_Owner] = deque()  # retired owners whose blocks sweep() has not freed
         self._free: list[int] = []  # heap of unused numbers
-        self._routes: list[_Route] = []  # heap
-        self._routed_blocks = 0  # blocks of all routes
-        self._order = 0
+        self._routes: list[_Route] = []  # heap by `until`
+        self._routed_blocks = 0  # number of blocks of all routes
+        self._order = 0  # number of the newest route
         self._max_speculative = max_speculative
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks with an owner in some tier, summed over tiers. Blocks of owners that are not swept yet count too."""
+        """Number of blocks with an owner, summed over tiers. Includes blocks of retired owners until sweep() frees them."""
         return sum(len(masks) for shards in self._tiers for masks in shards)
 
     @property
@@ -88,11 +92,11 @@ class PrefixIndex:
 
     @property
     def num_retired(self) -> int:
-        """Number of retired owners that are not swept yet."""
+        """Number of retired owners whose blocks sweep() has not freed."""
         return len(self._retired)
 
     def owner(self, worker: str, generation: int) -> int:
-        """Returns the number of an owner, which is new at the first call."""
+        """Returns the number of an owner. The first call for an owner assigns the number."""
         known = self._numbers.get((worker, generation))
         if known is not None:
             return known
@@ -111,46 +115,58 @@ class PrefixIndex:
         return self._numbers.get((worker, generation), -1)
 
     def stored(self, owner: int, hashes: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> None:
-        """Confirms blocks of an owner in a tier, and removes them from its other tiers. Raises KeyError if it is not live."""
-        record, level, added = self._of(owner), int(tier), 0
-        shards, bit, held, until = self._tiers[level], record.bit, record.held, record.until
+        """Confirms blocks of an owner in a tier, and removes them from its other tiers.
+
+        Raises:
+            KeyError: The owner is not live.
+        """
+        record, level, added = self._live_owner(owner), int(tier), 0
+        shards, bit, confirmed, speculative = self._tiers[level], record.bit, record.confirmed, record.speculative
         for block in hashes:
-            before = held.get(block)
+            before = confirmed.get(block)
             if before != level:
-                held[block] = level
+                confirmed[block] = level
                 masks = shards[block[0]]
                 mask = masks.get(block)
                 masks[block] = bit if mask is None else mask | bit
                 added += 1
                 if before is not None:
-                    self._leave(record, block, before)
+                    self._unconfirm(record, block, before)
             if level == _DEVICE:
-                until.pop(block, None)  # a confirmed block is not speculative, so that its removal has an effect at once
-        self._num_below += added if level != _DEVICE else 0
+                # A confirmed block is not speculative. Otherwise it would still match after the worker has removed it.
+                speculative.pop(block, None)
+        self._num_slower += added if level != _DEVICE else 0
 
     def removed(self, owner: int, hashes: Iterable[bytes]) -> None:
-        """Removes confirmed blocks of an owner. Raises KeyError if it is not live.
+        """Removes confirmed blocks of an owner.
 
-        Speculative blocks with the same hashes stay, because a request that was just routed there computes them again.
+        Speculative blocks with the same hashes stay, because a request that was just routed to the worker computes them again.
+
+        Raises:
+            KeyError: The owner is not live.
         """
-        record = self._of(owner)
-        held = record.held
+        record = self._live_owner(owner)
+        confirmed = record.confirmed
         for block in hashes:
-            if (level := held.pop(block, None)) is not None:
-                self._leave(record, block, level)
+            if (level := confirmed.pop(block, None)) is not None:
+                self._unconfirm(record, block, level)
 
-    def held(self, owner: int) -> int:
+    def num_confirmed(self, owner: int) -> int:
         """Returns the number of confirmed blocks of an owner in all tiers; 0 if it is not live."""
-        return len(self._owners[owner].held) if self._is_live(owner) else 0
+        return len(self._owners[owner].confirmed) if self._is_live(owner) else 0
 
     def blocks(self, owner: int, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes]:
         """Returns a copy of the confirmed blocks of an owner in a tier."""
-        held = self._owners[owner].held if self._is_live(owner) else {}
-        return frozenset(block for block, where in held.items() if where == tier)
+        confirmed = self._owners[owner].confirmed if self._is_live(owner) else {}
+        return frozenset(block for block, where in confirmed.items() if where == tier)
 
     def retire(self, owner: int) -> None:
-        """Makes all blocks of an owner void at once. sweep() frees them and the number. Raises KeyError if it is not live."""
-        record = self._of(owner)
+        """Removes all blocks of an owner from matches at once. sweep() later frees the blocks and the number.
+
+        Raises:
+            KeyError: The owner is not live.
+        """
+        record = self._live_owner(owner)
         record.live = False
         self._live ^= record.bit
         del self._numbers[record.worker, record.generation]
@@ -161,46 +177,47 @@ class PrefixIndex:
         done = 0
         while self._retired:
             record = self._retired[0]
-            held, until = record.held, record.until
-            while (until or held) and done < budget:
-                if until:
-                    block = until.popitem()[0]
-                    if held.get(block) != _DEVICE:
+            confirmed, speculative = record.confirmed, record.speculative
+            while (speculative or confirmed) and done < budget:
+                if speculative:
+                    block = speculative.popitem()[0]
+                    if confirmed.get(block) != _DEVICE:
                         self._clear(block, record.bit)
                 else:
-                    self._leave(record, *held.popitem())
+                    self._unconfirm(record, *confirmed.popitem())
                 done += 1
-            if until or held:
+            if speculative or confirmed:
                 break
             self._retired.popleft()
             heapq.heappush(self._free, record.number)
         return done
 
     def speculate(self, owner: int, hashes: Sequence[bytes], until: float) -> None:
-        """Adds blocks that an owner is expected to have until a time. Has no effect if the owner has been retired."""
+        """Adds speculative blocks of an owner, which end at time `until`. Has no effect if the owner is not live."""
         if not self._is_live(owner):
             return
         record = self._owners[owner]
-        ends, shards, bit = record.until, self._shards, record.bit
+        ends, shards, bit = record.speculative, self._shards, record.bit
         new = []
         for block in hashes[: self._max_speculative]:
             end = ends.setdefault(block, until)
             if end is until:
                 new.append(block)
                 masks = shards[block[0]]
-                if masks.setdefault(block, bit) is not bit:  # the mask of an only owner is its own int object
+                # setdefault() returns the object `bit` itself if it has just inserted it.
+                if masks.setdefault(block, bit) is not bit:
                     masks[block] |= bit
             elif end < until:
                 ends[block] = until
         if new:
-            self._remember(until, record, new)
+            self._add_route(until, record, new)
         while self._routed_blocks > self._max_speculative:
-            self._forget(self._routes[0].until)
+            self._pop_route(self._routes[0].until)
 
     def expire(self, now: float) -> None:
         """Removes the speculative blocks whose end has passed."""
         while self._routes and self._routes[0].until <= now:
-            self._forget(now)
+            self._pop_route(now)
 
     def match(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
         """Returns int64[num_owners]: the number of leading blocks that each live owner has on its device.
@@ -213,10 +230,10 @@ class PrefixIndex:
     def reach(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
         """Returns int64[tiers, num_owners]: the number of leading blocks that each live owner has in a BlockTier or a faster one.
 
-        So no value is smaller than the one in the row above. Without any block in the host or storage tier, there is only the row
-        of the device.
+        The values of an owner do not decrease from tier to tier. If no owner has a block in the host or storage tier, the result
+        has only the row of the device.
         """
-        if not self._num_below:
+        if not self._num_slower:
             return self.match(hashes)[np.newaxis]
         device, host, storage = self._tiers
         found: tuple[list[int], list[int], list[int]] = [], [], []
@@ -240,8 +257,8 @@ class PrefixIndex:
         Args:
             found: The masks of `count` blocks, or of fewer if no owner has the next block.
         """
-        masks: list[int] = []  # owners with the same number of leading blocks
-        reached: list[int] = []  # that number
+        masks: list[int] = []  # each mask has the owners with one number of leading blocks
+        reached: list[int] = []  # number of leading blocks for each entry of `masks`
         before = self._live
         for depth, owners in enumerate(found):
             mask = owners & before
@@ -254,9 +271,9 @@ class PrefixIndex:
         else:
             masks.append(before)
             reached.append(count)
-        return _spread(masks, reached, len(self._owners))
+        return _value_per_bit(masks, reached, len(self._owners))
 
-    def _of(self, owner: int) -> _Owner:
+    def _live_owner(self, owner: int) -> _Owner:
         if not self._is_live(owner):
             raise KeyError(f"no live owner {owner}")
         return self._owners[owner]
@@ -264,11 +281,11 @@ class PrefixIndex:
     def _is_live(self, owner: int) -> bool:
         return 0 <= owner < len(self._owners) and self._owners[owner].live
 
-    def _leave(self, owner: _Owner, block: bytes, level: int) -> None:
-        """Updates the masks after a block is no longer confirmed in a tier of an owner."""
+    def _unconfirm(self, owner: _Owner, block: bytes, level: int) -> None:
+        """Updates the masks after the removal of a confirmed block from a tier of an owner."""
         if level != _DEVICE:
-            self._num_below -= 1
-        elif block in owner.until:
+            self._num_slower -= 1
+        elif block in owner.speculative:
             return
         self._clear(block, owner.bit, level)
 
@@ -280,23 +297,23 @@ class PrefixIndex:
         else:
             masks[block] = mask ^ bit
 
-    def _remember(self, until: float, owner: _Owner, hashes: list[bytes]) -> None:
+    def _add_route(self, until: float, owner: _Owner, hashes: list[bytes]) -> None:
         self._order += 1
         heapq.heappush(self._routes, _Route(until, self._order, owner, hashes))
         self._routed_blocks += len(hashes)
 
-    def _forget(self, now: float) -> None:
-        """Removes the route with the earliest end. Its blocks that are extended beyond `now` become a new route."""
+    def _pop_route(self, now: float) -> None:
+        """Removes the route with the earliest end. The blocks of it that end after `now` become a new route."""
         route = heapq.heappop(self._routes)
         self._routed_blocks -= len(route.hashes)
         owner = route.owner
         if not owner.live:
             return  # sweep() frees the blocks
-        ends, held, bit, shards = owner.until, owner.held, owner.bit, self._shards
+        ends, confirmed, bit, shards = owner.speculative, owner.confirmed, owner.bit, self._shards
         extended = []
         for block in route.hashes:
             end = ends.pop(block, None)
-            if end is None or (end <= now and held.get(block) == _DEVICE):
+            if end is None or (end <= now and confirmed.get(block) == _DEVICE):
                 continue
             if end > now:
                 ends[block] = end
@@ -306,10 +323,10 @@ class PrefixIndex:
             else:
                 masks[block] ^= bit
         if extended:
-            self._remember(min(ends[block] for block in extended), owner, extended)
+            self._add_route(min(ends[block] for block in extended), owner, extended)
 
 
-def _spread(masks: list[int], values: list[int], size: int) -> NDArray[np.int64]:
+def _value_per_bit(masks: list[int], values: list[int], size: int) -> NDArray[np.int64]:
     """Returns int64[size] with the value of a mask at each of its bits, and 0 elsewhere. No bit is in two masks."""
     width = (size + 7) // 8
     raw = np.frombuffer(b"".join([mask.to_bytes(width, "little") for mask in masks]), np.uint8)
@@ -320,12 +337,12 @@ def _spread(masks: list[int], values: list[int], size: int) -> NDArray[np.int64]
 
 
 class Applied(enum.Enum):
-    """Result of applying an event."""
+    """Result of MirroredOwners.apply()."""
 
-    NEW = enum.auto()
-    OLD = enum.auto()  # not applied again
-    GAP = enum.auto()  # applied, but earlier events are missing
-    FOREIGN = enum.auto()  # not applied, because its generation is not mirrored
+    NEW = enum.auto()  # the event was applied
+    OLD = enum.auto()  # the event had been applied before, and was ignored
+    GAP = enum.auto()  # the event was applied, but events before it are missing
+    FOREIGN = enum.auto()  # the event was ignored, because its generation is not mirrored
 
 
 @dataclass(slots=True)
@@ -334,13 +351,13 @@ class _MirroredGeneration:
 
     generation: int
     number: int  # owner number in the index
-    seq: int | None  # number of the last event; None before the first event after the reading of the blocks
+    seq: int | None  # number of the last applied event; None if it is unknown
 
 
 class MirroredOwners:
-    """The mirrored generations of all workers, one for each worker. The events of a generation are numbered without gaps.
+    """The mirrored generation of each worker. Applies the workers' events to the index.
 
-    It applies events to the index. If the index has a MirroredOwners, only this class retires owners.
+    The events of a generation are numbered without gaps. The owners of the index are retired only by this class.
     """
 
     def __init__(self, index: PrefixIndex) -> None:

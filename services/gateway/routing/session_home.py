@@ -1,8 +1,10 @@
 """Finds the worker of a session.
 
 The KV of a session is on one worker. Each gateway computes the worker from the session's id and the ready workers. So gateways
-agree without communication and store no table. An id from a gateway ends in a hash of its worker's id (the mark), so it always
-leads to that worker. For an id from a client, a new worker may rank highest; the session is then unknown there.
+agree without communication and store no table.
+
+A session id from a gateway ends in the mark of its worker, a hash of the worker's id. So it always leads to this worker. A
+session id from a client leads to the worker that ranks highest. If a new worker ranks highest, the session is unknown there.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ _GATEWAY_ID = re.compile(r"s-[0-9a-f]{32}-([0-9a-f]{8})")  # an id from a gatewa
 def worker_index(session_id: str, worker_ids: Sequence[str]) -> int | None:
     """Returns the index of the session's worker by rendezvous hashing (Thaler and Ravishankar 1998).
 
-    The worker with the highest hash of worker and session wins. If a worker is added or removed, only the sessions that it wins
-    move.
+    The worker with the highest hash of worker and session is chosen. If a worker is added or removed, only the sessions of this
+    worker move.
 
     Returns:
-        None if there are no workers, or the id names a worker that is not in the list.
+        None if there are no workers, or the id has the mark of a worker that is not in the list.
     """
     from_gateway = _GATEWAY_ID.fullmatch(session_id)
     if from_gateway is not None:
@@ -44,7 +46,7 @@ def new_session_id(worker_ids: Sequence[str]) -> str:
 def owned_id(session_id: str, key: str) -> str:
     """Returns the id by which workers know a session of an API key.
 
-    No other API key can name the same session, whatever id its client sends. If the id has a worker's mark, so has the result.
+    No other API key can name the same session, whatever id its client sends. The result ends in the same mark as `session_id`.
 
     Args:
         key: Name of the API key; "" if the gateway has no API keys. The id is then unchanged.

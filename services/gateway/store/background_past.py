@@ -1,8 +1,8 @@
 """Reads the stored output of a background response in pages: its events, output ids, texts and logprobs.
 
 The output of one response may have 32 MiB, and a gateway that resumes the response needs each page once. Only the holder of the
-lease appends. The end of a response deletes everything except its events. So if items that
-existed at the lookup are missing, another gateway has ended the response, or it was deleted. The reader then raises LeaseLost.
+lease appends output. The end of a response deletes everything except its events. So if items that existed at the lookup are
+missing, another gateway has ended the response, or the response was deleted. The reader then raises LeaseLost.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Lengths:
 class BackgroundPast:
     """The stored output of one response, up to the lengths of one lookup.
 
-    Each method returns the page that begins with item `first`. A page has at most PAGE_ITEMS items and PAGE_BYTES bytes; a larger
-    item is a page of its own. A page of ids is limited by its bytes only. A page that begins after the last item is empty.
+    Each method returns the page that begins with item `first`. A page has at most PAGE_ITEMS items and PAGE_BYTES bytes. An item
+    larger than PAGE_BYTES is a page of its own. A page of ids has no limit of items. A page that begins after the last item is
+    empty.
 
     Raises:
         StoreAway: From every method, if the store cannot be reached.

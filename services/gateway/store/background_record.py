@@ -1,4 +1,4 @@
-"""Immutable records of the state of a background response. The response itself is a record of RedisStore."""
+"""Immutable records of the state of a background response. RedisStore stores the response itself."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ OPEN = frozenset((BackgroundStatus.QUEUED, BackgroundStatus.IN_PROGRESS))
 class BackgroundOrder:
     """A client's request for a background response. It never changes.
 
-    The fields from `tokenizer` on describe the model at the time of the request, because the workers and tokenizers of the
-    gateway that continues may describe it differently. Orders of older gateways lack these fields, and `formats` is None. The
-    gateway that continues then takes them from its own model, and the format of reasoning also from `rendered_end`.
+    The fields from `tokenizer` on describe the model at the time of the request. A gateway that continues the response uses
+    them, because its own workers and tokenizers may describe the model differently. Orders of older gateways do not have these
+    fields; `formats` is then None. The gateway that continues then uses its own model's description, and finds the format of
+    reasoning by `rendered_end`, too.
     """
 
     id: str
@@ -46,11 +47,11 @@ class BackgroundOrder:
     model: str  # served name
     asked: Mapping[str, Any]  # request body without its input
     rendered_end: str  # last characters of the rendered chat, see Prompt
-    context_bytes: int  # stored bytes of the responses that precede it
+    context_bytes: int  # stored bytes of the earlier responses that this response continues
     tokenizer: str = ""  # tokenizer that made the ids of the prompt
     formats: Sequence[str] | None = None  # names of the tool and reasoning formats, see Parsing
-    reasoning_marks: Sequence[int] = ()  # ids of the opening and the closing mark, see Parsing
-    context_len: int = 0  # tokens
+    reasoning_marks: Sequence[int] = ()  # token ids of the opening and the closing mark of reasoning, see Parsing
+    context_len: int = 0  # context length of the model in tokens
     defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters by name
 
     def dumped(self) -> bytes:
@@ -69,7 +70,7 @@ def order_of(content: bytes) -> BackgroundOrder:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New output of a response since its previous piece. The fields from `decoded` on are those of EarlierOutput."""
+    """New output of a response since its previous piece. EarlierOutput explains the fields from `decoded` on."""
 
     number: int  # number of the piece within its response, from 1
     status: BackgroundStatus
@@ -86,8 +87,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """The new content of a conversation's record."""
+class ConversationUpdate:
+    """The new content of a conversation's record, which the end of a response writes."""
 
     name: str  # name of the record
     version: int  # version that the content extends
@@ -99,20 +100,20 @@ class FinalRecords:
     """The records that the end of a response writes."""
 
     record: bytes  # record of the response
-    talk: Talk | None = None  # the extended conversation, if the response belongs to one
+    conversation: ConversationUpdate | None = None  # the extended conversation; None if the response belongs to no conversation
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The stored state of a response that has not ended. The fields from `decoded` on are those of EarlierOutput."""
+    """The stored state of a response that has not ended. EarlierOutput explains the fields from `decoded` on."""
 
     order: BackgroundOrder
     status: BackgroundStatus
     prompt: bytes  # ids of the prompt, 4 bytes each, little-endian
     cancelled: bool  # the client has cancelled the response
-    takes: int  # gateways in a row that took the response and lost it within SURVIVED_S
-    pieces: int  # number of pieces written
-    past: BackgroundPast  # content of these pieces, which is read separately
+    takes: int  # gateways in a row that took the response, including this one; a run of SURVIVED_S restarts the count
+    pieces: int  # number of stored pieces
+    past: BackgroundPast  # reader of the stored pieces' content
     decoded: int = 0
     chars: int = 0
     shown: int = 0
@@ -125,7 +126,7 @@ class Page:
     """A page of the events of a response."""
 
     status: BackgroundStatus  # status of the response
-    total: int  # stored events of the response
+    total: int  # number of stored events of the response
     events: Sequence[bytes]  # events of this page
 
     @property

@@ -1,8 +1,10 @@
-"""Lua scripts of background_store.py, whose methods describe their effect.
+"""Lua scripts of background_store.py. The methods of BackgroundStore describe their effects.
 
-KEYS are those of background_store._keys(), and ARGV[1] is the lease's token. FREE, KEEP, LIST_PAGE and FOLLOW have other
-arguments, and READ and DELETE need no token. KEYS[12] of FINISH is the record of the conversation. A script that begins with
-READS or WRITES is complete. The other scripts are appended to READS or to the fence of Leases.write().
+KEYS are those of background_store._keys(), and ARGV[1] is the lease's token. FIND_UNLEASED, RENEW, LIST_PAGE and FOLLOW have
+other arguments, and READ and DELETE need no token. KEYS[12] of FINISH is the record of the conversation.
+
+A script that begins with READS or WRITES is complete. BackgroundStore appends the other scripts to READS, or to the fence of
+Leases.write().
 """
 
 from __future__ import annotations
@@ -59,9 +61,10 @@ for at = 13, #ARGV do work = work + #ARGV[at] end
 if size_of('!') + #content + work > most_bytes or redis.call('ZCARD', KEYS[10]) + 2 > most then return 0 end
 redis.call('HSET', KEYS[9], 'c', content, 'v', 1)
 redis.call('EXPIRE', KEYS[9], math.max(ttl, lives))
-local told = events_from(13)
+local event_bytes = events_from(13)
 redis.call('HSET', KEYS[2], 'order', order, 'prompt', prompt, 'status', 'queued', 'takes', 1, 'taken', seconds, 'alive', seconds)
-redis.call('HSET', KEYS[2], 'pieces', 0, 'decoded', 0, 'chars', 0, 'shown', 0, 'bytes', work, 'told', told, 'holder', ARGV[1])
+redis.call('HSET', KEYS[2], 'pieces', 0, 'decoded', 0, 'chars', 0, 'shown', 0, 'bytes', work, 'told', event_bytes)
+redis.call('HSET', KEYS[2], 'holder', ARGV[1])
 for at = 2, 3 do redis.call('EXPIRE', KEYS[at], lives) end
 redis.call('ZADD', KEYS[7], seconds * 1000000 + now[2], member)
 redis.call('ZADD', KEYS[8], seconds, id)
@@ -86,12 +89,12 @@ for at = 17, #ARGV do more = more + #ARGV[at] end
 local bytes = tonumber(found[3]) + more
 if bytes > most_work then return -1 end
 if size_of('!') + more > most_bytes then return 0 end
-local told = events_from(17)
+local event_bytes = events_from(17)
 if #ARGV[10] > 0 then redis.call('SETRANGE', KEYS[4], ARGV[9], ARGV[10]) end
 if #ARGV[11] > 0 then redis.call('RPUSH', KEYS[5], ARGV[11]) end
 if #ARGV[12] > 0 then redis.call('RPUSH', KEYS[6], ARGV[12]) end
 redis.call('HSET', KEYS[2], 'pieces', number, 'status', status, 'bytes', bytes, 'alive', seconds)
-redis.call('HINCRBY', KEYS[2], 'told', told)
+redis.call('HINCRBY', KEYS[2], 'told', event_bytes)
 redis.call('HSET', KEYS[2], 'decoded', ARGV[4], 'chars', ARGV[5], 'shown', ARGV[6])
 if #ARGV[7] > 0 then redis.call('HSET', KEYS[2], 'weights', ARGV[7], 'numerics', ARGV[8]) end
 for at = 2, 6 do redis.call('EXPIRE', KEYS[at], lives) end
@@ -104,23 +107,23 @@ FINISH = (
     + """
 local number, status, id, member, content = tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local ttl, replay = tonumber(ARGV[7]), tonumber(ARGV[8])
-local talk, said, most_bytes, done = ARGV[9], ARGV[11], tonumber(ARGV[12]), 1
+local conversation, conversation_content, most_bytes, done = ARGV[9], ARGV[11], tonumber(ARGV[12]), 1
 local found = redis.call('HMGET', KEYS[2], 'status', 'pieces', 'told')
 local pieces = tonumber(found[2])
 if found[1] == status and pieces == number then return 1 end
 if not is_open(found[1]) or pieces ~= number - 1 or redis.call('EXISTS', KEYS[9]) == 0 then return 'lost' end
-if #talk > 0 then
+if #conversation > 0 then
   if redis.call('HGET', KEYS[12], 'v') ~= ARGV[10] then return 0 end
-  if size_of('!') - size_of(talk) + #said <= most_bytes then
-    redis.call('HSET', KEYS[12], 'c', said)
+  if size_of('!') - size_of(conversation) + #conversation_content <= most_bytes then
+    redis.call('HSET', KEYS[12], 'c', conversation_content)
     redis.call('HINCRBY', KEYS[12], 'v', 1)
     redis.call('EXPIRE', KEYS[12], ttl)
-    count(talk, #said, ttl)
+    count(conversation, #conversation_content, ttl)
   else
     done = 2
   end
 end
-local told = tonumber(found[3]) + events_from(13)
+local event_bytes = tonumber(found[3]) + events_from(13)
 redis.call('HSET', KEYS[2], 'status', status, 'pieces', number)
 redis.call('HDEL', KEYS[2], 'order', 'prompt')
 redis.call('HSET', KEYS[9], 'c', content)
@@ -131,7 +134,7 @@ redis.call('DEL', KEYS[4], KEYS[5], KEYS[6])
 redis.call('ZREM', KEYS[7], member)
 redis.call('ZREM', KEYS[8], id)
 count(id, #content, ttl)
-count('work:' .. id, told, replay)
+count('work:' .. id, event_bytes, replay)
 return done
 """
 )
@@ -145,9 +148,9 @@ if not is_open(found[1]) then
   redis.call('ZREM', KEYS[8], ARGV[5])
   return 0
 end
-local held = redis.call('GET', KEYS[1])
-if held == ARGV[1] then return 1 end
-if held then return 0 end
+local token_now = redis.call('GET', KEYS[1])
+if token_now == ARGV[1] then return 1 end
+if token_now then return 0 end
 if redis.call('EXISTS', KEYS[9]) == 0 then
   forget_work(ARGV[4], ARGV[5])
   return 0
@@ -179,7 +182,7 @@ redis.call('DEL', KEYS[1])
 return 1
 """
 )
-FREE = """
+FIND_UNLEASED = """
 local found = {}
 for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   if #found == tonumber(ARGV[1]) then break end
@@ -190,23 +193,23 @@ for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
 end
 return found
 """
-KEEP = """
+RENEW = """
 local now = redis.call('TIME')
-local kept = {}
+local renewed = {}
 for at = 1, #KEYS, 2 do
   local token = ARGV[1 + (at + 1) / 2]
-  local held = redis.call('GET', KEYS[at])
+  local token_now = redis.call('GET', KEYS[at])
   local found = redis.call('HMGET', KEYS[at + 1], 'status', 'cancel', 'holder')
   local is_open = found[1] == 'queued' or found[1] == 'in_progress'
-  if is_open and not found[2] and (held == token or (not held and found[3] == token)) then
+  if is_open and not found[2] and (token_now == token or (not token_now and found[3] == token)) then
     redis.call('SET', KEYS[at], token, 'PX', ARGV[1])
     redis.call('HSET', KEYS[at + 1], 'alive', now[1])
-    kept[#kept + 1] = 1
+    renewed[#renewed + 1] = 1
   else
-    kept[#kept + 1] = 0
+    renewed[#renewed + 1] = 0
   end
 end
-return kept
+return renewed
 """
 SEIZE = (
     _ACCOUNTS
@@ -217,9 +220,9 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 )
-LEAVE = """
-local held = redis.call('GET', KEYS[1])
-if (held and held ~= ARGV[1]) or redis.call('HGET', KEYS[2], 'holder') ~= ARGV[1] then return 0 end
+RELEASE = """
+local token_now = redis.call('GET', KEYS[1])
+if (token_now and token_now ~= ARGV[1]) or redis.call('HGET', KEYS[2], 'holder') ~= ARGV[1] then return 0 end
 redis.call('HINCRBY', KEYS[2], 'takes', -1)
 redis.call('HSET', KEYS[2], 'holder', '')
 redis.call('DEL', KEYS[1])

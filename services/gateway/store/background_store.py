@@ -1,4 +1,4 @@
-"""Background responses in the store: the order, the output so far and the lease of each.
+"""Background responses in the store. Each has an order, its output so far and a lease.
 
     state:of:OWNER:ID                 hash    record of the response with its input, as clients see it (redis_store.py); written
                                               at the request, with status queued, and at the end
@@ -10,28 +10,34 @@
     state:background:open             zset    OWNER:ID of open responses, by the microsecond of the request
     state:background:of:OWNER         zset    ids of one owner's open responses, by the second of the request
     state:lease:background:OWNER:ID   string  lease of the response (lease.py)
-    state:use:OWNER, state:size:OWNER         bytes of the record (ID) and of the other data (work:ID), as in redis_store.py
+    state:use:OWNER, state:size:OWNER         expiry and bytes of the record (as ID) and of all other data (as work:ID), see
+                                              redis_store.py
 
 Fields of state:background:OWNER:ID:
 
     order, prompt       the request; deleted at the end of the response
     status, cancel      status of the response; whether its client has cancelled it
     takes, taken        number of gateways in a row that took the response; Unix second of the last take
-    alive               Unix second of the last write or renewal by the gateway that took it last
-    holder              lease token of that gateway; "" after it has released the response (leave())
-    pieces              number of pieces written
-    decoded, chars, shown, weights, numerics    those of the last piece, see EarlierOutput
+    alive               Unix second of the last write or lease renewal by the gateway that took the response last
+    holder              lease token of the gateway that took the response last; "" after this gateway has released it (release())
+    pieces              number of stored pieces
+    decoded, chars, shown, weights, numerics    values of the last piece, see EarlierOutput
     bytes, told         bytes of all data except the record; bytes of the events
 
-begin() writes everything in one script, with the lease. After that, the lease holder writes each piece (write()) and the end with
-the extended conversation (finish()), in one script each. Any gateway may take an expired lease (take()). A client's cancellation
-takes the lease by force (seize()), so that the gateway that runs the response can no longer write. delete() removes all data,
-with the same effect. Writes are numbered: a retry after a lost reply has no effect.
+Each write is one script:
+
+1. begin() stores the request, the first events and the lease.
+2. write() stores a piece, and finish() stores the end with the extended conversation. Only the lease holder can call them.
+3. take() takes an expired or released lease. Any gateway may call it.
+4. seize() takes the lease by force for a client's cancellation. delete() removes all data. After both, the gateway that runs the
+   response can no longer write.
+
+Pieces have numbers, so a repeated write after a lost reply has no effect.
 
 | fault | effect |
 |---|---|
 | a gateway dies | its leases expire, and other gateways continue after the last piece |
-| a gateway is suspended and wakes up | its writes find another lease or an end, and write nothing |
+| a gateway is suspended and wakes up | its writes fail, because another gateway has the lease or the response has ended |
 | the store dies | its append-only file has the acknowledged writes; gateways buffer new output (journal.py) |
 | no gateway takes the response before its data expires | the record says queued; reads report it as failed |
 | no gateway can read or end the response | after GIVEN_UP takes, only the record remains, with status failed (give_up()) |
@@ -67,12 +73,12 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-GIVEN_UP = 8  # takes in a row after which the next gateway ends the response with status failed
-SURVIVED_S = 60  # seconds of work by one gateway after which the next take restarts the count of takes at 1
-FINISHING_S = 600  # seconds after its deadline for which the data of a response is stored
+GIVEN_UP = 8  # if `takes` is larger, the gateway that takes the response ends it with status failed
+SURVIVED_S = 60  # a gateway that has run the response for this many seconds resets `takes`: the next take is number 1
+FINISHING_S = 600  # seconds after a response's deadline until its data expires
 
 _OPEN = "state:background:open"
-_WITHOUT_TALK = 2  # result of scripts.FINISH: the conversation was not extended, because the quota is full
+_NOT_EXTENDED = 2  # result of scripts.FINISH: the conversation was not extended, because the quota is full
 
 
 class Begun(Enum):
@@ -92,17 +98,17 @@ class WriteResult(Enum):
 
 
 _BEGUN = {1: Begun.YES, 0: Begun.STORE_FULL, -1: Begun.TOO_MANY}
-_ROOM = {1: WriteResult.YES, 0: WriteResult.STORE_FULL, -1: WriteResult.TOO_LARGE}
+_WRITE_RESULTS = {1: WriteResult.YES, 0: WriteResult.STORE_FULL, -1: WriteResult.TOO_LARGE}
 
 
 @dataclass(frozen=True, slots=True)
 class BackgroundLimits:
-    """Lifetimes and quotas of background responses."""
+    """Lifetimes of background responses, and quotas per owner."""
 
     ttl_s: int  # lifetime of a record in seconds
     replay_s: int  # lifetime of the events after the end of their response, in seconds
     records: int  # largest number of records per owner, including those of other responses
-    record_bytes: int  # largest number of bytes of these records
+    record_bytes: int  # largest number of bytes of an owner's records and background responses
     most_open: int  # largest number of open responses per owner
 
 
@@ -123,7 +129,7 @@ class BackgroundStore:
         self._limits = limits
 
     async def begin(self, lease: Lease, order: BackgroundOrder, content: bytes, prompt: bytes, events: Sequence[bytes]) -> Begun:
-        """Stores a new response and takes its lease. If a response with this id is already stored, the result is YES.
+        """Stores a new response and takes its lease. Has no effect if a response with this id is already stored.
 
         Args:
             content: Content of the record.
@@ -147,7 +153,7 @@ class BackgroundStore:
         found = await self._leases.write(
             lease, scripts.WRITE, keys, piece.number, piece.status.value, *said, *new, *quota, *piece.events
         )
-        return _ROOM[found]
+        return _WRITE_RESULTS[found]
 
     async def finish(
         self,
@@ -155,16 +161,16 @@ class BackgroundStore:
         order: BackgroundOrder,
         number: int,
         status: BackgroundStatus,
-        kept: FinalRecords,
+        records: FinalRecords,
         events: Sequence[bytes],
     ) -> bool:
-        """Ends the response: writes its record and its conversation and deletes its state except for the events.
+        """Ends the response. Writes its record and its conversation, and deletes its other data except for the events.
 
-        The record is written even if the quota is full, because the response was accepted and most of its data is freed now. The
-        conversation is written only if it fits into the quota.
+        The record is written even if the quota is full, because the response was accepted and its end frees most of its data.
+        The conversation is written only if it fits into the quota.
 
         Args:
-            number: Number after that of the last piece.
+            number: Number of the last piece, plus 1.
             events: Last events of the response.
 
         Returns:
@@ -173,14 +179,14 @@ class BackgroundStore:
         Raises:
             LeaseLost: Another gateway has the lease, or the response has ended or is deleted.
         """
-        limits, talk, keys = self._limits, kept.talk, _keys(order.owner, order.id)[1:]
-        about = (number, status.value, order.id, order.member, kept.record, limits.ttl_s, limits.replay_s)
+        limits, update, keys = self._limits, records.conversation, _keys(order.owner, order.id)[1:]
+        about = (number, status.value, order.id, order.member, records.record, limits.ttl_s, limits.replay_s)
         said: tuple[Any, ...] = ("", 0, b"")
-        if talk is not None:
-            said = (talk.name, talk.version, talk.content)
-            keys.append(f"state:of:{order.owner}:{talk.name}")
+        if update is not None:
+            said = (update.name, update.version, update.content)
+            keys.append(f"state:of:{order.owner}:{update.name}")
         found = await self._leases.write(lease, scripts.FINISH, keys, *about, *said, limits.record_bytes, *events, frees=True)
-        if found == _WITHOUT_TALK:
+        if found == _NOT_EXTENDED:
             logger.warning(
                 "did not extend a conversation, because the store limit of its API key is reached",
                 extra=fields(response=order.id),
@@ -188,7 +194,7 @@ class BackgroundStore:
         return bool(found)
 
     async def take(self, owner: str, response_id: str) -> Lease | None:
-        """Takes the lease of a response. Returns None if another gateway has it or the response has ended."""
+        """Takes the lease of a response. Returns None if another gateway has the lease or the response has ended."""
         lease = new_lease(owner, response_id)
         about = (SURVIVED_S, f"{owner}:{response_id}", response_id)
         found = await self._redis.call(scripts.TAKE, _keys(owner, response_id), lease.token, self._lease_ms, *about)
@@ -198,7 +204,7 @@ class BackgroundStore:
         """Returns the order of a response whose lease the caller has taken.
 
         Returns:
-            None if more than GIVEN_UP takes could neither read nor end the response. The caller then calls give_up().
+            None if `takes` is greater than GIVEN_UP: no gateway could read or end the response. The caller then calls give_up().
 
         Raises:
             LeaseLost: The caller has lost the lease.
@@ -208,48 +214,52 @@ class BackgroundStore:
         return None if found is None else order_of(found)
 
     async def give_up(self, lease: Lease, owner: str, response_id: str, record: bytes) -> None:
-        """Deletes a response except for its record, which is replaced even if the quota is full. Raises LeaseLost.
+        """Replaces the record of a response, even if the quota is full, and deletes all other data. Raises LeaseLost.
 
         Args:
-            record: New content of the record. Empty: the record stays unchanged.
+            record: New content of the record; b"" leaves the record unchanged.
         """
         about = (f"{owner}:{response_id}", response_id, record, self._limits.ttl_s)
         await self._leases.write(lease, scripts.GIVE_UP, _keys(owner, response_id)[1:], *about, frees=True)
 
-    async def keep(self, held: Mapping[Lease, BackgroundOrder]) -> list[Lease]:
-        """Renews leases. Returns the lost ones: another gateway has them, or their response is cancelled, ended or deleted."""
-        if not held:
+    async def renew(self, leases: Mapping[Lease, BackgroundOrder]) -> list[Lease]:
+        """Renews leases.
+
+        Returns:
+            The lost leases. Another gateway has the lease, or the response is cancelled, ended or deleted.
+        """
+        if not leases:
             return []
-        keys = [key for lease, order in held.items() for key in _keys(order.owner, order.id)[:2]]
-        tokens = [lease.token for lease in held]
-        kept = await self._redis.call(READS + scripts.KEEP, keys, self._lease_ms, *tokens)
-        return [lease for lease, is_kept in zip(held, kept, strict=True) if not is_kept]
+        keys = [key for lease, order in leases.items() for key in _keys(order.owner, order.id)[:2]]
+        tokens = [lease.token for lease in leases]
+        renewed = await self._redis.call(READS + scripts.RENEW, keys, self._lease_ms, *tokens)
+        return [lease for lease, is_renewed in zip(leases, renewed, strict=True) if not is_renewed]
 
     async def seize(self, owner: str, response_id: str) -> Lease | None:
         """Marks a response as cancelled and takes its lease by force.
 
-        The caller ends the response. If it fails, the gateway that takes the response next ends it.
+        The caller then ends the response. If the caller fails, the next gateway that takes the response ends it.
 
         Returns:
-            None if there is no such response or it has ended.
+            None if the response does not exist or has ended.
         """
         lease = new_lease(owner, response_id)
         found = await self._redis.call(READS + scripts.SEIZE, _keys(owner, response_id), lease.token, self._lease_ms)
         return lease if found else None
 
-    async def leave(self, lease: Lease, owner: str, response_id: str) -> None:
-        """Releases a lease, so that another gateway can take the response at once. This take no longer counts in `takes`.
+    async def release(self, lease: Lease, owner: str, response_id: str) -> None:
+        """Releases a lease, so that another gateway can take the response at once. Subtracts this gateway's take from `takes`.
 
-        Idempotent. Has no effect if another gateway has taken the response since.
+        Idempotent. Has no effect if another gateway has taken the response.
         """
-        await self._redis.call(READS + scripts.LEAVE, _keys(owner, response_id)[:2], lease.token)
+        await self._redis.call(READS + scripts.RELEASE, _keys(owner, response_id)[:2], lease.token)
 
-    def asked(self, order: BackgroundOrder, prompt: bytes, num_events: int) -> Stored:
+    def initial_state(self, order: BackgroundOrder, prompt: bytes, num_events: int) -> Stored:
         """Returns the state that begin() will store for this order."""
         return Stored(order, BackgroundStatus.QUEUED, prompt, False, 1, 0, self._past(order.owner, order.id, Lengths(num_events)))
 
     async def read(self, owner: str, response_id: str) -> Stored | None:
-        """Returns the state of an open response, or None if it has ended or does not exist. The output is not read."""
+        """Returns the state of an open response without its output, or None if it has ended or does not exist."""
         found, events, id_bytes, texts, rows = await self._redis.call(READS + scripts.READ, _keys(owner, response_id))
         fields = {name.decode(): value for name, value in zip(found[::2], found[1::2], strict=True)}
         if "order" not in fields:
@@ -289,22 +299,22 @@ class BackgroundStore:
         return Page(BackgroundStatus(status.decode()), total, events) if status and total else None
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Deletes any response, even if a gateway has its lease. Returns whether there was one."""
+        """Deletes a response, even if a gateway has its lease. Returns whether the response existed."""
         script, member = READS + scripts.DELETE, f"{owner}:{response_id}"
         return await self._redis.deletes(script, _keys(owner, response_id), "", member, response_id)
 
-    async def free(self, most: int, left: bool = False) -> list[tuple[str, str]]:
+    async def find_unleased(self, most: int, released_only: bool = False) -> list[tuple[str, str]]:
         """Returns owner and id of up to `most` open responses without a lease holder, the oldest first.
 
         Args:
-            left: Whether to return only responses that leave() has released.
+            left: Whether to return only responses that release() has released.
         """
-        members = await self._redis.call(READS + scripts.FREE, [_OPEN], most, int(left))
+        members = await self._redis.call(READS + scripts.FIND_UNLEASED, [_OPEN], most, int(released_only))
         found = [str(each, "ascii").partition(":") for each in members]
         return [(owner, response_id) for owner, _, response_id in found]
 
     def _lives(self, order: BackgroundOrder) -> int:
-        """Returns the lifetime of a response's data, in seconds."""
+        """Returns the lifetime of an open response's data, in seconds."""
         return order.ends_at - order.created_at + FINISHING_S
 
 

@@ -26,7 +26,7 @@ class BatchStatus(StrEnum):
 
 
 class Unreadable(StoreAway):
-    """The batch exists, but this gateway cannot read it, because a gateway of another version has written it."""
+    """The batch exists, but a gateway of another version has written it, and this gateway cannot read it."""
 
 
 OPEN = frozenset((BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING))
@@ -62,11 +62,11 @@ class BatchRecord:
     status: BatchStatus
     times: Mapping[BatchStatus, int]  # Unix seconds at which the batch reached each status
     total: int  # requests of the input
-    last: int  # number of the last line of the input; blank lines count
+    last: int  # number of the last line of the input, from 1; blank lines count
     completed: int  # requests with a result in the output file
     failed: int  # requests with a result in the error file
-    output_bytes: int
-    error_bytes: int
+    output_bytes: int  # size of the output file
+    error_bytes: int  # size of the error file
     usage: Mapping[str, int]  # tokens, by the names of USAGE
     errors: list[dict[str, Any]]  # faults of the input, as OpenAI's API lists them
     model: str  # model of all lines; "" if lines name different models
@@ -81,7 +81,7 @@ def record_of(stored: Mapping[str, bytes]) -> BatchRecord:
     try:
         return _record_of(stored)
     except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"a batch cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
+        raise Unreadable(f"the record of a batch is unreadable: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _record_of(stored: Mapping[str, bytes]) -> BatchRecord:

@@ -2,8 +2,8 @@
 
     state:batches:open   zset   OWNER:ID of open batches, by the microsecond of their creation
 
-The gateway that runs a batch holds its lease, named by batch_lease(), for every write. The result of a line is written once, even
-if several gateways compute it.
+The gateway that runs a batch needs the batch's lease, named by batch_lease(), for every write. The result of a line is written
+once, even if several gateways compute the line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT, Ow
 from rootstock_llm.services.shared.limits import MAX_BATCH_WINDOW_S
 
 _OPEN = "state:batches:open"
-SAMPLES = 10  # a call of waiting() checks every SAMPLES-th batch beyond the limit per owner
+SAMPLES = 10  # of the batches above the limit per owner, a call of waiting() checks one in SAMPLES
 _RECORDED, _THERE, _FULL = 1, 0, -1  # results of a line in _RECORD: stored, had a result already, quota full
 
 _BEGIN = """
@@ -58,7 +58,7 @@ for at, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
 end
 return found
 """
-_IS_READ = """
+_IS_BATCH_INPUT = """
 for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   if string.sub(member, 1, #ARGV[1]) == ARGV[1] then
     local order = redis.call('HGET', 'state:batch:' .. member, 'order')
@@ -74,7 +74,7 @@ if status == 'validating' or status == 'in_progress' then
 end
 return status
 """
-# The next three scripts run after the fence of Leases.write(). KEYS[1] is the lease's key, and ARGV[1] its token.
+# _ADVANCE, _RECORD and _FINISH run after the fence of Leases.write(). KEYS[1] is the lease's key, and ARGV[1] its token.
 _ADVANCE = """
 local is = redis.call('HGET', KEYS[2], 'status')
 if is == ARGV[3] then return 1 end
@@ -133,7 +133,7 @@ class LineResult:
     """The result of one line of a batch."""
 
     number: int  # number of the line in the input, from 1
-    part: str  # OUTPUT or ERRORS
+    part: str  # result file that gets the line: OUTPUT or ERRORS
     content: bytes  # line of the output or error file, with its line end
     forced: bool = False  # written even if the owner's quota is full
     usage: Mapping[str, int] = field(default_factory=dict)  # tokens, by the names of USAGE
@@ -176,10 +176,10 @@ class BatchStore:
     async def begin(self, order: BatchOrder) -> bool:
         """Stores a new batch. Returns False if the owner has too many batches."""
         keys = OwnerKeys(order.owner)
-        place = [keys.batch(order.id), keys.batches, _OPEN]
+        redis_keys = [keys.batch(order.id), keys.batches, _OPEN]
         oldest = self._lives_s + MAX_BATCH_WINDOW_S
         begun = (order.id, _member(order), order.dumped(), self._life(order), oldest, self._most)
-        return bool(await self._redis.call(WRITES + _BEGIN, place, *begun))
+        return bool(await self._redis.call(WRITES + _BEGIN, redis_keys, *begun))
 
     async def get(self, owner: str, batch_id: str) -> BatchRecord | None:
         found = await self._redis.call(READS + "return redis.call('HGETALL', KEYS[1])", [OwnerKeys(owner).batch(batch_id)])
@@ -196,7 +196,7 @@ class BatchStore:
             The batches, and whether there are more.
 
         Raises:
-            NoSuchPlace: There is no batch `after`.
+            NoSuchPlace: The batch `after` does not exist.
         """
         ids = await page(self._redis, OwnerKeys(owner).batches, after, limit + 1, rising=False)
         found: list[BatchRecord] = []
@@ -210,18 +210,20 @@ class BatchStore:
         """Marks a batch as cancelling. Has no effect on a batch that has ended or is being finalized."""
         await self._redis.call(READS + _CANCEL, [OwnerKeys(owner).batch(batch_id)])
 
-    async def is_read(self, owner: str, file_id: str) -> bool:
+    async def is_batch_input(self, owner: str, file_id: str) -> bool:
         """Returns whether an open batch of the owner has this input file."""
-        return bool(await self._redis.call(READS + _IS_READ, [_OPEN], f"{owner}:", file_id))
+        return bool(await self._redis.call(READS + _IS_BATCH_INPUT, [_OPEN], f"{owner}:", file_id))
 
     async def waiting(self, most: int, each: int, now: int) -> list[WaitingBatch]:
         """Finds open batches without a lease holder, the oldest first.
 
-        At most `each` batches per owner are returned for running; batches with `ends` do not count. Of the batches beyond `each`,
-        a call checks every SAMPLES-th one, so that each is checked once in SAMPLES seconds.
+        Returns at most `each` batches per owner that can run. Batches that only have to be ended do not count. Of an owner's
+        batches above `each`, a call checks only one in SAMPLES for its end, depending on `now`. With a call per second, each of
+        them is checked once in SAMPLES seconds.
 
         Args:
             most: Largest number of batches to return.
+            each: Largest number of batches per owner that can run.
             now: Unix seconds.
         """
         found = await self._redis.call(READS + _WAITING, [_OPEN], most, each, now, SAMPLES)
@@ -234,7 +236,7 @@ class BatchStore:
         """Removes a batch whose record has expired from the set of open batches."""
         await self._redis.call(READS + "return redis.call('ZREM', KEYS[1], ARGV[1])", [_OPEN], f"{owner}:{batch_id}")
 
-    async def done(self, order: BatchOrder) -> set[int]:
+    async def lines_with_result(self, order: BatchOrder) -> set[int]:
         """Returns the numbers of the lines that have a result."""
         keys = OwnerKeys(order.owner)
         script = READS + "return redis.call('HKEYS', KEYS[1])"
@@ -253,12 +255,12 @@ class BatchStore:
         Returns:
             False if the status is neither `before` nor `after`.
         """
-        place = [OwnerKeys(order.owner).batch(order.id)]
+        redis_keys = [OwnerKeys(order.owner).batch(order.id)]
         flat = [each for pair in fields.items() for each in pair]
-        return bool(await self._leases.write(lease, _ADVANCE, place, before.value, after.value, *flat))
+        return bool(await self._leases.write(lease, _ADVANCE, redis_keys, before.value, after.value, *flat))
 
     async def record(self, lease: Lease, order: BatchOrder, results: Sequence[LineResult]) -> list[LineResult]:
-        """Stores results of lines. An existing result of a line is not replaced.
+        """Stores results of lines. Does not replace the existing result of a line.
 
         Returns:
             The results that were not stored, because the owner's quota is full.
@@ -267,12 +269,12 @@ class BatchStore:
             LeaseLost: Another gateway has the lease, or the batch has ended.
         """
         keys = OwnerKeys(order.owner)
-        place = [keys.batch(order.id), keys.lines(order.id, OUTPUT), keys.lines(order.id, ERRORS), *keys.use]
+        redis_keys = [keys.batch(order.id), keys.lines(order.id, OUTPUT), keys.lines(order.id, ERRORS), *keys.use]
         flat: list[Any] = []
         for each in results:
             flat += [each.number, each.part, int(each.forced), each.content, orjson.dumps(dict(each.usage))]
         about = (self._most_bytes, self._life(order), order.output_id, order.error_id)
-        said = await self._leases.write(lease, _RECORD, place, *about, *flat)
+        said = await self._leases.write(lease, _RECORD, redis_keys, *about, *flat)
         return [each for each, answer in zip(results, said, strict=True) if answer == _FULL]
 
     async def finish(
@@ -297,12 +299,12 @@ class BatchStore:
         order, keys = record.order, OwnerKeys(record.order.owner)
         ids = {OUTPUT: order.output_id, ERRORS: order.error_id}
         about = {file.part: file.dumped() for file in files}
-        place = [keys.batch(order.id), _OPEN, *(keys.lines(order.id, part) for part in ids), *keys.use]
-        place += [keys.file(each) for each in ids.values()]
+        redis_keys = [keys.batch(order.id), _OPEN, *(keys.lines(order.id, part) for part in ids), *keys.use]
+        redis_keys += [keys.file(each) for each in ids.values()]
         flat = [each for part, file_id in ids.items() for each in (file_id, about.get(part, b""))]
-        further = ["errors", errors] if errors else []
+        error_fields = ["errors", errors] if errors else []
         said = (status.value, _member(order), expires_at, self._lives_s)
-        done = await self._leases.write(lease, _FINISH, place, *said, *flat, *further)
+        done = await self._leases.write(lease, _FINISH, redis_keys, *said, *flat, *error_fields)
         return bool(done)
 
     def _life(self, order: BatchOrder) -> int:

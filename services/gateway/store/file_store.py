@@ -62,7 +62,8 @@ redis.call('SET', KEYS[1], ARGV[3], 'EXAT', expires_at)
 redis.call('ZADD', KEYS[2], expires_at, ARGV[1])
 return 1
 """
-# Returns lines of a batch's results from a number on, up to a number of bytes: the next number, then the lines.
+# Returns the result lines of a batch from number ARGV[1] to ARGV[2], until they have ARGV[3] bytes. The first item of the reply
+# is the number of the next line to read.
 _LINES = """
 local number, last, most, found, bytes = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), {}, 0
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
@@ -76,7 +77,7 @@ while number <= last and bytes < most do
 end
 return {number, unpack(found)}
 """
-# A page begins after the last id of the previous page.
+# Returns the ids after ARGV[1], the last id of the previous page.
 _PAGE = """
 local after, begin, stop, rising = ARGV[1], 0, tonumber(ARGV[2]), ARGV[3] == '1'
 if after ~= '' then
@@ -86,7 +87,7 @@ if after ~= '' then
 end
 return redis.call(rising and 'ZRANGE' or 'ZREVRANGE', KEYS[1], begin, begin + stop - 1)
 """
-_AT_ONCE = 1000  # items per call; a longer script would block the store's other calls
+_AT_ONCE = 1000  # items per call; more would block the store's other calls for too long
 
 
 class NoSuchPlace(Exception):
@@ -99,10 +100,10 @@ async def page(redis: StateRedis, key: str, after: str, count: int, rising: bool
     Args:
         after: Last id of the previous page; "" for the first page.
         count: Largest number of ids.
-        rising: Lists the oldest ids first; otherwise the newest.
+        rising: True lists the oldest ids first; False the newest.
 
     Raises:
-        NoSuchPlace: There is no id `after`.
+        NoSuchPlace: The id `after` does not exist.
         StoreAway: The store cannot be reached.
     """
     found = await redis.call(READS + _PAGE, [key], after, count, int(rising))
@@ -128,21 +129,21 @@ class FileStore:
         """Writes a chunk of a file that is not sealed yet. Returns False if the owner's quota is full."""
         keys = OwnerKeys(owner)
         script = WRITES + _ADD
-        place = [keys.chunk(file_id, number), *keys.use]
-        return bool(await self._redis.call(script, place, file_id, content, self.most_bytes, UPLOAD_S))
+        redis_keys = [keys.chunk(file_id, number), *keys.use]
+        return bool(await self._redis.call(script, redis_keys, file_id, content, self.most_bytes, UPLOAD_S))
 
     async def seal(self, owner: str, file: StoredFile) -> bool:
         """Makes an uploaded file visible. Returns False if the owner has too many files, or a chunk has expired."""
         keys = OwnerKeys(owner)
-        place = [keys.file(file.id), *keys.use, *keys.chunks(file)]
+        redis_keys = [keys.file(file.id), *keys.use, *keys.chunks(file)]
         script = WRITES + _SEAL
-        return int(await self._redis.call(script, place, file.id, file.dumped(), file.expires_at, self._most)) == 1
+        return int(await self._redis.call(script, redis_keys, file.id, file.dumped(), file.expires_at, self._most)) == 1
 
     async def discard(self, owner: str, file_id: str, chunks: int) -> None:
         """Deletes the chunks of a file that was not sealed."""
         keys = OwnerKeys(owner)
-        place = [keys.file(file_id), *keys.use, *(keys.chunk(file_id, number) for number in range(chunks))]
-        await self._redis.call(READS + _DELETE, place, file_id)
+        redis_keys = [keys.file(file_id), *keys.use, *(keys.chunk(file_id, number) for number in range(chunks))]
+        await self._redis.call(READS + _DELETE, redis_keys, file_id)
 
     async def get(self, owner: str, file_id: str) -> StoredFile | None:
         (found,) = await self._get_all(owner, [file_id])
@@ -152,30 +153,30 @@ class FileStore:
         """Deletes a file with its content. Returns whether it existed."""
         keys = OwnerKeys(owner)
         content = [keys.lines(file.batch, file.part)] if file.batch else keys.chunks(file)
-        place = [keys.file(file.id), *keys.use, *content]
-        return await self._redis.deletes(READS + _DELETE, place, file.id)
+        redis_keys = [keys.file(file.id), *keys.use, *content]
+        return await self._redis.deletes(READS + _DELETE, redis_keys, file.id)
 
     async def prolong(self, owner: str, file: StoredFile, until: int) -> bool:
         """Extends the lifetime of a file to at least `until`, in Unix seconds. Returns False if the file no longer exists."""
         if file.expires_at >= until:
             return True
         keys, later = OwnerKeys(owner), replace(file, expires_at=until)
-        place = [keys.file(file.id), keys.use[0], *keys.chunks(file)]
-        return bool(await self._redis.call(WRITES + _PROLONG, place, file.id, until, later.dumped()))
+        redis_keys = [keys.file(file.id), keys.use[0], *keys.chunks(file)]
+        return bool(await self._redis.call(WRITES + _PROLONG, redis_keys, file.id, until, later.dumped()))
 
     async def listed(self, owner: str, after: str, limit: int, rising: bool, purpose: str) -> tuple[list[StoredFile], bool]:
         """Lists files in the order of their creation.
 
         Args:
             after: Id of the last file of the previous page; "" for the first page.
-            rising: Lists the oldest files first; otherwise the newest.
+            rising: True lists the oldest files first; False the newest.
             purpose: Lists only files with this purpose; "" for all.
 
         Returns:
             The files, and whether there are more.
 
         Raises:
-            NoSuchPlace: There is no file `after`.
+            NoSuchPlace: The file `after` does not exist.
         """
         found: list[StoredFile] = []
         at_once = min(limit + 1, _AT_ONCE)

@@ -15,14 +15,17 @@ from rootstock_llm.services.shared.index.redis_client import redis_client
 TIMEOUT_S = 2.0  # time limit of one attempt
 PAUSE_S = 0.1  # seconds between two attempts
 
-_PASSING = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
-# First lines of scripts. Redis refuses a script without the flag if its memory is full.
+_TRANSIENT_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
+# First lines of scripts. If the memory of Redis is full, Redis refuses the scripts with WRITES.
 READS = "#!lua flags=allow-oom\n"
 WRITES = "#!lua\n"
 
 
 class StateRedis:
-    """A client of the store's Redis. While Redis is unreachable, only the first call retries; later calls try once."""
+    """A client of the store's Redis.
+
+    The first call that finds Redis unreachable retries. Later calls try once, until a call succeeds.
+    """
 
     def __init__(self, url: str, patience_s: float) -> None:
         """Makes the client. A call is retried for up to `patience_s` seconds. Raises ValueError if the URL is invalid."""
@@ -39,7 +42,7 @@ class StateRedis:
         await self._client.aclose()
 
     async def memory(self) -> tuple[int, int]:
-        """Returns the bytes that the store uses, and their limit or 0.
+        """Returns the bytes of memory that Redis uses, and their limit. A limit of 0 means no limit.
 
         Raises:
             StoreAway: The store does not respond, or refuses the command to this user.
@@ -53,21 +56,21 @@ class StateRedis:
     async def call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         """Runs a script, retrying until it returns or `patience_s` has passed. Raises StoreAway.
 
-        An attempt whose reply was lost may have taken effect, and the script runs again. So running a script twice must have
-        the same effect as running it once.
+        The script must be idempotent: if the reply of an attempt is lost, the script may have run, and runs a second time.
         """
-        return (await self._tried(script, keys, arguments))[0]
+        return (await self._call_with_retries(script, keys, arguments))[0]
 
     async def deletes(self, script: str, keys: Sequence[str], *arguments: Any) -> bool:
-        """Runs a script that deletes an object and returns whether the object existed, as call() does. Raises StoreAway.
+        """Runs a script that deletes an object and returns whether the object existed. Raises StoreAway.
 
         Returns:
-            True also if an earlier attempt, whose reply was lost, may have deleted the object.
+            Whether the object existed. Also True if the reply of an attempt was lost, because that attempt may have deleted the
+            object.
         """
-        there, is_repeated = await self._tried(script, keys, arguments)
+        there, is_repeated = await self._call_with_retries(script, keys, arguments)
         return bool(there) or is_repeated
 
-    async def _tried(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> tuple[Any, bool]:
+    async def _call_with_retries(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> tuple[Any, bool]:
         """Returns the script's result, and whether it took more than one attempt. Raises StoreAway."""
         is_repeated = False
         until = time.monotonic() + (0.0 if self._is_away else self._patience_s)
@@ -75,9 +78,9 @@ class StateRedis:
             try:
                 found = await self._client.eval(script, len(keys), *keys, *arguments)
             except (exceptions.RedisError, OSError) as error:
-                passes = isinstance(error, _PASSING)
-                if not passes or time.monotonic() + PAUSE_S > until:
-                    self._is_away = self._is_away or passes
+                is_transient = isinstance(error, _TRANSIENT_ERRORS)
+                if not is_transient or time.monotonic() + PAUSE_S > until:
+                    self._is_away = self._is_away or is_transient
                     raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None
             else:
                 self._is_away = False

@@ -15,7 +15,7 @@ class StoreAway(Exception):
 
 
 class Changed(Exception):
-    """The record does not have the expected version, because another call has written it. The caller reads it again."""
+    """The record does not have the expected version, because another call has written it. The caller reads the record again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class StoredRecord:
     """A stored record."""
 
     content: bytes
-    version: int  # number of times that it was written
+    version: int  # number of writes of this record
 
 
 class StateStore(Protocol):
@@ -36,7 +36,7 @@ class StateStore(Protocol):
         """Writes a record, which survives a restart of the store.
 
         Args:
-            version: Version that the record must have now; 0: the record must not exist; None: any.
+            version: Required version of the stored record. 0: the record must not exist. None: no requirement.
 
         Returns:
             False if the owner's quota is full or the content is larger than MAX_RECORD_BYTES. Nothing is written then.

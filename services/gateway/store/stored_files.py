@@ -10,12 +10,12 @@ OUTPUT, ERRORS = "output", "errors"  # the two result files of a batch
 
 
 class FileGone(Exception):
-    """The content of the file, or a part of it, has expired or is deleted."""
+    """Some or all of the file's content has expired or is deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """The record of a file. The content of a result file of a batch is stored by line, that of any other file in chunks."""
+    """The record of a file. The content of a batch's result file is stored by line, and the content of other files in chunks."""
 
     id: str
     size: int  # bytes
@@ -41,7 +41,7 @@ class OwnerKeys:
     """The Redis keys of one owner's files and batches.
 
     state:files:OWNER          zset    ids of files, by the microsecond of their creation
-    state:file:OWNER:ID        string  record of a file; it expires with the file, as the content does
+    state:file:OWNER:ID        string  record of a file; expires together with the file's content
     state:chunk:OWNER:ID:N     string  chunk N of a file's content
     state:lines:OWNER:ID:PART  hash    results of a batch, by the number of the line in its input
     state:filebytes:OWNER      hash    bytes by file id; field "!" has the total
@@ -101,7 +101,7 @@ end
 
 
 def accounts(at: int) -> str:
-    """Returns the beginning of a script that changes a quota. It first removes the counts of expired files.
+    """Returns the beginning of a script that changes the use of a quota. The script first removes the counts of expired files.
 
     Args:
         at: Index in KEYS of the first key of OwnerKeys.use, from 1.

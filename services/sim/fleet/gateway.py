@@ -304,7 +304,7 @@ class FleetGateway:
         hits = hits_of(self.index.reach(request.hashes), self.columns)
         if request.hashes and decides:
             self._sharing.decided(bool(hits.matched.any()))
-        first_block = request.hashes[0] if request.hashes and self._sharing.seen else b""
+        first_block = request.hashes[0] if request.hashes and self._sharing.is_shared else b""
         message = request.message
         return RoutingQuery(
             request.tokens, hits.matched, message.routing_key, message.lora, first_block=first_block, saved=hits.saved

@@ -77,7 +77,7 @@ class BatchRecords:
     async def delete_file(self, owner: str, file_id: str) -> None:
         file = await self.file(owner, file_id)
         async with self.reached() as stores:
-            if await stores.batches.is_read(owner, file_id):
+            if await stores.batches.is_batch_input(owner, file_id):
                 raise ApiError(409, "A batch that has not ended reads this file.", param="file_id", code="file_in_use")
             await stores.files.delete(owner, file)
 

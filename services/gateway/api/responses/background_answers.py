@@ -97,7 +97,7 @@ class BackgroundAnswers:
 
         return prepare
 
-    def story(self, stored: Stored, request: RunningRequest, token_texts: TokenTexts) -> BackgroundStory:
+    def event_renderer(self, stored: Stored, request: RunningRequest, token_texts: TokenTexts) -> BackgroundStory:
         """Returns the renderer of a stored response. Its restore() must receive all stored events first."""
         order, asked = stored.order, _asked(stored.order)
         response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}

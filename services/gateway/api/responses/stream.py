@@ -11,7 +11,7 @@ from rootstock_llm.services.gateway.background.follow import Follow
 from rootstock_llm.services.gateway.generation.bodies import ClientGone
 from rootstock_llm.services.gateway.generation.errors import OPENAI, ApiError
 from rootstock_llm.services.gateway.http.answer import SSE_HEADERS
-from rootstock_llm.services.gateway.http.body import attended, cut
+from rootstock_llm.services.gateway.http.body import cut, watch_client
 from rootstock_llm.services.gateway.store.state_store import StoreAway
 
 UNREAD_S = 60.0  # seconds that a client may leave events unread before the connection is closed; it can resume the stream
@@ -31,7 +31,7 @@ class FollowedStream(Response):
                 await send({"type": "http.response.body", "body": content, "more_body": True})
 
         try:
-            with attended(scope, receive):
+            with watch_client(scope, receive):
                 await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
                 if scope["method"] != "HEAD":
                     try:

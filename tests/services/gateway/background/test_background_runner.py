@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rootstock_llm.services.gateway.background import background_runner
-from rootstock_llm.services.gateway.background.background_run import BackgroundRun, First, RunPorts
+from rootstock_llm.services.gateway.background.background_run import BackgroundRun, FirstAttempt, RunPorts
 from rootstock_llm.services.gateway.background.background_runner import BackgroundRunner
 from rootstock_llm.services.gateway.generation.errors import ApiError
 from rootstock_llm.services.gateway.generation.origin import NOBODY
@@ -46,7 +46,7 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 class Work:
     """A run that does not end."""
 
-    is_kept, is_finishing, is_in_doubt = True, False, False
+    is_stored, is_finishing, may_be_stored = True, False, False
 
     def __init__(self, lease: Lease, order: BackgroundOrder) -> None:
         self.lease, self.order = lease, order
@@ -138,8 +138,8 @@ def test_store_outage_longer_than_a_lease_moves_no_response(server: RedisServer)
         server.kill()
         await asyncio.to_thread(server.start)
         await asyncio.sleep(0.5)
-        assert other.taken == [] and await one.store.keep(held) == []
-        await one.store.leave(works[0].lease, ALICE, "resp_a")
+        assert other.taken == [] and await one.store.renew(held) == []
+        await one.store.release(works[0].lease, ALICE, "resp_a")
         await until(lambda: other.taken == ["resp_a"])
         await until(lambda: other.taken == ["resp_a", "resp_b"])
         running.cancel()
@@ -194,8 +194,8 @@ def test_drain_releases_each_response_once_and_refuses_responses_that_have_not_b
         for work in works:
             await gateway.runner.begin(work)
         order = works[0].order
-        stored = gateway.store.asked(order, b"", 0)
-        first = First(stored, cast(Any, None), NOBODY, place, cast(Any, None))
+        stored = gateway.store.initial_state(order, b"", 0)
+        first = FirstAttempt(stored, cast(Any, None), NOBODY, place, cast(Any, None))
         late = BackgroundRun(cast(Any, None), new_lease(ALICE, "resp_late"), order, first)
         asking = asyncio.create_task(gateway.runner.begin(late))
         await asyncio.sleep(0)  # the task exists, but has not run its first step
@@ -228,9 +228,9 @@ def test_begin_names_the_failure_when_the_response_is_not_stored(
         gateway, place = Gateway(server), FakeAdmission()
         order = (await gateway.put("resp_a")).order
         order = replace(order, id="resp_b", ends_at=int(time.time()) + (60 if has_time else 1))
-        stored = gateway.store.asked(order, b"", 0)
-        first = First(stored, cast(Any, None), NOBODY, place, cast(Any, None))
-        answers, access = SimpleNamespace(record=len, story=len), SimpleNamespace(enabled=False)
+        stored = gateway.store.initial_state(order, b"", 0)
+        first = FirstAttempt(stored, cast(Any, None), NOBODY, place, cast(Any, None))
+        answers, access = SimpleNamespace(record=len, event_renderer=len), SimpleNamespace(enabled=False)
         ports = RunPorts(gateway.store, *cast(Any, (answers, served, None, None, len, None, access)))
         work = BackgroundRun(ports, new_lease(ALICE, "resp_b"), order, first)
         with pytest.raises(ApiError) as refused:
@@ -248,7 +248,7 @@ def test_store_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """A gateway without a lease sends no other command that could fail."""
 
     class Away(BackgroundStore):
-        async def free(self, most: int, left: bool = False) -> list[tuple[str, str]]:
+        async def find_unleased(self, most: int, released_only: bool = False) -> list[tuple[str, str]]:
             asked.append(most)
             raise StoreAway("it does not answer")
 

@@ -118,7 +118,7 @@ def test_body_budget_skips_a_waiting_body_when_the_client_leaves(small_budget: S
 
 
 def test_body_budget_grows_in_steps_when_the_size_is_unknown(small_budget: System) -> None:
-    """The first step has 64 KiB. All further steps have 1 MiB."""
+    """The body first reserves 64 KiB, and then 1 MiB at a time."""
     small_budget.do(small_budget.tokenizer.gate.clear)
     body, sizes = chat_of(100_000), []
     client = socket.create_connection(("127.0.0.1", small_budget.port), timeout=WAIT_S)

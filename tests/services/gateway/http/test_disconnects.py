@@ -23,7 +23,7 @@ def idle(system: System) -> bool:
 
 
 def has_ended(system: System, phase: str) -> bool:
-    """Waits until the end of the request is counted in this phase, and until the gateway is idle."""
+    """Waits until the metrics count a request that ended in `phase`, and until the gateway is idle."""
     wait_until(lambda: is_counted_and_idle(system, phase), "the end of the request")
     return True
 
@@ -117,7 +117,7 @@ def test_request_is_released_when_the_client_leaves_during_decoding(system: Syst
     system.do(lambda: system.worker.allow(4))
     client = RawClient(system, CHAT, chat_body(stream=stream, n=2))
     if stream:
-        client.read_until(b'l"}')  # the end of an event, with further letters if the detokenizer was late
+        client.read_until(b'l"}')  # the end of an event, which has more letters if the detokenizer was late
         wait_until(lambda: len(system.detokenizer.open) == 2, "the decoding")
     wait_until(lambda: system.has_tokens(4), "the steps")
     client.vanish()

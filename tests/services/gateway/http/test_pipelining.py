@@ -24,7 +24,7 @@ def connection_of(server: Server) -> Connection:
 
 
 def sized(size: int, chunked: bool) -> bytes:
-    """Returns a request with a body of the given size, in which the end mark of heads occurs."""
+    """Returns a request with a body of the given size. The body contains the bytes that end a head."""
     body = (b"\n\r\n\n0\r\n\r\n" * size)[:size]
     if not chunked:
         return b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (size, body)
@@ -62,13 +62,13 @@ def test_pipelined_input_is_buffered_up_to_a_limit() -> None:
     async def use(server: Server) -> None:
         client = await server.connect()
         sending = asyncio.create_task(client.send(HOLD + GET * 200_000))
-        await server.until(lambda: server.app.begun == 1 and connection_of(server)._held_bytes > MAX_HEAD_BYTES)
+        await server.until(lambda: server.app.begun == 1 and connection_of(server)._buffered_bytes > MAX_HEAD_BYTES)
         await asyncio.sleep(0.05)
         connection = connection_of(server)
-        assert len(connection._held) <= MAX_HEAD_BYTES + ONE_READ and len(connection.pipeline) <= 1 and server.app.begun == 1
+        assert len(connection._buffer) <= MAX_HEAD_BYTES + ONE_READ and len(connection.pipeline) <= 1 and server.app.begun == 1
         server.app.go.set()
         assert [await client.status() for _ in range(3000)] == [200] * 3000
-        assert len(connection._held) <= 2 * (MAX_HEAD_BYTES + ONE_READ) and len(connection.pipeline) <= 1
+        assert len(connection._buffer) <= 2 * (MAX_HEAD_BYTES + ONE_READ) and len(connection.pipeline) <= 1
         sending.cancel()
 
     serving(use)
@@ -115,7 +115,7 @@ def test_disconnect_is_noticed_when_pipelined_input_is_buffered() -> None:
 
             client = await server.connect()
             await server.until(lambda: bool(server.server.server_state.connections))
-            connection_of(server)._served = watch_app
+            connection_of(server)._application = watch_app
             await client.send(HOLD + pipelined)
             await server.until(lambda: server.app.begun == 1)
             client.close()
@@ -145,7 +145,7 @@ def test_stop_serves_pipelined_requests_after_a_started_response() -> None:
 
             client = await server.connect()
             await server.until(lambda: bool(server.server.server_state.connections))
-            connection_of(server)._served = started_app
+            connection_of(server)._application = started_app
             await client.send(HOLD + GET)
             await begun.wait()
             server.server.close_after_answers()

@@ -66,7 +66,7 @@ def test_requests_in_flight_finish_within_the_grace_period(system: System, launc
     process.wait_ready()
     system.do(lambda: system.worker.allow(3))
     client = RawClient(process, CHAT, chat_body(stream=True))
-    client.read_until(b'l"}')  # the end of an event, with further letters if the detokenizer was late
+    client.read_until(b'l"}')  # the end of an event, which has more letters if the detokenizer was late
     process.terminate()
     wait_until(lambda: process._status("/health") == 0, "the closed port")
     system.do(lambda: system.worker.allow(None))

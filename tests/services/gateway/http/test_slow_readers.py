@@ -60,5 +60,5 @@ def test_slow_reader_is_cut_at_the_deadline(stream: bool) -> None:
         wait_until(has_ended, "the end of the request", 60)
         assert system.chat().status_code == 200
         if stream:
-            assert buffered < 1 << 18  # the rest of the output is merged in the request
+            assert buffered < 1 << 18  # the request merges the output that the client has not read
         reader.close()

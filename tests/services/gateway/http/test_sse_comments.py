@@ -41,7 +41,7 @@ def streamed(system: System, path: str, body: dict[str, Any], on_line: Callable[
 
 
 def read_comments(client: RawClient, number: int) -> None:
-    """Waits for the given number of further comments."""
+    """Waits for the given number of new comments."""
     client.received = b""
     for _ in range(number):
         client.read_until(b": waiting")

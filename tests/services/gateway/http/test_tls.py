@@ -76,7 +76,7 @@ def test_new_certificate_serves_new_connections_only(folder: Path) -> None:
         reader, writer, first = await connect(port)
         assert await ask(reader, writer) == b"HTTP/1.1 200 OK"
         make_pair(folder, "second")
-        files.look()
+        files.reload_if_changed()
         _, other, second = await connect(port)
         assert first != second
         assert await ask(reader, writer) == b"HTTP/1.1 200 OK"
@@ -97,7 +97,7 @@ def test_invalid_certificate_leaves_the_old_one_in_use(folder: Path, fault: str,
         (folder / "cert.pem").write_bytes(b"nothing")
     else:
         (folder / "cert.pem").unlink()
-    files.look()
+    files.reload_if_changed()
     assert len(caplog.records) == 1
 
     async def use(port: int) -> None:

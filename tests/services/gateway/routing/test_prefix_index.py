@@ -104,7 +104,7 @@ class AgainstModel(RuleBasedStateMachine):
                 assert found[number] == reached[0] and deeper[:, number].tolist() == reached[: len(deeper)]
         for name, number in self.numbers.items():
             tiers = self.tiers[number]
-            assert self.index.find(*name) == number and self.index.held(number) == len(tiers)
+            assert self.index.find(*name) == number and self.index.num_confirmed(number) == len(tiers)
             assert {b: tier for tier in BlockTier for b in self.index.blocks(number, tier)} == tiers
 
     def teardown(self) -> None:
@@ -221,7 +221,7 @@ def test_prefix_index_raises_when_the_owner_is_not_live() -> None:
             call()
     with pytest.raises(KeyError):
         index.stored(7, BLOCKS)
-    assert index.held(owner) == 0 and index.blocks(owner) == frozenset()
+    assert index.num_confirmed(owner) == 0 and index.blocks(owner) == frozenset()
 
 
 def test_prefix_index_hides_blocks_from_garbage_collection() -> None:

@@ -8,7 +8,7 @@ from rootstock_llm.services.gateway.routing.policies import SharingMeter
 def test_sharing_meter_assumes_sharing_at_first() -> None:
     meter = SharingMeter()
     unseen = 0
-    while meter.seen:
+    while meter.is_shared:
         meter.decided(False)
         unseen += 1
     assert 32 < unseen < 128
@@ -19,4 +19,4 @@ def test_sharing_meter_reports_sharing_at_one_match_in_five() -> None:
         meter = SharingMeter()
         for number in range(1000):
             meter.decided(number % every == 0)
-        assert meter.seen is seen
+        assert meter.is_shared is seen

@@ -14,7 +14,13 @@ import pytest
 from rootstock_llm.protos import worker_pb2
 from rootstock_llm.services.gateway.store import background_past, background_store
 from rootstock_llm.services.gateway.store.background_past import pages
-from rootstock_llm.services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Talk
+from rootstock_llm.services.gateway.store.background_record import (
+    BackgroundOrder,
+    BackgroundStatus,
+    ConversationUpdate,
+    FinalRecords,
+    Piece,
+)
 from rootstock_llm.services.gateway.store.background_store import (
     GIVEN_UP,
     BackgroundLimits,
@@ -135,7 +141,7 @@ def test_background_store_returns_each_write_once_when_calls_are_repeated(
         assert page is not None and page.is_over and page.events == events(4, 1) and page.total == 5
         (record,) = await records.get(ALICE, [ORDER.id])
         assert record is not None and (record.content, record.version) == (b"whole", 2)
-        assert await store.read(ALICE, ORDER.id) is None and await store.free(9) == []
+        assert await store.read(ALICE, ORDER.id) is None and await store.find_unleased(9) == []
 
     with_stores(server, use)
 
@@ -194,8 +200,8 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
         ):
             with pytest.raises(LeaseLost):
                 await call
-        assert await store.keep({lease: ORDER, other: ORDER}) == [lease]
-        await store.leave(lease, ALICE, ORDER.id)
+        assert await store.renew({lease: ORDER, other: ORDER}) == [lease]
+        await store.release(lease, ALICE, ORDER.id)
         again = await store.read(ALICE, ORDER.id)
         assert before is not None and again is not None and again.past.lengths == before.past.lengths
         assert (
@@ -205,24 +211,24 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
         for number in (1, 2, 3):
             with pytest.raises(LeaseLost):
                 await store.write(other, ORDER, piece(number, range(1)))
-        assert await store.keep({other: ORDER}) == [other] and await store.take(ALICE, ORDER.id) is None
+        assert await store.renew({other: ORDER}) == [other] and await store.take(ALICE, ORDER.id) is None
 
     with_stores(server, use)
 
 
 @pytest.mark.by_day(one_in=2)
 def test_take_counts_gateways_that_have_lost_the_response(server: RedisServer) -> None:
-    """leave() subtracts the take, and a long run resets the count."""
+    """release() subtracts the take, and a long run resets the count."""
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         takes, lease = [], await begin(store)
         for leaves, ran_s in ((False, 0), (True, 0), (False, 0), (False, 100), (False, 0)):
             if leaves:
                 for _ in range(2):
-                    await store.leave(lease, ALICE, ORDER.id)
-                assert await store.keep({lease: ORDER}) == [lease]
+                    await store.release(lease, ALICE, ORDER.id)
+                assert await store.renew({lease: ORDER}) == [lease]
             expire(server, lease)
-            assert bool(await store.free(9, left=True)) == leaves
+            assert bool(await store.find_unleased(9, released_only=True)) == leaves
             server.client.hincrby(f"state:background:{ALICE}:{ORDER.id}", "taken", -ran_s)
             again = await store.take(ALICE, ORDER.id)
             found = await store.read(ALICE, ORDER.id)
@@ -239,7 +245,7 @@ def test_seize_takes_the_lease_from_the_holder(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
         seized = await store.seize(ALICE, ORDER.id)
-        assert seized is not None and await store.keep({lease: ORDER}) == [lease]
+        assert seized is not None and await store.renew({lease: ORDER}) == [lease]
         with pytest.raises(LeaseLost):
             await store.write(lease, ORDER, piece(1, range(1)))
         expire(server, seized)
@@ -278,7 +284,7 @@ def test_give_up_ends_an_unreadable_response(server: RedisServer) -> None:
         with pytest.raises(LeaseLost):
             await store.give_up(lease, ALICE, ORDER.id, b"late")
         await store.give_up(last, ALICE, ORDER.id, b"failed")
-        assert not list(server.client.scan_iter("state:background:*")) and await store.free(9) == []
+        assert not list(server.client.scan_iter("state:background:*")) and await store.find_unleased(9) == []
         assert not server.client.exists(last.key) and int(server.client.hget(f"state:size:{ALICE}", ORDER.id) or 0) == 6
         (found,) = await records.get(ALICE, [ORDER.id])
         assert found is not None and found.content == b"failed"
@@ -315,7 +321,12 @@ def test_finish_extends_the_conversation_in_the_same_write(server: RedisServer) 
 
         async def finish(lease: Lease, version: int, content: bytes, ordered: BackgroundOrder = ORDER) -> bool:
             return await store.finish(
-                lease, ordered, 1, BackgroundStatus.COMPLETED, FinalRecords(b"whole", Talk("conv_a", version, content)), []
+                lease,
+                ordered,
+                1,
+                BackgroundStatus.COMPLETED,
+                FinalRecords(b"whole", ConversationUpdate("conv_a", version, content)),
+                [],
             )
 
         assert await records.put(ALICE, "conv_a", b"one", 0)
@@ -372,8 +383,8 @@ def test_background_store_has_acknowledged_writes_after_a_kill(server: RedisServ
         found = await store.read(ALICE, ORDER.id)
         assert found is not None
         assert await read_pages(found.past.ids) == list(range(19)) and await read_pages(found.past.events) == events(0, 21)
-        assert await store.keep({lease: ORDER}) == [] and await store.free(9) == []
+        assert await store.renew({lease: ORDER}) == [] and await store.find_unleased(9) == []
         expire(server, lease)
-        assert await store.free(9) == [(ALICE, ORDER.id)]
+        assert await store.find_unleased(9) == [(ALICE, ORDER.id)]
 
     with_stores(server, use)

@@ -100,7 +100,7 @@ def test_record_stores_only_the_first_result_of_a_line(server: RedisServer) -> N
         with pytest.raises(LeaseLost):
             await batches.record(lease, ORDER, results_by("one", 1))
         other = await stores.leases.take(batch_lease(ALICE, ORDER.id))
-        assert other is not None and await batches.done(ORDER) == {2}
+        assert other is not None and await batches.lines_with_result(ORDER) == {2}
         failed = LineResult(1, ERRORS, b"1 failed\n", forced=True)
         assert not await batches.record(other, ORDER, [failed, *results_by("two", 1, 2, 3)])
         found = await batches.get(ALICE, ORDER.id)
@@ -116,7 +116,8 @@ def test_record_stores_only_the_first_result_of_a_line(server: RedisServer) -> N
             await read(stores, result_files[0]) == b"2 by one\n3 by two\n"
             and await read(stores, result_files[1]) == b"1 failed\n"
         )
-        assert await stores.files.get(ALICE, ORDER.output_id) == result_files[0] and not await batches.is_read(ALICE, "file-in")
+        assert await stores.files.get(ALICE, ORDER.output_id) == result_files[0]
+        assert not await batches.is_batch_input(ALICE, "file-in")
         with pytest.raises(LeaseLost):
             await batches.record(other, ORDER, results_by("two", 3))
         assert await stores.files.delete(ALICE, result_files[0])
@@ -134,7 +135,7 @@ def test_record_returns_results_above_the_quota(server: RedisServer) -> None:
         large = LineResult(1, OUTPUT, b"x" * 11)
         assert await stores.batches.record(lease, ORDER, [large, *results_by("a", 2)]) == [large]
         assert not await stores.batches.record(lease, ORDER, [LineResult(1, ERRORS, b"the quota is full\n", forced=True)])
-        assert await stores.batches.done(ORDER) == {1, 2} and not await stores.files.add(ALICE, "file-b", 0, b"x")
+        assert await stores.batches.lines_with_result(ORDER) == {1, 2} and not await stores.files.add(ALICE, "file-b", 0, b"x")
         assert await stores.files.delete(ALICE, file_of("file-in", b"x")) and await stores.files.add(ALICE, "file-b", 0, b"x")
 
     with_stores(server, use, max_bytes=100)
@@ -171,8 +172,9 @@ def test_stores_have_acknowledged_writes_after_a_kill_of_redis(server: RedisServ
         await asyncio.to_thread(server.wait_until_written)
         server.kill()
         await asyncio.to_thread(server.start)
-        assert await stores.leases.keep(lease) and await stores.batches.done(ORDER) == {1, 3}
+        assert await stores.leases.renew(lease) and await stores.batches.lines_with_result(ORDER) == {1, 3}
         assert await read(stores, file_of("file-in", b"one", b"two")) == b"onetwo"
-        assert await stores.batches.is_read(ALICE, "file-in") and not await stores.batches.is_read(owner_of("bob"), "file-in")
+        assert await stores.batches.is_batch_input(ALICE, "file-in")
+        assert not await stores.batches.is_batch_input(owner_of("bob"), "file-in")
 
     with_stores(server, use)

@@ -40,13 +40,13 @@ def expire(server: RedisServer, lease: Lease) -> None:
     server.client.delete(lease.key)
 
 
-def test_other_gateway_takes_a_lease_only_after_give_back(server: RedisServer) -> None:
+def test_other_gateway_takes_a_lease_only_after_release(server: RedisServer) -> None:
     async def use(first: Leases, second: Leases) -> None:
         lease = await first.take("work")
         assert lease is not None and await second.take("work") is None and await second.take("other") is not None
-        assert await first.keep(lease) and await first.write(lease, WRITE, ["written"], "a") == 1
+        assert await first.renew(lease) and await first.write(lease, WRITE, ["written"], "a") == 1
         assert 0 < server.client.pttl(lease.key) <= 60_000
-        await first.give_back(lease)
+        await first.release(lease)
         assert await second.take("work") is not None
 
     with_leases(server, use)
@@ -60,23 +60,23 @@ def test_write_raises_when_the_lease_is_lost(server: RedisServer) -> None:
         with pytest.raises(LeaseLost):
             await first.write(lease, WRITE, ["written"], "late")
         other = await second.take("work")
-        assert other is not None and not await first.keep(lease)
+        assert other is not None and not await first.renew(lease)
         with pytest.raises(LeaseLost):
             await first.write(lease, WRITE, ["written"], "late")
-        await first.give_back(lease)
+        await first.release(lease)
         assert await second.write(other, WRITE, ["written"], "second") == 1
         assert server.client.get("written") == b"second"
 
     with_leases(server, use)
 
 
-def test_keep_renews_an_expired_lease_unless_another_gateway_took_the_lease(server: RedisServer) -> None:
+def test_renew_restores_an_expired_lease_unless_another_gateway_took_the_lease(server: RedisServer) -> None:
     """A lease expires if the gateway cannot reach the store for longer than the lease lasts."""
 
     async def use(first: Leases, second: Leases) -> None:
         lease = await first.take("work")
         assert lease is not None
         expire(server, lease)
-        assert await first.keep(lease) and await second.take("work") is None
+        assert await first.renew(lease) and await second.take("work") is None
 
     with_leases(server, use)
