@@ -19,7 +19,7 @@ from rootstock_llm.protos import gateway_pb2_grpc
 from rootstock_llm.services.gateway.discovery.watch import Discovery
 from rootstock_llm.services.gateway.generation.abort import AbortScope, PeerAnswer
 from rootstock_llm.services.gateway.keys.key_table import KeyTable
-from rootstock_llm.services.gateway.remote.connection import StreamBroken, answer_of
+from rootstock_llm.services.gateway.remote.connection import StreamBroken, response_of
 from rootstock_llm.services.shared.limits import MAX_REQUEST_ID_CHARS
 from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.shared.rpc.control_token import authorization
@@ -166,7 +166,7 @@ class PeerGateways:
     async def _ask(self, address: str, channel: KeptChannel, request: pb.AbortRequest) -> PeerAnswer:
         stub = gateway_pb2_grpc.GatewayPeerStub(channel.now())
         try:
-            answer = await answer_of(partial(stub.Abort, request, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
+            answer = await response_of(partial(stub.Abort, request, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
         except grpc.aio.AioRpcError as error:
             logger.warning("could not reach another gateway", extra=fields(address=address, code=error.code().name))
             return PeerAnswer(address, message=f"{error.code().name}: {error.details()}")

@@ -1,12 +1,12 @@
-"""Runs one batch at the gateway that holds its lease: checks the input, computes the lines, and creates the result files.
+"""Runs one batch at the gateway that has its lease: checks the input, computes the lines, and creates the result files.
 
     validating ──► in_progress ──► finalizing ──► completed
         │              │  cancelled by its client: cancelling ──► cancelled
         ▼              ▼
       failed        expired          a batch that is being validated can expire too
 
-The state of a batch is only in the store. A gateway that takes a batch over computes the lines without a result. A line that was
-computed but not recorded is computed again. So each custom_id ends with one result, in the output file or in the error file.
+The state of a batch is only in the store. A gateway that takes over a batch computes the lines without a stored result. So each
+custom_id gets exactly one result, in the output file or in the error file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PAUSES_S = (0.5, 30.0)  # seconds between two attempts of a line or of a store call: the first pause, and the longest
-TRIES = 4  # failures that a line's request may have caused, after which the line fails
-RESULTS_AT_ONCE = 100  # errors of lines that are not executed, per write to the store
+PAUSES_S = (0.5, 30.0)  # first and longest pause between two attempts of a line or of a store call, in seconds; pauses double
+TRIES = 4  # the line fails after this many failures that its request may have caused
+RESULTS_AT_ONCE = 100  # lines per write to the store, for lines that get an error without being executed
 PURPOSE = "batch_output"
 
 
@@ -75,13 +75,13 @@ class BatchRun:
         self._batches, self._files = batches, files
         self._calls, self._lanes = calls, lanes
         self._caller = caller
-        self._free = asyncio.Semaphore(lines_at_once)
+        self._line_slots = asyncio.Semaphore(lines_at_once)
         self._most_lines = most_lines
         self._metrics = metrics
-        # The result is the error code of a stopped batch.
-        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._recording = 0  # results that are being written to the store
-        self._all_recorded = asyncio.Event()
+        # Done when the batch is stopped. The result is the error code of lines without a result.
+        self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._recording = 0  # number of results that are being written to the store
+        self._all_recorded = asyncio.Event()  # set while no result is being written
         self._all_recorded.set()
 
     def stop(self, why: str) -> None:
@@ -89,8 +89,8 @@ class BatchRun:
 
         A second call has no effect.
         """
-        if not self._over.done():
-            self._over.set_result(why)
+        if not self._stopped.done():
+            self._stopped.set_result(why)
 
     async def recorded(self) -> None:
         """Returns when the store has the results of all lines that have been computed so far."""
@@ -98,9 +98,9 @@ class BatchRun:
 
     async def run(self) -> None:
         """Runs until the batch has ended. If cancelled, another gateway continues the batch. Raises LeaseLost."""
-        record = await self._record()
+        record = await self._read_record()
         if record is None or not record.is_open:
-            await patiently(lambda: self._batches.forget(self.order.owner, self.order.id))
+            await with_store_retries(lambda: self._batches.forget(self.order.owner, self.order.id))
             return
         if record.status is BatchStatus.CANCELLING:
             self.stop(CANCELLED)
@@ -111,32 +111,36 @@ class BatchRun:
 
     async def _run(self, record: BatchRecord) -> None:
         if record.status is BatchStatus.VALIDATING:
-            if not await self._validated():
+            if not await self._validate():
                 return
-            if (known := await self._record()) is None:
+            if (known := await self._read_record()) is None:
                 return
             record = known
-        if record.status is BatchStatus.IN_PROGRESS and not self._over.done():
+        if record.status is BatchStatus.IN_PROGRESS and not self._stopped.done():
             await self._until_stopped()
         await self._conclude(record)
 
     # Checking
 
-    async def _validated(self) -> bool:
-        """Checks the input. Returns False after failing the batch. Stops the batch if a client has cancelled it."""
+    async def _validate(self) -> bool:
+        """Checks the input, and moves the batch to in_progress. Stops the batch if its client has cancelled it.
+
+        Returns:
+            False if the input has faults. The batch then has the status failed.
+        """
         checked = await check(self._content(), self.order.endpoint, self._most_lines)
         if checked.errors:
             await self._fail(checked.errors)
             return False
         known: dict[str, str | int] = {"total": checked.total, "last": checked.last, "model": checked.model}
         before, after = BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS
-        if not await patiently(lambda: self._batches.advance(self.lease, self.order, before, after, **known)):
+        if not await with_store_retries(lambda: self._batches.advance(self.lease, self.order, before, after, **known)):
             self.stop(CANCELLED)
         logger.info("batch begins", extra=fields(batch=self.order.id, lines=checked.total))
         return True
 
     async def _fail(self, errors: Sequence[BadLine]) -> None:
-        record = await self._record()
+        record = await self._read_record()
         if record is not None:
             await self._finish(record, BatchStatus.FAILED, orjson.dumps([error.as_dict() for error in errors]))
 
@@ -146,7 +150,7 @@ class BatchRun:
         """Returns when all lines have a result or the batch is stopped."""
         executing = asyncio.create_task(self._execute())
         try:
-            await asyncio.wait((executing, self._over), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((executing, self._stopped), return_when=asyncio.FIRST_COMPLETED)
             if executing.done():
                 executing.result()
         finally:
@@ -154,42 +158,42 @@ class BatchRun:
             await asyncio.wait((executing,))
 
     async def _execute(self) -> None:
-        """Computes all lines without a result.
+        """Computes all lines without a stored result.
 
         Raises:
-            FileGone: The input file does not exist any longer.
-            LeaseLost: Another gateway has the batch.
-            RuntimeError: A line ended without a result. The next gateway that takes the batch computes the line.
+            FileGone: The input file was deleted or has expired.
+            LeaseLost: Another gateway has the lease.
+            RuntimeError: A line was cancelled, and has no result. The next gateway that takes the batch computes the line.
         """
-        done = await patiently(lambda: self._batches.lines_with_result(self.order))
-        given_up: list[int] = []
+        done = await with_store_retries(lambda: self._batches.lines_with_result(self.order))
+        cancelled_lines: list[int] = []
 
         def ended(task: asyncio.Task[None], number: int) -> None:
-            self._free.release()
+            self._line_slots.release()
             if task.cancelled():
-                given_up.append(number)
+                cancelled_lines.append(number)
 
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in self._lines():
                     if line.number not in done:
-                        await self._free.acquire()
+                        await self._line_slots.acquire()
                         task = group.create_task(self._execute_line(line))
                         task.add_done_callback(partial(ended, number=line.number))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        if given_up:  # a task group does not report cancelled tasks
-            raise RuntimeError(f"line {given_up[0]} was cancelled unexpectedly")
+        if cancelled_lines:  # a task group does not report cancelled tasks
+            raise RuntimeError(f"line {cancelled_lines[0]} was cancelled unexpectedly")
 
     async def _execute_line(self, line: Line) -> None:
         """Computes a line and records its result.
 
-        Temporary failures, such as a full queue, a lost worker or a limit of the API key, are retried. A line that waits for
-        its next attempt has no lane.
+        Retries temporary failures, such as a full queue, a lost worker or a limit of the API key. Releases the lane during the
+        pause before the next attempt.
         """
         tries, pauses = 0, _backoff()
         while True:
-            attempt = await self._lanes.answer(lambda: self._try(line))
+            attempt = await self._lanes.run_line(lambda: self._attempt(line))
             if isinstance(attempt, LineResult):
                 result = attempt
                 break
@@ -199,72 +203,77 @@ class BatchRun:
                 break
             self._metrics.batch_retries.inc()
             await asyncio.sleep(max(next(pauses), attempt.retry_after_s))
-        self._recording += 1  # no await since the lane was released, so that drain() always counts the line
+        # Without an await since the release of the lane, drain() finds each line either in a lane or in _recording.
+        self._recording += 1
         self._all_recorded.clear()
         try:
-            await self._keep([result], {line.number: line})
+            await self._record_results([result], {line.number: line})
         finally:
             self._recording -= 1
             if not self._recording:
                 self._all_recorded.set()
 
-    async def _try(self, line: Line) -> LineAttempt | LineResult:
-        """Makes one attempt. Returns a LineResult if a retry cannot change the outcome."""
+    async def _attempt(self, line: Line) -> LineAttempt | LineResult:
+        """Makes one attempt to compute a line. Returns a LineResult if a retry cannot change the result."""
         if line.streams:
             refusal = bad_request("stream", "'stream' cannot be used in a batch.", "unsupported_parameter")
-            return answered(line, line_results.LineResponse(refusal.status, refusal.json(), self._name(line)))
+            return answered(line, line_results.LineResponse(refusal.status, refusal.json(), self._request_id(line)))
         try:
-            return await self._calls.call(self.order.endpoint, line.body, self._caller(), self._name(line))
-        except ApiError as error:  # raised by self._caller(), because the API key is not accepted
-            answer = line_results.LineResponse(error.status, error.json(), self._name(line))
+            return await self._calls.call(self.order.endpoint, line.body, self._caller(), self._request_id(line))
+        except ApiError as error:  # self._caller() does not accept the API key
+            answer = line_results.LineResponse(error.status, error.json(), self._request_id(line))
             return LineAttempt(answer, error.retry_after_s or 0, error.code or "")
 
-    def _name(self, line: Line) -> str:
-        """Returns the line's request id, which is in the logs of all services."""
+    def _request_id(self, line: Line) -> str:
+        """Returns the request id of the line, for the response and for the logs of all services."""
         return f"{self.order.id}.{line.number}"
 
     # Concluding
 
     async def _conclude(self, record: BatchRecord) -> None:
-        """Ends the batch: gives every line without a result an error, and creates the files.
+        """Ends the batch: stores an error for each line without a result, and creates the result files.
 
         Args:
-            record: The batch after its validation.
+            record: The record of the batch after its validation.
         """
-        if record.status is BatchStatus.FINALIZING or (not self._over.done() and await self._finalizing()):
+        if record.status is BatchStatus.FINALIZING or (not self._stopped.done() and await self._begin_finalizing()):
             end = BatchStatus.COMPLETED
         else:
-            why = self._over.result() if self._over.done() else CANCELLED
+            why = self._stopped.result() if self._stopped.done() else CANCELLED
             end = BatchStatus.EXPIRED if why == EXPIRED else BatchStatus.CANCELLED
             if record.total:
-                await self._give_up(why)
-        last = await self._record()
+                await self._fail_unexecuted_lines(why)
+        last = await self._read_record()
         if last is not None:
             await self._finish(last, end)
 
-    async def _finalizing(self) -> bool:
+    async def _begin_finalizing(self) -> bool:
         """Moves the batch to finalizing. Returns False if a client has cancelled it."""
         before, after = BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING
-        return await patiently(lambda: self._batches.advance(self.lease, self.order, before, after))
+        return await with_store_retries(lambda: self._batches.advance(self.lease, self.order, before, after))
 
-    async def _give_up(self, why: str) -> None:
-        done = await patiently(lambda: self._batches.lines_with_result(self.order))
+    async def _fail_unexecuted_lines(self, why: str) -> None:
+        done = await with_store_retries(lambda: self._batches.lines_with_result(self.order))
         lines: dict[int, Line] = {}
         async for line in self._lines():
             if line.number not in done:
-                lines[line.number] = replace(line, body=b"")  # frees the body, which may have 4 MiB and is not needed
+                lines[line.number] = replace(line, body=b"")  # frees the body, which may have 4 MiB and is not needed here
             if len(lines) == RESULTS_AT_ONCE:
-                await self._keep([not_executed(each, why) for each in lines.values()], lines)
+                await self._record_results([not_executed(each, why) for each in lines.values()], lines)
                 lines = {}
         if lines:
-            await self._keep([not_executed(each, why) for each in lines.values()], lines)
+            await self._record_results([not_executed(each, why) for each in lines.values()], lines)
 
-    async def _keep(self, results: list[LineResult], lines: dict[int, Line]) -> None:
-        """Records results. A result that exceeds the owner's quota is replaced by the error `store_full`. Raises LeaseLost."""
-        full = await patiently(lambda: self._batches.record(self.lease, self.order, results))
+    async def _record_results(self, results: list[LineResult], lines: dict[int, Line]) -> None:
+        """Stores results of lines. Replaces a result that exceeds the owner's quota by the error `store_full`. Raises LeaseLost.
+
+        Args:
+            lines: The lines of the results, by number.
+        """
+        full = await with_store_retries(lambda: self._batches.record(self.lease, self.order, results))
         if full:
             small = [not_executed(lines[each.number], "store_full") for each in full]
-            await patiently(lambda: self._batches.record(self.lease, self.order, small))
+            await with_store_retries(lambda: self._batches.record(self.lease, self.order, small))
         for each in results:
             self._metrics.batch_lines.labels("completed" if each.part == OUTPUT and each not in full else "failed").inc()
 
@@ -274,7 +283,7 @@ class BatchRun:
         files = [self._file(record, part, now, expires_at) for part in (OUTPUT, ERRORS)]
         created = [file for file in files if file.size]
         finish = self._batches.finish
-        if await patiently(lambda: finish(self.lease, record, status, created, expires_at, errors)):
+        if await with_store_retries(lambda: finish(self.lease, record, status, created, expires_at, errors)):
             self._metrics.batches.labels(status.value).inc()
         logger.info("a batch has ended", extra=fields(batch=self.order.id, status=status.value))
 
@@ -288,8 +297,8 @@ class BatchRun:
 
     # The store
 
-    async def _record(self) -> BatchRecord | None:
-        return await patiently(lambda: self._batches.get(self.order.owner, self.order.id))
+    async def _read_record(self) -> BatchRecord | None:
+        return await with_store_retries(lambda: self._batches.get(self.order.owner, self.order.id))
 
     async def _lines(self) -> AsyncIterator[Line]:
         async for number, content in numbered(self._content()):
@@ -298,11 +307,11 @@ class BatchRun:
     async def _content(self) -> AsyncIterator[bytes]:
         """Yields the chunks of the input file. Raises FileGone."""
         owner = self.order.owner
-        file = await patiently(lambda: self._files.get(owner, self.order.input_file_id))
+        file = await with_store_retries(lambda: self._files.get(owner, self.order.input_file_id))
         if file is None:
             raise FileGone
         for number in range(file.chunks):
-            yield await patiently(partial(self._files.chunk, owner, file, number))
+            yield await with_store_retries(partial(self._files.chunk, owner, file, number))
 
 
 def _may_pass(attempt: LineAttempt) -> bool:
@@ -314,7 +323,10 @@ def _may_pass(attempt: LineAttempt) -> bool:
 
 
 def _may_be_caused_by_request(attempt: LineAttempt) -> bool:
-    """Returns whether the request may have caused the failure. TRIES bounds how many workers such a request may disturb."""
+    """Returns whether the request may have caused the failure, for example by crashing a worker.
+
+    TRIES limits the number of workers that a harmful request can disturb.
+    """
     return attempt.answer.status == 500 or attempt.code == "worker_lost"
 
 
@@ -326,10 +338,10 @@ def _backoff() -> Iterator[float]:
         seconds = min(2 * seconds, longest)
 
 
-async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """Returns the result of a store call, retrying without limit while the store is unreachable.
+async def with_store_retries(call: Callable[[], Awaitable[T]]) -> T:
+    """Returns the result of a store call. Retries without limit while the store is unreachable.
 
-    If the lease is lost during an outage, the runner cancels the batch, or the next write raises LeaseLost.
+    The lease may be lost during an outage. BatchRunner then cancels the batch, or the next write raises LeaseLost.
     """
     for pause in _backoff():
         try:
@@ -337,4 +349,4 @@ async def patiently(call: Callable[[], Awaitable[T]]) -> T:
         except StoreAway as away:
             logger.warning("a batch waits for the store: %s", away)
             await asyncio.sleep(pause)
-    raise AssertionError("pauses have no end")
+    raise AssertionError("_backoff() never ends")

@@ -1,4 +1,4 @@
-"""Finds batches without a lease, takes their leases and runs them. Any gateway can run any batch; one gateway at a time does."""
+"""Finds batches without a lease holder, takes their leases and runs them. Only one gateway at a time runs a batch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # seconds between two rounds, which renew leases, notice cancellations and find batches
-AT_ONCE = 4  # batches that one gateway runs at once
-ENDING_AT_ONCE = 4  # additional batches that this gateway only ends, because they are cancelled or have expired
-SEEN = 200  # largest number of waiting batches that one round reads
-LEAVE_S = 1.0  # seconds in which a stopping gateway releases its leases
+AT_ONCE = 4  # largest number of batches that one gateway runs at once
+MAX_ENDING = 4  # additional number of cancelled or expired batches, which a gateway only ends
+MAX_WAITING = 200  # largest number of waiting batches that one round reads
+RELEASE_S = 1.0  # seconds in which a stopping gateway releases its leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,38 +70,38 @@ class BatchRunner:
         self._metrics = metrics
         self._clock = clock
         self._runs: dict[BatchRun, asyncio.Task[None]] = {}  # in the order of their start
-        self._ending: set[BatchRun] = (
-            set()
-        )  # runs of cancelled or expired batches, which execute no lines; they do not count against AT_ONCE
-        self._unknown: dict[str, BatchOrder] = {}  # by owner: a batch, if this gateway does not have the owner's API key yet
+        # Runs of cancelled or expired batches. They compute no lines, and count against MAX_ENDING instead of AT_ONCE.
+        self._ending: set[BatchRun] = set()
+        # One batch of each owner whose API key this gateway does not have yet. Other batches of these owners are not taken.
+        self._without_key: dict[str, BatchOrder] = {}
         self._stopping = False
-        self._is_away = False
+        self._is_away = False  # whether the last round found the store unreachable; an outage is logged once
         metrics.watch_batches(lambda: len(self._runs), lambda: lanes.used)
 
     async def run(self) -> None:
-        """Runs until cancelled. Leases of unfinished batches are then released for other gateways."""
+        """Runs until cancelled, and then releases the leases of unfinished batches to other gateways."""
         try:
             while True:
-                await self._look()
+                await self._run_round()
                 await asyncio.sleep(LOOK_S)
         finally:
             for task in self._runs.values():
                 task.cancel()
             await asyncio.gather(*self._runs.values(), return_exceptions=True)
-            await self._leave()
+            await self._release_leases()
 
     async def drain(self) -> None:
-        """Starts no more lines, and returns when the running lines are computed and recorded."""
+        """Starts no more lines, and returns when the results of the running lines are stored."""
         self._stopping = True
         await self._lanes.close()
         await asyncio.gather(*(run.recorded() for run in self._runs))
 
-    async def _look(self) -> None:
+    async def _run_round(self) -> None:
         try:
             for run in list(self._runs):
-                await self._look_after(run)
+                await self._check_run(run)
             if not self._stopping:
-                await self._find()
+                await self._take_waiting()
         except StoreAway as away:
             if not self._is_away:
                 logger.warning("batches wait for the store: %s", away)
@@ -109,7 +109,7 @@ class BatchRunner:
         else:
             self._is_away = False
 
-    async def _look_after(self, run: BatchRun) -> None:
+    async def _check_run(self, run: BatchRun) -> None:
         task, stores = self._runs[run], self._stores
         if task.done():
             del self._runs[run]
@@ -136,7 +136,10 @@ class BatchRunner:
             run.stop(EXPIRED)
 
     async def _ended(self, run: BatchRun, task: asyncio.Task[None]) -> None:
-        """Releases the lease of an ended run. After a fault, the next attempt waits for the lease's expiry."""
+        """Releases the lease of an ended run.
+
+        After an unexpected error, the lease is not released. So the next gateway tries only after the lease has expired.
+        """
         error = None if task.cancelled() else task.exception()
         if error is None:
             await self._stores.leases.release(run.lease)
@@ -145,46 +148,45 @@ class BatchRunner:
         else:
             logger.error("a batch stopped on an unexpected error", extra=fields(batch=run.order.id), exc_info=error)
 
-    async def _find(self) -> None:
-        """Takes waiting batches.
+    async def _take_waiting(self) -> None:
+        """Takes waiting batches, up to the limits AT_ONCE and MAX_ENDING.
 
-        Owners with fewer running batches at this gateway come first, then older batches. Cancelled and expired batches count
-        against ENDING_AT_ONCE instead of AT_ONCE.
+        Batches of the owner with the fewest running batches at this gateway come first, and of these the oldest.
         """
-        self._unknown = {owner: order for owner, order in self._unknown.items() if self._may_know_later(order)}
-        waiting = await self._stores.batches.waiting(SEEN, AT_ONCE, int(self._clock()))
+        self._without_key = {owner: order for owner, order in self._without_key.items() if self._lacks_api_key(order)}
+        waiting = await self._stores.batches.waiting(MAX_WAITING, AT_ONCE, int(self._clock()))
         for batch in waiting:
-            if batch.ends and len(self._ending) < ENDING_AT_ONCE:
+            if batch.ends and len(self._ending) < MAX_ENDING:
                 await self._take(batch, self._ending)
-        queue = [batch for batch in waiting if not batch.ends and batch.owner not in self._unknown]
+        queue = [batch for batch in waiting if not batch.ends and batch.owner not in self._without_key]
         while queue and len(self._runs) - len(self._ending) < AT_ONCE:
-            batch = min(queue, key=lambda each: len(self._of(each.owner)))
+            batch = min(queue, key=lambda each: len(self._runs_of(each.owner)))
             queue.remove(batch)
             await self._take(batch, None)
-        if any(not self._of(batch.owner) for batch in queue):
-            self._make_way()
+        if any(not self._runs_of(batch.owner) for batch in queue):
+            self._pause_batch_of_busiest_owner()
 
-    def _of(self, owner: str) -> list[BatchRun]:
-        """Returns the owner's running batches in the order of their start, without those in `_ending`."""
+    def _runs_of(self, owner: str) -> list[BatchRun]:
+        """Returns the runs of an owner's batches in the order of their start, without the runs in `_ending`."""
         return [run for run in self._runs if run.order.owner == owner and run not in self._ending]
 
-    def _make_way(self) -> None:
-        """Cancels the latest batch of the owner with most batches, so that an owner without a running batch gets its turn.
+    def _pause_batch_of_busiest_owner(self) -> None:
+        """Cancels the newest run of the owner with the most runs, so that an owner without a run gets one.
 
-        Has no effect if no owner has several batches. The cancelled batch continues later; its running lines are computed again.
+        Has no effect if no owner has several runs. The cancelled batch continues later, and its running lines are computed again.
         """
         if any(task.cancelling() for run, task in self._runs.items() if run not in self._ending):
-            return  # a batch is being cancelled
-        longest = max((self._of(run.order.owner) for run in self._runs if run not in self._ending), key=len, default=[])
+            return  # an earlier call has cancelled a run, which has not ended yet
+        longest = max((self._runs_of(run.order.owner) for run in self._runs if run not in self._ending), key=len, default=[])
         if len(longest) > 1:
             logger.info("paused a batch to run a batch of another API key", extra=fields(batch=longest[-1].order.id))
             self._runs[longest[-1]].cancel()
 
     async def _take(self, batch: WaitingBatch, into: set[BatchRun] | None) -> None:
-        """Takes a batch if its lease is free, and adds its run to `into`.
+        """Takes a batch if no gateway has its lease, and adds its run to `into`.
 
-        The lease of a batch that cannot be read is not released, so that the next attempt waits for its expiry. A gateway of
-        another version may then read it.
+        If the batch is unreadable, its lease is not released. So the next gateway tries only after the lease has expired. It may
+        have another version, which can read the batch.
         """
         lease = await self._stores.leases.take(batch_lease(batch.owner, batch.id))
         try:
@@ -204,8 +206,10 @@ class BatchRunner:
             return None
         order = record.order
         is_to_end = record.status is BatchStatus.CANCELLING or self._clock() >= order.expires_at
-        if not is_to_end and self._may_know_later(order):  # another gateway that has the API key can take the batch now
-            self._unknown[owner] = order
+        if not is_to_end and self._lacks_api_key(
+            order
+        ):  # released at once, so that a gateway with the API key can take the batch
+            self._without_key[owner] = order
             await stores.leases.release(lease)
             return None
         run = BatchRun(
@@ -225,16 +229,16 @@ class BatchRunner:
         self._runs[run] = asyncio.create_task(run.run())
         return run
 
-    def _may_know_later(self, order: BatchOrder) -> bool:
-        """Returns whether this gateway does not have the batch's API key yet but may still get it."""
+    def _lacks_api_key(self, order: BatchOrder) -> bool:
+        """Returns whether this gateway does not have the batch's API key yet. It may get the API key later."""
         try:
             self._callers(order.key, order.created_at)
         except ApiError as error:
             return error.code == KEY_NOT_HERE
         return False
 
-    async def _leave(self) -> None:
-        with suppress(StoreAway, TimeoutError):  # the leases expire in any case
-            async with asyncio.timeout(LEAVE_S):
+    async def _release_leases(self) -> None:
+        with suppress(StoreAway, TimeoutError):  # a lease that is not released expires
+            async with asyncio.timeout(RELEASE_S):
                 for run in self._runs:
                     await self._stores.leases.release(run.lease)

@@ -1,4 +1,4 @@
-"""Connects the parts of batches from settings. services/gateway/api/batches has the HTTP routes."""
+"""Makes the stores, the lanes and the runner of batches. services/gateway/api/batches has the HTTP routes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class BatchWork:
         metrics: GatewayMetrics,
         access: AccessLog,
     ) -> None:
-        """Connects the parts. Nothing runs before run().
+        """Makes the stores, the lanes and the runner. Nothing runs before run().
 
         Args:
             run: GenerationService.run.
-            operations: Operations of lines by path; filled before run().
+            operations: Operations of lines by path. The caller fills the mapping before run().
             callers: Returns the caller for an API key's name and the Unix time of the client's request. Raises ApiError.
             waiting: Returns the number of choices that wait in this gateway or in a worker's queue.
-            attendance: Counts the requests that clients wait for.
+            attendance: Counts the open requests that clients wait for.
 
         Raises:
             ValueError: The store's URL is not valid.
@@ -56,7 +56,7 @@ class BatchWork:
         self.files = FileStore(self._redis, most, most_bytes)
         self.batches = BatchStore(self._redis, leases, settings.state_ttl_s, most, most_bytes)
         lanes = Lanes(settings.batch_lines, settings.batch_lines_beside, waiting, lambda: attendance.quiet_s)
-        attendance.listen(lanes.make_way)
+        attendance.listen(lanes.displace_young_lines)
         low_first = settings.schedule_low_priority_values_first
         self._runner: BatchRunner | None = None
         if settings.batch_lines:
@@ -89,7 +89,7 @@ class BatchWork:
             await asyncio.sleep(MEMORY_LOOK_S)
 
     async def drain(self) -> None:
-        """Starts no more lines, and returns when the running lines are computed and recorded."""
+        """Starts no more lines, and returns when the results of the running lines are stored."""
         if self._runner is not None:
             await self._runner.drain()
 

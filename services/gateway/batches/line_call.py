@@ -1,4 +1,4 @@
-"""Computes a line of a batch with the operation that serves its path over HTTP. The result has the bytes of the HTTP response."""
+"""Computes a line of a batch with the operation that serves its path over HTTP. The result is the body of the HTTP response."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LineAttempt:
 
 
 class LineCalls:
-    """Computes lines by their path. The caller checks that `operations` has the path."""
+    """Computes lines with the operations of their paths. The caller checks that `operations` has the path."""
 
     def __init__(
         self, run: RunGeneration, operations: Mapping[str, MakeOperation], access: AccessLog, max_body_bytes: int
@@ -47,7 +47,7 @@ class LineCalls:
         """Computes a line and returns the result. If cancelled, the request is aborted and its resources are released."""
 
         async def read(line: RequestBody) -> None:
-            await line.hold(body, self._max_body_bytes)
+            await line.reserve_and_receive(body, self._max_body_bytes)
 
         operation = self._operations[path]()
         sink, began = CollectedAnswer(OPENAI, operation.make_renderer), time.monotonic()

@@ -15,7 +15,7 @@ from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT
 from rootstock_llm.services.shared.limits import MAX_BATCH_RESULT_BYTES
 
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
-_WHY = {
+_MESSAGES = {
     EXPIRED: "This request could not be executed before the completion window expired.",
     CANCELLED: "The batch was cancelled before this request was executed.",
     "result_too_large": f"The response has more than {MAX_BATCH_RESULT_BYTES} bytes.",
@@ -34,9 +34,9 @@ class LineResponse:
 
 
 def answered(line: Line, answer: LineResponse) -> LineResult:
-    """Returns the result of a computed line: status 200 goes to the output file, others go to the error file.
+    """Returns the result of a computed line. Status 200 goes to the output file, and every other status to the error file.
 
-    A response with more than MAX_BATCH_RESULT_BYTES is replaced by the error `result_too_large`.
+    Replaces a response with more than MAX_BATCH_RESULT_BYTES by the error `result_too_large`.
     """
     if len(answer.body) > MAX_BATCH_RESULT_BYTES:
         return not_executed(line, "result_too_large")
@@ -47,8 +47,8 @@ def answered(line: Line, answer: LineResponse) -> LineResult:
 
 
 def not_executed(line: Line, code: str) -> LineResult:
-    """Returns the result of a line without a response. The store accepts this small result even if the quota is used up."""
-    return LineResult(line.number, ERRORS, _line(line, None, {"code": code, "message": _WHY[code]}), forced=True)
+    """Returns the result of a line without a response. The store accepts this small result even if the quota is full."""
+    return LineResult(line.number, ERRORS, _line(line, None, {"code": code, "message": _MESSAGES[code]}), forced=True)
 
 
 def _line(line: Line, response: Mapping[str, Any] | None, error: Mapping[str, str] | None) -> bytes:
@@ -56,14 +56,14 @@ def _line(line: Line, response: Mapping[str, Any] | None, error: Mapping[str, st
     return orjson.dumps({"id": result_id, "custom_id": line.custom_id, "response": response, "error": error}) + b"\n"
 
 
-def _usage(told: Any) -> dict[str, int]:
-    """Returns the token counts of a `usage` object by the names of USAGE. Accepts the objects of all endpoints; omits zeros."""
-    if not isinstance(told, dict):
+def _usage(usage: Any) -> dict[str, int]:
+    """Returns the token counts of an endpoint's `usage` object by the names of USAGE, without zeros."""
+    if not isinstance(usage, dict):
         return {}
-    prompt = told.get("prompt_tokens", told.get("input_tokens", 0))
-    output = told.get("completion_tokens", told.get("output_tokens", 0))
-    of_prompt = told.get("prompt_tokens_details") or told.get("input_tokens_details") or {}
-    of_output = told.get("completion_tokens_details") or told.get("output_tokens_details") or {}
+    prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+    output = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    of_prompt = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
     found = {
         "input_tokens": prompt,
         "cached_tokens": of_prompt.get("cached_tokens", 0),

@@ -381,7 +381,7 @@ class Dispatcher:
         """Lets a decode worker read further pages of a prompt that the link's prefill worker has computed."""
         pages = placement.prefetched_of(ready.handle)
         if pages is not None:
-            pages.link.more_ready(pages.handle, ready.room)
+            pages.link.report_ready_pages(pages.handle, ready.room)
             return
         pool, now = placement.pool, asyncio.get_running_loop().time()
         pick = pool.pick_reader(placement, now, link)
@@ -414,7 +414,7 @@ class Dispatcher:
             self._aborted(link, placement, finish)
         elif choice.lacks_logprobs:
             placement.request.fail(internal("The worker's log probabilities do not fit its tokens."))
-        elif not choice.fits(finish):
+        elif not choice.has_all_label_logprobs(finish):
             placement.request.fail(internal("The worker's log probabilities do not fit the labels of the score."))
         else:
             if choice.number == 0:  # cached tokens are counted once for each prompt

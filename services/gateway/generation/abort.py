@@ -1,7 +1,7 @@
-"""Aborts requests by the client's name for them, at all gateways.
+"""Aborts requests at all gateways, by the name that a client has given to the request.
 
-A request is known only to the gateway that its client has called. So an abort runs at this gateway and is sent to all others
-concurrently. The report names gateways that do not respond in time.
+Only the gateway that the client has called has the request. So the gateway that receives an abort runs it, and sends it to all
+other gateways concurrently. The report names the gateways that do not respond in time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from rootstock_llm.services.gateway.generation.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class AbortScope:
-    """Selects requests."""
+    """Selects the requests to abort. A request is selected if it matches all fields."""
 
     rid: str | None  # the client's name of the request, or its request id; None: all requests
-    key: str | None  # name of the API key, "" if the gateway has no keys; None: all keys
+    key: str | None  # name of the API key, "" if the gateway has no API keys; None: all API keys
     worker: str = ""  # id of the worker that computes the requests; "": any
 
     def owns(self, key: str) -> bool:
@@ -38,8 +38,8 @@ class PeerAnswer:
 
     address: str
     gateway: bytes = b""  # the gateway's own id; b"" if it was not reached
-    aborted: int = 0  # choices and requests that ended there
-    message: str = ""  # the reason if it was not reached
+    aborted: int = 0  # number of choices and requests that the gateway has ended
+    message: str = ""  # reason if the gateway was not reached
 
 
 class OpenRequests(Protocol):
@@ -49,35 +49,42 @@ class OpenRequests(Protocol):
 
 class Peers(Protocol):
     async def abort(self, scope: AbortScope) -> Sequence[PeerAnswer]:
-        """Aborts requests at every other gateway, within a time limit. Raises nothing."""
+        """Aborts the selected requests at every other gateway, within a time limit. Does not raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortReport:
     """The result of an abort at all gateways."""
 
-    aborted: int  # choices and requests that ended
-    peers: Sequence[PeerAnswer]  # one for each address of another gateway
+    aborted: int  # number of choices and requests that all gateways have ended
+    peers: Sequence[PeerAnswer]  # one result for each address of another gateway
 
     @property
     def unreached(self) -> list[PeerAnswer]:
         return [peer for peer in self.peers if not peer.gateway]
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON body. `gateways` counts this gateway and each reached one once, even if it has several addresses."""
+        """Returns the JSON body of the response.
+
+        `gateways` counts this gateway and each reached gateway. A gateway with several addresses counts once.
+        """
         others = {peer.gateway for peer in self.peers} - {b""}
         return {"aborted": self.aborted, "gateways": 1 + len(others), "unreached": len(self.unreached)}
 
 
 class Aborter:
-    """Aborts requests at this gateway and at all others. The process has one."""
+    """Aborts requests at this gateway and at all other gateways. Each process has one Aborter."""
 
     def __init__(self, requests: OpenRequests, peers: Peers) -> None:
         self._requests = requests
         self._peers = peers
 
     def abort_here(self, scope: AbortScope) -> int:
-        """Ends the selected requests of this gateway. Their responses have the output so far. Returns how many ended."""
+        """Ends the selected requests of this gateway. Their responses contain the output so far.
+
+        Returns:
+            The number of ended choices and requests.
+        """
         return self._requests.abort(scope, aborted())
 
     async def abort(self, scope: AbortScope) -> AbortReport:

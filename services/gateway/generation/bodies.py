@@ -1,7 +1,8 @@
-"""Request bodies and their memory budget. A body reserves memory before its first byte is read, until its request is dispatched.
+"""Request bodies and their memory budget.
 
-Small bodies have a separate pool, so that a chat never waits behind a large body. A body waits unread in a queue until memory is
-free; TCP flow control then stops its client. After `wait_s`, or if too many bodies wait, the request gets a 503.
+A body reserves memory before its first byte is read, and releases it when its request is dispatched. While no memory is free, the
+body waits unread in a queue, and TCP flow control stops its client. The request gets a 503 after `wait_s`, or if too many bodies
+wait. Small bodies have a separate pool, so that a chat never waits behind a large body.
 """
 
 from __future__ import annotations
@@ -22,87 +23,94 @@ from rootstock_llm.services.shared.limits import (
 )
 from rootstock_llm.services.shared.memory import trim_heap
 
-TRIM_BYTES = 1 << 20  # size of a body from which on its memory is trimmed; smaller memory is reused for the next body
-TRIM_S = 1.0  # seconds from the end of a large body to the trim, which then serves several bodies
-QUIET_S = 15.0  # seconds without a large body, after which all objects are collected
-YOUNG, OLDEST = 1, 2  # generations of the garbage collector
+TRIM_BYTES = 1 << 20  # smallest body after which freed memory is returned to the system; the next body reuses smaller memory
+TRIM_S = 1.0  # seconds from the end of a large body to the trim, so that one trim serves several bodies
+QUIET_S = 15.0  # seconds after the last large body until the garbage collector scans all objects
+YOUNG, OLDEST = 1, 2  # generations of objects, as arguments of gc.collect()
 
 Gone = Callable[[], Awaitable[object]]  # returns when the client has closed its connection
 Hold = Callable[[int], Awaitable[None]]  # RequestBody.grow_by
 
 
 class Stuck(Exception):
-    """Raised if every body that holds bytes of the pool waits for more, so the wait would never end."""
+    """Raised if all reserved bytes of the pool belong to waiting bodies. No body could then complete and release its bytes."""
 
 
 class BodyReservation:
-    """A position in the queue of a pool."""
+    """The request of a waiting body for bytes of a pool, in the pool's queue."""
 
-    __slots__ = ("holds", "room", "size")
+    __slots__ = ("granted", "owned", "size")
 
-    def __init__(self, size: int, holds: int) -> None:
+    def __init__(self, size: int, owned: int) -> None:
         self.size = size  # bytes that the body waits for
-        self.holds = holds  # bytes of the pool that the body has
-        self.room: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when the bytes are taken
+        self.owned = owned  # bytes of the pool that the body has already reserved
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when the bytes are taken
 
 
 class BodyPool:
-    """A number of bytes that bodies reserve and release. Waiting bodies are served in the order of their arrival.
+    """A number of bytes that bodies reserve and release. Waiting bodies get bytes in the order of their arrival.
 
-    A body that has bytes and needs more precedes bodies without bytes, because only a complete body releases its bytes.
+    A body that owns bytes and needs more comes before bodies without bytes, because only a complete body releases its bytes.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity  # bytes
-        self.held = 0  # bytes that bodies have reserved
-        self._begun: deque[BodyReservation] = deque()  # waiting bodies that have bytes
-        self._new: deque[BodyReservation] = deque()
+        self.capacity = capacity  # size of the pool in bytes
+        self.reserved = 0  # bytes that bodies have reserved
+        self._growing: deque[BodyReservation] = deque()  # waiting bodies that own bytes
+        self._new: deque[BodyReservation] = deque()  # waiting bodies without bytes
 
     @property
     def num_waiting(self) -> int:
-        return len(self._begun) + len(self._new)
+        return len(self._growing) + len(self._new)
 
-    def take(self, size: int, holds: int = 0) -> bool:
-        """Reserves the bytes if they are free and no body precedes this one. Returns whether they are reserved."""
-        before = len(self._begun) if holds else self.num_waiting
-        if before or self.held + size > self.capacity:
+    def try_reserve(self, size: int, owned: int = 0) -> bool:
+        """Reserves bytes, unless they are not free or a body waits that comes before this one.
+
+        Args:
+            owned: Bytes of the pool that the body has already reserved.
+
+        Returns:
+            Whether the bytes are reserved. If not, the caller calls enqueue().
+        """
+        before = len(self._growing) if owned else self.num_waiting
+        if before or self.reserved + size > self.capacity:
             return False
-        self.held += size
+        self.reserved += size
         return True
 
-    def join(self, size: int, holds: int = 0) -> BodyReservation:
-        """Joins the end of the queue. `holds` is the number of bytes that the body already has. Raises Stuck."""
-        if holds and self.held == holds + sum(place.holds for place in self._begun):
+    def enqueue(self, size: int, owned: int = 0) -> BodyReservation:
+        """Joins the end of the queue. `owned` is the number of bytes that the body already has. Raises Stuck."""
+        if owned and self.reserved == owned + sum(reservation.owned for reservation in self._growing):
             raise Stuck
-        place = BodyReservation(size, holds)
-        (self._begun if holds else self._new).append(place)
-        return place
+        reservation = BodyReservation(size, owned)
+        (self._growing if owned else self._new).append(reservation)
+        return reservation
 
-    def leave(self, place: BodyReservation) -> None:
-        """Leaves the queue, and releases the bytes if they were reserved."""
-        if place.room.done():
-            self.give(place.size)
+    def cancel(self, reservation: BodyReservation) -> None:
+        """Removes a reservation from the queue, or releases its bytes if they were granted."""
+        if reservation.granted.done():
+            self.release(reservation.size)
             return
-        place.room.cancel()
-        (self._begun if place.holds else self._new).remove(place)
+        reservation.granted.cancel()
+        (self._growing if reservation.owned else self._new).remove(reservation)
         self._admit()  # the next bodies may fit
 
-    def give(self, size: int) -> None:
-        self.held -= size
+    def release(self, size: int) -> None:
+        self.reserved -= size
         self._admit()
 
     def _admit(self) -> None:
-        for line in (self._begun, self._new):
-            while line and self.held + line[0].size <= self.capacity:
-                place = line.popleft()
-                self.held += place.size
-                place.room.set_result(None)
-            if line:
+        for queue in (self._growing, self._new):
+            while queue and self.reserved + queue[0].size <= self.capacity:
+                reservation = queue.popleft()
+                self.reserved += reservation.size
+                reservation.granted.set_result(None)
+            if queue:
                 return
 
 
 class ClientGone(Exception):
-    """Raised if the client has closed its connection. No response is sent."""
+    """The client has closed its connection. No response is sent."""
 
 
 class BodyBudget:
@@ -123,8 +131,8 @@ class BodyBudget:
         self._retry_after_s = retry_after_s
         self._refused = metrics.bodies_refused
         self._trimmer = MemoryTrimmer()
-        metrics.watch_bodies("small", lambda: self._small.held, lambda: self._small.num_waiting)
-        metrics.watch_bodies("large", lambda: self._large.held, lambda: self._large.num_waiting)
+        metrics.watch_bodies("small", lambda: self._small.reserved, lambda: self._small.num_waiting)
+        metrics.watch_bodies("large", lambda: self._large.reserved, lambda: self._large.num_waiting)
 
     def open(self, gone: Gone) -> RequestBody:
         """Returns a body without reserved bytes."""
@@ -133,36 +141,50 @@ class BodyBudget:
     def pool_of(self, size: int) -> BodyPool:
         return self._small if size <= SMALL_BODY_BYTES else self._large
 
-    async def take(self, pool: BodyPool, size: int, holds: int, gone: Gone) -> None:
-        """Reserves `size` more bytes of the pool, waiting if necessary. Raises ApiError (503) or ClientGone."""
-        if pool.take(size, holds):
+    async def reserve(self, pool: BodyPool, size: int, owned: int, gone: Gone) -> None:
+        """Reserves bytes of a pool for a body, and waits for them if necessary.
+
+        Args:
+            size: Number of additional bytes.
+            owned: Bytes of the pool that the body has already reserved.
+            gone: Returns when the client has closed its connection.
+
+        Raises:
+            ApiError: Status 503. The bytes were not free in time, or too many bodies wait.
+            ClientGone: The client has closed its connection.
+        """
+        if pool.try_reserve(size, owned):
             return
         if pool.num_waiting >= MAX_WAITING_BODIES:
-            raise self._no_room()
+            raise self._budget_full_error()
         try:
-            place = pool.join(size, holds)
+            reservation = pool.enqueue(size, owned)
         except Stuck:
-            raise self._no_room() from None
+            raise self._budget_full_error() from None
         left = asyncio.ensure_future(gone())
         try:
-            await asyncio.wait((place.room, left), timeout=self._wait_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reservation.granted, left), timeout=self._wait_s, return_when=asyncio.FIRST_COMPLETED)
             if left.done():
                 raise ClientGone
-            if not place.room.done():
-                raise self._no_room()
+            if not reservation.granted.done():
+                raise self._budget_full_error()
         except BaseException:
-            pool.leave(place)
+            pool.cancel(reservation)
             raise
         finally:
             left.cancel()
 
-    def give(self, pool: BodyPool, size: int, peak: int) -> None:
-        """Releases bytes of a pool. `peak` is the largest size that their body had."""
-        pool.give(size)
+    def release(self, pool: BodyPool, size: int, peak: int) -> None:
+        """Releases the bytes of a body.
+
+        Args:
+            peak: Largest number of bytes that the body had reserved. After a large body, memory is returned to the system.
+        """
+        pool.release(size)
         if peak >= TRIM_BYTES:
             self._trimmer.soon()
 
-    def _no_room(self) -> ApiError:
+    def _budget_full_error(self) -> ApiError:
         self._refused.inc()
         message = "The body budget of this server is full. Retry later."
         return unavailable(message, self._retry_after_s, "body_budget")
@@ -171,7 +193,7 @@ class BodyBudget:
 class RequestBody:
     """The body of one request: its reserved bytes of the budget, and its content until the content is parsed.
 
-    The request closes it; a second close has no effect.
+    The request calls close(), which is idempotent.
     """
 
     __slots__ = ("_budget", "_content", "_gone", "_pool", "size")
@@ -194,29 +216,29 @@ class RequestBody:
             return
         budget, pool = self._budget, self._budget.pool_of(size)
         if pool is self._pool:
-            await budget.take(pool, size - self.size, self.size, self._gone)
+            await budget.reserve(pool, size - self.size, self.size, self._gone)
             self.size = size
             return
-        await budget.take(pool, size, 0, self._gone)
-        self._pool.give(self.size)
+        await budget.reserve(pool, size, 0, self._gone)
+        self._pool.release(self.size)
         self._pool, self.size = pool, size
 
     async def grow_by(self, size: int) -> None:
-        """Grows for data that is fetched for the request. Raises ApiError."""
+        """Reserves `size` more bytes, for data that is fetched for the request. Raises ApiError."""
         try:
             await self.grow_to(min(self.size + size, self.most))
         except ClientGone:
             raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
 
-    async def hold(self, content: bytes, max_bytes: int) -> None:
-        """Reserves the bytes of a content that is already in memory, and receives it. Raises ApiError, ClientGone."""
+    async def reserve_and_receive(self, content: bytes, max_bytes: int) -> None:
+        """Reserves the bytes of a content that is already in memory, and stores the content. Raises ApiError, ClientGone."""
         if len(content) > max_bytes:
             raise body_too_large(max_bytes)
         await self.grow_to(len(content))
         await self.receive(content)
 
     async def receive(self, content: bytes | bytearray) -> None:
-        """Receives the content, the bytes of which are reserved. For a large body, also reserves memory for its parsed values.
+        """Stores the content, whose bytes are already reserved. For a large body, also reserves memory for its parsed values.
 
         Raises:
             ApiError: The content has too many values (413), or the budget has no space for them (503).
@@ -231,17 +253,17 @@ class RequestBody:
         self._content = content
 
     def take(self) -> bytes | bytearray:
-        """Returns the content and drops the reference to it, so that up to 64 MiB are freed after parsing. Called once."""
+        """Returns the content and drops the reference to it. So parsing can free up to 64 MiB. May be called once."""
         content, self._content = self._content, None
         assert content is not None, "take() is called once, after the content was received"
         return content
 
     def close(self) -> None:
-        """Drops the content and releases the bytes."""
+        """Drops the content and releases the reserved bytes. Idempotent."""
         self._content = None
         size, self.size = self.size, 0
         if size:
-            self._budget.give(self._pool, size, size)
+            self._budget.release(self._pool, size, size)
 
 
 def body_too_large(max_bytes: int) -> ApiError:
@@ -249,15 +271,15 @@ def body_too_large(max_bytes: int) -> ApiError:
 
 
 class MemoryTrimmer:
-    """Returns freed memory to the system, because glibc keeps the pages of large bodies.
+    """Returns the freed memory of large bodies to the system, which glibc does not do by itself.
 
-    A refused request and its body are in a reference cycle with the traceback. So the trimmer runs the garbage collector: for
-    young objects TRIM_S after a large body, and for all objects after QUIET_S without one.
+    First, it runs the garbage collector, because a refused request, its body and the traceback of its error are in a reference
+    cycle. The collector scans young objects TRIM_S after a large body, and all objects QUIET_S after the last large body.
     """
 
     def __init__(self) -> None:
-        self._timer: asyncio.TimerHandle | None = None
-        self._last: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # next trim after TRIM_S
+        self._last: asyncio.TimerHandle | None = None  # next trim after QUIET_S
 
     def soon(self) -> None:
         loop = asyncio.get_running_loop()

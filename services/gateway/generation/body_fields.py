@@ -17,7 +17,7 @@ from rootstock_llm.services.shared.sampling_parameters import Api, renamed
 
 
 class Body(BaseModel):
-    """The base of all request bodies. Ignores unknown fields, because clients send new ones, unless a subclass forbids them."""
+    """The base of all request bodies. Ignores unknown fields, because clients send new fields. A subclass may forbid them."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=(), frozen=True)
 
@@ -53,7 +53,7 @@ class AnswerBody(Body):
     )
 
     def shown(self) -> AnswerBody:
-        """Returns only these fields of a larger body."""
+        """Returns an AnswerBody with these fields of a larger body. Returns TEXT_ALONE if no field is set."""
         given = {name: value for name in _SHOWN if (value := getattr(self, name)) is not None}
         return AnswerBody(**given) if given else TEXT_ALONE
 
@@ -64,13 +64,13 @@ TEXT_ALONE = AnswerBody()
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """One API's names of the fields that errors name."""
+    """One API's names of the fields that errors mention."""
 
     names: Mapping[str, str] = field(default_factory=dict)  # client's name by path, or by the first part of the path
-    prefix: str = ""  # client's path of the sampling parameters, the prefix of names not in `names`; "" for the body itself
+    prefix: str = ""  # path of the object with the sampling parameters, for fields not in `names`; "" for the body itself
 
     def of(self, path: str) -> str:
-        """Returns the client's name of a path. A path without an entry in `names` keeps its name, with the prefix."""
+        """Returns the client's name of a path. A path without an entry in `names` is returned with the prefix."""
         for known in (path, path.partition(".")[0], path.partition("[")[0]):
             if known in self.names:
                 return self.names[known]
@@ -81,7 +81,7 @@ class FieldNames:
         return replace(self, prefix=prefix, names={**self.names, "prompt_ids": prompt})
 
 
-NO_NAMES = FieldNames()  # the client's names are the paths
+NO_NAMES = FieldNames()  # for APIs whose names equal the paths
 _SESSION = {
     "session": "session_params",
     "session.session_id": "session_params.id",

@@ -1,8 +1,8 @@
-"""A choice: one output of the worker for a prompt, its text, and the part that the client has not received.
+"""A choice: one completion of a prompt, with its token ids, its text, and the part that the client has not received.
 
-A choice may move from worker to worker with the same parameters. It has everything that another worker needs to continue it.
-The dispatcher passes the worker's output to it, and a Decoding passes the detokenizer's text. New output waits in the choice,
-merged, until the request's task takes it as one Delta.
+The dispatcher passes the worker's output to the choice, and a Decoding passes the detokenizer's text. New output is merged in the
+choice until the request's task takes it as one Delta. A choice may move to another worker with the same parameters, and has all
+data that the other worker needs to continue it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,25 @@ _FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "a
 
 
 class Series(Protocol):
-    """Counts requests of one model and API key. Times are in seconds."""
+    """The metrics of the requests of one model and API key. Times are in seconds."""
 
     def first_token(self, since_arrival: float) -> None: ...
 
     def further_tokens(self, between_two: float, count: int) -> None: ...
 
     def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
-        """Counts a complete response: tokens of the prompts, cached tokens among them, output tokens, and seconds."""
+        """Counts a complete response.
+
+        Args:
+            prompt: Tokens of the prompts.
+            cached: Cached tokens among them.
+            output: Output tokens.
+            since_arrival: Seconds from the arrival of the request to its end.
+        """
 
 
 class ChoiceOwner(Protocol):
-    """The RunningRequest of a choice. It is a Protocol, because the module of RunningRequest imports this module."""
+    """The RunningRequest of a choice. A Protocol avoids a circular import, because running.py imports this module."""
 
     request_id: str
     caller: Caller
@@ -56,8 +63,8 @@ class ChoiceOwner(Protocol):
     def streaming(self) -> None:
         """Records that a choice has output."""
 
-    def has_news(self, choice: Choice) -> None:
-        """Records that take() of this choice returns a delta."""
+    def has_output(self, choice: Choice) -> None:
+        """Records that the choice has new output for take()."""
 
     def choice_ended(self, choice: Choice) -> None:
         """Frees the choice. Called once, after `ending` of the choice is set."""
@@ -68,23 +75,22 @@ class ChoiceOwner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a complete choice. All counts are the worker's."""
+    """The end of a complete choice, with the worker's counts."""
 
     finish_reason: str  # "stop", "length" or "abort"
     stop_reason: str | int | None  # matched stop string, pattern or token id, or None at the end of sequence or of a grammar
     matched: str | int | None  # as stop_reason, but with the token id of the end of sequence
-    prompt_tokens: int  # in a session, of the whole context
-    cached_tokens: int
-    completion_tokens: int
-    queue_ms: int
+    prompt_tokens: int  # tokens of the prompt; in a session, tokens of the whole context
+    cached_tokens: int  # prompt tokens whose KV was cached
+    completion_tokens: int  # output tokens
+    queue_ms: int  # milliseconds in the queue of the worker that computed the prompt
     retractions: int  # times that the choice lost its KV to other requests
     verified_rows: int = 0  # see Finish in worker.proto
     drafted_tokens: int = 0  # see Finish in worker.proto
     accepted_tokens: int = 0  # see Finish in worker.proto
-    accepted_prediction_tokens: int = 0  # at all workers of the choice, up to the tokens that this gateway has
-    rejected_prediction_tokens: int = 0
-    # cached_tokens by tier, or None without cached tokens, or if the worker has one tier
-    cached_by_tier: Mapping[str, int] | None = None
+    accepted_prediction_tokens: int = 0  # tokens of the client's prediction, over all workers of the choice
+    rejected_prediction_tokens: int = 0  # tokens of the client's prediction, over all workers of the choice
+    cached_by_tier: Mapping[str, int] | None = None  # cached tokens by tier; None if no tier has any
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +98,9 @@ class EarlierOutput:
     """Stored output of a choice from another gateway or an earlier attempt, which this gateway continues."""
 
     ids: Sequence[int] = ()  # output ids so far
-    decoded: int = 0  # ids whose text a detokenizer has returned
-    chars: int = 0  # characters of that text
-    shown: int = 0  # ids whose text the client has received
+    decoded: int = 0  # number of ids whose text a detokenizer has returned
+    chars: int = 0  # number of characters of that text
+    shown: int = 0  # number of ids whose text the client has received
     logprobs: Sequence[worker_pb2.LogprobRows] = ()  # log probabilities of all ids, if requested
     version: ModelVersion | None = None  # model version of the workers, or None if it is unknown
     numerics: str = ""  # WorkerInfo.numerics of the workers; "" if it is unknown
@@ -105,20 +111,21 @@ class Delta:
     """New output of one choice, for its client."""
 
     choice: Choice
-    first: bool  # whether it is the first delta of the choice
+    first: bool  # whether this is the first delta of the choice
     text: str
-    # If requested: ids of `text`, and their log probabilities. An id whose text is not known yet (a possible stop string, a part
-    # of a character) is in a later delta.
+    # Ids of `text` and their log probabilities; empty if not requested. If the detokenizer has not returned the text of an id,
+    # the id is in a later delta: its text may belong to a stop string, or be a part of a character.
     token_ids: Sequence[int]
     logprobs: LogprobSpan
     ending: Ending | None  # set in the last delta
 
 
 class Choice:
-    """An output for one prompt. Lives as long as its request. All methods run on the event loop."""
+    """One completion of a prompt. Lives as long as its request. All methods run on the event loop."""
 
     __slots__ = (
         "_delivered",
+        "_delivered_ids",
         "_embedding",
         "_label_logprobs",
         "_last_at",
@@ -127,7 +134,6 @@ class Choice:
         "_predicted_before",
         "_prefilled",
         "_shown_ids",
-        "_taken_ids",
         "decoding",
         "ending",
         "index",
@@ -154,31 +160,29 @@ class Choice:
         seed: int | None,
     ) -> None:
         self.request = request
-        self.index = index  # among all choices of the request
-        self.number = number  # among the choices of its prompt
+        self.index = index  # index among all choices of the request
+        self.number = number  # index among the choices of its prompt
         self.prompt = prompt
         self.params = params
         self.seed = seed  # seed of sampling on every worker, or None if no token is drawn
         self.trace = None if request.trace is None else request.trace.choice(self.request_id)
-        self.resumed: EarlierOutput | None = None  # its log probabilities go to `logprobs`; the rest stays here
+        self.resumed: EarlierOutput | None = None  # output that resume() continues, without its log probabilities
         # Output of the worker.
         self.output_ids: list[int] = []  # `decoding` reads the same list
         self.logprobs = LogprobTable() if params.wants_logprobs else EMPTY_TABLE  # rows of output_ids, if requested
-        self.prompt_logprobs = EMPTY_TABLE  # from position max(1, prompt_from) on
+        self.prompt_logprobs = EMPTY_TABLE  # rows of prompt tokens from position max(1, prompt_from) on
         self.worker_ending: Ending | None = None  # set when the worker has ended the choice
         self._embedding: Sequence[float] | None = None
         self._label_logprobs: Sequence[float] | None = None
         self._predicted = 0, 0  # accepted and rejected prediction tokens at the current worker
-        self._predicted_before = 0, 0  # the same at earlier workers
-        self._prefilled: worker_pb2.Finish | None = (
-            None  # last message of the prefill worker, if the choice has moved to a decode worker
-        )
+        self._predicted_before = 0, 0  # accepted and rejected prediction tokens at earlier workers
+        self._prefilled: worker_pb2.Finish | None = None  # last message of the first prefill worker; None without one
         # Text of the detokenizer.
-        self.ending: Ending | None = None  # set with the last text
-        self._pieces = [prompt.prefix] if prompt.prefix else []  # text that the client has not received
-        self._shown_ids = 0  # ids whose text was received
-        self._taken_ids = 0  # ids whose text has been taken
-        self._delivered = False  # whether a delta has been taken
+        self.ending: Ending | None = None  # set when the last text has arrived
+        self._pieces = [prompt.prefix] if prompt.prefix else []  # text that take() has not returned
+        self._shown_ids = 0  # number of ids whose text the detokenizer has returned
+        self._delivered_ids = 0  # number of ids whose text take() has returned
+        self._delivered = False  # whether take() has returned a delta
         self._last_at = 0.0  # loop time of the last token; 0.0 before the first
         self.decoding = Decoding(
             self,
@@ -195,16 +199,20 @@ class Choice:
         )
 
     def resume(self, earlier: EarlierOutput) -> None:
-        """Continues earlier output. Called before the choice is dispatched. Raises ValueError if log probabilities do not fit."""
+        """Continues earlier output. Called before the choice is dispatched.
+
+        Raises:
+            ValueError: The log probabilities have unequal shapes.
+        """
         self.resumed = replace(earlier, logprobs=())
         self.output_ids += earlier.ids
         for rows in earlier.logprobs:
             self.add_logprobs(rows)
         self.decoding.resume(earlier.decoded, earlier.chars)
-        self._shown_ids = self._taken_ids = earlier.shown
+        self._shown_ids = self._delivered_ids = earlier.shown
         self._delivered = earlier.chars > 0
         if earlier.decoded:
-            self._last_at = self.request.clock()  # the next token is not its first
+            self._last_at = self.request.clock()  # so that the next token does not count as the first one
 
     @property
     def request_id(self) -> str:
@@ -227,12 +235,12 @@ class Choice:
 
     @property
     def priority(self) -> int:
-        """Priority within the limit of its API key."""
+        """Priority of the request, within the limit of its API key."""
         return self.request.caller.priority_of(self.params.priority)
 
     @property
     def can_move(self) -> bool:
-        """Whether another worker can continue the choice from prompt and output. A turn needs the KV of its session's worker."""
+        """Whether another worker can continue the choice. A session's turn cannot move: only its worker has the session's KV."""
         return self.worker_ending is None and self.params.session is None and self.request.error is None
 
     @property
@@ -264,49 +272,49 @@ class Choice:
     # Output of the worker
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Adds output ids. In a stream, metrics time them when their text arrives; otherwise now."""
+        """Adds output ids. Metrics measure their time now, or in a stream, when their text arrives."""
         self.output_ids += ids
         if ids and self.decoding.patient:
             self._time(len(ids))
             self.request.streaming()
 
     def add_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
-        """Adds the log probabilities of the next output tokens. Raises ValueError for rows that do not fit."""
+        """Adds the log probabilities of the next output tokens. Raises ValueError if the shape differs from earlier rows."""
         if self.logprobs is EMPTY_TABLE:
             self.logprobs = LogprobTable()
         self.logprobs.extend(rows)
 
     def add_prompt_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
-        """Adds the log probabilities of the next prompt tokens. Raises ValueError for rows that do not fit."""
+        """Adds the log probabilities of the next prompt tokens. Raises ValueError if the shape differs from earlier rows."""
         if self.prompt_logprobs is EMPTY_TABLE:
             self.prompt_logprobs = LogprobTable()
         self.prompt_logprobs.extend(rows)
 
     def set_predicted(self, accepted: int, rejected: int) -> None:
-        """Sets the accepted and rejected prediction tokens at the worker, up to the last output id of extend()."""
+        """Sets the numbers of accepted and rejected prediction tokens at the current worker."""
         self._predicted = accepted, rejected
 
     def leave_worker(self) -> None:
-        """Prepares the move to another worker. Drops prompt log probabilities if the prompt is not complete."""
+        """Prepares the move to another worker. Drops incomplete log probabilities of the prompt."""
         self._predicted_before, self._predicted = self._predictions, (0, 0)
         if not self.output_ids:
             self.prompt_logprobs = EMPTY_TABLE
 
     def handed_over(self, finish: worker_pb2.Finish) -> None:
-        """Records the counts of the prefill worker. Only the first prefill worker's counts are stored."""
+        """Records the last message of a prefill worker. If there are several prefill workers, only the first one counts."""
         if self._prefilled is None:
             self._prefilled = finish
 
-    def fits(self, finish: worker_pb2.Finish) -> bool:
-        """Whether the end of a score has a log probability for each label. True for other requests."""
+    def has_all_label_logprobs(self, finish: worker_pb2.Finish) -> bool:
+        """Returns whether the last message of a score has a log probability for each label. True for other requests."""
         sampling = self.params.sampling
         return not sampling.HasField("score") or len(finish.label_logprobs) == len(sampling.score.label_token_ids)
 
     def finish(self, finish: worker_pb2.Finish) -> None:
-        """Receives the worker's terminal output of a complete choice. Its last text follows, unless it is a vector or a score."""
+        """Receives the worker's last message of a complete choice. The last text arrives later, unless it has no text."""
         prefilled = finish if self._prefilled is None else self._prefilled
         self.worker_ending = _ending_of(finish, prefilled, self.params, self._predictions)
-        # The text of a matched stop pattern stays in the output; a matched stop string is cut off.
+        # The detokenizer removes a matched stop string from the text. The text of a matched stop pattern stays.
         self.decoding.finish(finish.matched_stop if finish.reason == pb.FINISH_REASON_MATCHED_STRING else "")
         if finish.reason == pb.FINISH_REASON_EMBEDDED:
             self._embedding = finish.embedding
@@ -318,7 +326,7 @@ class Choice:
     # Text of the detokenizer
 
     def on_text(self, text: str, count: int) -> None:
-        """Receives text of the next `count` ids (DecodeSink)."""
+        """Implements DecodeSink: receives the text of the next `count` ids."""
         if text and not self.params.hidden:
             self._pieces.append(text)
         if count and not self.decoding.patient:
@@ -328,21 +336,21 @@ class Choice:
         if self.decoding.done:
             self._end()
         else:
-            self.request.has_news(self)
+            self.request.has_output(self)
 
     def on_decode_failed(self, error: ApiError) -> None:
-        """Fails the request (DecodeSink)."""
+        """Implements DecodeSink: fails the request."""
         self.request.fail(error)
 
     def take(self) -> Delta | None:
-        """Returns the output since the last take(), or None if there is none. After the ending, it always returns a delta."""
+        """Returns the output since the last take(), or None if there is none. Once `ending` is set, always returns a delta."""
         if not self._pieces and self.ending is None:
             return None
         text = "".join(self._pieces)
         self._pieces.clear()
         params = self.params
-        begin, end = self._taken_ids, 0 if params.hidden else self._shown_ids
-        self._taken_ids = self._shown_ids
+        begin, end = self._delivered_ids, 0 if params.hidden else self._shown_ids
+        self._delivered_ids = self._shown_ids
         wants_logprobs = params.wants_logprobs
         ids = self.output_ids[begin:end] if params.answer.return_token_ids or wants_logprobs else ()
         logprobs = self.logprobs.span(begin, end) if wants_logprobs else NO_LOGPROBS
@@ -352,13 +360,13 @@ class Choice:
     @property
     def taken(self) -> tuple[int, int, int]:
         """Counts for an EarlierOutput after the last take(): decoded ids, characters of their text, and shown ids."""
-        return self.decoding.decoded, self.decoding.emitted_chars, self._taken_ids
+        return self.decoding.decoded, self.decoding.emitted_chars, self._delivered_ids
 
     def _end(self) -> None:
         assert self.ending is None and self.worker_ending is not None, "one terminal event per choice"
         self.ending = self.worker_ending
         self.request.choice_ended(self)
-        self.request.has_news(self)
+        self.request.has_output(self)
 
     def _time(self, count: int) -> None:
         request = self.request
@@ -395,7 +403,7 @@ class ChoiceReader:
         return events
 
     def replay(self, texts: Iterable[str]) -> None:
-        """Parses texts again after a takeover. The client already has their events, so none are returned or counted."""
+        """Parses texts that another gateway has parsed before. The client has their events, so none is returned or counted."""
         for text in texts:
             for _ in self._parser.feed(text):
                 continue
@@ -407,7 +415,8 @@ def _ending_of(
     """Returns the ending of a complete choice.
 
     Args:
-        prefilled: Terminal output of the worker that computed the prompt, whose cached tokens and time in the queue count.
+        finish: Last message of the worker that computed the output.
+        prefilled: Last message of the worker that computed the prompt. It has the cached tokens and the time in the queue.
         predicted: Accepted and rejected prediction tokens.
     """
     matched: str | int | None = None
@@ -439,7 +448,10 @@ def _ending_of(
 
 
 def _by_tier(finish: worker_pb2.Finish) -> dict[str, int] | None:
-    """Returns cached tokens by SGLang's tiers, and those of another worker as "peer" if there are any. None if all are 0."""
+    """Returns cached tokens by SGLang's names of tiers, or None if all are 0.
+
+    Tokens that were read from another worker have the name "peer".
+    """
     found = dict(zip(TIERS, (finish.cached_device_tokens, finish.cached_host_tokens, finish.cached_storage_tokens), strict=True))
     if finish.cached_peer_tokens:
         found["peer"] = finish.cached_peer_tokens

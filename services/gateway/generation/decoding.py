@@ -1,7 +1,10 @@
 """The decoding of one sequence of token ids to text, with the state to continue it on another detokenizer.
 
-Three objects change it: its owner (ids, resume, finish), the DetokPool (link_timer), and the DecodeWindow on which it is open
-(all other fields).
+Three objects change a Decoding:
+
+- its owner: `ids`, resume() and finish();
+- the DetokPool: `link_timer`;
+- the DecodeWindow on which it is open: all other fields.
 """
 
 from __future__ import annotations
@@ -14,27 +17,27 @@ from rootstock_llm.protos import detokenizer_pb2
 from rootstock_llm.services.gateway.generation.errors import ApiError
 
 PATIENT_IDS = 64  # ids per message of a response that is not a stream; a message costs more than its ids
-PROMPT_TAIL = 5  # last ids of the prompt, which the first decoded text depends on
+PROMPT_TAIL = 5  # number of last prompt ids that the detokenizer gets, because the first text depends on them
 
 
 class DecodeSink(Protocol):
     """The receiver of a Decoding's text. Both methods are called on the event loop and must not block."""
 
     def on_text(self, text: str, count: int) -> None:
-        """Receives the text of `count` more ids, which may be empty. `done` of the decoding is set before the last call."""
+        """Receives the text of the next `count` ids. It may be empty. `done` is set before the last call."""
 
     def on_decode_failed(self, error: ApiError) -> None:
-        """Receives the error after which no text follows."""
+        """Receives the error that ends the decoding. No text follows."""
 
 
 class DecodeStream(Protocol):
-    """The stream to a detokenizer that a decoding is open on."""
+    """The stream to a detokenizer on which a decoding is open."""
 
     def touch(self, decoding: Decoding) -> None:
-        """Sends new ids, or the end of a finished decoding."""
+        """Queues new ids or the end of a decoding, to be sent."""
 
     def drop(self, decoding: Decoding) -> None:
-        """Closes a decoding. No effect if it is not open on this stream."""
+        """Closes a decoding. Has no effect if the decoding is not open on this stream."""
 
 
 class Decoding:
@@ -79,23 +82,23 @@ class Decoding:
         """Creates a decoding that is not yet open on a detokenizer stream.
 
         Args:
-            ids: Shared with the owner, which appends to it.
+            ids: Token ids to decode. The owner appends to this list.
             model: Model id of the detokenizer; "" for any detokenizer.
             traceparent: "" if the request is not traced.
-            patient: Whether the text is used only when it is complete, so that ids may wait for more ids.
-            kept_tokens: Texts of special tokens that stay in the text.
+            patient: Whether the text is needed only when it is complete. Ids may then wait, so that a message has more ids.
+            kept_tokens: Texts of special tokens that stay in the text even if `skip_special_tokens` is set.
         """
         self.sink = sink
         self.request_id = request_id  # for logs
         self.ids = ids
-        self.handle = 0  # on its stream; a new one with every open
-        self.stream: DecodeStream | None = None  # None: open on no detokenizer
-        self.link_timer: TimerHandle | None = None  # runs while no detokenizer is connected
-        self.sent = 0  # ids sent or replayed to the current stream
-        self.decoded = 0  # ids whose text was received
-        self.emitted_chars = 0  # characters of the received text
-        self.breaks = 0  # batches lost with their stream since the last text
-        self.lost = 0  # times that a detokenizer did not have the handle, or failed to decode the ids
+        self.handle = 0  # id of the decoding on its stream; changes with each stream
+        self.stream: DecodeStream | None = None  # stream on which the decoding is open; None if it is not open
+        self.link_timer: TimerHandle | None = None  # time limit of the wait for a detokenizer; None while it does not wait
+        self.sent = 0  # number of ids that the current stream has, from a replay or sent as new ids
+        self.decoded = 0  # number of ids whose text was received
+        self.emitted_chars = 0  # number of characters of the received text
+        self.breaks = 0  # number of batches that were lost with their stream since the last text
+        self.lost = 0  # number of times that a detokenizer did not have the handle, or failed to decode the ids
         self.finished = False  # the owner adds no more ids
         self.done = False  # the last text was received
         self.matched_stop = ""
@@ -111,11 +114,15 @@ class Decoding:
         return self.patient and not self.finished and len(self.ids) - self.sent < PATIENT_IDS
 
     def resume(self, decoded: int, emitted_chars: int) -> None:
-        """Continues behind text that another gateway has received. Called before the first open."""
+        """Continues after text that was received earlier. Called before the decoding is opened on a stream."""
         self.decoded, self.emitted_chars = decoded, emitted_chars
 
     def finish(self, matched_stop: str) -> None:
-        """Notes that `ids` is complete. `matched_stop` is the stop string to cut off, or ""."""
+        """Records that `ids` is complete.
+
+        Args:
+            matched_stop: Stop string that the detokenizer removes from the text; "" for none.
+        """
         self.finished = True
         self.matched_stop = matched_stop
 
@@ -125,7 +132,7 @@ class Decoding:
         return self.decoded + self._stop_chars
 
     def open_message(self) -> detokenizer_pb2.DecodeOpen:
-        """Returns the message that opens this handle on a stream. The ids behind `decoded` follow as rows."""
+        """Returns the message that opens this decoding on a stream. The ids after `decoded` are sent as rows of batches."""
         tail, stop, skip_special_tokens, include_stop, kept_tokens = self._open_fields
         return detokenizer_pb2.DecodeOpen(
             handle=self.handle,

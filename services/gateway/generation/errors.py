@@ -12,10 +12,10 @@ from typing import Any
 
 import orjson
 
-MAX_DETAIL_CHARS = 500  # characters kept of another service's message
+MAX_DETAIL_CHARS = 500  # limit of the part of another service's message that an error repeats
 DONE = b"data: [DONE]\n\n"
-KEY_NOT_HERE = "api_key_not_here"  # code of a temporary error: the gateway does not have the key yet
-CLIENT_CLOSED = 499  # status in metrics and logs if the client has left
+KEY_NOT_HERE = "api_key_not_here"  # code of a temporary error: the gateway does not have the API key yet
+CLIENT_CLOSED = 499  # status in metrics and logs if the client has closed its connection
 _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 Headers = list[tuple[bytes, bytes]]
@@ -25,9 +25,9 @@ Headers = list[tuple[bytes, bytes]]
 class ErrorCode:
     """A code of an error, as docs/reference/api.md and /openapi.json describe it."""
 
-    statuses: tuple[int, ...]  # HTTP statuses, 529 instead of 503 on Messages; empty for a code inside a batch
-    meaning: str
-    remedy: str  # for the client
+    statuses: tuple[int, ...]  # HTTP statuses; Messages has 529 in place of 503; empty for a code inside a batch
+    meaning: str  # cause of the error, as a sentence
+    remedy: str  # what the client can do, as a sentence
 
 
 _WAIT = "Send the request again after `Retry-After`."
@@ -195,7 +195,7 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
-        assert code is None or status in CODES[code].statuses, "CODES has every code with its statuses"
+        assert code is None or status in CODES[code].statuses, f"CODES has no status {status} for the code {code}"
         self.status = status
         self.message = message
         self.param = param
@@ -233,7 +233,11 @@ def model_not_allowed() -> ApiError:
 
 
 def context_length_exceeded(param: str, context_len: int, prompt_tokens: str) -> ApiError:
-    """Returns the error of a prompt that exceeds the context. `prompt_tokens` is a number, or words for a lower bound."""
+    """Returns the error of a prompt that exceeds the context.
+
+    Args:
+        prompt_tokens: Number of tokens, or a phrase such as "more than 9000".
+    """
     message = (
         f"This model's maximum context length is {context_len} tokens, and the prompt has {prompt_tokens}. "
         "At least one token must be left for the answer."
@@ -263,11 +267,11 @@ def internal(message: str = "Internal server error.") -> ApiError:
 class AnswerForm:
     """The form of an API's errors and keep-alive comments."""
 
-    body: Callable[[ApiError, str], dict[str, Any]]  # the body of an error, for a request id
-    status: Callable[[int], int]  # the API's HTTP status for an error's
-    event: bytes  # name of the event that reports an error in a stream; empty for no name
-    comment: bytes  # sent while a stream is silent
-    id_header: bytes = b""  # name of a further header with the request id; empty for no such header
+    body: Callable[[ApiError, str], dict[str, Any]]  # returns the JSON body for an error and a request id
+    status: Callable[[int], int]  # converts the HTTP status of an ApiError to the API's status
+    event: bytes  # name of the event that reports an error in a stream; b"" for an event without a name
+    comment: bytes  # comment that a silent stream sends
+    id_header: bytes = b""  # name of a second header with the request id, besides x-request-id; b"" for none
 
     def answer(self, error: ApiError, request_id: str) -> tuple[int, Headers, bytes]:
         """Returns status, headers and body of a plain HTTP response."""

@@ -1,6 +1,6 @@
 """Log probabilities of a choice as packed arrays, with one row per token.
 
-A long prompt has millions of values, and Python objects would take 50 times the memory.
+A long prompt has millions of values. As Python objects, they would need 50 times the memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class LogprobRow(NamedTuple):
     """The log probabilities at one token, as natural logarithms."""
 
     value: float  # log probability of the token itself
-    top_ids: Sequence[int]  # most likely tokens, in descending order
-    top_values: Sequence[float]
-    chosen_values: Sequence[float]  # values of the ids in SamplingParams.logprobs.token_ids, in that order
+    top_ids: Sequence[int]  # ids of the most likely tokens, in descending order of probability
+    top_values: Sequence[float]  # log probabilities of top_ids
+    chosen_values: Sequence[float]  # log probabilities of the ids in SamplingParams.logprobs.token_ids, in that order
 
 
 def values_per_token(top: int, chosen: int) -> int:
-    """Returns the number of log probabilities of one token with `top` likeliest tokens and `chosen` ids."""
+    """Returns the number of log probabilities of one token: its own, `top` most likely tokens and `chosen` requested ids."""
     return 1 + top + chosen
 
 
@@ -36,32 +36,32 @@ class LogprobTable:
         self._top_ids = array("I")  # [tokens, k]
         self._top_values = array("f")  # [tokens, k]
         self._chosen = array("f")  # [tokens, per_row]
-        self._k = 0
-        self._per_row = 0
+        self._k = 0  # top values per row
+        self._per_row = 0  # chosen values per row
 
     def __len__(self) -> int:
         return len(self._values)
 
     def extend(self, rows: worker_pb2.LogprobRows) -> None:
-        """Adds rows. Raises ValueError if the arrays do not fit each other or the earlier rows."""
+        """Adds rows. Raises ValueError if the arrays have unequal numbers of rows, or other columns than the earlier rows."""
         count = len(rows.values)
         per_row = len(rows.chosen_values) // count if count else 0
         if not self._values:
             self._k, self._per_row = rows.k, per_row
         shape = (len(rows.top_ids), len(rows.top_values), len(rows.chosen_values))
         if shape != (count * self._k, count * self._k, count * self._per_row):
-            raise ValueError("log probabilities whose arrays do not fit")
+            raise ValueError(f"log probabilities of {count} tokens have arrays of unequal lengths: {shape}")
         self._values.extend(rows.values)
         self._top_ids.extend(rows.top_ids)
         self._top_values.extend(rows.top_values)
         self._chosen.extend(rows.chosen_values)
 
     def span(self, begin: int, end: int) -> LogprobSpan:
-        """Returns the current rows from `begin` to `end`, exclusive. Rows that are added later are not included."""
+        """Returns the rows from `begin` to `end`, exclusive. Does not include rows that are added later."""
         return LogprobSpan(self, min(begin, len(self)), min(end, len(self)))
 
     def rows(self, begin: int) -> worker_pb2.LogprobRows:
-        """Returns the rows from begin on, in the form that extend() takes."""
+        """Returns the rows from `begin` on as a message for extend()."""
         tops, chosen = slice(begin * self._k, None), slice(begin * self._per_row, None)
         return worker_pb2.LogprobRows(
             values=self._values[begin:],
@@ -78,7 +78,7 @@ class LogprobTable:
 
 
 class LogprobSpan:
-    """Consecutive rows of a table, which an iteration converts one at a time."""
+    """Consecutive rows of a table. Iterating makes one LogprobRow at a time."""
 
     __slots__ = ("_begin", "_end", "_table")
 

@@ -1,4 +1,4 @@
-"""The origin of a request: its call, its caller, and values of its body that other code reads during the preparation."""
+"""The origin of a request: its call, its caller, and values of its body that other code reads while the request is prepared."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 _DIGEST_BYTES = 16
 _PURPOSE = b"rootstock-salt"  # BLAKE2's personalization of salts, at most 16 bytes
-_TENANT = b"rootstock-share"  # the same of tenants
+_TENANT = b"rootstock-share"  # BLAKE2's personalization of tenants
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The rights and the weight of the API key of a request."""
 
-    key: str = ""  # name of the API key; "" without keys
-    priority: int | None = None  # default and most urgent priority, or None for any priority
+    key: str = ""  # name of the API key; "" if the gateway has no API keys
+    priority: int | None = None  # default priority, which is also the most urgent one that a request may have; None: no limit
     low_first: bool = False  # whether lower priority values are more urgent
-    salts_cache: bool = False  # whether its cached prefixes are separate from those of other keys
-    weight: float = 1.0  # share of the fleet that the key gets while requests wait, relative to other keys
-    background: bool = False  # whether its requests run only while no client's request waits
-    models: frozenset[str] | None = None  # names of the models that the key may use, or None for every model
+    salts_cache: bool = False  # whether the API key shares no cached prefixes with other API keys
+    weight: float = 1.0  # share of the fleet that the API key gets while requests wait, relative to other API keys
+    background: bool = False  # whether requests of this caller run only while no client's request waits
+    models: frozenset[str] | None = None  # names of the models that the API key may use; None: all models
 
     @property
     def tenant(self) -> bytes:
-        """Hash of the key's name, for workers; empty without keys."""
+        """Hash of the API key's name, which workers receive; b"" if the gateway has no API keys."""
         return blake2b(self.key.encode(), digest_size=_DIGEST_BYTES, person=_TENANT).digest() if self.key else b""
 
     def in_background(self, low_first: bool) -> Caller:
@@ -42,17 +42,25 @@ class Caller:
         return replace(self, priority=least, low_first=low_first, background=True)
 
     def may_use(self, model: str) -> bool:
-        """Whether the key may use the model of this name."""
+        """Returns whether the API key may use the model of this name."""
         return self.models is None or model in self.models
 
     def priority_of(self, asked: int | None) -> int:
-        """Returns the priority of a request, within the key's limit. `asked` is the client's, or None."""
+        """Returns the priority of a request, limited to the most urgent priority of the API key.
+
+        Args:
+            asked: Priority that the client requests; None for the default.
+        """
         if asked is None or self.priority is None:
             return (self.priority or 0) if asked is None else asked
         return max(asked, self.priority) if self.low_first else min(asked, self.priority)
 
     def cache_salt_of(self, asked: str) -> str:
-        """Returns the salt for workers and the prefix index. Requests with equal salts share cached prefixes."""
+        """Returns the cache salt for workers and the prefix index. Only requests with equal salts share cached prefixes.
+
+        Args:
+            asked: Cache salt that the client requests; "" for none.
+        """
         if not self.salts_cache or not self.key:
             return asked
         text = f"{len(self.key)}:{self.key}{asked}"
@@ -66,8 +74,8 @@ OMITTED_TOOLS = "omitted_tools"  # the entry of an ASGI scope's state that has O
 class Origin:
     """The call of an operation by an HTTP request, a batch line, a background response or a health probe.
 
-    The preparation of the request adds values of the body, which other code may read before its end: an abort reads the names,
-    and an HTTP response `wants_stream`.
+    While the request is prepared, values of its body are added. Other code may read them before the preparation ends: an abort
+    reads the names, and HttpSink reads `wants_stream`.
     """
 
     __slots__ = (
@@ -102,8 +110,8 @@ class Origin:
             route: Path of the operation, as in metrics and spans.
             routing_key: Routing key in the request's header; the body's routing key takes precedence.
             trace_headers: W3C traceparent and tracestate of the client; None if the client sends none.
-            is_counted: False for a health probe, which has no limit and no trace, and is not in the metrics of clients.
-            omitted_tools: The list that omit() extends; a new one if it is None.
+            is_counted: False for a health probe. It has no limit and no trace, and is not in the metrics of clients.
+            omitted_tools: The list that omit() extends; None for a new list.
         """
         self.request_id = request_id
         self.route = route
@@ -113,11 +121,11 @@ class Origin:
         self.trace_headers = trace_headers or {}
         self.is_counted = is_counted
         self.trace: RequestTrace | None = None  # unset if the request is not traced
-        self.names: list[str] = []  # the client's names for the whole request, besides its id
-        self.part_names: list[str] = []  # the client's names for prompts of the request
-        self.wants_stream = False  # the client asks for a stream
-        # Hosted tools that were left out of the request. Complete before wants_stream is set, because the head of the response
-        # names them.
+        self.names: list[str] = []  # the client's names for the whole request, besides the request id
+        self.part_names: list[str] = []  # the client's names for single prompts of the request
+        self.wants_stream = False  # the client requests a stream
+        # Names of hosted tools that were left out of the request. The list must be complete before wants_stream is set, because a
+        # comment may then send the head of the response, which has these names.
         self.omitted_tools: list[str] = [] if omitted_tools is None else omitted_tools
 
     def begin_trace(self, tracing: Tracing) -> None:
@@ -125,7 +133,7 @@ class Origin:
         self.trace = begin_trace(tracing, self.request_id, self.route, self.method, self.trace_headers)
 
     def name(self, name: str | None, part_names: Iterable[str] = ()) -> None:
-        """Adds the client's names. From now on, the client can abort the request by them."""
+        """Adds the client's names of the request and its prompts. From now on, the client can abort them by these names."""
         if name is not None:
             self.names.append(name)
         self.part_names.extend(part_names)
@@ -136,7 +144,7 @@ class Origin:
 
     def omit(self, tools: Sequence[str]) -> None:
         """Adds hosted tools that are left out of the request, each once."""
-        noted = frozenset(self.omitted_tools)  # a set, because a body may have 100,000 tools before their number is checked
+        noted = frozenset(self.omitted_tools)  # a set is fast even if a body has 100,000 tools, whose number is checked later
         self.omitted_tools.extend(name for name in dict.fromkeys(tools) if name not in noted)
 
     @property
@@ -145,7 +153,7 @@ class Origin:
         return self.trace.traceparent if self.trace is not None else ""
 
     def tokenizing(self, call: EncodeCall) -> AbstractContextManager[None]:
-        """Returns the span of a call of the tokenizer, which also gets the trace's id."""
+        """Returns a context manager with the span of a call to the tokenizer. Writes the span's context into the call."""
         return nullcontext() if self.trace is None else self.trace.tokenizing(call)
 
     @property

@@ -1,6 +1,7 @@
 """Prepared generation requests: the model, the prompts as token ids, and the parameters. The data is immutable.
 
-The functions at the end check the memory that all choices of a request may need. An ApiError names the field.
+The functions at the end of the file check the memory that all choices of a request may need. They raise an ApiError that names
+the field of the client's request.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, Samp
 
 _UINT64_MASK = (1 << 64) - 1
 
-UNLIMITED_ANSWER_TOKENS = 16384  # output tokens per choice that budgets assume for a request without max_tokens
+UNLIMITED_ANSWER_TOKENS = 16384  # output tokens per choice that budgets assume at most for a request without max_tokens
 
 
 class ModelVersion(NamedTuple):
@@ -38,16 +39,16 @@ class ModelVersion(NamedTuple):
 class ModelInfo:
     """A model as its workers report it."""
 
-    name: str  # for clients
-    context_len: int  # tokens; 0 if no worker has connected
+    name: str  # name that clients use
+    context_len: int  # context length in tokens; 0 if no worker has connected
     vocab_size: int
     generates: bool = True  # False if the model only makes embeddings
-    embedding_size: int = 0  # elements of an embedding; 0 if the model makes none
+    embedding_size: int = 0  # elements of an embedding; 0 if the model makes no embeddings
     source: str = ""  # model id at workers, tokenizers and detokenizers
     revision: str = ""  # revision of the weights; part of the block hashes
     tokenizer: str = ""  # tokenizer of the model; part of the block hashes
-    auto_truncates: bool = False  # whether a prompt that exceeds the context is cut
-    defaults: SamplingDefaults = API_DEFAULTS  # for parameters that a request does not set
+    auto_truncates: bool = False  # whether a prompt that exceeds the context is truncated
+    defaults: SamplingDefaults = API_DEFAULTS  # values of parameters that a request does not set
     deterministic: bool = False  # whether a request has the same result on every worker
 
     def hash_root(self, cache_salt: str) -> bytes:
@@ -56,7 +57,7 @@ class ModelInfo:
 
 
 class Models(Protocol):
-    """The models that clients may name."""
+    """The models of the gateway."""
 
     def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
         """Returns the hash that the first block of a prompt is chained to; empty if routing uses no block hashes."""
@@ -65,10 +66,10 @@ class Models(Protocol):
         """Returns the names of all models, with or without a worker."""
 
     def reads_predictions(self, model: ModelInfo) -> bool:
-        """Whether a worker of the model drafts tokens from predicted outputs."""
+        """Returns whether a worker of the model drafts tokens from predicted outputs."""
 
     async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
-        """Returns the model of this name, or the default model for None. Waits for its first worker.
+        """Returns the model of this name, or the default model for None. Waits until a worker of the model has connected.
 
         Raises:
             ApiError: No model has this name, the caller may not use it, or none of its workers connected in time.
@@ -79,15 +80,16 @@ class Models(Protocol):
 class PromptInput:
     """A prompt of a request as token ids."""
 
-    ids: Sequence[int]  # the packed array of the tokenizer's message
-    text: str | None  # text for `echo`, or None if the ids must be decoded for it
-    block_hashes: bytes = b""  # joined hashes of the full blocks; empty until they are computed
-    num_cut: int = 0  # tokens that were cut off, because they exceeded the context
-    # If the tokenizer stopped early, a lower bound of the prompt's tokens, of which `ids` has the first; else 0.
+    ids: Sequence[int]  # token ids, as the packed array of the tokenizer's message
+    text: str | None  # text of the prompt for `echo`; None if the ids must be decoded for `echo`
+    block_hashes: bytes = b""  # joined hashes of the full blocks; b"" until they are computed
+    num_cut: int = 0  # number of tokens that were truncated, because the prompt exceeded the context
+    # The tokenizer stops early if a prompt is too long. `ids` then has only the first tokens, and at_least is a lower bound of
+    # the number of all tokens. 0 if `ids` has all tokens.
     at_least: int = 0
-    rendered_end: str = ""  # last characters of a rendered chat template
-    prefix: str = ""  # text with which the output begins (`echo`)
-    request_id: str = ""  # the client's name of this prompt, which workers receive; "": a name is made from the request id
+    rendered_end: str = ""  # last characters of a rendered chat
+    prefix: str = ""  # text with which the output begins, for `echo`; "" for none
+    request_id: str = ""  # the client's name of this prompt, which workers receive; "" if the client has set no name
     prediction: Sequence[int] | None = None  # token ids of the predicted output, or None if the client has sent none
 
 
@@ -95,14 +97,14 @@ class PromptInput:
 class GenerationParams:
     """The parameters of one prompt. All prompts of a request may share one object.
 
-    `sampling` and `grammar` are wire messages that no code writes after construction; a test checks that.
+    `sampling` and `grammar` are protobuf messages that no code changes after construction. A test checks this.
     """
 
     stream: bool  # whether output is sent to the client while it is generated
     include_usage: bool  # the last event of a stream has the usage
-    n: int  # choices
-    seed: int | None  # seed of the first choice, or None if it is drawn
-    max_tokens: int | None  # output tokens, or None for the rest of the context
+    n: int  # number of choices
+    seed: int | None  # seed of the first choice; None for a random seed
+    max_tokens: int | None  # limit of output tokens; None for the rest of the context
     # Parameters of all choices. The dispatcher adds the grammar, the seed, the output limit and the model's defaults to a copy.
     sampling: pb.SamplingParams
     stop_token_ids: frozenset[int]
@@ -111,19 +113,19 @@ class GenerationParams:
     cache_salt: str
     priority: int | None
     routing_key: str = ""
-    # The session and the parent turn that this request continues. The worker puts the session's context before the prompt ids.
-    # None: no session.
+    # The session and the turn that this request continues. The worker puts the session's context before the prompt ids. None:
+    # no session.
     session: worker_pb2.SessionTurn | None = None
     fields: FieldNames = field(default_factory=FieldNames)  # the client's names of fields that a worker may refuse
     grammar: pb.Grammar | None = None  # grammar of the output, or None for any text
-    grammar_field: str | None = None  # the client's field that `grammar` was made of
-    grammar_fields: Sequence[str] = ()  # the client's fields that the grammar's parts were made of, by index
-    vector_as_base64: bool = False  # an embedding is returned as its little-endian float32
-    hidden: bool = False  # whether the output is left out (max_tokens 0); an older worker generates one token anyway
+    grammar_field: str | None = None  # the client's field that `grammar` was made from
+    grammar_fields: Sequence[str] = ()  # the client's fields that the parts of the grammar were made from, by index of the part
+    vector_as_base64: bool = False  # an embedding is returned as base64 of little-endian float32
+    hidden: bool = False  # the client gets no output (max_tokens 0), although an older worker generates one token
     answer: AnswerBody = TEXT_ALONE  # optional fields of the response
-    stream_repeats: bool = False  # each event of a stream repeats the output before it
-    parsing: Parsing | None = None  # finds calls and reasoning in the text, or None if all of it is text
-    best: int = 0  # number of the n choices that are returned, by mean log probability; 0: all
+    stream_repeats: bool = False  # each event of a stream has all output so far
+    parsing: Parsing | None = None  # formats of tool calls and reasoning in the output; None if all output is text
+    best: int = 0  # number of the n choices that are returned, those with the highest mean log probability; 0: all choices
     shows_logprobs: bool = True  # False if log probabilities are only used to rank the choices
 
     @property
@@ -141,17 +143,23 @@ class GenerationParams:
         return bool(self.sampling.HasField("embedding") or self.sampling.HasField("score"))
 
     def most_tokens(self, prompt_tokens: int, context_len: int) -> int:
-        """Returns the output limit of a choice; in a session, the whole context, because only its worker knows the free part."""
+        """Returns the limit of output tokens of a choice.
+
+        In a session, the context may not be free. Only the worker knows its free part, so the limit is the whole context.
+        """
         free = context_len if self.session is not None else context_len - prompt_tokens
         return free if self.max_tokens is None else min(self.max_tokens, free)
 
     def likely_tokens(self, prompt_tokens: int, context_len: int) -> int:
-        """Returns the output tokens of one choice for budgets, at most UNLIMITED_ANSWER_TOKENS without max_tokens."""
+        """Returns the output tokens of one choice that budgets assume.
+
+        This is the limit of output tokens. Without max_tokens, it is at most UNLIMITED_ANSWER_TOKENS.
+        """
         most = self.most_tokens(prompt_tokens, context_len)
         return most if self.max_tokens is not None else min(most, UNLIMITED_ANSWER_TOKENS)
 
     def seed_of(self, number: int, model: ModelInfo) -> int | None:
-        """Returns the seed of one choice for all workers. None if the choice draws no tokens.
+        """Returns the seed of one choice, which all its workers use. None if the choice draws no random tokens.
 
         Args:
             number: Index of the choice among those of its prompt.
@@ -172,7 +180,7 @@ def one_step(
     routing_key: str = "",
     fields: FieldNames | None = None,
 ) -> GenerationParams:
-    """Returns the parameters for one token, one vector or one score."""
+    """Returns the parameters of a request for one token, one vector or one score."""
     return GenerationParams(
         stream=False,
         include_usage=False,
@@ -208,12 +216,12 @@ class GenerationRequest:
         return replace(self, params=tuple(map(change, self.params)))
 
     def routed(self, key: str) -> GenerationRequest:
-        """Returns the request with this routing key for prompts whose body has none."""
+        """Returns the request with this routing key for prompts that have no routing key."""
         return self.with_params(lambda params: replace(params, routing_key=params.routing_key or key))
 
 
 def check_logprobs(request: GenerationRequest) -> None:
-    """Checks the number of log probability values of all choices, by likely_tokens()."""
+    """Raises ApiError if all choices may have too many log probability values. likely_tokens() gives their output tokens."""
     total = 0
     for prompt, params in zip(request.prompts, request.params, strict=True):
         if not params.wants_logprobs:
@@ -239,7 +247,7 @@ def logprob_values(params: GenerationParams, prompt_tokens: int, context_len: in
 
 
 def most_tokens(request: GenerationRequest) -> int:
-    """Returns the tokens of all prompts and of the outputs of all choices, by likely_tokens()."""
+    """Returns the number of tokens of all prompts, plus likely_tokens() of all choices."""
     total = 0
     for prompt, params in zip(request.prompts, request.params, strict=True):
         prompt_tokens = len(prompt.ids)
@@ -256,7 +264,12 @@ def check_chars(chars: int, param: str) -> None:
 
 
 def check_sets(allowed: Sequence[int] | None, banned: Sequence[int] | None, choices: int, where: str = "") -> None:
-    """Checks the sets of token ids, which each choice carries. `where` is the path of the fields, with a dot at the end."""
+    """Raises ApiError if the sets of token ids of all choices have too many ids. Each choice has its own copy of the sets.
+
+    Args:
+        choices: Number of choices of the request.
+        where: Path of the object with the fields, with a dot at the end; "" for the body itself.
+    """
     ids = len(allowed or ()) + len(banned or ())
     if ids * choices > limits.MAX_REQUEST_SET_IDS:
         name = where + ("banned_token_ids" if len(banned or ()) > len(allowed or ()) else "allowed_token_ids")

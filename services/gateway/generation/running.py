@@ -1,4 +1,4 @@
-"""A client's request and its choices: one owner per request, exactly one terminal event per choice.
+"""A client's request and its choices. Each request has one owner, and each choice has exactly one terminal event.
 
     ACCEPTED ──► TOKENIZED ──► SUBMITTED ──► STREAMING ──► ENDED
     reading,     prompts are   a choice is   a token has   every choice has its ending, or
@@ -6,7 +6,7 @@
     tokenizing   for a worker                              client is gone
 
 All methods run on the event loop. A Choice (choice.py) receives the outputs of the worker and the text of the detokenizer. The
-dispatcher's Placement has its worker and its time in the queue.
+dispatcher's Placement has the worker of a choice and its time in the queue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Phase(Enum):
 
 class Measures(Protocol):
     def series(self, model: str, key: str) -> Series:
-        """Returns the series of a model and the name of an API key, "" without keys."""
+        """Returns the metrics of a model and the name of an API key; "" if the gateway has no API keys."""
 
 
 class Releaser(Protocol):
@@ -43,13 +43,13 @@ class Releaser(Protocol):
 
 
 class KeyAdmission(Protocol):
-    """A request's slot within the limits of its API key. end() is called once, by its owner."""
+    """A request's share of the limits of its API key. The owner calls end() once."""
 
     def reserve(self, tokens: int) -> None:
-        """Reserves the tokens that the request may use at most, prompt and output. Called once. Raises ApiError (429)."""
+        """Reserves the largest number of prompt and output tokens that the request may use. Called once. Raises ApiError."""
 
     def end(self, used_tokens: int) -> None:
-        """Frees the slot and settles the reservation with the tokens that the request has used."""
+        """Ends the request's share, and replaces the reserved number of tokens by the used number."""
 
 
 class RunningRequest:
@@ -72,8 +72,8 @@ class RunningRequest:
 
         Args:
             body: The request closes it.
-            closed: Removes the request from the open requests. Idempotent.
-            wants_report: Whether the client requests a report (report_of).
+            closed: Removes the request from the open requests of the service. Idempotent.
+            wants_report: Whether the client requests report_of().
         """
         self.origin = origin
         self.request_id = origin.request_id
@@ -84,7 +84,7 @@ class RunningRequest:
         self.body = body
         self.admission: KeyAdmission | None = None
         self.usage: dict[str, Any] | None = None  # set when the response is complete
-        self.task: asyncio.Task[Any] | None = None  # serves the request
+        self.task: asyncio.Task[Any] | None = None  # task that serves the request
         self.model_source = ""  # model id at workers and detokenizers
         self._measures = measures
         self.clock = asyncio.get_running_loop().time
@@ -93,23 +93,23 @@ class RunningRequest:
         self.prompts: Sequence[PromptInput] = ()
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
-        self.reached_worker = False
+        self.reached_worker = False  # whether a choice has been sent to a worker
         self.first_output_s: float | None = None  # seconds from arrival to the first output of a choice
         self._waits: dict[int, float] = {}  # seconds that each choice waited for a worker, by its index
         self._releaser = releaser
         self._closed = closed
-        self._open = 0  # choices without their terminal event
-        self._news: dict[int, Choice] = {}  # by index
-        self._waker: asyncio.Future[None] | None = None
-        self._nudged = False
+        self._open = 0  # number of choices without their terminal event
+        self._choices_with_output: dict[int, Choice] = {}  # choices that next_output() will return, by index
+        self._waker: asyncio.Future[None] | None = None  # wakes next_output()
+        self._nudged = False  # the current next_output() returns even without output
 
     @property
     def key(self) -> str:
-        """Name of the API key of the caller; "" without keys."""
+        """Name of the caller's API key; "" if the gateway has no API keys."""
         return self.caller.key
 
     def begin(self, prepared: GenerationRequest) -> None:
-        """Makes the choices of each prompt in order."""
+        """Makes the choices of all prompts, in the order of the prompts."""
         model = prepared.model
         self.params, self.prompts = prepared.params[0], prepared.prompts
         self.model, self.model_source = model, model.source
@@ -131,7 +131,7 @@ class RunningRequest:
 
     @property
     def tokens_used(self) -> int:
-        """Output tokens that this gateway has received, plus the tokens of all prompts if a worker has received one of them."""
+        """Output tokens that this gateway has received, plus the tokens of all prompts if any choice was sent to a worker."""
         prompts = sum(len(prompt.ids) for prompt in self.prompts) if self.reached_worker else 0
         earlier = sum(len(choice.resumed.ids) for choice in self.choices if choice.resumed is not None)
         return prompts + sum(len(choice.output_ids) for choice in self.choices) - earlier
@@ -157,7 +157,7 @@ class RunningRequest:
             self.phase = Phase.STREAMING
 
     def choice_waited(self, choice: Choice, seconds: float) -> None:
-        """Adds a wait of this choice for a worker; a choice waits again after its worker was lost."""
+        """Adds the seconds of one wait of this choice for a worker. A choice waits again after its worker was lost."""
         self._waits[choice.index] = self._waits.get(choice.index, 0.0) + seconds
 
     @property
@@ -165,19 +165,19 @@ class RunningRequest:
         """Longest time in seconds that a choice waited for a worker."""
         return max(self._waits.values(), default=0.0)
 
-    def has_news(self, choice: Choice) -> None:
+    def has_output(self, choice: Choice) -> None:
         self.streaming()
-        self._news[choice.index] = choice
+        self._choices_with_output[choice.index] = choice
         if self.params.stream or self._open == 0:
             self._wake()
 
     def nudge(self) -> None:
-        """Makes the current news() return, possibly without a choice."""
+        """Makes the current next_output() return, possibly without a choice."""
         self._nudged = True
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        """Ends every choice with an error. No effect after another error, or if the request is complete."""
+        """Ends every choice with an error. Has no effect after another error, or if the request is complete."""
         if self.error is not None or (self.choices and self._open == 0):
             return
         self.error = error
@@ -185,7 +185,7 @@ class RunningRequest:
         self._wake()
 
     def interrupt(self, error: ApiError) -> None:
-        """Ends the request with an error, also while it is prepared. No effect after another error."""
+        """Ends the request with an error, even while it is prepared. Has no effect after another error."""
         if self.error is not None:
             return
         self.fail(error)
@@ -193,8 +193,9 @@ class RunningRequest:
             self.task.cancel()
 
     def release(self) -> None:
-        """Frees all resources of the request: its choices on workers, in queues and on detokenizers, its body bytes, its
-        admission and its trace. Called at the end of every request. Idempotent.
+        """Frees all resources of the request. Called at the end of every request. Idempotent.
+
+        The resources are its choices on workers, in queues and on detokenizers, its body bytes, its admission and its trace.
         """
         if self.phase is Phase.ENDED:
             return
@@ -216,23 +217,23 @@ class RunningRequest:
         for choice in self.choices:
             self._releaser.release(choice)
 
-    async def news(self) -> list[Choice]:
+    async def next_output(self) -> list[Choice]:
         """Waits for output, and returns the choices with new output in the order of its arrival.
 
         The list may be empty after nudge(). Raises the request's ApiError.
         """
-        while self.error is None and not self._ready() and not self._nudged:
+        while self.error is None and not self._has_result() and not self._nudged:
             self._waker = asyncio.get_running_loop().create_future()
             await self._waker
         if self.error is not None:
             raise self.error
         self._nudged = False
-        choices = list(self._news.values())
-        self._news.clear()
+        choices = list(self._choices_with_output.values())
+        self._choices_with_output.clear()
         return choices
 
-    def _ready(self) -> bool:
-        return bool(self._news) if self.params.stream else self._open == 0
+    def _has_result(self) -> bool:
+        return bool(self._choices_with_output) if self.params.stream else self._open == 0
 
     def _wake(self) -> None:
         if self._waker is not None and not self._waker.done():

@@ -1,7 +1,7 @@
 """The gateway's spans of one traced request: the server span, and spans of tokenizing, waiting and each attempt on a worker.
 
-A request that is not traced has none of these objects. Everything runs on the event loop. The end of a request ends its open
-spans.
+A request that is not traced has no RequestTrace and no ChoiceTrace. Everything runs on the event loop. When a request ends, its
+open spans end.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ChoiceTrace:
         self._tries: dict[int, Span] = {}  # by the handle of the submit
 
     def waits(self, moved: bool) -> None:
-        """Begins the span of a wait. `moved` is True if the choice has lost a worker."""
+        """Begins the span of a wait for a worker. `moved` is True if the choice has lost a worker before."""
         self._queue = self._parent.child("queue", {REQUEST_ID: self._request_id, "rootstock.moved": moved})
 
     def waited(self) -> None:
@@ -141,7 +141,7 @@ class ChoiceTrace:
         if finish.reason == pb.FINISH_REASON_ABORT:
             name = pb.ErrorCode.Name(finish.error)
             if finish.error == pb.ERROR_CODE_UNAVAILABLE:
-                span.set({ENDED_BY: "drain", "error.type": name})  # another worker continues
+                span.set({ENDED_BY: "drain", "error.type": name})  # not a failure, because another worker continues the choice
             else:
                 span.set({ENDED_BY: "abort"})
                 span.fail(name, finish.message)

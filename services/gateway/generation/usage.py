@@ -45,7 +45,7 @@ def report_of(request: RunningRequest) -> dict[str, Any]:
 
 
 def access_state(running: RunningRequest, code: str, *, interrupted: bool) -> dict[str, Any]:
-    """Returns the state that AccessLog.ended reads, for a batch line or a background response.
+    """Returns the argument `state` of AccessLog.ended() for a batch line or a background response.
 
     Args:
         code: Code of the request's error, or "".
@@ -62,9 +62,9 @@ def access_state(running: RunningRequest, code: str, *, interrupted: bool) -> di
 
 
 def generation_state(running: RunningRequest) -> dict[str, Any]:
-    """Returns the part of the state that AccessLog.ended reads about the output of a request.
+    """Returns the entries of the argument `state` of AccessLog.ended() that describe the output of a request.
 
-    In an incomplete response, the output that has arrived counts.
+    For an incomplete response, they count the output that has arrived.
     """
     ended = [ending for choice in running.choices if (ending := choice.ending) is not None]
     first_s = running.first_output_s if running.choices and running.choices[0].generates else None

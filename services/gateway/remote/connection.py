@@ -1,7 +1,8 @@
-"""Connections to workers, tokenizers and detokenizers: sessions of a stream, signs of life, unary calls, and the served model.
+"""Connections to workers, tokenizers and detokenizers: sessions of a stream, lost services, unary calls, and the served model.
 
-A long-lived stream to one address gets a new session after each end. A remote service counts as lost if it sends no message while
-a message is due: its process has stopped or hangs, or its machine is cut off. The state of the gRPC channel does not show that.
+When a session of a long-lived stream ends, a new session begins. A remote service counts as lost if it sends no message while a
+message is due. Its process has then stopped or hangs, or its machine is unreachable. The state of the gRPC channel does not show
+these faults.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.1  # seconds between two sessions; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 2.0
 LOG_AGAIN_S = 60.0  # seconds between two log lines about the same refusal
-REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)  # first words of a refusal's reason
-# Number of checks for a new message within the limit of silence. The service is lost if all checks fail. If this process was
-# suspended, however long, only one check fails.
-LOOKS = 5
-CONNECT_ATTEMPTS = 3  # overlapping attempts to connect; the first packet of one attempt may be lost
+REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)  # reasons that begin so are refusals
+# Number of checks for a new message within the limit of silence. The service is lost if all of them fail. Several checks are
+# necessary because this process may be suspended, for any time: only one check then fails.
+NUM_CHECKS = 5
+CONNECT_ATTEMPTS = 3  # overlapping attempts to connect, because the first packet of an attempt may be lost
 INFO_S = 2.0  # time limit of an Info call
-ANY_MODEL = ""  # stands for any model
+ANY_MODEL = ""  # in place of a model id: any model
 
-# After these errors of Info, the gateway calls Info again, because the replica is stopping, does not respond, or does not accept
+# After these errors of an Info call, the gateway calls Info again, because the replica is stopping, does not respond, or refuses
 # the gateway. After any other error, the replica counts as serving any model.
-_PASSING = (
+_TEMPORARY = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
@@ -42,7 +43,7 @@ _PASSING = (
     grpc.StatusCode.PERMISSION_DENIED,
 )
 
-Signs = Callable[[], int | None]  # returns the number of messages so far, or None while no message is due
+Signs = Callable[[], int | None]  # returns the number of received messages, or None while no message is due
 T = TypeVar("T")
 Out = TypeVar("Out", contravariant=True)
 In = TypeVar("In", covariant=True)
@@ -60,16 +61,16 @@ class Duplex(Protocol[Out, In]):
 
 
 class LogLimiter:
-    """Limits the log lines about one service's refusals. The same reason is logged once in LOG_AGAIN_S."""
+    """Limits the log lines about one service: the same reason is logged once in LOG_AGAIN_S."""
 
     def __init__(self) -> None:
         self._reason, self._until = "", 0.0
 
-    def is_news(self, reason: str, now: float) -> bool:
-        """Returns whether a reason is to be logged now, and counts it as logged.
+    def should_log(self, reason: str, now: float) -> bool:
+        """Returns whether the caller must log a reason now. If so, the reason counts as logged.
 
         Args:
-            now: Seconds of a clock, which is the same in every call.
+            now: Time in seconds. All calls must use the same clock.
         """
         if reason == self._reason and now < self._until:
             return False
@@ -82,13 +83,17 @@ class StreamBroken(Exception):
 
 
 async def keep_connected(service: str, address: str, session: Callable[[], Awaitable[None]]) -> None:
-    """Runs sessions until cancelled. A session waits for its channel, so that an unreachable service is not polled."""
+    """Runs one session after another until cancelled.
+
+    Args:
+        session: Runs one session. It waits until its channel is connected, so that an unreachable service is not polled.
+    """
     loop = asyncio.get_running_loop()
     pause, limiter = FIRST_PAUSE_S, LogLimiter()
     while True:
         began = loop.time()
         reason = await _reason_of_end(session)
-        if not reason.startswith(REFUSALS) or limiter.is_news(reason, loop.time()):
+        if not reason.startswith(REFUSALS) or limiter.should_log(reason, loop.time()):
             logger.warning("stream ended: %s", reason, extra=fields(peer=service, address=address))
         if loop.time() - began > LONGEST_PAUSE_S:
             pause = FIRST_PAUSE_S
@@ -115,7 +120,7 @@ async def _reason_of_end(session: Callable[[], Awaitable[None]]) -> str:
     return "ended by the remote service"
 
 
-async def answer_of(call: Callable[[], Awaitable[T]]) -> T:
+async def response_of(call: Callable[[], Awaitable[T]]) -> T:
     """Returns the response of a unary call.
 
     Args:
@@ -123,8 +128,8 @@ async def answer_of(call: Callable[[], Awaitable[T]]) -> T:
 
     Raises:
         grpc.aio.AioRpcError: The call has failed.
-        StreamBroken: The channel is closed. grpc.aio raises UsageError if this happens before the call, and CancelledError if it
-            happens during the call, although the task is not cancelled.
+        StreamBroken: The channel is closed. grpc.aio raises UsageError if the channel is closed before the call. It raises
+            CancelledError if the channel is closed during the call, although the task is not cancelled.
     """
     try:
         return await call()
@@ -141,9 +146,9 @@ async def answer_of(call: Callable[[], Awaitable[T]]) -> T:
 class Patience:
     """Seconds for which a due message may be missing before a remote service counts as lost."""
 
-    silence: float  # limit for every cause
-    # Limit if the machine accepts no TCP connection either; 0: this is not tested. It may be shorter than `silence`, because a
-    # kernel accepts connections even for a process without CPU time.
+    silence: float  # limit without further conditions
+    # Limit if the machine also accepts no TCP connection; 0: no connection is tried. It may be shorter than `silence`: the kernel
+    # of a reachable machine accepts connections even if the process gets no CPU time.
     unreachable: float
 
 
@@ -151,9 +156,9 @@ async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Sig
     """Waits until a remote service is lost, and returns the reason.
 
     Args:
-        signs: Messages for Patience.silence.
-        urgent: Messages for Patience.unreachable. They are due only while a request waits for the service, so that no connection
-            is tried at other times. Default: `signs`.
+        signs: Counts messages for Patience.silence.
+        urgent: Counts messages for Patience.unreachable. They are due only while a request waits for the service, so that no
+            connection is tried at other times. Default: `signs`.
     """
     silent = asyncio.create_task(until_silent(patience.silence, signs))
     tasks = {silent, asyncio.create_task(until_unreachable(address, patience.unreachable, urgent or signs))}
@@ -163,7 +168,7 @@ async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Sig
         for task in tasks:
             task.cancel()
     for task in done:
-        task.result()  # raises if this code has a fault; the service is then not lost
+        task.result()  # if a check has raised, raises its exception: the service is not lost
     if silent in done:
         return f"silent for {patience.silence:g} s"
     return f"silent for {patience.unreachable:g} s, and accepts no connection"
@@ -172,18 +177,18 @@ async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Sig
 async def until_silent(silence_s: float, signs: Signs) -> None:
     """Returns when no message has arrived for `silence_s` seconds while a message was due."""
     before, silent = signs(), 0
-    while silent < LOOKS:
-        await asyncio.sleep(silence_s / LOOKS)
+    while silent < NUM_CHECKS:
+        await asyncio.sleep(silence_s / NUM_CHECKS)
         now = signs()
         silent = silent + 1 if now is not None and now == before else 0
         before = now
 
 
 async def until_unreachable(address: str, within_s: float, signs: Signs) -> None:
-    """Returns when a machine is unreachable, because it has no power or its network is down.
+    """Returns when a machine is unreachable, for example because it has no power or its network is down.
 
-    It is unreachable if no message has arrived for `within_s` seconds while a message was due, and no connection could be opened
-    in the last two thirds of that time. If within_s is 0, the function never returns.
+    A machine is unreachable if no message has arrived for `within_s` seconds while a message was due, and no connection could be
+    opened in the last two thirds of that time. If within_s is 0, the function never returns.
     """
     while not within_s:
         await asyncio.sleep(3600)
@@ -207,7 +212,7 @@ async def _is_reachable(address: str, within_s: float) -> bool:
                 for ended in asyncio.as_completed(attempts):
                     if await ended:
                         return True
-                await asyncio.sleep(begun + within_s - clock())  # all attempts have failed early, for example without a route
+                await asyncio.sleep(begun + within_s - clock())  # all attempts have failed at once, for example without a route
     finally:
         for attempt in attempts:
             attempt.cancel()
@@ -236,7 +241,7 @@ class Info(Protocol):
 Answer = TypeVar("Answer", bound=Info)
 
 
-async def ask_info(info: Callable[[], Awaitable[Answer]], address: str) -> Answer | None:
+async def request_info(info: Callable[[], Awaitable[Answer]], address: str) -> Answer | None:
     """Returns a replica's response to Info.
 
     Args:
@@ -246,12 +251,12 @@ async def ask_info(info: Callable[[], Awaitable[Answer]], address: str) -> Answe
         None if the replica does not report its model.
 
     Raises:
-        StreamBroken: A temporary failure.
+        StreamBroken: The call has failed for a time. The caller tries again.
     """
     try:
-        return await answer_of(info)
+        return await response_of(info)
     except grpc.aio.AioRpcError as error:
-        if error.code() in _PASSING:
+        if error.code() in _TEMPORARY:
             raise StreamBroken(f"no response to Info: {error.code().name}: {error.details()}") from None
         if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
             logger.warning("a replica does not report its model", extra=fields(address=address, code=error.code().name))

@@ -2,8 +2,9 @@
 
 A DetokLink owns the stream to one address. Its DecodeWindow has the state of the stream. A DetokPool owns the links.
 
-Each Decoding is pinned to one link. If the link's stream breaks or the detokenizer falls silent, its decodings move to another
-link, or wait until a link is usable. They continue after the last received character. Everything runs on the event loop.
+Each Decoding is pinned to one link. If the link's stream breaks or the detokenizer does not reply in time, the decodings of the
+link move to another link, or wait until a link is usable. They continue after the last received character. Everything runs on the
+event loop.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from rootstock_llm.services.gateway.remote.connection import (
     Duplex,
     Patience,
     StreamBroken,
-    ask_info,
     keep_connected,
+    request_info,
     serves_model,
     until_lost,
 )
@@ -40,42 +41,42 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-# A decoding fails if more of its unanswered batches were lost with their streams, counted since its last text.
+# A decoding fails if Decoding.breaks, the batches that were lost with their streams since the last text, is larger.
 MAX_BREAKS = 16
-# A decoding fails if detokenizers have reported it as unknown more often, because it may be undecodable.
+# A decoding fails if Decoding.lost is larger, because no detokenizer may be able to decode its ids.
 MAX_LOST = 3
 SILENCE_S = 5.0  # seconds without a reply to a batch after which a detokenizer is lost; it replies to each batch at once
-MAX_IN_FLIGHT = 2  # limit of unanswered batches: one is on its way while the other is decoded
+MAX_IN_FLIGHT = 2  # limit of batches without a reply: one is on its way while the other is decoded
 # Limit of ids per batch, including replayed ids and characters of stop strings. A batch of a single row may exceed it. The limit
 # keeps replies fast even if all decodings of a lost detokenizer arrive together.
 MAX_BATCH_IDS = 1 << 17
 
 T = TypeVar("T")
 Call = Duplex[detokenizer_pb2.DecodeBatch, detokenizer_pb2.TextBatch]
-Rows = list[tuple[int, int, bool]]  # handle, new ids, finished
+Rows = list[tuple[int, int, bool]]  # handle of a decoding, number of new ids, whether the decoding is finished
 
 
 class DecodeWindow:
-    """The open decodings, unsent changes and unanswered batches of one stream to a detokenizer. It does no I/O.
+    """The open decodings, unsent changes and batches without a reply of one stream to a detokenizer. It does no I/O.
 
-    Handles are unique within a stream. A decoding is in `open` from adopt() until its last text, drop() or reset(). A new stream
-    continues with the state after reset().
+    Handles are unique within a stream. A decoding is in `open` from adopt() until its last text, drop() or reset(). After
+    reset(), the window is used for a new stream.
     """
 
     def __init__(self, on_lost: Callable[[list[Decoding]], None], on_change: Callable[[], None]) -> None:
         """Makes an empty window.
 
         Args:
-            on_lost: Called with decodings that the detokenizer does not know.
-            on_change: Called when there may be more to send, or fewer decodings are open.
+            on_lost: Called with decodings that the detokenizer reports as unknown.
+            on_change: Called when the window may have new data to send, or fewer open decodings.
         """
-        self.open: dict[int, Decoding] = {}  # by handle, sent or not
-        self.answers = 0  # batches answered
+        self.open: dict[int, Decoding] = {}  # open decodings by handle, including decodings that were never sent
+        self.num_replies = 0  # number of received replies
         self._opening: dict[int, Decoding] = {}  # decodings of _dirty whose open message is not sent
-        self._dirty: dict[int, Decoding] = {}  # decodings with ids or a finish to send
+        self._dirty: dict[int, Decoding] = {}  # decodings with unsent ids or an unsent finish
         self._closes: list[int] = []  # handles of dropped decodings, to be sent
-        self._in_flight: deque[tuple[int, Rows]] = deque()  # unanswered batches
-        self._seq = 0
+        self._in_flight: deque[tuple[int, Rows]] = deque()  # sequence number and rows of each batch without a reply
+        self._seq = 0  # sequence number of the last batch
         self._on_lost = on_lost
         self._on_change = on_change
 
@@ -107,12 +108,16 @@ class DecodeWindow:
         self._on_change()
 
     def greeting(self) -> detokenizer_pb2.DecodeBatch:
-        """Returns the first batch of a stream. It is empty, and its reply shows that the stream is served."""
+        """Returns the first batch of a stream. It is empty; its reply shows that the detokenizer serves the stream."""
         self._in_flight.append((0, []))
         return detokenizer_pb2.DecodeBatch(seq=0)
 
     def next_batch(self) -> detokenizer_pb2.DecodeBatch | None:
-        """Returns a batch of the changes since the last one. None if there are no changes or too many batches are unanswered."""
+        """Returns a batch with the changes since the last batch.
+
+        Returns:
+            None if there are no changes, or if MAX_IN_FLIGHT batches have no reply.
+        """
         if not self.has_more or len(self._in_flight) >= MAX_IN_FLIGHT:
             return None
         self._seq += 1
@@ -141,16 +146,16 @@ class DecodeWindow:
         self._in_flight.append((self._seq, rows))
         return batch
 
-    def answered(self, batch: detokenizer_pb2.TextBatch) -> None:
-        """Applies the reply to the oldest unanswered batch.
+    def apply_reply(self, batch: detokenizer_pb2.TextBatch) -> None:
+        """Applies the reply to the oldest batch without a reply.
 
-        Decodings that the detokenizer does not know go to `on_lost`. The others get their texts.
+        Passes decodings that the detokenizer does not know to `on_lost`. All other decodings of the batch get their texts.
 
         Raises:
             StreamBroken: The reply does not match the batch.
         """
         if not self._in_flight:
-            raise StreamBroken("a reply without a batch")
+            raise StreamBroken("the detokenizer sent a reply without a batch")
         seq, rows = self._in_flight[0]
         if batch.unknown:
             unknown = frozenset(batch.unknown)
@@ -159,17 +164,17 @@ class DecodeWindow:
         else:
             lost = []
         if batch.seq != seq or len(batch.texts) != len(rows) or list(batch.handles) != [row[0] for row in rows]:
-            raise StreamBroken("a reply that does not match its batch")
+            raise StreamBroken(f"the detokenizer's reply {batch.seq} does not match batch {seq} of {len(rows)} rows")
         self._in_flight.popleft()
-        self.answers += 1
-        # The lost decodings come first, because a sink that gets a text may touch or drop them.
+        self.num_replies += 1
+        # The lost decodings are removed first, because a sink that receives a text may call touch() or drop() of them.
         if lost:
             self._on_lost(self._take_lost(lost))
         for (handle, count, finished), text in zip(rows, batch.texts, strict=True):
-            self._hand_out(handle, count, finished, text)
+            self._deliver(handle, count, finished, text)
         self._on_change()
 
-    def _hand_out(self, handle: int, count: int, finished: bool, text: str) -> None:
+    def _deliver(self, handle: int, count: int, finished: bool, text: str) -> None:
         decoding = self.open.get(handle)
         if decoding is None:
             return  # the decoding is dropped, or open under another handle
@@ -190,7 +195,7 @@ class DecodeWindow:
         return lost
 
     def reset(self) -> list[Decoding]:
-        """Clears the window after the end of its stream. Returns the open decodings."""
+        """Clears the window after the end of its stream. Returns the decodings that were open."""
         orphans = list(self.open.values())
         for _, rows in self._in_flight:
             for handle, _, _ in rows:
@@ -208,7 +213,7 @@ class DecodeWindow:
 
 
 class DetokLink:
-    """The stream to one detokenizer, with the decodings that are pinned to it."""
+    """The stream to one detokenizer, and the decodings that are pinned to this stream."""
 
     def __init__(
         self,
@@ -223,8 +228,8 @@ class DetokLink:
 
         Args:
             on_up: Called when the stream is up.
-            on_down: Called with decodings that need another link: all of them if the stream is down, or those that the
-                detokenizer does not know.
+            on_down: Called with decodings that need another link. After the end of the stream, these are all its decodings.
+                Otherwise, these are the decodings that the detokenizer does not know.
             on_idle: Called when no decoding is open.
         """
         self.address = address
@@ -232,13 +237,13 @@ class DetokLink:
         self.connected = False  # the stream is up
         self.ready = True  # discovery allows new decodings
         self.retiring = False  # discovery has dropped the address; the link ends when no decoding is open
-        self.model = ANY_MODEL  # model that the detokenizer of the present stream serves
+        self.model = ANY_MODEL  # model that the detokenizer of the current stream serves
         self.stub: detokenizer_pb2_grpc.DetokenizerStub | None = None  # set while run() runs
         self._patience = patience
         self._on_up = on_up
         self._on_down = on_down
         self._on_idle = on_idle
-        self.window = DecodeWindow(on_down, self._changed)  # decodings pinned to this link, sent or not
+        self.window = DecodeWindow(on_down, self._changed)  # decodings that are pinned to this link
         self._wake = asyncio.Event()
 
     @property
@@ -271,11 +276,11 @@ class DetokLink:
         try:
             async with kept.opening():
                 await call.write(self.window.greeting())
-            silence = self._helper(call, until_lost(self.address, self._patience, self._answers_due))
+            silence = self._helper(call, until_lost(self.address, self._patience, self._replies_due))
             helpers.append(silence)
             await self._receive(call)
             info = partial(stub.Info, detokenizer_pb2.DetokenizerInfoRequest(), timeout=INFO_S)
-            info_reply = await ask_info(info, self.address)
+            info_reply = await request_info(info, self.address)
             self.model = ANY_MODEL if info_reply is None else info_reply.model
             self.connected = True
             logger.info("detokenizer connected", extra=fields(address=self.address, model=self.model))
@@ -307,7 +312,7 @@ class DetokLink:
         batch = await call.read()
         if not isinstance(batch, detokenizer_pb2.TextBatch):
             raise StreamBroken("ended by the detokenizer")
-        self.window.answered(batch)
+        self.window.apply_reply(batch)
 
     async def _write(self, call: Call) -> None:
         """Sends batches of the changes since the last batch."""
@@ -318,11 +323,11 @@ class DetokLink:
                 while (batch := self.window.next_batch()) is not None:
                     await call.write(batch)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reading task gets the reason
+            return  # the reading task raises the reason
 
-    def _answers_due(self) -> int | None:
+    def _replies_due(self) -> int | None:
         """Returns the number of replies so far, or None if no reply is due."""
-        return self.window.answers if self.window.in_flight else None
+        return self.window.num_replies if self.window.in_flight else None
 
 
 class DetokPool:
@@ -368,7 +373,7 @@ class DetokPool:
 
     @property
     def links(self) -> list[DetokLink]:
-        """All links, retiring ones included."""
+        """All links, including retiring links."""
         return list(self._replicas.by_address.values())
 
     def connected(self, model: str = ANY_MODEL) -> int:
@@ -380,7 +385,7 @@ class DetokPool:
         return [link.stub for link in self.links if link.takes(model) and link.stub is not None]
 
     def set_endpoints(self, endpoints: Endpoints) -> None:
-        """Applies new endpoints. The link to a removed endpoint serves its decodings until they end or the stream breaks."""
+        """Applies new endpoints. A link to a removed endpoint serves its decodings until they end or the stream breaks."""
         self._replicas.set_endpoints(endpoints)
         self._changed()
         self._place_waiting()
@@ -399,7 +404,7 @@ class DetokPool:
             self._place(decoding)
 
     def drop(self, decoding: Decoding) -> None:
-        """Ends a decoding whose text is not needed any longer. Idempotent; may be called in any state."""
+        """Ends a decoding before its last text. Idempotent; may be called in any state."""
         if decoding.link_timer is not None:
             self._waiting.pop(decoding, None)
             decoding.link_timer.cancel()
@@ -418,17 +423,17 @@ class DetokPool:
             return
         loop = asyncio.get_running_loop()
         self._waiting[decoding] = None
-        decoding.link_timer = loop.call_later(self._wait_s, self._give_up, decoding)
+        decoding.link_timer = loop.call_later(self._wait_s, self._fail_waiting, decoding)
 
     def _place_waiting(self) -> None:
-        """Pins waiting decodings to links. Decodings without a link continue to wait for the rest of wait_s."""
+        """Pins waiting decodings to usable links. Other decodings continue to wait for the rest of wait_s."""
         for decoding in list(self._waiting):
             link = self._link_for(decoding)
             if link is not None:
                 self.drop(decoding)
                 link.window.adopt(decoding, next(self._handles))
 
-    def _give_up(self, decoding: Decoding) -> None:
+    def _fail_waiting(self, decoding: Decoding) -> None:
         self.drop(decoding)
         decoding.sink.on_decode_failed(unavailable("No detokenizer is available.", self._retry_after_s))
 
@@ -438,7 +443,7 @@ class DetokPool:
 
     def _down(self, orphans: list[Decoding]) -> None:
         self._changed()
-        # Decodings that continue come first: the failure of one drops the other decodings of its request, on any link.
+        # Decodings that continue are placed first: a decoding that fails drops the other decodings of its request, on any link.
         for decoding in orphans:
             if decoding.lost <= MAX_LOST and decoding.breaks <= MAX_BREAKS:
                 self._retries.inc()

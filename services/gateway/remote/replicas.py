@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Replica(Protocol):
-    """A client of one replica of a service. Replicas writes `ready` and `retiring`."""
+    """A client of one replica of a service. Replicas sets `ready` and `retiring`."""
 
     address: str
     ready: bool  # the replica may get new work
@@ -28,8 +28,8 @@ R = TypeVar("R", bound=Replica)
 class Replicas(Generic[R]):
     """The replicas of one service.
 
-    If discovery drops an address, its replica gets no new work. The code that ends the replica's last work calls retire(), which
-    closes the replica.
+    If discovery drops an address, the replica of this address gets no new work. When its last work ends, the owner of the work
+    calls retire(), which closes the replica.
     """
 
     def __init__(self, make: Callable[[str], R]) -> None:

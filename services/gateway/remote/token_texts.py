@@ -12,13 +12,13 @@ import grpc
 from rootstock_llm.protos import detokenizer_pb2, detokenizer_pb2_grpc
 from rootstock_llm.services.gateway.generation.errors import unavailable
 from rootstock_llm.services.gateway.generation.request import ModelInfo
-from rootstock_llm.services.gateway.remote.connection import StreamBroken, answer_of
+from rootstock_llm.services.gateway.remote.connection import StreamBroken, response_of
 from rootstock_llm.services.shared.limits import MAX_TOKEN_TEXTS
 from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 1 << 18  # cached ids per model, enough for a vocabulary; the oldest are removed first
+MAX_REMEMBERED = 1 << 18  # cached ids per model, enough for a vocabulary; above it, the oldest ids are removed
 CALL_S = 2.0  # time limit of a call to one detokenizer
 PAUSE_S = 0.2  # seconds before the detokenizers are called again
 
@@ -26,7 +26,7 @@ Stubs = Callable[[str], Sequence[detokenizer_pb2_grpc.DetokenizerStub]]  # retur
 
 
 class TokenTexts:
-    """The token texts of all models. A process has one, on its event loop."""
+    """The token texts of all models. Each process has one TokenTexts, on its event loop."""
 
     def __init__(self, stubs: Stubs, wait_s: float, retry_after_s: int) -> None:
         """Makes empty caches.
@@ -42,7 +42,7 @@ class TokenTexts:
         self._calls = 0
 
     def of_model(self, model: ModelInfo) -> ModelTexts:
-        """Returns the texts of a served model. If its tokenizer has changed, they begin with an empty cache."""
+        """Returns the texts of a served model. If its tokenizer has changed, the cache is empty."""
         texts = self._models.get(model.source)
         if texts is None or texts.tokenizer != model.tokenizer:
             texts = self._models[model.source] = ModelTexts(self, model.source, model.tokenizer)
@@ -60,10 +60,10 @@ class TokenTexts:
         while True:
             for stub in self._rotated(model):
                 try:
-                    response = await answer_of(partial(stub.TokenTexts, request, timeout=CALL_S))
+                    response = await response_of(partial(stub.TokenTexts, request, timeout=CALL_S))
                 except grpc.aio.AioRpcError as error:
                     logger.warning("a detokenizer did not return token texts", extra=fields(code=error.code().name))
-                    continue  # with the next detokenizer, or again with this one
+                    continue  # tries the next detokenizer
                 except StreamBroken:  # discovery has dropped the detokenizer
                     continue
                 if len(response.texts) == len(ids):
@@ -89,7 +89,7 @@ class ModelTexts:
         self._known: dict[int, bytes] = {}  # by id, the oldest first
 
     async def of(self, ids: Collection[int]) -> Mapping[int, bytes]:
-        """Returns the UTF-8 bytes of each id, which may be only a part of a character.
+        """Returns the bytes of each id's text in UTF-8. They may end or begin within a character.
 
         Raises:
             ApiError: 503, no detokenizer responds.

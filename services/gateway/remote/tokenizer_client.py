@@ -1,6 +1,6 @@
-"""Sends requests to the tokenizer replicas, round robin over the connected ones.
+"""Sends requests to the connected tokenizer replicas in turn.
 
-A failed request is retried on another replica until its time limit. While no replica is connected, requests wait, and this time
+A failed request is retried on another replica until its time limit. While no replica is connected, requests wait, and this wait
 does not count against the limit.
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.05  # seconds between two attempts; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 0.5
-# Parts of the time limit for the first attempts if another replica can be tried. The last attempt gets the rest.
+# Shares of the time limit that the first and the second attempt get if another replica can be tried. Later attempts get the rest.
 ATTEMPT_SHARES = (0.2, 0.3)
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
 _MESSAGE = re.compile(r"messages(\[\d+\][\w.\[\]]*)?(?=: )")
@@ -68,16 +68,16 @@ class TokenizerClient:
             wait_s: Longest time for which a call waits for a replica, in total.
             unreachable_s: See Patience.unreachable.
             retry_after_s: Retry-After of errors, in seconds.
-            changed: Called when connected() may have changed.
+            changed: Called when the result of connected() may have changed.
         """
-        self._replicas = Replicas(lambda address: TokenizerReplica(address, unreachable_s, self._note, dialer))
+        self._replicas = Replicas(lambda address: TokenizerReplica(address, unreachable_s, self._on_replicas_changed, dialer))
         self._timeout_s = timeout_s
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s
         self._retries = metrics.retries.labels("tokenizer")
         self._changed = changed
-        self._turn = 0
-        self._noted = asyncio.Event()
+        self._num_calls = 0
+        self._replicas_changed = asyncio.Event()
         metrics.watch_connected("tokenizer", self.connected)
         self.set_endpoints(dict.fromkeys(addresses, True))
 
@@ -86,7 +86,7 @@ class TokenizerClient:
         return len(self._usable(model))
 
     async def ready(self, model: str = ANY_MODEL) -> None:
-        """Waits for a replica of the model, after which formats() and reasoning_marks() are known. Raises ApiError."""
+        """Waits for a replica of the model. formats() and reasoning_marks() then return its values. Raises ApiError."""
         await self._wait_usable(model, self._wait_s)
         if not self._usable(model):
             raise self._unavailable()
@@ -96,7 +96,7 @@ class TokenizerClient:
         return next((each.formats for each in self._usable(model)), _NO_FORMATS)
 
     def reasoning_marks(self, model: str = ANY_MODEL) -> tuple[int, ...]:
-        """Returns the ids of the opening and the closing mark of reasoning; empty if they are unknown."""
+        """Returns the token ids of the opening and the closing mark of reasoning; empty if they are unknown."""
         return next((each.reasoning_marks for each in self._usable(model)), ())
 
     def _usable(self, model: str) -> list[TokenizerReplica]:
@@ -105,11 +105,11 @@ class TokenizerClient:
     def set_endpoints(self, endpoints: Endpoints) -> None:
         """Applies new endpoints. Replicas of removed endpoints finish their calls."""
         self._replicas.set_endpoints(endpoints)
-        self._note()
+        self._on_replicas_changed()
 
-    def _note(self) -> None:
-        """Notes that the set of usable replicas may have changed."""
-        self._noted.set()
+    def _on_replicas_changed(self) -> None:
+        """Wakes waiting calls, because the set of usable replicas may have changed."""
+        self._replicas_changed.set()
         self._changed()
 
     async def run(self) -> None:
@@ -119,13 +119,13 @@ class TokenizerClient:
     async def encode(
         self, request: tokenizer_pb2.EncodeRequest, param: str = "prompt", model: str = ANY_MODEL
     ) -> tokenizer_pb2.EncodeResponse:
-        """Tokenizes texts. Raises ApiError, which names the field `param` of the client's request."""
+        """Tokenizes texts. Raises an ApiError that names the field `param` of the client's request."""
         return await self._call(request, param, model)
 
     async def encode_chat(
         self, request: tokenizer_pb2.EncodeChatRequest, model: str = ANY_MODEL, names: FieldNames = CHAT
     ) -> tokenizer_pb2.EncodeResponse:
-        """Renders and tokenizes a chat. Raises ApiError, which names the field of the client's API, translated by `names`."""
+        """Renders and tokenizes a chat. Raises an ApiError that names the invalid field, translated by `names`."""
         return await self._call(request, names.of("messages"), model, names)
 
     async def _call(
@@ -134,7 +134,7 @@ class TokenizerClient:
         clock = asyncio.get_running_loop().time
         left, patience = self._timeout_s, self._wait_s
         attempt, pause = 0, 0.0
-        silent: set[TokenizerReplica] = set()  # replicas that have left an attempt unanswered
+        silent: set[TokenizerReplica] = set()  # replicas that did not respond to an attempt in time
         while left > 0 and patience >= 0:
             begun = clock()
             replica = self._next(model, silent)
@@ -152,7 +152,7 @@ class TokenizerClient:
                 unanswered = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
                 if not unanswered and error.code not in _LOST:
                     raise self._translate(error, request, param, names) from None
-                if unanswered and limit >= left and await replica.answers():
+                if unanswered and limit >= left and await replica.responds():
                     raise timed_out("Tokenizing took longer than this server allows.") from None
                 if unanswered:
                     silent.add(replica)
@@ -161,7 +161,7 @@ class TokenizerClient:
                 gone = unanswered and limit >= left
             pause = min(max(FIRST_PAUSE_S, 2 * pause), LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
-            if gone:  # the replica was lost, so the time counts as waiting
+            if gone:  # the replica is lost, so the time of the attempt counts as waiting for a replica
                 patience -= clock() - begun
             else:
                 left -= clock() - begun
@@ -175,8 +175,8 @@ class TokenizerClient:
         with suppress(TimeoutError):  # the caller checks the time
             async with asyncio.timeout(limit_s):
                 while not self._usable(model):
-                    self._noted.clear()
-                    await self._noted.wait()
+                    self._replicas_changed.clear()
+                    await self._replicas_changed.wait()
 
     async def _attempt(
         self, request: EncodeCall, replica: TokenizerReplica, limit_s: float, alone: bool
@@ -189,16 +189,22 @@ class TokenizerClient:
             self._replicas.retire(replica)
 
     def _next(self, model: str, silent: set[TokenizerReplica]) -> TokenizerReplica | None:
-        """Returns the next usable replica, preferably one outside of `silent`. None if no replica is usable."""
+        """Returns the next usable replica, preferably a replica that is not in `silent`. None if no replica is usable."""
         usable = self._usable(model)
         candidates = [each for each in usable if each not in silent] or usable
         if not candidates:
             return None
-        self._turn += 1
-        return candidates[self._turn % len(candidates)]
+        self._num_calls += 1
+        return candidates[self._num_calls % len(candidates)]
 
     def _limit_s(self, attempt: int, left_s: float, model: str, tried: set[TokenizerReplica]) -> float:
-        """Returns the time limit of an attempt. It leaves time for a retry while another replica can be tried."""
+        """Returns the time limit of an attempt in seconds. It leaves time for a retry if another replica can be tried.
+
+        Args:
+            attempt: Number of earlier attempts.
+            left_s: Seconds left of the call's time limit.
+            tried: Replicas that must not count as another replica.
+        """
         others = any(each not in tried for each in self._usable(model))
         return min(left_s, ATTEMPT_SHARES[attempt] * self._timeout_s) if others and attempt < len(ATTEMPT_SHARES) else left_s
 
@@ -207,7 +213,7 @@ class TokenizerClient:
         if code in _REFUSED:
             return _refused(request, param, details, names)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            own_words = "larger than max" not in details  # False: the text is gRPC's, about the size of a message
+            own_words = "larger than max" not in details  # False if gRPC has refused the message by its size
             message = details if details and own_words else "The request is too large to be tokenized."
             return ApiError(413, message, param=param, code="request_too_large")
         if code is grpc.StatusCode.ABORTED:
@@ -219,7 +225,10 @@ class TokenizerClient:
 
 
 def _refused(request: EncodeCall, param: str, details: str, names: FieldNames) -> ApiError:
-    """Returns the error for a refused request. It names the field at the beginning of the tokenizer's text, or else `param`."""
+    """Returns the error for a refused request.
+
+    If the tokenizer's text begins with the name of a field, the error names this field. Otherwise, it names `param`.
+    """
     if isinstance(request, tokenizer_pb2.EncodeChatRequest):
         name = details.partition(":")[0]
         if name in request.read_variables:

@@ -1,7 +1,7 @@
 """The client of one tokenizer: its channel, its health and its stream of short requests. Everything runs on the event loop.
 
 Short requests of one event-loop tick share a message on the stream. A long request is a unary call, so that it does not delay
-short ones.
+short requests.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rootstock_llm.services.gateway.remote.connection import (
     Duplex,
     LogLimiter,
     StreamBroken,
-    answer_of,
-    ask_info,
+    request_info,
+    response_of,
     serves_model,
     until_unreachable,
 )
@@ -36,7 +36,7 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-HUGE_AT_ONCE = 2  # large requests in flight per tokenizer: one is tokenized while the next one waits there
+HUGE_AT_ONCE = 2  # large requests in flight per tokenizer: it tokenizes one while it already has the next one
 PAUSE_S = 0.25  # seconds between two Info calls to a tokenizer that does not respond
 HANDLE_BYTES = 32  # upper limit of the bytes that an EncodeOpen adds to its request
 
@@ -55,20 +55,20 @@ class EncodeFailed(Exception):
 
 
 class NotServed(StreamBroken):
-    """The tokenizer has an older version without these streams."""
+    """The tokenizer has an older version that does not serve EncodeMany."""
 
 
 class EncodeStream:
-    """The stream of short requests to one tokenizer: one gRPC call, which does not reconnect.
+    """The stream of short requests to one tokenizer. It is one gRPC call, which does not reconnect.
 
-    If the call ends, unanswered requests fail with UNAVAILABLE. After retire(), the stream takes no new requests. It then ends
-    with the last reply.
+    If the call ends, requests without a response fail with UNAVAILABLE. After retire(), the stream takes no new requests, and
+    ends after the last response.
     """
 
     def __init__(self, stub: tokenizer_pb2_grpc.TokenizerStub, address: str, unreachable_s: float) -> None:
         self._address = address
         self._unreachable_s = unreachable_s
-        self._answered = 0
+        self._num_replies = 0
         self._call: Call = stub.EncodeMany()
         self._handles = itertools.count(1)
         self._unanswered: dict[int, asyncio.Future[tokenizer_pb2.EncodeResponse]] = {}  # by handle
@@ -78,7 +78,7 @@ class EncodeStream:
         self._greeted = self._up = self._retiring = False
 
     def takes(self, request: EncodeCall) -> bool:
-        """Returns whether encode() may be called for this request. Always False if the tokenizer lacks these streams."""
+        """Returns whether encode() may be called for this request. Always False if the tokenizer does not serve EncodeMany."""
         fits = request.ByteSize() + HANDLE_BYTES <= limits.SHORT_ENCODING_BYTES
         return self._up and not self._retiring and fits and len(self._unanswered) < limits.MAX_OPEN_ENCODINGS
 
@@ -101,7 +101,7 @@ class EncodeStream:
             self._forget(handle)
 
     def retire(self) -> None:
-        """Stops new requests, and ends the stream after the last reply. Idempotent; may be called in any state."""
+        """Accepts no more requests, and ends the stream after the last response. Idempotent; may be called in any state."""
         self._retiring = True
         if self._greeted and not self._unanswered:
             self._call.cancel()
@@ -110,19 +110,20 @@ class EncodeStream:
         """Runs the stream until it ends. May be called once.
 
         Raises:
-            StreamBroken: The stream has ended with unknown cause or a fault.
-            NotServed: The tokenizer lacks these streams.
-            CancelledError: The stream is retired and has ended, or the task is cancelled.
+            StreamBroken: The stream has failed, or the tokenizer has ended it.
+            NotServed: The tokenizer does not serve EncodeMany.
+            CancelledError: The stream has ended after retire(), or the task is cancelled.
         """
         helpers: list[asyncio.Task[Any]] = []
         try:
             await self._call.write(tokenizer_pb2.EncodeBatch())
-            self._greeted = True  # retire() waits for this: in grpc.aio, a first write never ends if its call is cancelled
+            # retire() cancels the call only after this, because in grpc.aio, the first write of a cancelled call never ends.
+            self._greeted = True
             if self._retiring:
                 self.retire()
             await self._receive()
             self._up = True
-            watcher = until_unreachable(self._address, self._unreachable_s, self._answers_due)
+            watcher = until_unreachable(self._address, self._unreachable_s, self._replies_due)
             helpers += [asyncio.create_task(work) for work in (self._write(), watcher)]
             for helper in helpers:
                 helper.add_done_callback(lambda _: self._call.cancel())
@@ -146,9 +147,9 @@ class EncodeStream:
             self._up = False
             self._fail_all()
 
-    def _answers_due(self) -> int | None:
+    def _replies_due(self) -> int | None:
         """Returns the number of replies so far, or None if no reply is due."""
-        return self._answered if self._unanswered else None
+        return self._num_replies if self._unanswered else None
 
     def _forget(self, handle: int) -> None:
         if self._unanswered.pop(handle, None) is not None and self._opens.pop(handle, None) is None:
@@ -167,7 +168,7 @@ class EncodeStream:
         message = await self._call.read()
         if not isinstance(message, tokenizer_pb2.EncodedBatch):
             raise StreamBroken("ended by the tokenizer")
-        self._answered += 1
+        self._num_replies += 1
         for row in message.rows:
             answer = self._unanswered.pop(row.handle, None)
             if answer is None or answer.done():
@@ -197,7 +198,7 @@ class EncodeStream:
                 if self._opens or self._closes:
                     await self._call.write(self._next_message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The reading task gets the reason.
+            # The reading task raises the reason.
             logger.debug("the stream ended during a write", extra=fields(address=self._address))
 
 
@@ -212,14 +213,14 @@ class TokenizerReplica:
             changed: Called when `connected` has changed.
         """
         self.address = address
-        self.connected = False  # Info was answered on the present connection, and doubt() was not called since
+        self.connected = False  # the tokenizer has responded to Info on this connection, and doubt() was not called since then
         self.ready = True  # discovery allows new calls
         self.retiring = False  # discovery has dropped the address; the replica ends with its last call
-        self.in_flight = 0  # running calls
-        # From the last response to Info.
+        self.in_flight = 0  # number of running calls
+        # Values of the last response to Info
         self.model = ANY_MODEL
         self.formats = OutputFormats()
-        self.reasoning_marks: tuple[int, ...] = ()  # token ids of the opening and the closing mark
+        self.reasoning_marks: tuple[int, ...] = ()  # token ids of the opening and the closing mark of reasoning
         self._unreachable_s = unreachable_s
         self._changed = changed
         self._doubted = asyncio.Event()
@@ -228,8 +229,8 @@ class TokenizerReplica:
         self._channel = self._kept.now()
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
         self._huge = asyncio.Semaphore(HUGE_AT_ONCE)
-        self._stream: EncodeStream | None = None  # stream of the present connection
-        self._streams: set[asyncio.Task[None]] = set()  # tasks of _stream and of earlier streams with unanswered requests
+        self._stream: EncodeStream | None = None  # stream of the current connection
+        self._streams: set[asyncio.Task[None]] = set()  # tasks of _stream, and of retired streams that wait for responses
 
     @property
     def busy(self) -> bool:
@@ -239,11 +240,11 @@ class TokenizerReplica:
         return self.ready and serves_model(self.model, model)
 
     async def encode(self, request: EncodeCall, limit_s: float, alone: bool = False) -> tokenizer_pb2.EncodeResponse:
-        """Sends a request: a short one on the stream, a long one in a unary call, so that it does not delay short ones.
+        """Sends a short request on the stream, and a long request in a unary call.
 
         Args:
             limit_s: Time limit in seconds.
-            alone: Sends a short request in a unary call too, because it may have caused the end of a stream.
+            alone: Sends a short request in a unary call, too, because this request may have caused the end of a stream.
 
         Raises:
             EncodeFailed: The request has failed or was refused.
@@ -253,16 +254,16 @@ class TokenizerReplica:
         if request.ByteSize() <= limits.HUGE_ENCODING_BYTES:
             return await self._call(request, limit_s)
         begun = asyncio.get_running_loop().time()
-        await self._huge_turn(limit_s)
+        await self._acquire_huge_slot(limit_s)
         try:
             return await self._call(request, limit_s - (asyncio.get_running_loop().time() - begun))
         finally:
             self._huge.release()
 
-    async def _huge_turn(self, limit_s: float) -> None:
+    async def _acquire_huge_slot(self, limit_s: float) -> None:
         """Waits for one of HUGE_AT_ONCE slots, because the tokenizer processes large requests one by one.
 
-        Waiting requests stay at the gateway, where their bodies are charged already, and do not occupy memory at the tokenizer.
+        A waiting request needs no memory at the tokenizer. At the gateway, the body budget already counts its body.
         """
         try:
             async with asyncio.timeout(min(limit_s, limits.MAX_ENCODING_WAIT_S)):
@@ -277,7 +278,7 @@ class TokenizerReplica:
         try:
             response: tokenizer_pb2.EncodeResponse
             encode = self._stub.EncodeChat if is_chat else self._stub.Encode
-            response = await answer_of(partial(encode, request, timeout=limit_s))
+            response = await response_of(partial(encode, request, timeout=limit_s))
             return response
         except StreamBroken as error:
             raise EncodeFailed(grpc.StatusCode.UNAVAILABLE, str(error)) from None
@@ -285,16 +286,16 @@ class TokenizerReplica:
             raise EncodeFailed(error.code(), error.details() or "") from None
 
     def doubt(self) -> None:
-        """Marks the replica as not connected until it answers Info, because it has left a call unanswered or is stopping."""
+        """Marks the replica as not connected until it responds to Info. Called if a call has failed or got no response."""
         self._doubted.set()
         self._set_connected(False)
 
-    async def answers(self) -> bool:
+    async def responds(self) -> bool:
         """Returns whether the tokenizer responds to Info now. Called after a call that got no response in time."""
         if not self._kept.may_connect:
             return False
         try:
-            await ask_info(self._info, self.address)
+            await request_info(self._info, self.address)
         except StreamBroken:
             return False
         return True
@@ -331,29 +332,29 @@ class TokenizerReplica:
         """Serves one connection. Returns when the channel is down or doubt() was called."""
         self._doubted.clear()
         try:
-            self._learn(await ask_info(self._info, self.address))
+            self._apply_info(await request_info(self._info, self.address))
         except StreamBroken as error:
             self._set_connected(False)
-            if self._log_limiter.is_news(str(error), asyncio.get_running_loop().time()):
+            if self._log_limiter.should_log(str(error), asyncio.get_running_loop().time()):
                 logger.warning("tokenizer does not respond: %s", error, extra=fields(address=self.address))
             await asyncio.sleep(PAUSE_S)
             return
         self._set_connected(True)
-        left = asyncio.create_task(self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+        disconnected = asyncio.create_task(self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
         doubted = asyncio.create_task(self._doubted.wait())
         stream = self._stream = EncodeStream(self._stub, self.address, self._unreachable_s)
         streaming = asyncio.create_task(self._while_streaming(stream))
         self._streams.add(streaming)
         streaming.add_done_callback(self._streams.discard)
         try:
-            await asyncio.wait((left, doubted), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((disconnected, doubted), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stream.retire()
-            left.cancel()
+            disconnected.cancel()
             doubted.cancel()
 
     async def _while_streaming(self, stream: EncodeStream) -> None:
-        """Runs a stream. If it breaks, doubt() is called, and the next reply to Info starts a new stream."""
+        """Runs a stream. If the stream breaks, calls doubt(). The next response to Info then starts a new stream."""
         try:
             await stream.run()
         except NotServed:
@@ -364,7 +365,7 @@ class TokenizerReplica:
             if self._stream is stream:
                 self.doubt()
 
-    def _learn(self, info: tokenizer_pb2.TokenizerInfo | None) -> None:
+    def _apply_info(self, info: tokenizer_pb2.TokenizerInfo | None) -> None:
         self.model = ANY_MODEL if info is None else info.model
         self.formats = OutputFormats() if info is None else known(info.tool_format, info.reasoning_format)
         self.reasoning_marks = () if info is None else tuple(info.reasoning_marks)

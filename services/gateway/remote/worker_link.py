@@ -4,8 +4,8 @@ The messages of one event-loop tick are sent together. The link owns the choices
 interprets the worker's messages. If the stream breaks, the worker aborts the choices of the stream, and the link passes them to
 LinkEvents.on_down().
 
-A worker reports its load every second. A worker that sends nothing for Patience.silence is lost, even if its connection is up: it
-is stopped, cut off or hanging.
+A worker reports its load every second. If a worker sends nothing for Patience.silence, it counts as lost, even if its connection
+is up: its process has stopped or hangs, or its machine is unreachable.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 4 << 20  # target size of a message with many long prompts, far below gRPC's limit
-
-ID_BYTES = 3  # approximate size of a token id in a message; an exact count would take as long as sending it
+MESSAGE_BYTES = 4 << 20  # size at which a message gets no more prompts, far below gRPC's limit
+ID_BYTES = 3  # approximate size of a token id in a message; an exact count would take as long as sending the ids
 
 Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 
 class OpenChoice(Protocol):
-    """A choice that is open on workers, under a handle on each. Its tokens are read when its submit is sent."""
+    """A choice that is open on workers, with a handle on each worker. The link reads its tokens when it sends the submit."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
 
     @property
     def prediction_ids(self) -> Sequence[int]:
-        """Token ids of the client's prediction, for a worker with reads_predictions."""
+        """Token ids of the client's prediction. Only a worker with reads_predictions receives them."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +55,7 @@ class OpenChoice(Protocol):
         """Writes the sampling parameters into a message.
 
         Args:
-            ends_with_prompt: The worker serves requests without output tokens.
+            ends_with_prompt: Whether the worker serves requests without output tokens.
         """
 
     def aborted(self, handle: int) -> None:
@@ -66,7 +65,7 @@ class OpenChoice(Protocol):
         """Notes that the worker is lost.
 
         Args:
-            was_sent: The submit had been sent to the worker.
+            was_sent: Whether the submit had been sent to the worker.
         """
 
 
@@ -77,19 +76,19 @@ class LinkEvents(Protocol[Open]):
     """The receiver of a link's events. Called on the event loop; must not block."""
 
     def on_hello(self, link: WorkerLink[Open]) -> None:
-        """Handles a new `info`: the link has connected, or the weights of its worker have changed."""
+        """Called after `link.info` was set: the link has connected, or the weights of its worker have changed."""
 
     def on_step(self, link: WorkerLink[Open], step: worker_pb2.StepOutput) -> None: ...
 
     def on_load(self, link: WorkerLink[Open]) -> None:
-        """Handles a new `load`."""
+        """Called after `link.load` was set."""
 
     def on_down(self, link: WorkerLink[Open], orphans: list[Open]) -> None:
-        """Handles the end of the session. `orphans` are the choices that were open on it."""
+        """Called at the end of a session with the choices that were open on it."""
 
 
 class WorkerLink(Generic[Open]):
-    """The stream to one worker with its open choices. The link reconnects until its task is cancelled."""
+    """The stream to one worker, and the choices that are open on it. The link reconnects until its task is cancelled."""
 
     def __init__(
         self,
@@ -102,46 +101,49 @@ class WorkerLink(Generic[Open]):
         self.address = address
         self._dialer = dialer
         self.breaker = breaker
-        self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
-        # By the last hello, also after the stream's end. None: the link was never connected.
-        self.model_version: ModelVersion | None = None
-        self.last_info: worker_pb2.WorkerInfo | None = None  # first hello of the last stream; None: never connected
-        self.load: worker_pb2.WorkerLoad | None = None  # None: no load has arrived on this stream
-        self.load_at = 0.0  # time of the last load, on the event loop's clock
+        # Reports of the worker. Times are on the event loop's clock.
+        self.info: worker_pb2.WorkerInfo | None = None  # last hello of the current stream; None while not connected
+        self.model_version: ModelVersion | None = None  # from the last hello of any stream; None before the first connection
+        self.last_info: worker_pb2.WorkerInfo | None = None  # first hello of the last stream; None before the first connection
+        self.load: worker_pb2.WorkerLoad | None = None  # last load of the current stream; None if no load has arrived
+        self.load_at = 0.0  # time at which the last load arrived
         self.draining = False  # the worker has announced its end; reset by the next hello
-        self.paused = False  # an operator has paused the steps; by the last load, which may be of an earlier stream
+        self.paused = False  # an operator has paused the worker, by the last load of any stream
+        self.was_connected = False  # the link has been connected at least once
+        # State of the link
         self.ready = True  # discovery allows new requests
         self.retiring = False  # discovery has dropped the address
-        self.full_until = 0.0  # loop time until which the worker's queue counts as full; the next load resets it
+        self.full_until = 0.0  # time until which the worker's queue counts as full; the next load resets it
         self.reserved_until = 0.0  # time until which the worker may have KV reservations of this stream
-        self.was_connected = False  # the link has been connected
-        self.open: dict[int, Open] = {}  # by handle
+        self.open: dict[int, Open] = {}  # open choices by handle
         self.open_tokens = 0  # prompt and output tokens of the open choices
-        self.prefetch_tokens = 0  # tokens of the choices of _prefetched, counted at their prefetch
+        self.prefetch_tokens = 0  # sum of _prefetched
         self._patience = patience
-        self._num_received = 0  # messages received after the hello
+        self._num_received = 0  # number of messages after the hello
         self._events = events
-        self._submits: dict[int, worker_pb2.Submit] = {}  # to be sent; OpenChoice adds tokens and sampling parameters
-        self._aborts: list[int] = []  # handles, to be sent
-        self._prefetched: dict[int, int] = {}  # tokens by handle of the choices whose pages the worker prefetches
+        # Messages to be sent, by handle. OpenChoice adds the tokens and sampling parameters when the message is sent.
+        self._submits: dict[int, worker_pb2.Submit] = {}
+        self._prefetches: dict[int, tuple[Open, worker_pb2.Prefetch]] = {}
+        self._pages_ready: dict[int, worker_pb2.PagesReady] = {}
+        self._aborts: list[int] = []
+        # Prefetches that are queued or sent, and whose submit has not followed: number of tokens by handle.
+        self._prefetched: dict[int, int] = {}
         self._sent_prefetches: set[int] = set()  # handles of _submits whose prefetch was sent
-        self._prefetches: dict[int, tuple[Open, worker_pb2.Prefetch]] = {}  # to be sent; OpenChoice adds the tokens
-        self._pages_ready: dict[int, worker_pb2.PagesReady] = {}  # to be sent
         self._wake = asyncio.Event()
 
     @property
     def busy(self) -> bool:
-        """Whether the stream is needed: choices are open, or KV reservations exist, which end with the stream."""
+        """Whether the stream is needed: choices are open, or the worker has KV reservations, which would end with the stream."""
         return bool(self.open) or self.reserved_until > asyncio.get_running_loop().time()
 
     @property
     def hangs(self) -> bool:
-        """Whether the worker's present step takes longer than the longest allowed step."""
+        """Whether the current step of the worker takes longer than the limit that the worker reports."""
         return self.load is not None and 0 < self.load.step_limit_ms < self.load.step_age_ms
 
     @property
     def refuses_new(self) -> bool:
-        """Whether the worker refuses every request that has no output yet."""
+        """Whether the worker refuses all requests without output."""
         return self.load is not None and self.load.refuses_new
 
     @property
@@ -153,7 +155,7 @@ class WorkerLink(Generic[Open]):
         """Queues a submit.
 
         Args:
-            submit: The message without prompt, prediction and sampling parameters, which are copied once, when it is sent.
+            submit: The message without prompt, prediction and sampling parameters, which are added when it is sent.
         """
         if submit.handle in self._prefetched and self._forget_prefetch(submit.handle):
             self._sent_prefetches.add(submit.handle)
@@ -173,7 +175,7 @@ class WorkerLink(Generic[Open]):
         """Removes a choice and queues its abort. Later messages of the worker about it are ignored.
 
         Returns:
-            True if the submit was never sent. If its prefetch was sent, the worker drops the prefetched pages.
+            True if the submit was never sent. If its prefetch was sent, the abort makes the worker drop the prefetched pages.
         """
         choice = self.close(handle)
         if choice is None:
@@ -187,10 +189,10 @@ class WorkerLink(Generic[Open]):
         return unsent
 
     def prefetch(self, choice: Open, prefetch: worker_pb2.Prefetch) -> None:
-        """Queues a prefetch of pages for a choice, which lasts until submit() or cancel_prefetch().
+        """Queues a prefetch of pages for a choice. submit() or cancel_prefetch() ends the prefetch.
 
         Args:
-            prefetch: The message without the tokens.
+            prefetch: The message without the tokens, which are added when it is sent.
         """
         self._prefetched[prefetch.handle] = choice.num_tokens
         self.prefetch_tokens += choice.num_tokens
@@ -198,11 +200,11 @@ class WorkerLink(Generic[Open]):
         self._wake.set()
 
     def is_prefetching(self, handle: int) -> bool:
-        """Returns whether a prefetch for this handle is queued or sent on the present stream."""
+        """Returns whether a prefetch for this handle is queued or sent on the current stream, and its submit has not followed."""
         return handle in self._prefetched
 
-    def more_ready(self, handle: int, reservation: worker_pb2.KvRoom) -> None:
-        """Tells the worker that a KV reservation has more pages. The worker already prefetches pages of the reservation."""
+    def report_ready_pages(self, handle: int, reservation: worker_pb2.KvRoom) -> None:
+        """Reports to the worker that the KV reservation of a prefetch has more pages to read."""
         if handle in self._prefetches:
             self._prefetches[handle][1].source.room.CopyFrom(reservation)
         else:
@@ -216,13 +218,13 @@ class WorkerLink(Generic[Open]):
             self._wake.set()
 
     def _forget_prefetch(self, handle: int) -> bool:
-        """Removes a prefetch. Returns whether it is no longer queued, because it was sent."""
+        """Removes a prefetch. Returns whether it had been sent to the worker."""
         self.prefetch_tokens -= self._prefetched.pop(handle, 0)
         self._pages_ready.pop(handle, None)
         return self._prefetches.pop(handle, None) is None
 
     def release_reservation(self, handle: int) -> None:
-        """Releases the KV reservation of a choice that the worker has handed over, because no worker will read it."""
+        """Releases the KV reservation that this worker has for a handed-over choice, because no worker will read it."""
         if self.info is not None:
             self._aborts.append(handle)
             self._wake.set()
@@ -242,7 +244,7 @@ class WorkerLink(Generic[Open]):
             async with kept.opening():
                 first = await self._read(call)
             if not first.HasField("hello"):
-                raise StreamBroken("the first message is not a hello")
+                raise StreamBroken("the worker's first message is not a hello")
             self.info = self.last_info = first.hello
             self.model_version = _version_of(self.info)
             self.load, self.was_connected = None, True
@@ -276,7 +278,7 @@ class WorkerLink(Generic[Open]):
             StreamBroken: Worker id or model differ. Sessions belong to a worker, and token ids to a model.
         """
         if (info.worker_id, info.model) != (before.worker_id, before.model):
-            raise StreamBroken("a second hello that names another worker or model")
+            raise StreamBroken("the worker sent a second hello with another worker id or model")
         self.info, self.model_version = info, _version_of(info)
         logger.info(
             "the weights of the worker have changed",
@@ -296,7 +298,7 @@ class WorkerLink(Generic[Open]):
         self._events.on_down(self, orphans)
 
     def _messages_due(self) -> int | None:
-        """Returns the number of messages so far, or None before the first load, after which a message is due every second."""
+        """Returns the number of messages so far, or None before the first load. After it, a message is due every second."""
         return self._num_received if self.load is not None else None
 
     def _steps_due(self) -> int | None:
@@ -316,7 +318,7 @@ class WorkerLink(Generic[Open]):
         return message
 
     def _next_message(self) -> worker_pb2.GenerateRequest:
-        """Returns a message with all aborts and with prefetches and submits up to about MESSAGE_BYTES, but at least one."""
+        """Returns a message with all queued aborts, and with queued prefetches and submits up to about MESSAGE_BYTES."""
         message = worker_pb2.GenerateRequest(aborts=self._aborts, ready=self._pages_ready.values())
         self._aborts.clear()
         self._pages_ready.clear()
@@ -348,7 +350,7 @@ class WorkerLink(Generic[Open]):
                 while self._submits or self._aborts or self._prefetches or self._pages_ready:
                     await call.write(self._next_message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reading task gets the reason
+            return  # the reading task raises the reason
 
 
 def _version_of(info: worker_pb2.WorkerInfo) -> ModelVersion:

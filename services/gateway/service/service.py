@@ -204,7 +204,7 @@ class GenerationService:
         await sink.queued()
         more = True
         while more:
-            choices = await running.news()
+            choices = await running.next_output()
             if not running.params.stream and running.complete:
                 choices = running.choices  # a response that is not a stream lists its choices by index
             deltas = [delta for choice in choices if (delta := choice.take()) is not None]

@@ -440,7 +440,7 @@ def test_request_overtakes_a_waiting_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_line_starts_when_the_gateway_has_no_interactive_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "HELD_S", 60.0)
+    monkeypatch.setattr(lanes, "FREE_LANE_S", 60.0)
     with redis_server() as state, System(state_redis_url=state.url) as system, ThreadPoolExecutor(1) as pool:
         client = system.openai()
         system.allow(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rootstock_llm.services.gateway.batches.lanes import HELD_S, LOOK_S, MOST_GIVEN_UP, QUIET_S, RISE_S, YOUNG_S, Lanes
+from rootstock_llm.services.gateway.batches.lanes import FREE_LANE_S, LOOK_S, MAX_DISPLACEMENTS, QUIET_S, RISE_S, YOUNG_S, Lanes
 from rootstock_llm.services.gateway.service.service import Attendance
 from tests.services.redis_server import until
 
@@ -18,7 +18,7 @@ class Load:
         self.waiting = 0  # interactive requests in the queue
         self.attendance = Attendance(lambda: self.now)
         self.lanes = Lanes(3, 1, lambda: self.waiting, lambda: self.attendance.quiet_s, lambda: self.now)
-        self.attendance.listen(self.lanes.make_way)
+        self.attendance.listen(self.lanes.displace_young_lines)
         self.num_calls = 0  # begun calls of lines
         self.may_end = asyncio.Event()  # set to end the calls of lines
 
@@ -27,7 +27,7 @@ class Load:
             self.num_calls += 1
             await self.may_end.wait()
 
-        await self.lanes.answer(ask)
+        await self.lanes.run_line(ask)
 
 
 def run_with_lines(use: Callable[[Load], Awaitable[None]], num_lines: int = 8) -> None:
@@ -61,7 +61,7 @@ def test_one_lane_is_open_during_interactive_requests_and_shortly_after() -> Non
     async def use(load: Load) -> None:
         load.attendance.begin(True)
         await asyncio.sleep(2 * LOOK_S)
-        load.now += HELD_S
+        load.now += FREE_LANE_S
         await until(lambda: load.lanes.used == 1)
         assert not load.lanes.is_open
         load.now += 10 * QUIET_S
@@ -99,10 +99,10 @@ def test_lane_stays_empty_for_a_moment_when_interactive_requests_are_open() -> N
         load.attendance.begin(True)
         await asyncio.sleep(2 * LOOK_S)
         assert load.lanes.is_open and load.lanes.used == 0
-        load.now += HELD_S / 2
+        load.now += FREE_LANE_S / 2
         await asyncio.sleep(2 * LOOK_S)
         assert load.lanes.used == 0
-        load.now += HELD_S / 2
+        load.now += FREE_LANE_S / 2
         await until(lambda: load.lanes.used == 1)
         load.attendance.begin(True)
         await asyncio.sleep(2 * LOOK_S)
@@ -116,7 +116,7 @@ def test_lane_stays_empty_for_a_moment_when_interactive_requests_are_open() -> N
 def test_line_is_interrupted_a_limited_number_of_times() -> None:
     async def use(load: Load) -> None:
         await until(lambda: load.num_calls == 1)
-        for times in range(1, MOST_GIVEN_UP + 1):
+        for times in range(1, MAX_DISPLACEMENTS + 1):
             load.attendance.begin(True)
             await until(lambda: load.lanes.used == 0)
             load.attendance.end(True)
@@ -124,7 +124,7 @@ def test_line_is_interrupted_a_limited_number_of_times() -> None:
             await until(lambda: load.num_calls == times + 1)  # noqa: B023
         load.attendance.begin(True)
         await asyncio.sleep(2 * LOOK_S)
-        assert (load.lanes.used, load.num_calls) == (1, MOST_GIVEN_UP + 1)
+        assert (load.lanes.used, load.num_calls) == (1, MAX_DISPLACEMENTS + 1)
 
     run_with_lines(use, num_lines=1)
 
@@ -155,12 +155,12 @@ def test_short_waits_do_not_extend_the_delay_of_a_line() -> None:
 
     async def use(load: Load) -> None:
         load.attendance.begin(True)
-        for look in range(round(4 * HELD_S / LOOK_S)):
+        for look in range(round(4 * FREE_LANE_S / LOOK_S)):
             load.waiting = look % 2
             load.now += LOOK_S
             await asyncio.sleep(2 * LOOK_S)
             if load.lanes.used:
                 break
-        assert load.lanes.used == 1 and HELD_S <= load.now - 100.0 <= HELD_S + 4 * LOOK_S
+        assert load.lanes.used == 1 and FREE_LANE_S <= load.now - 100.0 <= FREE_LANE_S + 4 * LOOK_S
 
     run_with_lines(use)
