@@ -221,7 +221,7 @@ class JournalSink(Sink):
 
     async def take(self, deltas: Sequence[Delta], more: bool) -> None:
         assert self._renderer is not None and self._silence is not None
-        self._silence.said()
+        self._silence.restart()
         with self._lease():
             if not deltas:
                 await self._begin_events()

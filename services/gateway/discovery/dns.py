@@ -14,8 +14,10 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.25  # seconds between two look-ups before the first result; doubles with every attempt
-LONGEST_PAUSE_S = 30.0
-EMPTY_ANSWERS = 2  # empty results in a row after which the name has no addresses; a restarted DNS server may have no names yet
+LONGEST_PAUSE_S = 30.0  # longest pause after failed look-ups
+# Number of empty results in a row after which the name counts as without addresses. One may come from a DNS server that has just
+# restarted and has not loaded its names.
+EMPTY_RESULTS = 2
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -52,10 +54,10 @@ class DnsWatch:
         self._refresh_s = refresh_s
         self._lookup = lookup
         self._changed = changed
-        self._answered = False
-        self.trouble = ""  # error of the last look-up; "" for none
-        self._failures = 0  # in a row
-        self._empty = 0  # in a row
+        self._has_result = False  # whether a result was accepted
+        self.trouble = ""  # error of the last look-up; "" if it succeeded
+        self._failures = 0  # number of failed look-ups in a row
+        self._empty = 0  # number of empty results in a row
 
     async def run(self) -> None:
         while True:
@@ -70,17 +72,19 @@ class DnsWatch:
             self._failures += 1
             self.trouble = str(error) or type(error).__name__
             level = logging.WARNING if self._failures == 1 else logging.DEBUG
-            logger.log(level, "a DNS name cannot be looked up, its last addresses stay: %s", error, extra=fields(name_=name))
+            logger.log(
+                level, "a DNS name cannot be looked up; its last addresses stay in use: %s", error, extra=fields(name_=name)
+            )
             return
         if self._failures:
             logger.info("a DNS name can be looked up again", extra=fields(name_=name))
         self._failures, self.trouble = 0, ""
         self._empty = 0 if hosts else self._empty + 1
-        if hosts or self._empty >= EMPTY_ANSWERS:
-            self._answered = True
+        if hosts or self._empty >= EMPTY_RESULTS:
+            self._has_result = True
             self._changed({join_address(host, port): True for host in hosts})
 
     def _pause_s(self) -> float:
-        tries = min(self._failures if self._answered else self._failures + self._empty, 16)
-        first, longest = (self._refresh_s, LONGEST_PAUSE_S) if self._answered else (FIRST_PAUSE_S, self._refresh_s)
+        tries = min(self._failures if self._has_result else self._failures + self._empty, 16)
+        first, longest = (self._refresh_s, LONGEST_PAUSE_S) if self._has_result else (FIRST_PAUSE_S, self._refresh_s)
         return min(first * float(2**tries), max(longest, self._refresh_s))

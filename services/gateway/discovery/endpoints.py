@@ -1,7 +1,7 @@
-"""The targets of a service in a setting, and its endpoints as a map of address to ready.
+"""The targets of a service, as settings name them, and its endpoints, as a map of address to ready.
 
 A target is host:port, dns:///name:port or k8s:///service.namespace:port. An address is "host:port". An IPv6 host is in brackets.
-An endpoint that is not ready gets no new work, and its running work continues. An address that is not in the map is gone.
+An endpoint that is not ready gets no new work, and its running work continues. An address that is not in the map does not exist.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Target = StaticTarget | DnsTarget | KubernetesTarget
 
 
 def parse_target(target: str) -> Target:
-    """Parses a target. Raises ValueError with a sentence for the operator."""
+    """Parses a target. Raises ValueError with a message for the operator."""
     if target.startswith(KUBERNETES):
         return _kubernetes(target)
     if target.startswith(DNS):
@@ -66,7 +66,7 @@ def parse_target(target: str) -> Target:
 
 
 def check_target(target: str) -> str:
-    """Returns the target unchanged. Raises ValueError with a sentence for the operator if it is invalid."""
+    """Returns the target unchanged. Raises ValueError with a message for the operator if it is invalid."""
     parse_target(target)
     return target
 

@@ -1,7 +1,7 @@
 """Lists and watches the EndpointSlices of a Service through the Kubernetes API, and converts them to endpoints.
 
-The calls of the API block and need their own thread. Responses are read as JSON, because the client's model classes refuse slices
-with "endpoints": null, which the API server sends.
+The calls of the API block, so they need their own thread. Responses are read as JSON, because the API server sends slices with
+"endpoints": null, which the client's model classes refuse.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "default"
 CONNECT_S = 5.0  # longest time to connect, in seconds
 LIST_S = 20.0  # longest time without a byte of a list, in seconds
-WATCH_S = 60.0  # mean duration of a watch in seconds; the server then ends it, and the next one continues
+WATCH_S = 60.0  # mean duration of a watch in seconds; the server then ends it, and the next watch continues
 SLACK_S = 10.0  # seconds; a watch is lost if no byte has arrived for its duration plus this time
 MAX_LINE_BYTES = 16 << 20  # largest event of a watch
 GONE = 410  # status of a resource version that the server no longer has
@@ -38,10 +38,10 @@ def endpoints_of(slices: Iterable[Slice], port: int | str) -> dict[str, bool]:
     """Returns the endpoints of all slices. An endpoint is ready if its pod is ready and not terminating.
 
     Args:
-        port: Port number of the pods, or a port name. A name is looked up in each slice, and slices without it are ignored.
+        port: Port number of the pods, or a port name. Slices without a port of this name are ignored.
     """
     found: dict[str, bool] = {}
-    family_of: dict[str, str] = {}  # by pod
+    family_of: dict[str, str] = {}  # address family of each pod
     for slice_ in sorted(slices, key=_family_rank):
         number = port if isinstance(port, int) else _port_named(slice_, port)
         if number is None:
@@ -54,20 +54,20 @@ def endpoints_of(slices: Iterable[Slice], port: int | str) -> dict[str, bool]:
             pod = (endpoint.get("targetRef") or {}).get("uid") or addresses[0]
             if family_of.setdefault(pod, family) != family:
                 continue
-            # All addresses of an endpoint lead to the same pod. An endpoint that moves between slices is in both for a time.
+            # All addresses of an endpoint belong to the same pod. While an endpoint moves between slices, both slices have it.
             address = join_address(addresses[0], number)
             found[address] = found.get(address, False) or _is_ready(endpoint.get("conditions") or {})
     return found
 
 
-def has_names(slices: Iterable[Slice]) -> bool:
-    """Returns whether all slices have the label of a headless Service, whose DNS name has the addresses of all ready pods."""
+def is_headless(slices: Iterable[Slice]) -> bool:
+    """Returns whether the Service of the slices is headless. Its DNS name then has the addresses of all ready pods."""
     labels = [slice_.get("metadata", {}).get("labels") or {} for slice_ in slices]
     return bool(labels) and all(HEADLESS_LABEL in each for each in labels)
 
 
 def number_of(slices: Iterable[Slice], port: int | str) -> int | None:
-    """Returns the number of a port. None if the slices have no port with this name, or different numbers for it."""
+    """Returns the number of a port. None if no slice has a port with this name, or slices have different numbers for it."""
     if isinstance(port, int):
         return port
     numbers = {_port_named(slice_, port) for slice_ in slices} - {None}
@@ -96,7 +96,7 @@ def _port_named(slice_: Slice, name: str) -> int | None:
 
 
 class KubernetesApiError(Exception):
-    """The API server has refused a call or ended a watch with an ERROR event."""
+    """The API server has refused a call, or has ended a watch with an ERROR event."""
 
     def __init__(self, status: int, message: str) -> None:
         """Makes the error. `status` is the HTTP status, or the code of the ERROR event."""
@@ -150,7 +150,7 @@ class SliceApi:
         return list(listed.get("items") or ()), str(listed["metadata"]["resourceVersion"])
 
     def watch(self, version: str) -> Iterator[dict[str, Any]]:
-        """Yields events after a resource version, bookmarks included, until the server ends the watch. Raises as list() does."""
+        """Yields events after a resource version, including bookmarks, until the server ends the watch. Raises as list() does."""
         seconds = max(1, round(self._watch_s * random.uniform(0.75, 1.25)))
         response = self._get(
             timeout_s=seconds + SLACK_S,
@@ -181,7 +181,7 @@ class SliceApi:
             try:
                 response.shutdown()
             except (ValueError, RuntimeError, OSError):
-                return  # the watch has just ended
+                return  # the watch has ended at the same time
 
     def _get(self, timeout_s: float, **query: Any) -> urllib3.HTTPResponse:
         try:
@@ -206,12 +206,12 @@ class SliceApi:
 def _object(data: bytes) -> dict[str, Any]:
     value = json.loads(data)
     if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError("the response of the Kubernetes API is not a JSON object")
     return value
 
 
 def _message(body: str | bytes | None) -> str:
-    """Returns the message of a Status object; "" if the body is not one."""
+    """Returns the message of a Status object; "" if the body is no Status object."""
     try:
         status = json.loads(body or b"")
     except ValueError:
@@ -226,4 +226,4 @@ def _lines(response: urllib3.HTTPResponse) -> Iterator[bytes]:
         *lines, rest = (rest + piece).split(b"\n")
         yield from (line for line in lines if line.strip())
         if len(rest) > MAX_LINE_BYTES:
-            raise ValueError("a watch event is too large")
+            raise ValueError(f"an event of a watch is larger than {MAX_LINE_BYTES} bytes")

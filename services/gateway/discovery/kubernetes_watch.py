@@ -1,12 +1,12 @@
 """Follows the endpoints of a Service by its EndpointSlices, and by its DNS name while the slices cannot be read.
 
-KubernetesWatch lists the slices, then watches the changes. It lists them again after RESYNC_S, and if the API server no longer
-has the watched version. The blocking client runs in a daemon thread, which passes its results to the event loop. While the API
-server fails, the last endpoints stay. If the Service is headless, the watch also reports its DNS name.
+KubernetesWatch lists the slices, and then watches their changes. It lists them again after RESYNC_S, or if the API server has
+dropped the watched version. The blocking client runs in a daemon thread, which passes its results to the event loop. While the
+API server fails, the last endpoints stay. If the Service is headless, the watch also reports its DNS name.
 
-KubernetesService then looks up that name. This matters for a rollback to discovery by DNS, which takes the permission and the
-network access to the API server from old gateways while their streams still run. Without the look-ups, these gateways would lose
-one endpoint with every replaced pod.
+KubernetesService looks up this name while the slices cannot be read. A rollback to discovery by DNS needs this: it removes the
+old gateways' permission and network access to the API server while their streams still run. Without the look-ups, these gateways
+would lose one endpoint with every replaced pod.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rootstock_llm.services.gateway.discovery.kubernetes_api import (
     KubernetesApiError,
     SliceApi,
     endpoints_of,
-    has_names,
+    is_headless,
     load_client,
     number_of,
     own_namespace,
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 RESYNC_S = 600.0  # mean time between two lists, in seconds
 FIRST_PAUSE_S = 0.25  # longest pause before the next attempt; doubles with every failure
 LONGEST_PAUSE_S = 30.0
-PATIENCE_S = 10.0  # seconds of failure before DNS is used; a restarted API server is back within this time
-DENIED = (401, 403)
+PATIENCE_S = 10.0  # seconds of failures after which DNS is used; a restarted API server responds earlier
+DENIED = (401, 403)  # statuses after which DNS is used at once
 
 LoadClient = Callable[[], client.ApiClient]
 _Report = Callable[[Callable[[Any], None], object], object]  # (function to call on the event loop, its argument)
@@ -51,13 +51,13 @@ _FAILURES = (KubernetesApiError, config.ConfigException, urllib3.exceptions.HTTP
 
 
 class KubernetesWatch:
-    """The watch of one Service. run() starts its thread, which owns the fields marked with "thread"."""
+    """The watch of one Service. run() starts its thread. Only this thread uses the fields with "thread" in their comment."""
 
     def __init__(
         self,
         target: KubernetesTarget,
         changed: Callable[[Endpoints], None],
-        named: Callable[[DnsTarget | None], None],
+        on_dns_name: Callable[[DnsTarget | None], None],
         load: LoadClient = load_client,
         watch_s: float = WATCH_S,
         resync_s: float = RESYNC_S,
@@ -66,29 +66,29 @@ class KubernetesWatch:
 
         Args:
             changed: Called with new endpoints, on the event loop of run().
-            named: Called with the DNS name of the pods when the slices cannot be read, and with None when they can be read again,
-                on the event loop of run().
+            on_dns_name: Called with the DNS name of the pods when the slices cannot be read, and with None when they can be read
+                again, on the event loop of run().
             load: Makes the client of the Kubernetes API.
             watch_s: See kubernetes_api.WATCH_S.
             resync_s: See RESYNC_S.
         """
         self._target = target
         self._changed = changed
-        self._named = named
+        self._on_dns_name = on_dns_name
         self._load = load
         self._watch_s = watch_s
         self._resync_s = resync_s
         self._stopping = threading.Event()
         self._api: SliceApi | None = None  # thread; the event loop only calls stop()
         self._namespace = ""  # thread
-        self._slices: dict[str, dict[str, Any]] = {}  # thread; by name
+        self._slices: dict[str, dict[str, Any]] = {}  # thread; slices by name
         self._reported: Endpoints | None = None  # thread; last endpoints that were reported
-        self._failures = 0  # thread; in a row
+        self._failures = 0  # thread; number of failures in a row
         self._failing_since: float | None = None  # thread; monotonic seconds of the first failure after the last list
-        self._name: DnsTarget | None = None  # thread; last DNS name that was reported
+        self._name: DnsTarget | None = None  # thread; last DNS name that was reported; None while the slices can be read
 
     async def run(self) -> None:
-        """Runs the thread until cancelled. Raises the exception that has ended the thread, which is a fault of this code."""
+        """Runs the thread until cancelled. If an unexpected exception ends the thread, raises this exception."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         threading.Thread(
@@ -131,7 +131,10 @@ class KubernetesWatch:
             self._follow(self._api, report)
         except KubernetesApiError as error:
             if error.status == GONE:
-                logger.info("the watched version of the EndpointSlices is gone, listing again", extra=self._fields())
+                logger.info(
+                    "the API server has dropped the watched version of the EndpointSlices; listing them again",
+                    extra=self._fields(),
+                )
                 self._failures = min(self._failures, 1)
             else:
                 self._failed(error, report)
@@ -144,7 +147,7 @@ class KubernetesWatch:
         self._slices = {slice_["metadata"]["name"]: slice_ for slice_ in listed}
         if self._name is not None:
             self._name, self._reported = None, None
-            report(self._named, None)
+            report(self._on_dns_name, None)
         self._report_endpoints(report)
         if self._failures:
             logger.info("EndpointSlices can be read again", extra=self._fields())
@@ -157,7 +160,7 @@ class KubernetesWatch:
                 self._report_endpoints(report)
             self._failures = 0
             if time.monotonic() - began < FIRST_PAUSE_S:
-                self._stopping.wait(FIRST_PAUSE_S)  # the server or a proxy ends watches at once
+                self._stopping.wait(FIRST_PAUSE_S)  # avoids a busy loop if the server or a proxy ends each watch at once
 
     def _apply(self, event: dict[str, Any]) -> str:
         """Applies an event. Returns its resource version, after which a watch continues."""
@@ -187,18 +190,18 @@ class KubernetesWatch:
         before = self._name
         if self._name is None and (denied or now - self._failing_since >= PATIENCE_S):
             self._name = self._name_of_the_pods()
-        rest = "the last endpoints stay" if self._name is None else f"{self._name.name} is looked up instead"
+        rest = "the last endpoints stay in use" if self._name is None else f"looking up {self._name.name} by DNS instead"
         hint = "; the service account needs list and watch on endpointslices (discovery.k8s.io)" if denied else ""
         level = logging.ERROR if denied and self._failures == 1 else logging.WARNING
-        logger.log(level, "EndpointSlices cannot be read, %s: %s%s", rest, error, hint, extra=self._fields())
+        logger.log(level, "EndpointSlices cannot be read; %s: %s%s", rest, error, hint, extra=self._fields())
         if self._name != before:
-            report(self._named, self._name)
+            report(self._on_dns_name, self._name)
 
     def _name_of_the_pods(self) -> DnsTarget | None:
-        """Returns the DNS name of the pods. None if no slices were read yet or the Service is not headless."""
+        """Returns the DNS name of the pods. None if no slices have been read, or the Service is not headless."""
         slices = list(self._slices.values())
         number = number_of(slices, self._target.port)
-        if number is None or not has_names(slices):
+        if number is None or not is_headless(slices):
             return None
         return DnsTarget(f"{self._target.service}.{self._namespace}.svc", number)
 
@@ -207,7 +210,7 @@ class KubernetesWatch:
 
 
 class KubernetesService:
-    """The endpoints of one Service."""
+    """Follows the endpoints of one Service, by its EndpointSlices or by DNS."""
 
     def __init__(
         self,
@@ -229,17 +232,17 @@ class KubernetesService:
             watch_s: See kubernetes_api.WATCH_S.
             resync_s: See RESYNC_S.
         """
-        self._slices = KubernetesWatch(target, changed, self._named, load, watch_s, resync_s)
+        self._slices = KubernetesWatch(target, changed, self._on_dns_name, load, watch_s, resync_s)
         self._changed = changed
         self._dns_refresh_s = dns_refresh_s
         self._lookup = lookup
         self._tasks: asyncio.TaskGroup | None = None
-        self._names: tuple[DnsWatch, asyncio.Task[None]] | None = None  # set while the slices cannot be read
+        self._dns: tuple[DnsWatch, asyncio.Task[None]] | None = None  # set while the slices cannot be read
 
     @property
     def trouble(self) -> str:
-        """Error of the last DNS look-up; empty if it succeeded, or if DNS is not used now."""
-        return "" if self._names is None else self._names[0].trouble
+        """Error of the last DNS look-up; "" if it succeeded, or if DNS is not used now."""
+        return "" if self._dns is None else self._dns[0].trouble
 
     async def run(self) -> None:
         """Follows the endpoints until cancelled."""
@@ -247,14 +250,14 @@ class KubernetesService:
             self._tasks = tasks
             await self._slices.run()
 
-    def _named(self, name: DnsTarget | None) -> None:
-        if self._names is not None:
-            self._names[1].cancel()
-            self._names = None
+    def _on_dns_name(self, name: DnsTarget | None) -> None:
+        if self._dns is not None:
+            self._dns[1].cancel()
+            self._dns = None
         if name is not None and self._tasks is not None:
             watch = DnsWatch(name, self._dns_refresh_s, self._lookup, self._looked_up)
-            self._names = watch, self._tasks.create_task(watch.run())
+            self._dns = watch, self._tasks.create_task(watch.run())
 
     def _looked_up(self, endpoints: Endpoints) -> None:
-        if endpoints:  # a DNS server without access to the API server may report no addresses; the endpoints then stay
+        if endpoints:  # a DNS server that cannot reach the API server may report no addresses; the last endpoints then stay
             self._changed(endpoints)

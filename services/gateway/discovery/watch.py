@@ -30,7 +30,7 @@ DNS_REFRESH_S = 2.0  # pause between two look-ups of a DNS name, in seconds
 
 
 class Discovery:
-    """The merged endpoints of the targets of one service."""
+    """Follows the targets of one service, and reports their merged endpoints."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Discovery:
         self._names: list[dns.DnsWatch | KubernetesService] = []
 
     def trouble(self) -> str:
-        """Returns the error of a DNS name that cannot be looked up; empty if all can be looked up."""
+        """Returns the error of a DNS name that cannot be looked up; "" if all DNS names can be looked up."""
         return next(filter(None, (watch.trouble for watch in self._names)), "")
 
     async def run(self) -> None:
@@ -103,5 +103,5 @@ class Discovery:
             return
         before, self._reported = self._reported or {}, merged
         added, gone = sorted(merged.keys() - before.keys()), sorted(before.keys() - merged.keys())
-        logger.info("endpoints: %d, %d ready", len(merged), sum(merged.values()), extra=fields(added=added, gone=gone))
+        logger.info("endpoints changed: %d, %d ready", len(merged), sum(merged.values()), extra=fields(added=added, gone=gone))
         self._changed(dict(merged))

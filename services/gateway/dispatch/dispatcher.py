@@ -3,13 +3,12 @@
 Only the dispatcher moves a choice. The Placement of a choice is in exactly one place:
 
 - its pool's `queue`, because no worker has a free slot;
-- its pool's `moved`, because its worker was lost and no other one has a free slot yet;
+- its pool's `moved`, because its worker was lost and no other worker has a free slot yet;
 - its pool's `parked`, because the worker of its session is not connected;
-- the `open` requests of one WorkerLink, or of two if it has a copy;
-- nowhere, before start() and after release().
+- the `open` requests of one WorkerLink, or of two WorkerLinks if the choice has a hedge copy.
 
-release() frees a choice from each of them and is idempotent. A choice that moves takes prompt and output to the next worker,
-which continues behind the last token that the gateway received.
+A choice has a Placement from start() to release(). release() removes the choice from all these places, and is idempotent. If a
+choice moves, the next worker gets its prompt and its output, and continues after the last token that the gateway received.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 
-MAX_CRASHES = 3  # with the next lost worker, a choice fails, because its request may crash every worker
-SHORT_LIFE_S = 10.0  # seconds; a worker that is lost this long after the submit restarts the count of crashes
+MAX_CRASHES = 3  # lost workers in a row after which a choice may still move; with one more, its request may crash every worker
+SHORT_LIFE_S = 10.0  # a worker that computed the choice for this many seconds before its loss restarts the count of crashes
 FULL_S = 1.0  # seconds without submits after a worker's queue was full; equals the interval of its load reports
 SESSION, RETRY, HEDGE, READER, HOME = "session", "retry", "hedge", "reader", "home"  # metric labels: reasons, and causes of moves
 
 
 class Dispatcher:
-    """Owns the placements of all choices. Runs on the event loop, for as long as the process."""
+    """Owns the placements of all choices. Each process has one Dispatcher, on its event loop."""
 
     def __init__(
         self,
@@ -63,16 +62,16 @@ class Dispatcher:
         """Makes a dispatcher without workers.
 
         Args:
-            handles: Numbers that no stream to a worker has used.
+            handles: Yields numbers that are unique in this process. They identify choices on the streams to workers.
             changed: Called when the set of usable workers may have changed.
             weights: Weights of API keys in the queue, by name of the API key. None: all weights are equal.
         """
-        self.fleet = Fleet(settings, self, self._ticked, weights, dialer)
+        self.fleet = Fleet(settings, self, self._on_tick, weights, dialer)
         self._settings = settings
         self._refusals = Refusals(settings.retry_after_s, metrics)
         self._waiting = Waiting(settings, self._refusals, metrics, self._place)
         self.catalog = ModelCatalog(settings, self.fleet.pools, self.fleet.may_grow, self._refusals)
-        self._placements: dict[Choice, Placement] = {}  # from start to release
+        self._placements: dict[Choice, Placement] = {}  # by choice, from start() to release()
         self._detoks = detoks
         self._handles = handles
         self._metrics = metrics
@@ -109,11 +108,11 @@ class Dispatcher:
             refused_by: Addresses of workers that get the request only if no other worker takes requests.
 
         Raises:
-            ApiError: The queue is full, or the request asks for scores and the version of every worker lacks them.
+            ApiError: The queue is full, the model is being replaced, or no worker supports the requested scores.
         """
         pool = self.fleet.pools[request.model.name]
         if pool.model.source != request.model.source:
-            raise self._replaced()
+            raise self._model_replaced_error()
         if request.params.sampling.HasField("score") and pool.lacks_scores:
             raise self._refusals.no_scores()
         batch = next(self._handles) if len(request.prompts) > 1 else 0
@@ -135,16 +134,16 @@ class Dispatcher:
             elif queued or pool.num_waiting or not self._place(placement):
                 queued.append(placement)
         self._waiting.wait(pool, queued)
-        self._waiting.pump(pool)  # a worker with a free slot may suit other choices than the first queued one
+        self._waiting.pump(pool)  # a free slot may suit a queued choice although it does not suit the first one
 
     def _resume(self, placement: Placement) -> None:
-        """Places a choice whose output began at another gateway, like a choice that has lost its worker."""
+        """Places or queues a choice that has output from another gateway, as after the loss of its worker."""
         if not self._place(placement):
-            self._waiting.wait_first(placement)
-            self._waiting.give_up(placement.pool, self.fleet.may_serve)
+            self._waiting.queue_first(placement)
+            self._waiting.fail_unservable(placement.pool, self.fleet.may_serve)
 
-    def _replaced(self) -> ApiError:
-        """Returns the error for requests of a model whose name now belongs to another model, with other token ids."""
+    def _model_replaced_error(self) -> ApiError:
+        """Returns the error of a request whose model name now belongs to another model. Its token ids are invalid there."""
         return unavailable("The model is being replaced.", self._settings.retry_after_s, "model_replaced")
 
     def release(self, choice: Choice) -> None:
@@ -154,17 +153,17 @@ class Dispatcher:
         self._detoks.drop(choice.decoding)
 
     def _withdraw(self, placement: Placement) -> None:
-        self._waiting.leave(placement)
+        self._waiting.remove(placement)
         for link in placement.withdraw():
             self._fill_free_slot(placement.pool, link)
-        if placement.placed_at:  # a choice that had no worker has cost nothing
+        if placement.placed_at:  # a choice that was never on a worker is not charged
             self._waiting.charge(placement)
 
     def abort(self, choice: Choice) -> bool:
-        """Ends a choice with the output so far; the detokenizer still sends its last text.
+        """Ends a choice with the output so far. The detokenizer still sends the text of this output.
 
         Returns:
-            False if the choice has ended already.
+            False if the choice had ended before.
         """
         placement = self._placements.get(choice)
         if placement is None or choice.worker_ending is not None or choice.request.error is not None:
@@ -182,7 +181,7 @@ class Dispatcher:
         return (None, "") if placement is None else (placement.model_version, placement.numerics)
 
     def worker_ids(self, choice: Choice) -> list[str]:
-        """Returns the ids of the workers that compute the choice: two if it has a copy."""
+        """Returns the ids of the workers that compute the choice. They are two if it has a hedge copy."""
         placement = self._placements.get(choice)
         return placement.worker_ids() if placement is not None else []
 
@@ -192,7 +191,7 @@ class Dispatcher:
         """Submits a choice to a worker. Returns False if no worker that may get it has a free slot."""
         pool, session = placement.pool, placement.choice.params.session
         if session is not None:
-            links = pool.homes()  # also workers that refuse new requests: a session cannot move
+            links = pool.session_links()  # includes workers that refuse new requests, because a session cannot move
             index = session_home.worker_index(
                 placement.choice.session_id, [link.info.worker_id if link.info else "" for link in links]
             )
@@ -262,16 +261,16 @@ class Dispatcher:
             tokens = len(choice.prompt.ids)
             submit.traceparent = choice.trace.submits(link.address, worker_id, submit, reason, tokens, predicted_tokens)
         link.submit(placement, submit)
-        pool.picked(placement, link, now + self._settings.speculative_s)
+        pool.record_pick(placement, link, now + self._settings.speculative_s)
         link.breaker.begin(now)
-        pool.refresh(link, now)  # a half-open breaker now excludes the worker until this request has a result
+        pool.refresh(link, now)  # if the request is a probe, the breaker allows no other request until its result
         self._waiting.charge(placement)
         self._metrics.decisions.labels(reason).inc()
 
     def _hedge(self, placement: Placement) -> None:
-        """Makes a copy of a choice on a second worker, unless it has output or no other worker has a free slot.
+        """Makes a hedge copy of a choice on a second worker, unless the choice has output or no other worker has a free slot.
 
-        The copy may go to a prefill worker first, and then has a KV reservation of its own.
+        If the copy starts at a prefill worker, it gets its own KV reservation.
         """
         if placement.link is None or placement.has_begun or len(placement.choice.prompt_logprobs):
             return
@@ -286,33 +285,33 @@ class Dispatcher:
             self._send(placement, link, handle, HEDGE, at.predicted_tokens, hands_over=prefill is not None)
 
     def _settle(self, placement: Placement, link: Link) -> None:
-        """Keeps the submit to this link, whose worker has sent output, and aborts the other submit of a hedged choice."""
+        """Aborts the other submit of a hedged choice, because the worker of `link` has sent output."""
         loser = placement.settle(link)
         if loser is not None:
             self._fill_free_slot(placement.pool, loser)
 
     def _fill_free_slot(self, pool: Pool, link: Link) -> None:
-        """Gives a slot that has become free on the link to a waiting choice."""
+        """Updates routing after a slot of the link has become free, and places waiting choices."""
         self.fleet.refresh(link)
         self._waiting.pump(pool)
 
     # Events of links
 
-    def _ticked(self) -> None:
+    def _on_tick(self) -> None:
         self._changed()
         for pool in self.fleet.pools.values():
-            self._waiting.give_up(pool, self.fleet.may_serve)
+            self._waiting.fail_unservable(pool, self.fleet.may_serve)
             self._waiting.pump(pool)
 
     def on_hello(self, link: Link) -> None:
         pool = self.fleet.join(link)
         for old in self.fleet.take_replaced():
-            self._waiting.fail_all(old, self._replaced())
+            self._waiting.fail_all(old, self._model_replaced_error())
         if pool is None:
             return
         self._waiting.wake_parked(pool)
-        self._waiting.give_up(pool, self.fleet.may_serve)
-        self.catalog.grown()
+        self._waiting.fail_unservable(pool, self.fleet.may_serve)
+        self.catalog.wake_waiting()
         self._changed()
         self._waiting.pump(pool)
 
@@ -332,22 +331,22 @@ class Dispatcher:
         link.full_until = 0.0
         self.fleet.refresh(link)
         if link.refuses_new:
-            self._waiting.give_up(pool, self.fleet.may_serve)
+            self._waiting.fail_unservable(pool, self.fleet.may_serve)
         self._waiting.pump(pool)
 
     def on_step(self, link: Link, step: worker_pb2.StepOutput) -> None:
         self.last_step_at = asyncio.get_running_loop().time()
         token_ids = list(step.token_ids)
         predicted = step.predicted_handles, step.accepted_prediction_tokens, step.rejected_prediction_tokens
-        fits = len(step.handles) == len(step.counts) and len({*map(len, predicted)}) == 1
-        if not fits or sum(step.counts) != len(token_ids):
-            raise StreamBroken("a step whose arrays do not fit")
+        is_consistent = len(step.handles) == len(step.counts) and len({*map(len, predicted)}) == 1
+        if not is_consistent or sum(step.counts) != len(token_ids):
+            raise StreamBroken("the worker sent a step whose arrays have unequal lengths")
         position = 0
         for handle, count in zip(step.handles, step.counts, strict=True):
             begin, position = position, position + count
             placement = link.open.get(handle)
             if placement is None:
-                continue  # aborted here before the worker received the abort
+                continue  # the gateway has aborted the choice, and the worker has not received the abort yet
             if placement.hedge is not None:
                 self._settle(placement, link)
             placement.choice.extend(token_ids[begin:position])
@@ -378,7 +377,10 @@ class Dispatcher:
             raise StreamBroken(str(error)) from None
 
     def _on_ready(self, link: Link, placement: Placement, ready: worker_pb2.PagesReady) -> None:
-        """Lets a decode worker read further pages of a prompt that the link's prefill worker has computed."""
+        """Lets a decode worker read pages of a prompt that the prefill worker of `link` has computed so far.
+
+        The first call for a prompt picks the decode worker.
+        """
         pages = placement.prefetched_of(ready.handle)
         if pages is not None:
             pages.link.report_ready_pages(pages.handle, ready.room)
@@ -388,22 +390,22 @@ class Dispatcher:
         if pick is not None:
             reader, handle = pool.links[pick.row], next(self._handles)
             placement.prefetch(ready.handle, link, reader, handle, ready.room, pick.predicted_tokens)
-            pool.picked(placement, reader, now + self._settings.speculative_s)
+            pool.record_pick(placement, reader, now + self._settings.speculative_s)
             pool.recount(reader)
             self._metrics.prefetches.inc()
 
     def _finish(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
         choice = placement.choice
-        self._judge(link, choice, finish)
+        self._update_breaker(link, choice, finish)
         if finish.reason != pb.FINISH_REASON_ABORT:
             self._settle(placement, link)
-        elif placement.survives(link):
+        elif placement.continues_without(link):
             self._fill_free_slot(placement.pool, link)
             return
         prefetched = placement.take_prefetched(finish.handle)
         placement.leave()
         if finish.reason == pb.FINISH_REASON_HANDED_OVER:
-            self._handed_over(link, placement, finish, prefetched)
+            self._on_handed_over(link, placement, finish, prefetched)
             self._fill_free_slot(placement.pool, link)
             return
         if prefetched is not None:
@@ -411,11 +413,11 @@ class Dispatcher:
         self.pace.completed()
         self._waiting.charge(placement)
         if finish.reason in (pb.FINISH_REASON_ABORT, pb.FINISH_REASON_UNSPECIFIED):
-            self._aborted(link, placement, finish)
+            self._on_aborted(link, placement, finish)
         elif choice.lacks_logprobs:
-            placement.request.fail(internal("The worker's log probabilities do not fit its tokens."))
+            placement.request.fail(internal("The worker returned a wrong number of log probabilities for the output tokens."))
         elif not choice.has_all_label_logprobs(finish):
-            placement.request.fail(internal("The worker's log probabilities do not fit the labels of the score."))
+            placement.request.fail(internal("The worker returned a wrong number of log probabilities for the score's labels."))
         else:
             if choice.number == 0:  # cached tokens are counted once for each prompt
                 self._metrics.predicted_tokens.inc(placement.predicted_tokens)
@@ -424,7 +426,7 @@ class Dispatcher:
                 self._detoks.touch(choice.decoding)
         self._fill_free_slot(placement.pool, link)
 
-    def _handed_over(
+    def _on_handed_over(
         self, link: Link, placement: Placement, finish: worker_pb2.Finish, prefetched: PrefetchedPages | None
     ) -> None:
         reservation = reservation_of(link, finish, asyncio.get_running_loop().time())
@@ -433,11 +435,11 @@ class Dispatcher:
         self._metrics.handovers.labels("none" if reservation is None else "room").inc()
         self.fleet.refresh(link)
         if not self._place(placement):
-            self._waiting.wait_first(placement)
-            self._waiting.give_up(placement.pool, self.fleet.may_serve)
+            self._waiting.queue_first(placement)
+            self._waiting.fail_unservable(placement.pool, self.fleet.may_serve)
 
-    def _judge(self, link: Link, choice: Choice, finish: worker_pb2.Finish) -> None:
-        """Updates the worker's breaker and state after a choice has ended there."""
+    def _update_breaker(self, link: Link, choice: Choice, finish: worker_pb2.Finish) -> None:
+        """Updates the worker's circuit breaker, its draining state and the trace after a choice has ended at the worker."""
         now = choice.request.clock()
         if choice.trace is not None:
             choice.trace.finished(finish)
@@ -449,7 +451,7 @@ class Dispatcher:
             link.draining = True
             self._changed()
 
-    def _aborted(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
+    def _on_aborted(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
         choice, code = placement.choice, finish.error
         if code == pb.ERROR_CODE_QUEUE_FULL:
             link.full_until = placement.request.clock() + FULL_S
@@ -461,25 +463,25 @@ class Dispatcher:
         elif code == pb.ERROR_CODE_QUEUE_FULL and choice.can_move:
             self._move(placement, RETRY)
         elif code == pb.ERROR_CODE_OTHER_WEIGHTS:
-            self._other_weights(link, placement)
+            self._on_other_weights(link, placement)
         elif code == pb.ERROR_CODE_INTERNAL and self._may_retry(link, placement):
             placement.count_retry()
             self._move(placement, RETRY)
         else:
             placement.request.fail(error_of_finish(finish, choice, self._settings.retry_after_s))
 
-    def _other_weights(self, link: Link, placement: Placement) -> None:
-        """Moves a choice that a worker refuses because it has another model version than the submit names.
+    def _on_other_weights(self, link: Link, placement: Placement) -> None:
+        """Moves a choice that a worker has refused because the submit names another model version than the worker has.
 
-        Usually, the submit has crossed the worker's new hello. If the last hello names the version of the submit, the worker may
-        have changed its version twice, and the choice is retried once.
+        Usually, the worker's new hello was on its way when the gateway sent the submit. If the last hello names the version of
+        the submit, the worker may have changed its version twice. The choice is then retried once.
         """
         request, contradicts = placement.request, placement.model_version == link.model_version
         if placement.in_session:
             request.fail(sessions.session_weights_replaced(self._settings.retry_after_s))
         elif contradicts and placement.retried:
             link.breaker.failed(request.clock())
-            request.fail(internal("The worker refuses the weights that it names."))
+            request.fail(internal("The worker refuses the model version that it reports."))
         elif placement.choice.can_move:
             if contradicts:
                 placement.count_retry()
@@ -487,7 +489,7 @@ class Dispatcher:
 
     @staticmethod
     def _may_retry(link: Link, placement: Placement) -> bool:
-        """Whether a choice without output gets one retry after a worker's fault: only if there is another worker."""
+        """Returns whether a choice is retried after a worker's fault: once, without output, and if there is another worker."""
         if placement.has_begun or placement.retried or not placement.choice.can_move:
             return False
         placement.refused(link.address)
@@ -498,37 +500,37 @@ class Dispatcher:
         self._changed()
         if orphans and not link.draining:
             link.breaker.failed(asyncio.get_running_loop().time())
-        orphans = [placement for placement in orphans if not placement.survives(link)]
+        orphans = [placement for placement in orphans if not placement.continues_without(link)]
         for placement in orphans:
             placement.leave()
             placement.forget_refusals()
         for placement in orphans:
-            if placement.request.error is None:  # another choice may just have failed the request
-                self._go_on(placement, link)
-            self._waiting.pump(placement.pool)  # a released prefetch may have freed a slot on its decode worker
-        for other in self.fleet.unused(link):
+            if placement.request.error is None:  # an earlier iteration may have failed the request by another of its choices
+                self._move_or_fail(placement, link)
+            self._waiting.pump(placement.pool)  # the released prefetch of a choice may have freed a slot on a decode worker
+        for other in self.fleet.refused_links(link):
             self.on_hello(other)
 
-    def _go_on(self, placement: Placement, link: Link) -> None:
+    def _move_or_fail(self, placement: Placement, link: Link) -> None:
         """Moves a choice whose worker was lost, or fails its request."""
         request, retry_after_s = placement.request, self._settings.retry_after_s
-        if not link.draining:  # a draining worker ends on purpose
+        if not link.draining:  # the end of a draining worker is no crash
             placement.count_crash(survived=request.clock() - placement.placed_at >= SHORT_LIFE_S)
         if placement.choice.can_move and placement.crashes <= MAX_CRASHES:
             self._move(placement, "lost")
         elif placement.in_session:
             request.fail(sessions.session_worker_away(retry_after_s))
         else:
-            message = "The worker was lost before the answer was complete."
+            message = "The worker was lost before the response was complete."
             request.fail(unavailable(message, retry_after_s, "worker_lost"))
 
     def _move(self, placement: Placement, cause: str) -> None:
-        """Places a choice on another worker, with the output so far, or queues it."""
+        """Places a choice with its output so far on another worker, or queues it."""
         choice, tokens = placement.choice, len(placement.choice.output_ids)
         self._metrics.moves.labels(cause, "begun" if tokens else "new").inc()
         about = fields(**placement.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=tokens)
         logger.info("request moves to another worker", extra=about)
         choice.leave_worker()
         if not self._place(placement):
-            self._waiting.wait_first(placement)
-            self._waiting.give_up(placement.pool, self.fleet.may_serve)
+            self._waiting.queue_first(placement)
+            self._waiting.fail_unservable(placement.pool, self.fleet.may_serve)

@@ -1,4 +1,4 @@
-"""The links to all workers that discovery has found, in one pool for each model. Makes no decision about requests."""
+"""The links to all workers that discovery has found, in one pool for each model. It does not route requests."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, DEFA
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25  # seconds between two checks of leases, breakers and speculative blocks
-YOUNG_S = 5.0  # seconds after the start in which requests for an unknown model wait, because its first worker may connect
-SWEEP_BLOCKS = 2000  # blocks of lost workers that a tick removes from the index
+YOUNG_S = 5.0  # seconds after the start of the gateway in which a request for an unknown model waits for the model's first worker
+SWEEP_BLOCKS = 2000  # largest number of blocks of lost workers that a tick removes from the index
 NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)  # policies that use the prefix index
 
 
 class Fleet:
-    """Owns the links, the pools and the prefix index. Runs on the event loop, for as long as the process."""
+    """Owns the links, the pools and the prefix index. Each process has one Fleet, on its event loop."""
 
     def __init__(
         self,
@@ -49,22 +49,22 @@ class Fleet:
         """Makes a fleet without workers.
 
         Args:
-            ticked: Called every TICK_S, after leases, breakers and the index have been brought up to date.
+            ticked: Called every TICK_S, after leases, breakers and the index have been updated.
             weights: Weights of API keys in the queue, by name of the API key. None: all weights are equal.
         """
         self._replicas: Replicas[Link] = Replicas(self._make)
         self.links: Mapping[str, Link] = self._replicas.by_address
-        self.pools: dict[str, Pool] = {}  # by the name that clients know
-        self._pool_of: dict[AnyLink, Pool] = {}
+        self.pools: dict[str, Pool] = {}  # by the model name that clients use
+        self._pool_of: dict[AnyLink, Pool] = {}  # pool of each connected link
         self.expected = settings.expected_models  # names of models that may have no worker yet
         self._settings = settings
         self._events = events
-        self._ticked = ticked
+        self._on_tick = ticked
         self._weights = weights
         self._dialer = dialer
         self._rng = random.Random()
-        self._young_until = 0.0
-        self._replaced: list[Pool] = []
+        self._young_until = 0.0  # loop time at which YOUNG_S has passed
+        self._replaced: list[Pool] = []  # for take_replaced()
         self.index = PrefixIndex(settings.max_speculative_blocks) if settings.routing_policy in NEEDS_INDEX else None
         self.mirror: IndexMirror | None = None
         if settings.redis_url and self.index is not None:
@@ -92,23 +92,23 @@ class Fleet:
         ]
 
     def pool_of(self, link: AnyLink) -> Pool | None:
-        """Returns the pool of a connected worker's model, or None."""
+        """Returns the pool of a worker's model. None if the link is not connected, or join() has refused it."""
         return self._pool_of.get(link)
 
     def refresh(self, link: AnyLink) -> None:
-        """Updates routing after a change of the link."""
+        """Updates the routing columns after a change of the link."""
         pool = self._pool_of.get(link)
         if pool is not None:
             pool.refresh(link, asyncio.get_running_loop().time())
 
     def may_grow(self) -> bool:
-        """Whether a worker may still connect for the first time and add a model: only within YOUNG_S of the start."""
+        """Returns whether a new model may still appear: YOUNG_S has not passed, and a worker has not connected yet."""
         return asyncio.get_running_loop().time() < self._young_until and not all(
             link.was_connected for link in self.links.values()
         )
 
     def take_replaced(self) -> list[Pool]:
-        """Returns the pools whose name was given to another model since the last call."""
+        """Returns the pools that were replaced by a pool of another model with the same name since the last call."""
         replaced, self._replaced = self._replaced, []
         return replaced
 
@@ -119,7 +119,7 @@ class Fleet:
         """Adds a worker after its hello.
 
         Returns:
-            The pool of its model. None if workers of another model already use the model name.
+            The pool of the worker's model. None if connected workers of another model use the same model name.
         """
         info = link.info
         assert info is not None
@@ -127,7 +127,10 @@ class Fleet:
         pool = self.pools.get(name)
         if pool is not None and pool.model.source != info.model:
             if pool.links:
-                logger.error("worker serves another model and is not used", extra=fields(address=link.address, model=info.model))
+                logger.error(
+                    "worker is not used, because it serves another model than connected workers with the same model name",
+                    extra=fields(address=link.address, model=info.model),
+                )
                 return None
             self._replaced.append(pool)
             pool = None  # the name now belongs to another model
@@ -155,14 +158,14 @@ class Fleet:
         else:
             self._pool_of[link] = pool
             pool.join(link, now)
-        _agree(pool)
+        _set_common_model(pool)
         return pool
 
     def may_serve(self, version: ModelVersion) -> bool:
-        """Whether a worker has this model version, or may have it once it connects.
+        """Returns whether a worker has this model version, or may have it when it connects.
 
         A worker that was never connected may have any version. The result is also True if discovery finds no worker of the model,
-        because a new one may have any version.
+        because a new worker may have any version.
         """
         known = [link.model_version for link in self.links.values() if not link.retiring]
         mine = [each for each in known if each is None or each.model == version.model]
@@ -180,14 +183,17 @@ class Fleet:
         return ModelPool(model, policy, self.index, queue, self._lease_alive, self._owner_of, settings.worker_queue_slack)
 
     def _lease_alive(self, link: AnyLink) -> bool:
-        """Whether the worker's lease is valid or unknown. Always True if the worker publishes no blocks or reports no lease."""
+        """Returns whether the worker's lease is valid or unknown. Always True if the worker has no lease."""
         info, load = link.info, link.load
         if self.mirror is None or info is None or not info.publishes_index or load is None or not load.lease_held:
             return True
         return self.mirror.lease_alive(info.worker_id, load.index_generation) is not False
 
     def _owner_of(self, link: AnyLink) -> int:
-        """Returns the worker's number in the index, or -1 if it has none. Without a mirror, the worker's generation decides."""
+        """Returns the worker's owner number in the index, or -1 if it has none.
+
+        Without a mirror, this method retires the owner of an earlier generation, and adds the owner of the current generation.
+        """
         info, load = link.info, link.load
         if self.index is None or info is None:
             return -1
@@ -213,24 +219,26 @@ class Fleet:
         pool = self._pool_of.get(link)
         if pool is None:
             return
-        self._retire(link)  # the worker's cache may have changed when it connects again
+        self._retire(link)  # when the worker connects again, its cache may be different
         del self._pool_of[link]
         pool.leave(link)
-        _agree(pool)
+        _set_common_model(pool)
 
-    def unused(self, gone: AnyLink) -> list[Link]:
-        """Returns connected links that join() refused because another model used the gateway's only model name.
+    def refused_links(self, lost: AnyLink) -> list[Link]:
+        """Returns connected links that join() has refused, if the last worker of the other model is lost.
 
         Args:
-            gone: Link of the lost worker. If another worker of its model is left, the result is empty.
+            lost: Link of the worker that was lost.
         """
         pool = self.pools.get(self._settings.model_name)
         if pool is None or pool.links:
             return []
-        return [link for link in self.links.values() if link is not gone and link.info is not None and self.pool_of(link) is None]
+        return [link for link in self.links.values() if link is not lost and link.info is not None and self.pool_of(link) is None]
 
     def set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
-        """Follows discovery. An address that appears again may belong to another worker, so its idle link is closed first.
+        """Applies the endpoints from discovery.
+
+        Closes idle links of dropped addresses first, because an address that appears again may belong to another worker.
 
         Args:
             endpoints: Whether each address is ready.
@@ -243,7 +251,7 @@ class Fleet:
 
     def _make(self, address: str) -> Link:
         settings = self._settings
-        cooldown_s = settings.breaker_cooldown_s  # also ends a probe without a result, because its client may disconnect
+        cooldown_s = settings.breaker_cooldown_s  # also the time limit of a probe, whose client may leave before its result
         breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
         patience = Patience(settings.worker_silence_s, settings.unreachable_s)
         return WorkerLink(address, self._events, patience, breaker, self._dialer)
@@ -260,21 +268,21 @@ class Fleet:
             for pool in self.pools.values():
                 pool.refresh_all(now)
             self._close_idle()
-            self._ticked()
+            self._on_tick()
 
     def _close_idle(self) -> None:
-        """Closes links whose addresses discovery no longer knows and which have no open request."""
+        """Closes links whose addresses discovery has dropped, and that are not busy."""
         for link in list(self.links.values()):
             self._replicas.retire(link)
 
 
-def _agree(pool: Pool) -> None:
+def _set_common_model(pool: Pool) -> None:
     """Sets the model of a pool to values that hold for all its workers, because any worker may get any request.
 
     - The context length is the shortest of all workers. Prompts are truncated if all workers truncate them.
-    - The model version, from which block hashes are computed, is that of most workers; in a tie, the present one.
-    - Sampling defaults are those of the worker of that version with the lowest id, so that all gateways use the same ones.
-    - The model is deterministic if all workers report the same model version and the same fingerprint.
+    - The model version is the version of most workers. In a tie, the current version stays. Block hashes depend on it.
+    - The sampling defaults are those of the worker with the lowest id that has this version. So all gateways use the same ones.
+    - The model is deterministic if all workers report the same model version and the same numerics.
     """
     links = [link for link in pool.links.values() if link.info is not None]
     infos = [link.info for link in links if link.info is not None]
@@ -294,7 +302,7 @@ def _agree(pool: Pool) -> None:
 
 
 def _defaults_of(info: worker_pb2.WorkerInfo) -> SamplingDefaults:
-    """Returns a worker's valid sampling defaults. An invalid default would fail every request without an own value."""
+    """Returns a worker's valid sampling defaults. An invalid default would fail all requests that do not set the parameter."""
     given = info.sampling_defaults
     values = {name: getattr(given, name) for name in DEFAULT_NAMES if given.HasField(name)}
     wrong = {name: text for name, value in values.items() if (text := default_fault(name, value))}

@@ -1,4 +1,4 @@
-"""The workers of one model, and the choices that wait for them. Copies the state of the links into WorkerColumns for routing."""
+"""The workers of one model, and the choices that wait for them. It copies the state of the links to WorkerColumns for routing."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from rootstock_llm.services.gateway.routing.policies import (
 from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
-TRIES_ONE_IN = 16  # every 16th request reads KV even if reading saved no time recently, so that the worker measures again
-UNLIMITED = 1 << 20  # request limit of a worker that reports none
+TRIES_ONE_IN = 16  # if reading KV saved no time recently, one request in 16 still reads KV, so that the worker measures again
+UNLIMITED = 1 << 20  # number of running requests for a worker that reports no limit
 AnyLink: TypeAlias = WorkerLink[Any]
 LeaseAlive = Callable[[AnyLink], bool]
 OwnerOf = Callable[[AnyLink], int]
 
 
-def reads(link: AnyLink, layout: bytes) -> bool:
-    """Whether the link's worker can read pages of this layout from other workers."""
+def can_read_pages(link: AnyLink, layout: bytes) -> bool:
+    """Returns whether the worker of the link can read pages of this layout from other workers."""
     return link.info is not None and link.info.role == DECODE and link.info.kv_layout == layout
 
 
@@ -51,7 +51,7 @@ class Candidate(OpenChoice, Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has output."""
+        """Whether the choice has output."""
 
     @property
     def model_version(self) -> ModelVersion | None:
@@ -63,28 +63,28 @@ class Candidate(OpenChoice, Protocol):
 
     @property
     def refused_by(self) -> Collection[str]:
-        """Addresses of workers that have refused it."""
+        """Addresses of workers that have refused the choice."""
 
     @property
     def source_layout(self) -> bytes:
-        """Layout of the pages that another worker reserves for it; empty without reserved pages."""
+        """Layout of the KV pages that a worker reserves for this choice; b"" without reserved pages."""
 
     @property
     def routing_key(self) -> str: ...
 
     @property
     def is_scored(self) -> bool:
-        """Whether it needs a worker that serves scores (WorkerInfo.ends_with_prompt)."""
+        """Whether the choice needs a worker that serves scores (WorkerInfo.ends_with_prompt)."""
 
     def block_hashes(self) -> Sequence[bytes]:
-        """Returns the names of its prompt's full blocks in the prefix index."""
+        """Returns the hashes of the prompt's full blocks."""
 
 
 C = TypeVar("C", bound=Candidate)
 
 
 class ModelPool(Generic[C]):
-    """Owns the columns and the waiting lines of one model. Runs on the event loop."""
+    """Owns the routing columns and the waiting choices of one model. Runs on the event loop."""
 
     def __init__(
         self,
@@ -117,15 +117,15 @@ class ModelPool(Generic[C]):
         self._lease_alive = lease_alive
         self._owner_of = owner_of
         self._slack = slack
-        self._leases_count = True  # False: leases are ignored. No worker has a lease, so Redis has failed, not the workers
-        self._breakers_count = True  # False: breakers are ignored, because they would exclude every worker
-        self._slow_pulls = 0  # requests whose decode worker reports that pulls save no time
-        self._slow_tier_hits = 0  # requests with blocks in a tier that a worker reports to save no time
-        self._has_decoded = False  # a worker that serves whole requests has joined before
+        self._uses_leases = True  # False while no worker has a lease: Redis has then failed, not all workers
+        self._uses_breakers = True  # False while the breakers would exclude all workers
+        self._slow_pulls = 0  # number of requests whose decode worker reports that reading pages saves no time
+        self._slow_tier_hits = 0  # number of requests with blocks in a tier that saves no time
+        self._had_decode_worker = False  # whether a worker that is no prefill worker has ever joined
         self._prefill: set[int] = set()  # rows of prefill workers
-        self._loads: dict[int, worker_pb2.WorkerLoad] = {}  # the load that each row's columns were read from
-        self._refusing: set[int] = set()  # rows of workers that take requests with output only
-        self._picks = 0  # placed requests
+        self._loads: dict[int, worker_pb2.WorkerLoad] = {}  # last load of each row that was copied to the columns
+        self._refusing: set[int] = set()  # rows of workers that take only requests with output
+        self._picks = 0  # number of submits
         self._sharing = SharingMeter()
 
     @property
@@ -134,7 +134,7 @@ class ModelPool(Generic[C]):
 
     @property
     def wants_hashes(self) -> bool:
-        """Whether routing uses the names of a prompt's blocks."""
+        """Whether routing uses the hashes of a prompt's blocks."""
         return self._index is not None and len(self.links) > 1
 
     def row_of(self, link: AnyLink) -> int:
@@ -144,12 +144,12 @@ class ModelPool(Generic[C]):
     def usable(self) -> list[WorkerLink[C]]:
         return [self.links[row] for row in np.flatnonzero(self.columns.usable).tolist()]
 
-    def homes(self) -> list[WorkerLink[C]]:
-        """Returns the links of workers that may have sessions, also if they refuse new requests.
+    def session_links(self) -> list[WorkerLink[C]]:
+        """Returns the links of workers that may have sessions, including workers that refuse new requests.
 
-        Prefill workers have none, unless the pool has never had another worker.
+        Prefill workers have no sessions, unless all workers that have ever joined are prefill workers.
         """
-        if not self._has_decoded:
+        if not self._had_decode_worker:
             return list(self.links.values())
         return [link for row, link in self.links.items() if row not in self._prefill]
 
@@ -160,13 +160,13 @@ class ModelPool(Generic[C]):
 
     @property
     def refuses_new(self) -> bool:
-        """Whether every worker that serves new requests, paused or not, refuses them now."""
+        """Whether all workers that serve whole requests refuse new requests now. Paused workers count."""
         links = [link for row, link in self.links.items() if self.columns.serves[row] and link.ready and not link.draining]
         return bool(links) and all(link.refuses_new for link in links)
 
     @property
     def lacks_scores(self) -> bool:
-        """Whether the model has workers, and all are of a version without scores."""
+        """Whether the model has workers, and all of them have an older version that does not serve scores."""
         return bool(self.links) and not any(link.info is not None and link.info.ends_with_prompt for link in self.links.values())
 
     def join(self, link: WorkerLink[C], now: float) -> None:
@@ -185,12 +185,12 @@ class ModelPool(Generic[C]):
         self.columns.running[row] = running
         self.columns.limit[row] = running + max(2, round(running * self._slack))
         self.columns.loras[row] = frozenset(info.loras)
-        self._loads.pop(row, None)  # the adapters of the hello are newer than those of the load
+        self._loads.pop(row, None)  # the load does not overwrite the adapters of the newer hello
         if info.role == PREFILL:
             self._prefill.add(row)
         else:
             self._prefill.discard(row)
-            self._has_decoded = True
+            self._had_decode_worker = True
         self.refresh(link, now)
 
     def leave(self, link: AnyLink) -> None:
@@ -200,26 +200,26 @@ class ModelPool(Generic[C]):
         self._prefill.discard(row)
         self._refusing.discard(row)
         self._loads.pop(row, None)
-        self._share_out()
+        self._update_serves()
 
     def refresh_all(self, now: float) -> None:
         links = [link for link in self.links.values() if link.ready and not link.draining and not link.paused]
         leased = [link for link in links if self._lease_alive(link)]
-        self._leases_count = bool(leased)
-        self._breakers_count = any(link.breaker.allows(now) for link in leased or links)
+        self._uses_leases = bool(leased)
+        self._uses_breakers = any(link.breaker.allows(now) for link in leased or links)
         for link in self.links.values():
-            self._look_at(link, now)
-        self._share_out()
+            self._update_row(link, now)
+        self._update_serves()
 
     def refresh(self, link: AnyLink, now: float) -> None:
         """Updates the columns after a change of a link that has joined."""
-        self._look_at(link, now)
-        self._share_out()
+        self._update_row(link, now)
+        self._update_serves()
 
-    def _look_at(self, link: AnyLink, now: float) -> None:
+    def _update_row(self, link: AnyLink, now: float) -> None:
         columns, row = self.columns, self._rows[link]
-        leased = not self._leases_count or self._lease_alive(link)
-        trusted = not self._breakers_count or link.breaker.allows(now)
+        leased = not self._uses_leases or self._lease_alive(link)
+        trusted = not self._uses_breakers or link.breaker.allows(now)
         columns.usable[row] = link.ready and not link.draining and not link.paused and leased and trusted
         load = link.load
         if load is not None and load is not self._loads.get(row):
@@ -234,10 +234,10 @@ class ModelPool(Generic[C]):
         columns.owner[row] = self._owner_of(link)
         if link.full_until <= now:
             link.full_until = 0.0
-        self._count(link)
+        self._update_load(link)
 
-    def _share_out(self) -> None:
-        """Lets prefill workers serve whole requests if no other usable worker has their model version."""
+    def _update_serves(self) -> None:
+        """Lets a prefill worker serve whole requests if no usable worker of another role has its model version."""
         if not self._prefill:
             return
         usable = np.flatnonzero(self.columns.usable).tolist()
@@ -245,10 +245,10 @@ class ModelPool(Generic[C]):
         for row in self._prefill:
             self.columns.serves[row] = self.links[row].model_version not in others
 
-    def _count(self, link: AnyLink) -> None:
-        """Updates the worker's requests and tokens: this gateway's own, and the last reported ones of other gateways.
+    def _update_load(self, link: AnyLink) -> None:
+        """Updates the requests and tokens of a worker: those of this gateway, plus the last reported ones of other gateways.
 
-        A choice whose pages the worker prefetches counts as a request, so no other choice takes the slot.
+        A choice whose pages the worker prefetches counts as a request, so that no other choice takes its slot.
         """
         load, requests, tokens = link.load, len(link.open), link.open_tokens + link.prefetch_tokens
         if load is not None and load.num_open > load.num_open_here:
@@ -262,16 +262,20 @@ class ModelPool(Generic[C]):
         columns.tokens[row] = tokens
 
     def recount(self, link: AnyLink) -> None:
-        """Counts again after a prefetch of the link has changed. No effect if the link has left."""
+        """Updates requests and tokens after a change of the link's prefetches. Has no effect if the link has left the pool."""
         if link in self._rows:
-            self._count(link)
+            self._update_load(link)
 
     def has_free_slot(self, begun: bool = False) -> bool:
-        """Whether a worker has a free slot for a new request, or for one with output if `begun`."""
+        """Returns whether a worker has a free slot.
+
+        Args:
+            begun: Whether the slot is for a request with output. Some workers refuse only requests without output.
+        """
         return has_free_slot(RoutingQuery(0, allowed=None if begun else self._takes_new()), self.columns)
 
     def _takes_new(self) -> NDArray[np.bool_] | None:
-        """bool[capacity], False for workers that refuse new requests. None if no worker does."""
+        """Returns bool[capacity]: False for workers that refuse new requests. None if no worker refuses them."""
         if not self._refusing:
             return None
         takes = np.ones(self.columns.capacity, np.bool_)
@@ -285,7 +289,7 @@ class ModelPool(Generic[C]):
         return self._policy.pick(self._query(choice, now, self._allowed(choice, without), decides=True), self.columns)
 
     def pick_at(self, link: AnyLink, choice: C, now: float) -> Pick | None:
-        """Picks this worker. Returns None if it has no free slot, or may not get the request."""
+        """Picks the worker of `link`. Returns None if this worker has no free slot, or may not get the request."""
         row = self._rows.get(link)
         if row is None or not self.has_free_slot(choice.has_begun):
             return None
@@ -295,21 +299,21 @@ class ModelPool(Generic[C]):
         return self._policy.pick(self._query(choice, now, only), self.columns)
 
     def pick_reader(self, choice: C, now: float, prefill: AnyLink) -> Pick | None:
-        """Picks the decode worker for a prompt that the `prefill` worker computes.
+        """Picks the decode worker that reads the pages of a prompt while the worker of `prefill` computes it.
 
         Returns:
-            None if every worker that can read the pages is full.
+            None if no worker that can read the pages has a free slot.
         """
         info = prefill.info
         if info is None or prefill.model_version != choice.model_version:
             return None
         allowed = self._same_numerics(choice)
         for row, link in self.links.items():
-            allowed[row] &= reads(link, info.kv_layout)
+            allowed[row] &= can_read_pages(link, info.kv_layout)
         return self._policy.pick(self._query(choice, now, allowed), self.columns)
 
     def takes(self, link: WorkerLink[C], choice: C) -> bool:
-        """Whether the worker that has prefetched the pages of a begun request may continue it, and still has the slot for it."""
+        """Returns whether a worker may continue a request whose pages it has prefetched, and still has the slot for it."""
         row = self._rows.get(link)
         if row is None or not self.columns.takes[row] or not self._same_weights(choice)[row]:
             return False
@@ -319,32 +323,38 @@ class ModelPool(Generic[C]):
         """Picks the prefill worker for a request (routing/policies.py).
 
         Args:
-            decode: The worker that was picked for the request.
-            min_tokens: Shortest prompt, in tokens, that a prefill worker computes.
-            without: A worker that may not get the request.
+            decode: The decode worker that was picked for the request.
+            min_tokens: Smallest number of uncached prompt tokens that a prefill worker computes.
+            without: A worker that must not get the request.
 
         Returns:
-            None if the decode worker is to compute the prompt itself.
+            None if the decode worker computes the prompt itself.
         """
         link = self.links[decode.row]
         if not self._prefill or choice.num_tokens < min_tokens or link.info is None or link.info.role != DECODE:
             return None
-        allowed = self._exchanging(link, link.info, choice)
+        allowed = self._prefill_workers_for(link, link.info, choice)
         if without is not None and without in self._rows:
             allowed[self._rows[without]] = False
         query = self._query(choice, now, allowed)
         pick = pick_prefill(self._policy, self.columns, query, decode, min_tokens)
-        return pick if pick is not None and self._reads_well(link) else None
+        return pick if pick is not None and self._should_read_pages(link) else None
 
-    def _reads_well(self, decode: WorkerLink[C]) -> bool:
-        """Whether a decode worker is to read pages. If reading saves no time, one request in TRIES_ONE_IN still reads them."""
+    def _should_read_pages(self, decode: WorkerLink[C]) -> bool:
+        """Returns whether a decode worker should read pages from a prefill worker.
+
+        If reading has saved no time at this worker, only one request in TRIES_ONE_IN reads pages, for a new measurement.
+        """
         if decode.load is None or not decode.load.pulls_lose:
             return True
         self._slow_pulls += 1
         return self._slow_pulls % TRIES_ONE_IN == 0
 
-    def _exchanging(self, decode: WorkerLink[C], mine: worker_pb2.WorkerInfo, choice: C) -> NDArray[np.bool_]:
-        """Returns bool[capacity]: prefill workers with the model version and page layout of `decode`, whose hello is `mine`."""
+    def _prefill_workers_for(self, decode: WorkerLink[C], mine: worker_pb2.WorkerInfo, choice: C) -> NDArray[np.bool_]:
+        """Returns bool[capacity]: workers that can compute the prompt of a choice for a decode worker.
+
+        They have the same model version and page layout as `decode`, whose hello is `mine`, and take new requests.
+        """
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
             info = link.info
@@ -353,7 +363,11 @@ class ModelPool(Generic[C]):
         return allowed
 
     def _query(self, choice: C, now: float, allowed: NDArray[np.bool_] | None, decides: bool = False) -> RoutingQuery:
-        """Returns the query to the policy. `decides`: this is the first query for the request, which updates statistics."""
+        """Returns the query to the policy.
+
+        Args:
+            decides: Whether this is the main query for the request, which also updates statistics.
+        """
         matched, saved, first_block = None, None, b""
         if self._index is not None and self.wants_hashes:
             self._index.expire(now)
@@ -368,9 +382,10 @@ class ModelPool(Generic[C]):
         return RoutingQuery(choice.num_tokens, matched, choice.routing_key, allowed=allowed, first_block=first_block, saved=saved)
 
     def _hits(self, reach: NDArray[np.int64], decides: bool) -> Hits:
-        """Returns the cached tokens per worker.
+        """Returns the prefix hits of each worker.
 
-        If reading a tier saves no time, one request in TRIES_ONE_IN still reads it, because workers measure only while they read.
+        If reading a tier saves no time, one request in TRIES_ONE_IN still counts its hits, because workers measure the saving
+        only while they read.
         """
         columns = self.columns
         hits = hits_of(reach, columns)
@@ -381,8 +396,8 @@ class ModelPool(Generic[C]):
                 return tried if self._slow_tier_hits % TRIES_ONE_IN == 0 else hits
         return hits
 
-    def picked(self, choice: C, link: AnyLink, until: float) -> None:
-        """Records that a request goes to a worker, and adds the prompt's blocks as speculative ones until loop time `until`."""
+    def record_pick(self, choice: C, link: AnyLink, until: float) -> None:
+        """Records that a request goes to a worker. Adds the prompt's blocks as speculative blocks until loop time `until`."""
         self._picks += 1
         row = self._rows[link]
         self.columns.last_pick[row] = self._picks
@@ -392,8 +407,8 @@ class ModelPool(Generic[C]):
 
     def _allowed(self, choice: C, without: AnyLink | None) -> NDArray[np.bool_] | None:
         if choice.has_begun:
-            return self._readers(choice, self._same_numerics(choice))
-        able, new = self._able(choice), self._takes_new()
+            return self._prefer_readers(choice, self._same_numerics(choice))
+        able, new = self._able_to_score(choice), self._takes_new()
         if able is not None and new is not None:
             able &= new
         elif able is None:
@@ -404,14 +419,14 @@ class ModelPool(Generic[C]):
         for row, link in self.links.items():
             allowed[row] &= link is not without and link.address not in choice.refused_by
         if without is None and not (allowed & self.columns.takes).any():
-            return able  # every worker has refused the request, so each may get it again
+            return able  # all workers have refused the request, so all may get it a second time
         return allowed
 
-    def _able(self, choice: C) -> NDArray[np.bool_] | None:
-        """Returns bool[capacity]: workers that can serve scores if the request asks for them, which older versions cannot.
+    def _able_to_score(self, choice: C) -> NDArray[np.bool_] | None:
+        """Returns bool[capacity]: workers that can serve a score request. Older versions cannot.
 
         Returns:
-            None if the request asks for no scores, so that every worker can serve it.
+            None for other requests, which every worker can serve.
         """
         if not choice.is_scored:
             return None
@@ -420,19 +435,23 @@ class ModelPool(Generic[C]):
             able[row] = link.info is not None and link.info.ends_with_prompt
         return able
 
-    def _readers(self, choice: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns the allowed workers that can read the request's reserved pages; all allowed workers if no reader takes
-        requests."""
+    def _prefer_readers(self, choice: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Returns bool[capacity]: the allowed workers that can read the request's reserved pages.
+
+        Returns all allowed workers if none of these workers takes requests, or if the request has no reserved pages.
+        """
         if not choice.source_layout:
             return allowed
         readers = allowed.copy()
         for row, link in self.links.items():
-            readers[row] &= reads(link, choice.source_layout)
+            readers[row] &= can_read_pages(link, choice.source_layout)
         return readers if (readers & self.columns.takes).any() else allowed
 
     def _same_numerics(self, choice: C) -> NDArray[np.bool_]:
-        """Returns the workers with the model version and numerics of a begun request. If no such worker takes requests, returns
-        the workers with the model version."""
+        """Returns bool[capacity]: the workers with the model version and the numerics of a begun request.
+
+        If none of these workers takes requests, returns all workers with the model version.
+        """
         allowed = self._same_weights(choice)
         if not choice.numerics:
             return allowed
@@ -442,18 +461,20 @@ class ModelPool(Generic[C]):
         return same if (same & self.columns.takes).any() else allowed
 
     def _same_weights(self, choice: C) -> NDArray[np.bool_]:
-        """Returns bool[capacity]: workers with the model version of a begun request and a sufficient context length. Workers of a
-        model may differ in both during a rollout."""
+        """Returns bool[capacity]: workers with the model version of a begun request and a sufficient context length.
+
+        During a rollout, workers of a model may differ in both.
+        """
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
             fits = link.info is not None and choice.num_tokens < link.info.context_len
             allowed[row] = fits and link.model_version == choice.model_version
         return allowed
 
-    def is_held_up(self, choice: C) -> bool:
-        """Whether a paused worker has the model version of a begun request."""
+    def is_paused_for(self, choice: C) -> bool:
+        """Returns whether a paused worker has the model version of a begun request."""
         return any(link.paused and link.model_version == choice.model_version for link in self.links.values())
 
-    def can_go_on(self, choice: C) -> bool:
-        """Whether a worker that can continue a begun request takes requests."""
+    def can_continue(self, choice: C) -> bool:
+        """Returns whether a worker that takes requests can continue a begun request."""
         return bool((self._same_weights(choice) & self.columns.takes).any())

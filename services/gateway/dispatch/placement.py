@@ -1,7 +1,8 @@
-"""The state of one choice in dispatch: its pool, its worker or its wait, its hedge copy, and its KV pages on other workers.
+"""The placement of one choice: its pool, its worker or its wait, its hedge copy, and its KV pages on other workers.
 
-A choice that is slow to begin may get a hedge copy on a second worker. The first worker to send output keeps the choice.
-Pages of its prompt may be on a prefill worker, which reserves them for the decode worker (docs/design/prefill-and-decode.md).
+- If a choice has no output for some time, a second worker may get a hedge copy of it. The first worker that sends output keeps
+  the choice, and the submit to the other worker is aborted.
+- Pages of the prompt may be on a prefill worker, which reserves them for the decode worker (docs/design/prefill-and-decode.md).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TypeAlias
 
 from rootstock_llm.protos import common_pb2 as pb
 from rootstock_llm.protos import worker_pb2
-from rootstock_llm.services.gateway.dispatch.model_pool import ModelPool, reads
+from rootstock_llm.services.gateway.dispatch.model_pool import ModelPool, can_read_pages
 from rootstock_llm.services.gateway.generation.choice import Choice, EarlierOutput
 from rootstock_llm.services.gateway.generation.request import ModelVersion
 from rootstock_llm.services.gateway.generation.running import RunningRequest
@@ -31,17 +32,17 @@ class HedgeCopy:
 
     link: Link
     handle: int  # handle of the copy's submit on that link
-    model_version: ModelVersion | None  # None: the worker was never connected
-    numerics: str  # result of numerics_of()
+    model_version: ModelVersion | None  # model version of the second worker; None if the worker was never connected
+    numerics: str  # numerics_of() the second worker
 
 
 @dataclass(frozen=True, slots=True)
 class KvReservation:
     """KV pages of a computed prompt, which one worker reserves for the next worker of the choice."""
 
-    link: Link  # leads to the worker with the pages
-    handle: int  # identifies the choice on that link
-    source: worker_pb2.KvSource  # address and secret for the reader
+    link: Link  # link to the worker with the pages
+    handle: int  # handle of the choice on that link
+    source: worker_pb2.KvSource  # address and secret for the worker that reads the pages
     layout: bytes  # page layout; only a worker with an equal layout can read the pages
 
     def release(self) -> None:
@@ -51,43 +52,43 @@ class KvReservation:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchedPages:
-    """Pages of a prompt that a decode worker reads while a prefill worker still computes the rest."""
+    """Pages of a prompt that a decode worker reads while a prefill worker still computes the other pages."""
 
-    link: Link  # leads to the decode worker
-    handle: int  # the handle for the submit, if the decode worker gets the choice
+    link: Link  # link to the decode worker
+    handle: int  # handle of the prefetch, and of the later submit to the decode worker
     pool: Pool
-    predicted_tokens: int  # prompt tokens that the decode worker probably had cached before
+    predicted_tokens: int  # prompt tokens that the decode worker probably had cached before the prefetch
 
     @property
     def is_valid(self) -> bool:
-        """Whether the decode worker is still connected and reads them."""
+        """Whether the decode worker is still connected and reads the pages."""
         return self.link.is_prefetching(self.handle)
 
     def release(self) -> None:
-        """Tells the decode worker that it does not get the choice. No effect after the choice was submitted to it."""
+        """Tells the decode worker that it does not get the choice. Has no effect after the submit to this worker."""
         self.link.cancel_prefetch(self.handle)
         self.pool.recount(self.link)
 
 
 @dataclass(slots=True)
 class Home:
-    """The worker with the shared pages of a score request. Its items go there while the worker has free slots."""
+    """The worker that has the pages which the items of a score request share. Items go to this worker while it has free slots."""
 
-    link: Link | None = None  # unset until the first item has a worker
+    link: Link | None = None  # worker of the last placed item; None before the first one
 
 
 def numerics_of(link: Link | None) -> str:
-    """Returns the fingerprint of the numerics of a worker; "" if results may differ between two runs.
+    """Returns the fingerprint of a worker's numerics; "" if the results of the worker may differ between two runs.
 
-    Workers with equal numerics and equal model versions compute equal bits.
+    Workers with equal fingerprints and equal model versions compute bitwise equal results.
     """
     return "" if link is None or link.info is None else link.info.numerics
 
 
 def reservation_of(link: Link, finish: worker_pb2.Finish, now: float) -> KvReservation | None:
-    """Returns the reservation of a worker that has handed a choice over, or None if it reserves no page.
+    """Returns the reservation of a worker that has handed over a choice, or None if the worker reserves no page.
 
-    Keeps the link open for as long as the pages may be reserved.
+    Also extends `reserved_until` of the link, so that the link stays open while the pages may be reserved.
     """
     info = link.info
     if info is None or not finish.HasField("room"):
@@ -97,7 +98,7 @@ def reservation_of(link: Link, finish: worker_pb2.Finish, now: float) -> KvReser
 
 
 def _source(link: Link, info: worker_pb2.WorkerInfo, reserved: worker_pb2.KvRoom) -> worker_pb2.KvSource:
-    """Returns the KV source of reserved pages. Its host is the one of the worker's address from discovery."""
+    """Returns the KV source of reserved pages. It has the host of the worker's address from discovery."""
     host = link.address.rpartition(":")[0]
     return worker_pb2.KvSource(address=f"{host}:{info.kv_port}", room=reserved)
 
@@ -109,10 +110,10 @@ class Placement:
         "_block_hashes",
         "_first",
         "_hedge_timer",
-        "_named",
         "_patience_s",
         "_prefetched",
         "_reservation",
+        "_submitted_reservation",
         "batch",
         "charged",
         "choice",
@@ -147,7 +148,7 @@ class Placement:
         """Makes the placement of a choice without a worker.
 
         Args:
-            first: Placement of the prompt's first choice, which computes the block hashes for all. None: this is that choice.
+            first: Placement of the prompt's first choice, which computes the block hashes. None if this is the first choice.
             batch: Number that all choices of a request with several prompts share; 0 for a request with one prompt.
             home: Shared by all items of a score request; None for other requests.
         """
@@ -157,31 +158,36 @@ class Placement:
         self.batch = batch
         self.home = home
         self._first = first
-        self._block_hashes: Sequence[bytes] | None = None  # unset until routing asks for them
-        self.link: Link | None = None  # None: on no worker
+        self._block_hashes: Sequence[bytes] | None = None  # None before the first block_hashes()
+        self.link: Link | None = None  # link to the worker; None if the choice is on no worker
         self.handle = 0  # handle of the last submit on the worker's stream
         self.model_version: ModelVersion | None = None  # model version of the output, or None before the first worker
-        self.numerics = ""  # numerics_of() the worker that began the output
+        self.numerics = ""  # numerics_of() the worker that computed the first output
         self.placed_at = 0.0  # loop time of the last submit; 0.0 before the first worker
         self.predicted_tokens = 0  # prompt tokens that its worker probably had cached
         self.crashes = 0  # workers lost in a row, each soon after its submit
         self.refused_by = set(refused_by)  # addresses of workers that have refused or failed the choice
-        self.retried = False  # a worker's fault has moved it to another worker
+        self.retried = False  # the choice has used its only retry after a worker's fault
         self.prefilled = False  # a prefill worker has computed the prompt, and the next worker may read its pages
         # The wait for a worker.
-        self.wait_timer: asyncio.TimerHandle | None = None  # runs while the choice waits
+        self.wait_timer: asyncio.TimerHandle | None = None  # time limit of the wait; None while the choice does not wait
         self.waiting_since = 0.0  # loop time at which the last wait began
-        self._patience_s: float | None = None  # seconds from waiting_since to an error; None before the first wait
+        self._patience_s: float | None = (
+            None  # seconds that the choice may wait from waiting_since on; None before the first wait
+        )
         self.charged = 0  # weighted prompt and output tokens that have been charged to the API key
         # Copies and pages on other workers.
-        self.hedge: HedgeCopy | None = None
+        self.hedge: HedgeCopy | None = None  # copy of the choice on a second worker
         self._hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made
-        self._prefetched: dict[int, PrefetchedPages] = {}  # by handle of the prefill worker's submit; 0: it has finished
-        self._reservation: KvReservation | None = None  # for the next submit
-        self._named: tuple[int, KvReservation] | None = None  # handle of the submit that named a reservation; the reservation
+        # Prefetches by the handle of the submit to the prefill worker; by 0 after the prefill worker has finished.
+        self._prefetched: dict[int, PrefetchedPages] = {}
+        self._reservation: KvReservation | None = None  # reservation that the next submit will name
+        self._submitted_reservation: tuple[int, KvReservation] | None = (
+            None  # handle of the submit that named a reservation; the reservation
+        )
 
     def resume(self, earlier: EarlierOutput) -> None:
-        """Takes the model version and numerics of output that another gateway's worker has computed."""
+        """Sets the model version and numerics of earlier output, which another gateway's worker has computed."""
         self.model_version, self.numerics = earlier.version, earlier.numerics
 
     @property
@@ -204,7 +210,7 @@ class Placement:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is output, which belongs to `model_version`."""
+        """Whether the choice has output. The output belongs to `model_version`."""
         return bool(self.choice.output_ids)
 
     @property
@@ -225,7 +231,7 @@ class Placement:
         return self.choice.params.session is not None
 
     def block_hashes(self) -> Sequence[bytes]:
-        """Returns the names of the prompt's full blocks in the prefix index, computed once for all choices of the prompt."""
+        """Returns the hashes of the prompt's full blocks, which are computed once for all choices of the prompt."""
         if self._first is not None:
             return self._first.block_hashes()
         if self._block_hashes is None:
@@ -235,10 +241,10 @@ class Placement:
         return self._block_hashes
 
     def write_sampling(self, into: pb.SamplingParams, ends_with_prompt: bool) -> None:
-        """Writes the sampling parameters of a submit, which are the same on every worker.
+        """Writes the sampling parameters of a submit. They are the same for every worker, except for `ends_with_prompt`.
 
         Args:
-            ends_with_prompt: Whether the worker accepts requests for no output token (WorkerInfo). A worker of an older version
+            ends_with_prompt: Whether the worker accepts requests without output tokens (WorkerInfo). A worker of an older version
                 generates one token, which the client does not get.
         """
         choice, params, model = self.choice, self.choice.params, self.request.model
@@ -266,11 +272,11 @@ class Placement:
         """Handles the loss of the worker.
 
         Args:
-            was_sent: The submit had been sent. The worker may then have read reserved pages, so the reservation is released.
-                Otherwise the next worker gets the reservation.
+            was_sent: Whether the submit had been sent. If so, the worker may have read reserved pages, and the reservation is
+                released. If not, the next worker gets the reservation.
         """
-        if self._named is not None and self._named[0] == handle:
-            reservation, self._named = self._named[1], None
+        if self._submitted_reservation is not None and self._submitted_reservation[0] == handle:
+            reservation, self._submitted_reservation = self._submitted_reservation[1], None
             if was_sent:
                 reservation.release()
             else:
@@ -288,13 +294,13 @@ class Placement:
             self.model_version, self.numerics = link.model_version, numerics_of(link)
 
     def leave(self) -> None:
-        """Clears the worker, which has ended the choice or is lost, and cancels the copy and the prefetches."""
+        """Clears the worker after it has ended the choice or is lost. Cancels the hedge copy and the prefetches."""
         self.link = None
         self.cancel_hedge()
         self._release_prefetched()
 
     def withdraw(self) -> list[Link]:
-        """Aborts the choice on all workers and releases all pages. Returns the links with a slot that became free."""
+        """Aborts the choice on all workers and releases all pages. Returns the links whose workers now have a free slot."""
         if self._reservation is not None:
             self._reservation.release()
             self._reservation = None
@@ -307,7 +313,7 @@ class Placement:
         return [each for each in (copy, link, *readers) if each is not None]
 
     def count_crash(self, survived: bool) -> None:
-        """Counts a lost worker. Restarts the count at 1 if the choice had run there for long (`survived`)."""
+        """Counts a lost worker. `survived` restarts the count at 1, because the choice had run on this worker for a long time."""
         self.crashes = 1 if survived else self.crashes + 1
 
     def count_retry(self) -> None:
@@ -320,7 +326,7 @@ class Placement:
         self.refused_by.clear()
 
     def worker_ids(self) -> list[str]:
-        """Returns the ids of its worker and of the copy's worker."""
+        """Returns the ids of the choice's worker and of the hedge copy's worker."""
         links = [self.link, self.hedge.link if self.hedge is not None else None]
         return [link.info.worker_id for link in links if link is not None and link.info is not None]
 
@@ -330,8 +336,8 @@ class Placement:
         """Starts the timer of a wait.
 
         Args:
-            patience_s: Seconds for all waits of the choice together; time on workers between them does not count.
-            afresh: Grants the full patience_s again, although the choice has waited before.
+            patience_s: Seconds for the sum of all waits of the choice. Time on workers between two waits does not count.
+            afresh: Whether earlier waits do not count.
             expired: Called on the event loop if the choice still waits when its patience ends.
         """
         loop = asyncio.get_running_loop()
@@ -341,7 +347,7 @@ class Placement:
         self.wait_timer = loop.call_at(self.waiting_since + max(0.0, self._patience_s), expired)
 
     def prolong_wait(self, patience_s: float, expired: Callable[[], None]) -> None:
-        """Starts the timer again, for `patience_s` from now on."""
+        """Restarts the timer, which then ends after `patience_s`."""
         loop = asyncio.get_running_loop()
         self._patience_s = loop.time() - self.waiting_since + patience_s
         self.wait_timer = loop.call_at(self.waiting_since + self._patience_s, expired)
@@ -358,8 +364,11 @@ class Placement:
         return waited_s
 
     def charge(self, spent: int) -> int:
-        """Returns the part of `spent`, the weighted tokens of the choice so far, that has not been charged, and counts it as
-        charged."""
+        """Returns the weighted tokens that have not been charged yet, and counts them as charged.
+
+        Args:
+            spent: Weighted tokens of the choice so far.
+        """
         due = max(0, spent - self.charged)
         self.charged += due
         return due
@@ -374,10 +383,10 @@ class Placement:
         self.hedge = HedgeCopy(link, handle, link.model_version, numerics_of(link))
 
     def settle(self, link: Link) -> Link | None:
-        """Keeps the submit to this link, whose worker has sent output first, and aborts the second submit.
+        """Keeps the submit to `link`, whose worker has sent output first, and aborts the other submit.
 
         Returns:
-            The link of the aborted submit. None if there was no copy.
+            The link of the aborted submit. None if the choice has no hedge copy.
         """
         hedge, self.hedge = self.hedge, None
         if hedge is None:
@@ -391,8 +400,8 @@ class Placement:
         self._continue_as(hedge)
         return loser
 
-    def survives(self, link: Link) -> bool:
-        """Drops the submit to this link, whose worker has ended it or is lost. Returns whether the other submit continues."""
+    def continues_without(self, link: Link) -> bool:
+        """Drops the submit to `link`, whose worker has ended it or is lost. Returns whether another submit continues."""
         hedge, self.hedge = self.hedge, None
         if hedge is None:
             return False
@@ -402,7 +411,7 @@ class Placement:
         return True
 
     def cancel_hedge(self) -> Link | None:
-        """Aborts the copy, and stops the timer of a future copy. Returns the copy's link; None if there was no copy."""
+        """Aborts the hedge copy, and stops the timer of a future copy. Returns the copy's link; None without a copy."""
         if self._hedge_timer is not None:
             self._hedge_timer.cancel()
             self._hedge_timer = None
@@ -417,19 +426,19 @@ class Placement:
         self.model_version, self.numerics = hedge.model_version, hedge.numerics
 
     def _abort(self, link: Link, handle: int) -> None:
-        """Aborts one submit. If the worker has not received the submit, its reservation is released here."""
+        """Aborts one submit. If the submit was never sent, also releases the reservation that it names."""
         self._release_prefetched_of(handle)
-        if link.abort(handle) and self._named is not None and self._named[0] == handle:
-            self._named[1].release()
+        if link.abort(handle) and self._submitted_reservation is not None and self._submitted_reservation[0] == handle:
+            self._submitted_reservation[1].release()
 
     # Pages on other workers
 
     def hand_over(self, reservation: KvReservation | None, prefetched: PrefetchedPages | None = None) -> None:
-        """Stores where the KV of the prompt is, after a prefill worker has computed the prompt and the first token.
+        """Stores the location of the prompt's KV after a prefill worker has computed the prompt and the first token.
 
         Args:
-            reservation: The prefill worker's pages. None if it reserves no page.
-            prefetched: Pages that a decode worker has read during the computation; None if no worker has.
+            reservation: The pages at the prefill worker. None if it reserves no page.
+            prefetched: Pages that a decode worker has read during the computation; None if there are none.
         """
         self._reservation, self.prefilled = reservation, True
         if prefetched is not None:
@@ -437,22 +446,22 @@ class Placement:
 
     @property
     def source_layout(self) -> bytes:
-        """Layout of the reserved pages; empty without a reservation."""
+        """Layout of the reserved pages; b"" without a reservation."""
         return b"" if self._reservation is None else self._reservation.layout
 
     def take_source(self, link: Link, handle: int) -> worker_pb2.KvSource | None:
-        """Returns the reserved pages for the submit of this handle. The next call returns None, because pages are read once.
+        """Removes the reservation and returns its KV source, for the submit with this handle. Reserved pages are read once.
 
         Returns:
-            None without a reservation, or if this link's worker cannot read pages of its layout.
+            None without a reservation, or if the worker of `link` cannot read pages of its layout.
         """
-        reservation, self._reservation, self.prefilled, self._named = self._reservation, None, False, None
+        reservation, self._reservation, self.prefilled, self._submitted_reservation = self._reservation, None, False, None
         if reservation is None:
             return None
-        if not reads(link, reservation.layout):
+        if not can_read_pages(link, reservation.layout):
             reservation.release()
             return None
-        self._named = handle, reservation
+        self._submitted_reservation = handle, reservation
         return reservation.source
 
     def prefetch(
@@ -462,8 +471,8 @@ class Placement:
 
         Args:
             handle: Handle of the choice at the prefill worker.
-            decode_handle: Handle for the later submit to the decode worker.
-            reserved: The reservation with these pages.
+            decode_handle: Handle of the prefetch, and of the later submit to the decode worker.
+            reserved: The reservation of these pages.
             predicted_tokens: Prompt tokens that the decode worker probably has cached.
         """
         info, version, choice = prefill.info, decode.model_version, self.choice
@@ -480,7 +489,7 @@ class Placement:
         self._prefetched[handle] = PrefetchedPages(decode, decode_handle, self.pool, predicted_tokens)
 
     def prefetched_of(self, handle: int) -> PrefetchedPages | None:
-        """Returns the valid prefetch of the prompt that is computed under this handle, or None."""
+        """Returns the prefetch of the prompt that is computed with this handle. None if there is none or it is invalid."""
         pages = self._prefetched.get(handle)
         return pages if pages is not None and pages.is_valid else None
 
@@ -489,11 +498,11 @@ class Placement:
 
     @property
     def reader(self) -> PrefetchedPages | None:
-        """The prefetch of a computed prompt, or None. Its decode worker is to continue the choice."""
+        """The prefetch of a completely computed prompt, whose decode worker should continue the choice; None without one."""
         return self.prefetched_of(0)
 
     def handle_at(self, link: Link) -> int | None:
-        """Removes and returns the handle under which this link's worker has prefetched pages.
+        """Removes the prefetch of this link's worker, and returns its handle for the submit.
 
         Returns:
             None if this worker has prefetched no pages. Prefetches of other workers are then released.

@@ -1,4 +1,4 @@
-"""The client's errors for requests that no worker serves, or that a worker has refused or failed."""
+"""The errors that clients get for requests that no worker serves, or that a worker has refused or failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rootstock_llm.services.gateway.generation.request import GenerationParams
 from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
 from rootstock_llm.services.shared.field_refusal import why_of
 
-SESSION_ID = "session.session_id"  # field in a worker's refusal of an unknown session
+SESSION_ID = "session.session_id"  # `field` of a worker's refusal of an unknown session
 GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name
 
 
@@ -44,7 +44,7 @@ class Refusals:
         return self._refused("No worker is connected.", "no_worker")
 
     def no_scores(self) -> ApiError:
-        return self._refused("Every worker of this model is of a version that serves no scores. Retry later.", "no_worker")
+        return self._refused("All workers of this model have an older version that serves no scores. Retry later.", "no_worker")
 
     def weights_gone(self) -> ApiError:
         return self._refused(
@@ -52,7 +52,7 @@ class Refusals:
         )
 
     def paused(self) -> ApiError:
-        return self._refused("All workers that could serve this are paused.", "paused")
+        return self._refused("All workers that could serve this request are paused.", "paused")
 
     def _refused(self, message: str, reason: str) -> ApiError:
         self._counter.labels(reason).inc()
@@ -60,10 +60,10 @@ class Refusals:
 
 
 def error_of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> ApiError:
-    """Returns the client's error for a worker's refusal or failure, with the client's own field names.
+    """Returns the error for a request that a worker has refused or failed, with the field names of the client's API.
 
     Args:
-        finish: Its reason is ABORT or UNSPECIFIED.
+        finish: Last message of the worker, with the reason ABORT or UNSPECIFIED.
     """
     code, text, asked = finish.error, _why(finish), choice.params
     if code == pb.ERROR_CODE_INVALID_ARGUMENT and finish.field == SESSION_ID:
@@ -104,8 +104,8 @@ def _refused(finish: worker_pb2.Finish, text: str, asked: GenerationParams) -> A
 def _of_grammar(field: str, text: str, part: int | None, asked: GenerationParams) -> ApiError:
     """Returns the error of a refused grammar.
 
-    If the gateway made the grammar from several fields of the request, the error names the field of the refused part. If the part
-    is unknown, it names `field`. The client has not seen the grammar itself.
+    The error names a field of the request, because the client has not seen the grammar itself. If the gateway made the grammar
+    from several fields, the error names the field of the refused part. If the part is unknown, it names `field`.
     """
     if part is not None and part < len(asked.grammar_fields):
         return bad_request(asked.grammar_fields[part], f"{asked.grammar_fields[part]}: {text}")

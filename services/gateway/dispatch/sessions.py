@@ -38,12 +38,16 @@ class SessionWorker(NamedTuple):
 
 
 class SessionCalls:
-    """Opens and closes sessions on their workers. Each call makes its own connection, because such calls are rare."""
+    """Opens and closes sessions on their workers. Each call makes its own connection, because sessions are rarely opened."""
 
     def __init__(
         self, connected: Callable[[str | None], Sequence[SessionWorker]], retry_after_s: int, dialer: Dialer = IN_THE_CLEAR
     ) -> None:
-        """Makes the calls. `connected` returns the workers of a model, or of the default model for None."""
+        """Prepares the calls.
+
+        Args:
+            connected: Returns the connected workers of a model, or of the default model for None.
+        """
         self._connected = connected
         self._dialer = dialer
         self._retry_after_s = retry_after_s
@@ -52,9 +56,8 @@ class SessionCalls:
         """Opens a session that only this API key can use, and returns its id. Raises ApiError."""
         if session_id is None:
             workers = self._workers(model)
-            running = [
-                each for each in workers if not each.paused
-            ] or workers  # the turns of a session wait while its worker is paused
+            # A session on a paused worker would wait, so paused workers are chosen only if all are paused.
+            running = [each for each in workers if not each.paused] or workers
             session_id = new_session_id([each.worker_id for each in running])
         owned = owned_id(session_id, key)
         request = worker_pb2.OpenSessionRequest(
@@ -64,7 +67,7 @@ class SessionCalls:
         )
         answer = await self._call(model, owned, lambda stub: stub.OpenSession(request, timeout=CALL_TIMEOUT_S))
         if not answer.opened:
-            message = answer.message[:MAX_DETAIL_CHARS] or "The session was refused by its worker."
+            message = answer.message[:MAX_DETAIL_CHARS] or "The worker has refused the session."
             raise bad_request("session_id", message, "session_refused")
         return session_id
 
@@ -97,21 +100,19 @@ class SessionCalls:
     def _translate(self, error: grpc.aio.AioRpcError, address: str) -> ApiError:
         code = error.code()
         if code is grpc.StatusCode.INVALID_ARGUMENT:
-            return bad_request(
-                "session_id", (error.details() or "")[:MAX_DETAIL_CHARS] or "The session was refused by its worker."
-            )
+            return bad_request("session_id", (error.details() or "")[:MAX_DETAIL_CHARS] or "The worker has refused the session.")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             return session_worker_away(self._retry_after_s)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return timed_out("The session's worker did not answer in time.")
+            return timed_out("The session's worker did not respond in time.")
         logger.error("session call failed", extra=fields(address=address, code=code.name))
         return internal("The session's worker failed.")
 
 
 def session_weights_replaced(retry_after_s: int) -> ApiError:
-    message = "The worker that holds the session has replaced its weights: the session is gone."
+    message = "The worker of the session has loaded other weights, and the session has ended. Open a new session."
     return unavailable(message, retry_after_s, "session_unavailable")
 
 
 def session_worker_away(retry_after_s: int) -> ApiError:
-    return unavailable("The worker that holds the session is not available.", retry_after_s, "session_unavailable")
+    return unavailable("The worker of the session is not available.", retry_after_s, "session_unavailable")

@@ -1,8 +1,11 @@
 """Requests that wait for the first worker of their model, choices that wait for a free slot, and the rate of completion.
 
-ModelCatalog finds the model of a request. The request waits there if no worker of the model has connected yet. A choice waits in
-its pool's `queue`. If it has lost its worker, it waits in `moved`, which goes before the queue. If the worker of its session is
-not connected, it waits in `parked`.
+ModelCatalog finds the model of a request. The request waits in the catalog if no worker of the model has connected yet. Waiting
+moves choices into and out of three containers of their pool:
+
+- `queue`: choices that wait for their first worker;
+- `moved`: choices that have lost their worker; they are placed before the queue;
+- `parked`: turns of sessions whose worker is not connected.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
 from rootstock_llm.services.gateway.routing.fair_queue import Placed, QueueFull
 from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 
-LOOK_S = 0.5  # seconds between two checks for an unknown model that a worker may still add
-BACKGROUND = 2 * PRIORITY_RANGE[0]  # below every priority of a request
-OUTPUT_WEIGHT = 2  # charge of an output token to its API key, in prompt tokens
-WINDOW_S = 15.0  # seconds; completions of this window and of the previous one are counted
+LOOK_S = 0.5  # seconds between two checks for an unknown model while a worker may still add it
+BACKGROUND = 2 * PRIORITY_RANGE[0]  # queue priority of background requests, below all other priorities
+OUTPUT_WEIGHT = 2  # an output token is charged to its API key like this number of prompt tokens
+WINDOW_S = 15.0  # seconds; completions of this window and of the previous one are counted_name
 LONGEST_S = 60  # largest Retry-After, in seconds
 
-Place = Callable[[Placement], bool]
+Place = Callable[[Placement], bool]  # submits a choice to a worker; returns False if no suitable worker has a free slot
 
 
 class ModelCatalog:
@@ -46,20 +49,23 @@ class ModelCatalog:
         """Makes the catalog of a fleet.
 
         Args:
-            pools: By the model name that clients use.
+            pools: Pools by the model name that clients use.
             may_grow: Returns whether a worker may still connect for the first time and add a model.
         """
         self._settings = settings
         self._pools = pools
         self._may_grow = may_grow
         self._refusals = refusals
-        self._grown = asyncio.Event()
+        self._worker_connected = asyncio.Event()
         self.expected = settings.expected_models  # names of models that may have no worker yet
-        self.unplaced: Counter[str] = Counter()  # waiting requests by the expected model that they name; "" for other names
+        self.num_unplaced: Counter[str] = Counter()  # requests in wait_for(), by the expected model that they name; "" for others
 
     @property
     def default(self) -> ModelInfo | None:
-        """The model of requests without a model name: the first connected one of the setting `models`, else the first by name."""
+        """The model of requests without a model name. None before the first worker.
+
+        It is the first model of the setting `models` that has a pool. If there is none, it is the first pool's model by name.
+        """
         name = self._first_known(self._pools)
         return self._pools[name].model if name else None
 
@@ -75,37 +81,37 @@ class ModelCatalog:
         return [self._pools[name].model if name in self._pools else ModelInfo(name, 0, 0) for name in self.names()]
 
     def waiting(self) -> dict[str, int]:
-        """Returns the number of waiting choices of every model of names(); "" for requests of other names."""
-        waiting = {name: self.unplaced[name] for name in ("", *self.names())}
+        """Returns the number of waiting choices by name of names(). The key "" has the number of requests with other names."""
+        waiting = {name: self.num_unplaced[name] for name in ("", *self.names())}
         for name, pool in self._pools.items():
             waiting[name] += pool.num_waiting
         return waiting
 
     def workers_of(self, name: str | None = None) -> list[SessionWorker]:
-        """Returns the connected workers of a model that may have sessions; of the default model for None."""
+        """Returns the connected workers of a model that may have sessions. None selects the default model."""
         model = self._find(name)
-        links = self._pools[model.name].homes() if model is not None else ()
+        links = self._pools[model.name].session_links() if model is not None else ()
         return [SessionWorker(link.info.worker_id, link.address, link.paused) for link in links if link.info is not None]
 
     def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
-        """Returns the hash that the first block of a prompt is chained to; empty if routing uses no block hashes."""
+        """Returns the hash that precedes the first block of a prompt; b"" if routing uses no block hashes."""
         pool = self._pools.get(model.name)
         return model.hash_root(cache_salt) if pool is not None and pool.wants_hashes else b""
 
     def reads_predictions(self, model: ModelInfo) -> bool:
-        """Whether a worker of the model drafts tokens from predicted outputs."""
+        """Returns whether a worker of the model drafts tokens from predicted outputs."""
         pool = self._pools.get(model.name)
         return pool is not None and any(link.info is not None and link.info.reads_predictions for link in pool.links.values())
 
-    def grown(self) -> None:
+    def wake_waiting(self) -> None:
         """Wakes the requests that wait for a worker to connect."""
-        self._grown.set()
+        self._worker_connected.set()
 
     async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
-        """Returns the model of this name, or the caller's default model for None. Waits if its first worker may still connect.
+        """Returns the model of this name, or the caller's default model for None. Waits while its first worker may connect.
 
         Raises:
-            ApiError: There is no such model, the caller may not use it, or none of its workers connected in time.
+            ApiError: No model has this name, the caller may not use it, or none of its workers connected in time.
         """
         if caller.models is not None:
             name = self._allowed(name, caller)
@@ -130,8 +136,10 @@ class ModelCatalog:
         return name
 
     def _first_known(self, names: Collection[str]) -> str:
-        """Returns the first name of the setting `models` that is in `names` and has a pool, else the first of `names` with a pool
-        in alphabetical order; "" if none has a pool."""
+        """Returns the first name of the setting `models` that is in `names` and has a pool.
+
+        If there is none, returns the first of `names` with a pool in alphabetical order; "" if none has a pool.
+        """
         known = self._pools.keys() & names
         return next((name for name in self.expected if name in known), min(known, default=""))
 
@@ -142,26 +150,26 @@ class ModelCatalog:
         return None if pool is None else pool.model
 
     async def _wait(self, name: str | None, until: float) -> None:
-        """Waits until a worker connects, or until this loop time. Raises ApiError if too many requests wait already."""
-        if self.unplaced.total() >= self._settings.max_waiting_requests:
+        """Waits until a worker connects, or until loop time `until`. Raises ApiError if too many requests wait."""
+        if self.num_unplaced.total() >= self._settings.max_waiting_requests:
             raise self._refusals.full()
-        meant = next(iter(self.expected), "") if name is None else name
-        counted = meant if meant in self.expected else ""
-        self.unplaced[counted] += 1
+        requested = next(iter(self.expected), "") if name is None else name
+        counted_name = requested if requested in self.expected else ""
+        self.num_unplaced[counted_name] += 1
         try:
             with suppress(TimeoutError):  # wait_for checks the time
                 async with asyncio.timeout_at(until):
-                    self._grown.clear()
-                    await self._grown.wait()
+                    self._worker_connected.clear()
+                    await self._worker_connected.wait()
         finally:
-            self.unplaced[counted] -= 1
+            self.num_unplaced[counted_name] -= 1
 
 
 class Waiting:
-    """Moves choices into and out of the waiting lines of all pools, and owns their timers."""
+    """Moves choices into and out of `queue`, `moved` and `parked` of all pools, and owns their timers."""
 
     def __init__(self, settings: GatewaySettings, refusals: Refusals, metrics: GatewayMetrics, place: Place) -> None:
-        """`place` submits a choice to a worker. It returns False if no worker that may get the choice has a free slot."""
+        """Prepares the waits. `place` is Dispatcher._place()."""
         self._settings = settings
         self._refusals = refusals
         self._metrics = metrics
@@ -171,13 +179,13 @@ class Waiting:
         """Queues the choices of one request.
 
         Raises:
-            ApiError: The queue has too few free positions, or every worker of the model refuses new requests. Other choices then
-                keep their positions.
+            ApiError: The queue has too few free positions, or all workers of the model refuse new requests. The queue is then
+                unchanged.
         """
         if placements and pool.refuses_new:
             raise self._refusals.refusing()
         try:
-            displaced = pool.queue.push_all([(each, _key(each), self._urgency(each)) for each in placements])
+            displaced = pool.queue.push_all([(each, _api_key(each), self._queue_priority(each)) for each in placements])
         except QueueFull:
             raise self._refusals.full() from None
         for placement in placements:
@@ -185,17 +193,17 @@ class Waiting:
         for placement in displaced:
             self._end(placement)
             if placement.request.begun:
-                self.wait_first(placement)
+                self.queue_first(placement)
             else:
                 placement.request.fail(self._refusals.full())
 
-    def wait_first(self, placement: Placement) -> None:
-        """Queues a choice that has lost its worker, ahead of the pool's queue."""
+    def queue_first(self, placement: Placement) -> None:
+        """Queues a choice that has lost its worker. It is placed before the choices of the pool's queue."""
         placement.pool.moved[placement] = None
         self._begin(placement, moved=True)
 
     def park(self, placement: Placement) -> None:
-        """Lets a turn of a session wait for the session's worker outside the queue. Raises ApiError if too many turns wait."""
+        """Parks a turn of a session until the session's worker is connected. Raises ApiError if too many turns wait."""
         parked = placement.pool.parked
         if len(parked) >= self._settings.max_waiting_requests:
             raise sessions.session_worker_away(self._settings.retry_after_s)
@@ -214,11 +222,13 @@ class Waiting:
         for placement in (*pool.queue, *pool.moved, *pool.parked):
             placement.request.fail(error)
 
-    def give_up(self, pool: Pool, may_serve: Callable[[ModelVersion], bool]) -> None:
-        """Fails begun requests whose model version is gone for good, and new requests if every worker refuses them.
+    def fail_unservable(self, pool: Pool, may_serve: Callable[[ModelVersion], bool]) -> None:
+        """Fails waiting requests that no worker will serve.
+
+        These are begun requests whose model version no worker has, and new requests if all workers refuse them.
 
         Args:
-            may_serve: Whether a worker has a model version, or may have it once it connects.
+            may_serve: Returns whether a worker has a model version, or may have it when it connects.
         """
         for placement in list(pool.moved):
             version = placement.model_version if placement.has_begun else None
@@ -229,8 +239,8 @@ class Waiting:
                 if not placement.has_begun and not placement.request.begun:
                     placement.request.fail(self._refusals.refusing())
 
-    def leave(self, placement: Placement) -> None:
-        """Takes a choice out of its line. No effect if it does not wait."""
+    def remove(self, placement: Placement) -> None:
+        """Removes a choice from the container in which it waits. Has no effect if it does not wait."""
         if placement.wait_timer is None:
             return
         self._end(placement)
@@ -242,7 +252,7 @@ class Waiting:
         pool.queue.remove(placement)
 
     def pump(self, pool: Pool) -> None:
-        """Places waiting choices on the loop's next turn."""
+        """Schedules _pump() for the next iteration of the event loop, which places waiting choices."""
         if pool.num_waiting and not pool.pumping:
             pool.pumping = True
             asyncio.get_running_loop().call_soon(self._pump, pool)
@@ -253,7 +263,7 @@ class Waiting:
         for placement in list(pool.moved):
             full = full or not pool.has_free_slot(begun=True)
             if full and placement.reader is None:
-                continue  # only a choice with prefetched pages has a reserved slot
+                continue  # while all workers are full, only a choice with prefetched pages can be placed, in its reserved slot
             if placement in pool.moved and self._place(placement):
                 self._end(placement)
                 del pool.moved[placement]
@@ -267,11 +277,11 @@ class Waiting:
         return Placed.SKIP if placement.pool.has_free_slot(placement.has_begun) else Placed.STOP
 
     def charge(self, placement: Placement) -> None:
-        """Charges the tokens of a choice since the last charge to its API key."""
+        """Charges the tokens of a choice that have not been charged yet to its API key."""
         choice = placement.choice
         due = placement.charge(len(choice.prompt.ids) + OUTPUT_WEIGHT * len(choice.output_ids))
         if due > 0:
-            placement.pool.queue.charge(_key(placement), due)
+            placement.pool.queue.charge(_api_key(placement), due)
 
     def _begin(self, placement: Placement, moved: bool) -> None:
         patience_s = self._settings.queue_timeout_s
@@ -294,14 +304,14 @@ class Waiting:
             request.fail(sessions.session_worker_away(self._settings.retry_after_s))
         elif not pool.usable():
             request.fail(self._refusals.paused() if pool.paused else self._refusals.no_worker())
-        elif placement.has_begun and not pool.can_go_on(placement):
-            request.fail(self._refusals.paused() if pool.is_held_up(placement) else self._refusals.weights_gone())
-        elif request.begun:  # a request with output waits until the request times out
+        elif placement.has_begun and not pool.can_continue(placement):
+            request.fail(self._refusals.paused() if pool.is_paused_for(placement) else self._refusals.weights_gone())
+        elif request.begun:  # a request with output may wait until its own time limit
             placement.prolong_wait(self._settings.queue_timeout_s, partial(self._expire, placement))
         else:
             request.fail(self._refusals.busy())
 
-    def _urgency(self, placement: Placement) -> int:
+    def _queue_priority(self, placement: Placement) -> int:
         if placement.request.caller.background:
             return BACKGROUND
         if not self._settings.enable_priority_scheduling:
@@ -310,7 +320,7 @@ class Waiting:
         return -priority if self._settings.schedule_low_priority_values_first else priority
 
 
-def _key(placement: Placement) -> str:
+def _api_key(placement: Placement) -> str:
     """Returns the name of the API key of the choice."""
     return placement.request.key
 
@@ -323,38 +333,38 @@ class Pace:
 
         Args:
             waiting: Returns the number of choices that wait for a worker.
-            least_s: Retry-After in seconds if no choice waits; never less.
+            least_s: Smallest Retry-After in seconds, which applies if no choice waits.
             clock: Returns seconds.
         """
         self._waiting = waiting
         self._least_s = least_s
         self._clock = clock
         self._begun = clock()
-        self._before = 0  # completed in the window before this one
-        self._since = 0  # completed in this window
+        self._num_before = 0  # completed choices of the previous window
+        self._num_now = 0  # completed choices of the current window
 
     def completed(self) -> None:
         """Counts a choice that has left its worker."""
-        self._turn()
-        self._since += 1
+        self._advance_window()
+        self._num_now += 1
 
     def retry_after_s(self) -> int:
         """Returns the seconds until the last waiting choice is served at the recent rate, from least_s to LONGEST_S.
 
-        If no choice has completed, the time for which completions have been counted is the estimate.
+        If no choice has completed in the two windows, returns the time since the start of the previous window.
         """
-        self._turn()
+        self._advance_window()
         waiting = self._waiting()
         if not waiting:
             return self._least_s
         counted_s = self._clock() - self._begun + WINDOW_S
-        done = self._before + self._since
+        done = self._num_before + self._num_now
         seconds = counted_s * waiting / done if done else counted_s
         return int(min(max(-(-seconds // 1), self._least_s), LONGEST_S))
 
-    def _turn(self) -> None:
+    def _advance_window(self) -> None:
         passed = self._clock() - self._begun
         if passed >= WINDOW_S:
-            self._before = self._since if passed < 2 * WINDOW_S else 0
-            self._since = 0
+            self._num_before = self._num_now if passed < 2 * WINDOW_S else 0
+            self._num_now = 0
             self._begun += passed // WINDOW_S * WINDOW_S

@@ -39,8 +39,8 @@ from rootstock_llm.services.gateway.service.sink import (
     Silence,
     Sink,
     StreamRenderer,
-    commented,
     headers_of,
+    with_comments,
 )
 from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.observe.log_fields import fields
@@ -143,7 +143,7 @@ class HttpSink(Sink):
         self._scope["state"][OMITTED_TOOLS] = running.origin.omitted_tools
 
     async def while_preparing(self, work: Awaitable[T]) -> T:
-        return await commented(work, self._comment_s, self._comment)
+        return await with_comments(work, self._comment_s, self._comment)
 
     async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
         running = self._request
@@ -178,10 +178,10 @@ class HttpSink(Sink):
             await self._start_stream()
         if content:  # empty if the whole output is hidden
             await self._send(content, False)
-            self._silence.said()
+            self._silence.restart()
         elif self._silence.is_long:
             await self._comment()
-            self._silence.said()
+            self._silence.restart()
 
     async def end(self) -> None:
         if self._collected is not None:

@@ -7,10 +7,10 @@ Requests never wait for this task. It repeats three steps, so that the index has
 3. read the next events.
 
 The position in the event stream is read before the blocks of a generation, and workers write blocks before their events. So the
-blocks and the events after that position overlap, and no change is missed.
+events after that position include all changes that the reading of the blocks may have missed.
 
-While Redis is unreachable, the copy stays unchanged and leases are unknown. A missing lease counts only LEASE_TTL_S after Redis
-responds again. Until then, its owner is not retired.
+While Redis is unreachable, the copy stays unchanged and leases are unknown. When Redis responds again, workers need up to
+LEASE_TTL_S to renew their leases. Until then, a missing lease does not retire an owner.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0  # time limit of a call
-EVENTS_READ = 100  # most entries per model and call
+EVENTS_READ = 100  # largest number of entries per model and call
 BLOCKS_READ = 1000  # approximate number of blocks per call
 START = b"0-0"  # id before the first entry of a stream
-_MAX_DIGITS = 20  # longest generation that is accepted
-MAX_GONE = 4096  # remembered workers without a lease; the one whose lease ended first is dropped first
+_MAX_DIGITS = 20  # largest number of digits of a generation; longer values count as no lease
+MAX_GONE = 4096  # stored workers without a lease; above it, the worker whose lease ended first is dropped
 POLL_S = 1.0  # seconds between two readings of the leases
-STALE_S = POLL_S + 2 * TIMEOUT_S  # age in seconds from which the read leases are unknown
+STALE_S = POLL_S + 2 * TIMEOUT_S  # age in seconds of the last reading at which leases count as unknown
 BLOCK_MS = 200  # longest wait for events
 FIRST_PAUSE_S = 0.1  # pause after a failure; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 2.0
@@ -57,7 +57,7 @@ BLOCKS_PER_TURN = 2000  # blocks that are written to the index before the event 
 SWEEP_BLOCKS = 1000  # blocks of one sweep
 SWEEP_PAUSE_S = 0.005
 SWEEP_IDLE_S = 0.5  # pause after a sweep without blocks
-Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream's entry; no fields if it was trimmed during the read
+Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream entry; None if it was trimmed during the read
 
 
 class IndexReader:
@@ -93,8 +93,8 @@ class IndexReader:
     async def blocks(self, worker: str, generation: int) -> AsyncIterator[tuple[BlockTier, list[bytes]]]:
         """Yields the blocks of a generation by tier, one round trip per item.
 
-        A block may be yielded twice. A block that moves during the scan may be missing or appear in two tiers; later events
-        correct that.
+        A block may be yielded twice. A block that moves to another tier during the scan may be missing or appear in both tiers.
+        Later events correct this.
         """
         for tier in BlockTier:
             cursor = 0
@@ -110,7 +110,7 @@ class IndexReader:
         return cast(bytes, entries[0][0]) if entries else START
 
     async def is_trimmed(self, model: str, after: bytes) -> bool:
-        """Returns whether the entry `after` is trimmed from the stream, so that entries after it may be lost too."""
+        """Returns whether the entry `after` was trimmed from the stream. Unread entries after it may then be lost."""
         if after == START:
             return False
         entries = cast(list[Any], await self._client.xrange(events_key(model), count=1))
@@ -134,48 +134,48 @@ class LeaseTable:
 
     def __init__(self) -> None:
         self.current: dict[str, int] = {}  # worker → generation of its lease
-        self._gone: dict[str, int] = {}  # worker → last generation, for workers without a lease, the oldest loss first
-        self._back_at = 0.0  # time at which Redis responded again
+        self._ended: dict[str, int] = {}  # workers without a lease → generation of their last lease; first lost first
+        self._back_at = 0.0  # time at which Redis last became reachable
 
-    def came_back(self, now: float) -> None:
-        """Notes that Redis responds again. Leases may be missing, because Redis lost them or workers could not renew them."""
+    def note_recovery(self, now: float) -> None:
+        """Records that Redis has become reachable. Leases may be missing until workers have renewed them."""
         self._back_at = now
 
-    def settled(self, now: float) -> bool:
-        """Returns whether all live workers have had time to renew their leases since Redis responded again.
+    def has_settled(self, now: float) -> bool:
+        """Returns whether all live workers have had time to renew their leases since Redis became reachable.
 
-        Only then does a missing lease mean that its worker has ended.
+        Before that, a missing lease does not mean that its worker has ended.
         """
         return now - self._back_at >= LEASE_TTL_S
 
-    def saw(self, worker: str, generation: int | None) -> bool:
-        """Notes the generation of a worker's lease, or None without a lease. Returns whether it has changed."""
+    def update(self, worker: str, generation: int | None) -> bool:
+        """Sets the generation of a worker's lease, or None without a lease. Returns whether it has changed."""
         before = self.current.get(worker)
         if before == generation:
             return False
         if generation is not None:
             self.current[worker] = generation
-            self._gone.pop(worker, None)
+            self._ended.pop(worker, None)
             return True
-        self._gone[worker] = self.current.pop(worker)
-        while len(self._gone) > MAX_GONE:
-            del self._gone[next(iter(self._gone))]
+        self._ended[worker] = self.current.pop(worker)
+        while len(self._ended) > MAX_GONE:
+            del self._ended[next(iter(self._ended))]
         return True
 
     def alive(self, worker: str, generation: int, now: float) -> bool | None:
-        """Returns whether a worker of a generation holds its lease.
+        """Returns whether a generation of a worker has its lease.
 
         Args:
             generation: The worker's generation; 0: any.
 
         Returns:
-            None if this is unknown: Redis has not settled, or the generation has had no lease yet and may get one.
+            None if this is unknown: has_settled() is False, or the generation has had no lease yet and may get one.
         """
         current = self.current.get(worker)
         if current is not None:
             return True if generation in (0, current) else None
-        gone = self._gone.get(worker)
-        if gone is None or not self.settled(now):
+        gone = self._ended.get(worker)
+        if gone is None or not self.has_settled(now):
             return None
         return False if generation in (0, gone) else None
 
@@ -184,11 +184,11 @@ class LeaseTable:
 class MirrorCounts:
     """Counts since the start of the gateway."""
 
-    events: int = 0  # events applied
+    events: int = 0  # valid events
     bad_events: int = 0  # entries that could not be parsed
     loads: int = 0  # readings of all blocks of a generation
-    gaps: int = 0  # times that events were missed, so that blocks are read again
-    retired: int = 0  # owners retired
+    gaps: int = 0  # times that events were missed, after which all blocks are read
+    retired: int = 0  # owners whose lease has ended or changed
 
 
 class IndexMirror:
@@ -211,13 +211,13 @@ class IndexMirror:
         self._index, self._changed, self._clock = index, changed, clock
         self._leases = LeaseTable()
         self._owners = MirroredOwners(index)
-        self._cursors: dict[str, bytes | None] = {}  # model → id of the last read event, or None before the first one
-        self._wanted: dict[str, int] = {}  # worker → generation whose blocks are to be read
-        self._suspect: set[str] = set()  # workers whose blocks may differ since Redis was restarted
-        self._run_id: str | None = None
-        self._polled_at = self._caught_up_at = clock()
+        self._cursors: dict[str, bytes | None] = {}  # model → id of the last read entry; None before _poll() has set it
+        self._to_load: dict[str, int] = {}  # worker → generation whose blocks must be read
+        self._to_verify: set[str] = set()  # workers whose blocks must be read, because Redis was restarted
+        self._run_id: str | None = None  # run id of the Redis server; None before the first reading
+        self._polled_at = self._caught_up_at = clock()  # times of the last reading of the leases, and of the last complete copy
         self._pause = FIRST_PAUSE_S
-        self._loss_logged = False  # the loss of Redis is logged
+        self._loss_logged = False  # the current outage of Redis has been logged
 
     # For routing
 
@@ -236,13 +236,13 @@ class IndexMirror:
         return len(self._owners.generations())
 
     def lease_alive(self, worker: str, generation_hint: int = 0) -> bool | None:
-        """Returns whether a worker holds its lease.
+        """Returns whether a worker has its lease.
 
         Args:
             generation_hint: Index generation that the worker reports; 0: any.
 
         Returns:
-            None if this is unknown: Redis is unreachable or has just returned, or the generation has had no lease yet.
+            None if this is unknown: Redis is unreachable or has just become reachable, or the generation has had no lease yet.
         """
         now = self._clock()
         if not self.available or now - self._polled_at > STALE_S:
@@ -254,7 +254,7 @@ class IndexMirror:
         return self._owners.number(worker)
 
     def watch_model(self, model: str) -> None:
-        """Mirrors a model from the next step on. Idempotent."""
+        """Adds a model to the mirrored models. Idempotent."""
         self._cursors.setdefault(model, None)
 
     async def run(self) -> None:
@@ -279,10 +279,10 @@ class IndexMirror:
             try:
                 await self._follow()
             except (RedisError, OSError) as error:
-                self._lost(error)
+                self._on_failure(error)
             except Exception as error:  # invalid data in Redis must not end the gateway
                 logger.exception("the prefix index could not be read")
-                self._lost(error)
+                self._on_failure(error)
             await asyncio.sleep(self._pause)
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
@@ -292,13 +292,13 @@ class IndexMirror:
         while True:
             if self._clock() - self._polled_at >= POLL_S or None in self._cursors.values():
                 await self._poll()
-            if self._wanted:
-                await self._load(*next(iter(self._wanted.items())))
-            await self._read(None if self._wanted else BLOCK_MS)
+            if self._to_load:
+                await self._load(*next(iter(self._to_load.items())))
+            await self._read(None if self._to_load else BLOCK_MS)
 
-    def _lost(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         if self.available or not self._loss_logged:
-            logger.warning("redis is unreachable, routing continues without it: %s", error)
+            logger.warning("redis is unreachable; routing continues with the last copy of the prefix index: %s", error)
         was, self.available, self._loss_logged = self.available, False, True
         if was:
             self._changed()
@@ -306,7 +306,7 @@ class IndexMirror:
     def _responded(self) -> None:
         self._polled_at, self._pause = self._clock(), FIRST_PAUSE_S
         if not self.available:
-            logger.info("redis responds, the prefix index is mirrored")
+            logger.info("redis responds; the prefix index is mirrored")
             self.available = True
             self._changed()
 
@@ -315,45 +315,49 @@ class IndexMirror:
     async def _poll(self) -> None:
         run_id, workers = await self._reader.members(self._cursors)
         if not self.available:
-            self._leases.came_back(self._clock())
+            self._leases.note_recovery(self._clock())
         self._same_server(run_id)
         for model in [model for model, cursor in self._cursors.items() if cursor is None]:
             self._cursors[model] = await self._reader.newest(model)
-        await self._look_at_leases(workers | self._owners.generations().keys() | self._leases.current.keys())
+        await self._read_leases(workers | self._owners.generations().keys() | self._leases.current.keys())
         self._responded()
 
     def _same_server(self, run_id: str) -> None:
-        """Restarts the mirroring if the run id is of another or a restarted server, which may have other streams and blocks."""
+        """Restarts the mirroring if the run id has changed. The server was then replaced or restarted, and may have lost data."""
         if self._run_id not in (None, run_id):
-            logger.warning("redis was restarted, reading the whole prefix index again")
-            self._leases.came_back(self._clock())
+            logger.warning("redis was restarted; reading the whole prefix index again")
+            self._leases.note_recovery(self._clock())
             self._cursors = dict.fromkeys(self._cursors)
-            self._wanted.clear()
-            self._suspect = set(self._owners.generations())
+            self._to_load.clear()
+            self._to_verify = set(self._owners.generations())
         self._run_id = run_id
 
-    async def _look_at_leases(self, workers: Iterable[str]) -> None:
+    async def _read_leases(self, workers: Iterable[str]) -> None:
         names = sorted(workers)
         leases = await self._reader.leases(names)
-        changes = [self._settle(worker, lease) for worker, lease in zip(names, leases, strict=True)]
+        changes = [self._apply_lease(worker, lease) for worker, lease in zip(names, leases, strict=True)]
         if any(changes):
             self._changed()
 
-    def _settle(self, worker: str, lease: int | None) -> bool:
-        """Applies a worker's lease: retires its owner, or plans the reading of its blocks. Returns whether anything changed."""
-        changed = self._leases.saw(worker, lease)
+    def _apply_lease(self, worker: str, lease: int | None) -> bool:
+        """Applies a worker's lease, by retiring its owner or planning the reading of its blocks.
+
+        Returns:
+            Whether the lease or the mirrored generation has changed.
+        """
+        changed = self._leases.update(worker, lease)
         if lease is None:
-            if not self._leases.settled(self._clock()):
+            if not self._leases.has_settled(self._clock()):
                 return changed
-            self._wanted.pop(worker, None)
+            self._to_load.pop(worker, None)
             return self._retire(worker) or changed
-        suspect = worker in self._suspect
-        self._suspect.discard(worker)
+        must_verify = worker in self._to_verify
+        self._to_verify.discard(worker)
         if self._owners.generation(worker) == lease:
-            if suspect:
-                self._wanted[worker] = lease
+            if must_verify:
+                self._to_load[worker] = lease
             return changed
-        self._wanted[worker] = lease
+        self._to_load[worker] = lease
         return self._retire(worker) or changed
 
     def _retire(self, worker: str) -> bool:
@@ -366,14 +370,14 @@ class IndexMirror:
     # Blocks
 
     async def _load(self, worker: str, generation: int) -> None:
-        """Reads the blocks of a generation. It stays in `_wanted` until all blocks are read."""
+        """Reads the blocks of a generation. The worker stays in `_to_load` until all blocks are read."""
         number = self._owners.adopt(worker, generation, None)
         self.counts.loads += 1
         self._changed()
         async for tier, blocks in self._reader.blocks(worker, generation):
             self._index.stored(number, blocks, tier)
             await asyncio.sleep(0)
-        self._wanted.pop(worker, None)
+        self._to_load.pop(worker, None)
 
     # Events
 
@@ -384,37 +388,37 @@ class IndexMirror:
         entries = await self._reader.entries(last_read, block_ms) if last_read else {}
         for model, new in entries.items():
             await self._check_trim(model, last_read[model])
-            await self._take(model, new)
+            await self._apply_entries(model, new)
         has_more = any(len(new) >= EVENTS_READ for new in entries.values())
-        if not self._wanted and not has_more:
+        if not self._to_load and not has_more:
             self._caught_up_at = self._clock()
 
     async def _check_trim(self, model: str, after: bytes) -> None:
-        """Plans the reading of all blocks if the stream was trimmed after the last read event, so that events may be lost."""
+        """Plans the reading of all blocks if the stream was trimmed beyond the last read entry, so that events may be lost."""
         if await self._reader.is_trimmed(model, after):
-            logger.warning("events were trimmed before they were read, reading all blocks again", extra=fields(model=model))
+            logger.warning("index events were trimmed before they were read; reading all blocks again", extra=fields(model=model))
             self.counts.gaps += 1
             mirrored = self._owners.generations().items()
-            self._wanted |= {worker: number for worker, number in mirrored if self._leases.current.get(worker) == number}
+            self._to_load |= {worker: number for worker, number in mirrored if self._leases.current.get(worker) == number}
 
-    async def _take(self, model: str, entries: list[Entry]) -> None:
+    async def _apply_entries(self, model: str, entries: list[Entry]) -> None:
         """Applies the events of new entries of a model's stream."""
         events = self._parse(model, entries)
         foreign = {event.worker for event in events if self._owners.generation(event.worker) != event.generation}
-        await self._look_at_leases(foreign)
+        await self._read_leases(foreign)
         await self._apply(events)
         if entries:
             self._cursors[model] = entries[-1][0]
 
     def _parse(self, model: str, entries: list[Entry]) -> list[IndexEvent]:
-        """Returns the events of the valid entries, and counts the others."""
+        """Returns the events of valid entries, and counts and logs invalid entries."""
         events = []
         for entry_id, values in entries:
             try:
                 events.append(event_from(values or {}))
             except ValueError as error:
                 self.counts.bad_events += 1
-                logger.warning("skipped an entry of the stream: %s", error, extra=fields(model=model, entry=entry_id.decode()))
+                logger.warning("skipped an invalid index event: %s", error, extra=fields(model=model, entry=entry_id.decode()))
         return events
 
     async def _apply(self, events: Iterable[IndexEvent]) -> None:
@@ -429,7 +433,7 @@ class IndexMirror:
     def _apply_one(self, event: IndexEvent) -> None:
         """Applies an event.
 
-        A worker's lease names a generation before its first event. So an event of a generation without a lease is outdated.
+        A worker writes the lease of a generation before its first event. So an event of a generation without a lease is outdated.
         """
         self.counts.events += 1
         applied = self._owners.apply(event)
@@ -437,14 +441,14 @@ class IndexMirror:
             if event.seq == 1:
                 self._owners.adopt(event.worker, event.generation, 0)
                 self._owners.apply(event)
-                self._wanted.pop(event.worker, None)
+                self._to_load.pop(event.worker, None)
                 self._changed()
             else:
-                self._wanted[event.worker] = event.generation
+                self._to_load[event.worker] = event.generation
         elif applied is Applied.GAP:
-            logger.warning("events are missing, reading the worker's blocks again", extra=fields(worker=event.worker))
+            logger.warning("index events are missing; reading the worker's blocks again", extra=fields(worker=event.worker))
             self.counts.gaps += 1
-            self._wanted[event.worker] = event.generation
+            self._to_load[event.worker] = event.generation
 
 
 def _order(entry_id: bytes) -> tuple[int, int]:

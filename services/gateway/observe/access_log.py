@@ -1,6 +1,6 @@
-"""The access log: one line for each HTTP request, batch line, background response and operator's request when it ends.
+"""The access log: one line for each HTTP request, batch line, background response and admin request when it ends.
 
-A line never holds text of a prompt or a completion, a secret or a query string.
+A line never contains text of a prompt or a completion, a secret or a query string.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 Form = Literal["json", "text", "off"]
 
-# Keys of scope["state"] that routes fill in for the access log.
+# Entries of scope["state"] that routes set for the access log.
 ERROR_CODE = "error_code"  # code of the ApiError that ended the request
 CUT = "cut"  # the gateway closed the connection before the response was complete
 INTERRUPTED = "interrupted"  # the batch line or background response was cancelled before its end
 ABORTED = "aborted"  # at least one choice was aborted
 GENERATION = "generation"  # the GenerationFields of a generation request
-_SAME_FIELDS = b'"level":"info","service":"gateway","logger":"access","msg":"request",'  # equal in every JSON line
+_SAME_FIELDS = b'"level":"info","service":"gateway","logger":"access","msg":"request",'  # part of every JSON line
 _GONE = 499  # status of a request whose client disconnected
-_LOOK_S = 1.0  # seconds between two checks whether the file was rotated
-_PROBES = frozenset(("/health", "/ping", "/readiness", "/ready", "/metrics"))  # routes without lines
+_CHECK_S = 1.0  # seconds between two checks whether the file was rotated
+_PROBES = frozenset(("/health", "/ping", "/readiness", "/ready", "/metrics"))  # routes whose requests are not logged
 
 
 class End(StrEnum):
@@ -50,8 +50,8 @@ class End(StrEnum):
 class GenerationFields(TypedDict):
     """The fields of one line about tokens and times. All are None for requests that generate no tokens."""
 
-    queue_ms: float | None  # longest wait of a choice, at the gateway and at its worker
-    ttft_ms: float | None  # from arrival to the first output; also None without output
+    queue_ms: float | None  # longest wait of a choice at the gateway, plus the longest wait of a choice at its worker
+    ttft_ms: float | None  # milliseconds from arrival to the first output; also None without output
     prompt_tokens: int | None  # each prompt counts once, as in `usage`
     cached_tokens: int | None  # prompt tokens whose KV was read from a prefix cache
     output_tokens: int | None
@@ -64,13 +64,13 @@ class AccessRecord(GenerationFields):
     request_id: str
     source: str  # "http", "batch", "background" or "admin"
     method: str
-    route: str  # as in the metric's label: a template without ids, or "other"
-    model: str  # "" until a model was found
-    key: str  # name of the API key; "" if there are no keys or none was valid
-    status: int  # HTTP status; 499 if the client left; 0 if no response was begun
+    route: str  # path template as in the metrics' label, or "other"
+    model: str  # name of the model; "" if the request failed before its model was found
+    key: str  # name of the API key; "" if the gateway has no API keys, or the request has no valid one
+    status: int  # HTTP status; 499 if the client closed its connection; 0 if no response was begun
     code: str  # error code; "" without an error
     end: str  # an End
-    total_ms: float  # from the request's head to the end of its response
+    total_ms: float  # milliseconds from the request's head to the end of its response
     bytes: int  # size of the response's body
 
 
@@ -85,17 +85,17 @@ _NO_GENERATION: GenerationFields = {
 
 
 class AccessLog:
-    """Writes one record per request as JSON or text. With the form "off", writes nothing. Called on the event loop.
+    """Writes one record per request as JSON or text, or nothing if the form is "off". Called on the event loop.
 
-    It does not use the logging module, because that would triple the cost of a record.
+    It does not use the logging module, which would take three times as long per record.
     """
 
     def __init__(self, form: Form, path: str = "") -> None:
         """Opens the file.
 
         Args:
-            path: File to which lines are appended. A missing folder is created. The file may be rotated by moving it away. "":
-                standard error.
+            path: File to which lines are appended; "" for standard error. A missing folder is created. Another program may rotate
+                the file by moving it away.
 
         Raises:
             OSError: The file cannot be opened.
@@ -139,7 +139,7 @@ class AccessLog:
         self._file.append(self._line(record, time.time()))
 
     def refused(self, status: int, code: str, num_bytes: int) -> None:
-        """Writes the record of a request that the connection refused before any route was known."""
+        """Writes the record of a request that the connection has refused before its route was known."""
         self.ended("http", "", "other", {"request_id": "", ERROR_CODE: code}, status, num_bytes, 0.0)
 
     def close(self) -> None:
@@ -149,20 +149,20 @@ class AccessLog:
 
 
 class _LineFile:
-    """A file that lines are appended to, or standard error. Opens the path again after a rotation.
+    """The file of the log, or standard error. Opens the path again if the file was rotated.
 
-    All lines of one turn of the event loop are written together.
+    All lines of one iteration of the event loop are written together.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self._failing = False
         self._lines: list[bytes] = []
         self._file = self._open() if path else sys.stderr.fileno()
 
     def append(self, line: bytes) -> None:
-        """Queues a line. Drops lines that cannot be written, for example on a full disk, and logs the first such failure."""
+        """Queues a line. If lines cannot be written, for example on a full disk, drops them and logs the first failure."""
         if not self._lines:
             asyncio.get_running_loop().call_soon(self._flush)
         self._lines.append(line)
@@ -170,8 +170,8 @@ class _LineFile:
     def _flush(self) -> None:
         text, self._lines = b"".join(self._lines), []
         try:
-            if self._path and time.monotonic() - self._looked >= _LOOK_S:
-                self._follow()
+            if self._path and time.monotonic() - self._checked_at >= _CHECK_S:
+                self._reopen_if_rotated()
             while text:
                 text = text[os.write(self._file, text) :]
             self._failing = False
@@ -185,8 +185,8 @@ class _LineFile:
         if self._path:
             os.close(self._file)
 
-    def _follow(self) -> None:
-        self._looked = time.monotonic()
+    def _reopen_if_rotated(self) -> None:
+        self._checked_at = time.monotonic()
         if not os.path.exists(self._path) or not os.path.samestat(os.stat(self._path), os.fstat(self._file)):
             opened = self._open()
             os.close(self._file)
@@ -198,13 +198,13 @@ class _LineFile:
 
 
 def _json_line(record: AccessRecord, now: float) -> bytes:
-    """Renders the record like other log lines (services/shared/observe/log.py). `now` is in Unix seconds."""
+    """Returns the record in the form of other log lines (services/shared/observe/log.py). `now` is in Unix seconds."""
     stamp = f'{{"ts":"{_utc(int(now))}.{int(now % 1 * 1000):03d}Z",'
     return stamp.encode() + _SAME_FIELDS + orjson.dumps(record)[1:] + b"\n"
 
 
 def _text_line(record: AccessRecord, now: float) -> bytes:
-    """Renders time, method, route, status and end, then the other fields as name=value. `now` is in Unix seconds."""
+    """Returns time, method, route, status and end, and then all other fields as name=value. `now` is in Unix seconds."""
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     head = f"{moment} {record['method'] or '-'} {record['route']} {record['status']} {record['end']}"
     others = [(name, value) for name, value in record.items() if name not in _IN_HEAD]

@@ -21,7 +21,7 @@ from rootstock_llm.services.shared.observe.readings import Reading, Readings, Va
 PREFIX = "rootstock_gateway_"
 # Label values whose series exist from the start, because a rate needs a sample of 0 before the first event.
 RATE_LIMITS = ("requests", "tokens", "concurrency")
-HANDOVERS = ("room", "none")  # room: the prefill worker has reserved pages for the decode worker
+HANDOVERS = ("room", "none")  # whether the prefill worker has reserved pages for the decode worker
 BATCH_ENDS = ("completed", "failed", "expired", "cancelled")
 BATCH_OUTCOMES = ("completed", "failed")
 BACKGROUND_ENDS = ("completed", "incomplete", "failed", "cancelled")
@@ -48,10 +48,10 @@ class QueueMetrics(Readings[Callable[[], Mapping[str, int]]]):
 
 @dataclass(frozen=True, slots=True)
 class KeySigns:
-    """The state of the API keys, as metrics read it."""
+    """The functions by which metrics read the state of the API keys."""
 
     file_is_valid: Callable[[], bool]
-    shares_are_up: Callable[[], bool | None]  # whether Redis shares the limits of keys, or None without Redis
+    shares_are_up: Callable[[], bool | None]  # whether gateways share the limits of API keys in Redis; None without Redis
 
 
 class KeyMetrics(Readings[KeySigns]):
@@ -75,14 +75,14 @@ class KeyMetrics(Readings[KeySigns]):
 
 @dataclass(frozen=True, slots=True)
 class StoreSigns:
-    """The store's state, as metrics read it."""
+    """The functions by which metrics read the state of the store."""
 
     is_up: Callable[[], bool]
     memory: Callable[[], tuple[int, int] | None]  # (bytes in use, limit in bytes or 0 for no limit); None: unknown
 
 
 class StoreMetrics(Readings[StoreSigns]):
-    """Metrics of the store, at a gateway that runs batches and so calls its store all the time."""
+    """Metrics of the store. Only a gateway that runs batches has them, because only it calls the store regularly."""
 
     rows = (
         Reading(
@@ -114,7 +114,7 @@ class KeyLabels:
         self._named: set[str] = set()
 
     def label(self, key: str) -> str:
-        """Returns the label of an API key. Without API keys, name and label are "", which Prometheus treats as no label."""
+        """Returns the label of an API key's name. The name "" has the label "", which Prometheus treats as no label."""
         if key and key not in self._named:
             if len(self._named) >= self._most:
                 return OTHER
@@ -123,7 +123,7 @@ class KeyLabels:
 
 
 class RequestMetrics:
-    """Metrics of generation requests by model and API key. Makes each series once, so that tokens need no look-up."""
+    """Metrics of generation requests by model and API key. Makes each series once, so that counting a token needs no look-up."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         def counter(name: str, text: str) -> Counter:
@@ -146,7 +146,7 @@ class RequestMetrics:
         self._series: dict[tuple[str, str, str], RequestSeries] = {}
 
     def series(self, model: str, key: str) -> RequestSeries:
-        """Returns the series of a known model name and the name of an API key, "" without keys."""
+        """Returns the series of a known model name and the name of an API key; "" if the gateway has no API keys."""
         labels = model, self.keys.label(key), self._latency_keys.label(key)
         found = self._series.get(labels)
         if found is None:
@@ -179,7 +179,7 @@ class RequestSeries:
         """Counts a complete response.
 
         Args:
-            prompt: Prompt tokens, cached ones included.
+            prompt: Prompt tokens, including cached tokens.
             cached: Prompt tokens from a prefix cache.
             output: Output tokens.
             since_arrival: Seconds from arrival to the last byte.
@@ -191,7 +191,7 @@ class RequestSeries:
 
 
 class GatewayMetrics:
-    """All metrics of the gateway. The process makes one."""
+    """All metrics of the gateway. Each process has one GatewayMetrics."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -261,8 +261,8 @@ class GatewayMetrics:
     def watch_connected(self, service: str, count: Callable[[], int]) -> None:
         self.connected.labels(service).set_function(lambda: float(count()))
 
-    def watch_bodies(self, pool: str, held: Callable[[], int], waiting: Callable[[], int]) -> None:
-        self.body_bytes.labels(pool).set_function(lambda: float(held()))
+    def watch_bodies(self, pool: str, reserved: Callable[[], int], waiting: Callable[[], int]) -> None:
+        self.body_bytes.labels(pool).set_function(lambda: float(reserved()))
         self.bodies_waiting.labels(pool).set_function(lambda: float(waiting()))
 
     def watch_batches(self, running: Callable[[], int], lines: Callable[[], int]) -> None:
@@ -275,7 +275,7 @@ class GatewayMetrics:
         self.background_running.set_function(lambda: float(running()))
 
     def watch_store(self, signs: StoreSigns) -> None:
-        """Adds the store's metrics, at a gateway that calls its store all the time."""
+        """Adds the store's metrics. Called only at a gateway that calls its store regularly."""
         self.registry.register(StoreMetrics(signs))
 
     def watch_keys(self, signs: KeySigns) -> None:
@@ -291,7 +291,7 @@ class GatewayMetrics:
         return self.of_requests.series(model, key)
 
     def key_request(self, key: str) -> None:
-        """Counts a generation request of this key. No effect without keys (`key` is "")."""
+        """Counts a generation request of this API key. Has no effect if `key` is ""."""
         if key:
             self.key_requests.labels(self.of_requests.keys.label(key)).inc()
 
@@ -306,15 +306,15 @@ class GatewayMetrics:
 
 
 class Scrapes(Collector):
-    """Records the time of the last scrape, on any port. A collector without series, so that every scrape calls it."""
+    """Records the time of the last scrape on any port. Every scrape calls collect(), which returns no series."""
 
     def __init__(self) -> None:
-        self._asked_at: float | None = None
+        self._scraped_at: float | None = None
 
     def collect(self) -> Iterable[Metric]:
-        self._asked_at = time.monotonic()
+        self._scraped_at = time.monotonic()
         return ()
 
     def scraped_s_ago(self) -> float | None:
         """Returns the seconds since the last scrape, or None before the first one."""
-        return None if self._asked_at is None else time.monotonic() - self._asked_at
+        return None if self._scraped_at is None else time.monotonic() - self._scraped_at

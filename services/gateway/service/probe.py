@@ -1,6 +1,6 @@
 """Tests whether a worker can compute a token.
 
-A busy worker proves it by its steps. An idle worker gets a request for one token. So the probe never waits for other requests.
+A busy worker that completes steps can. An idle worker gets a request for one token. So the probe never waits for other requests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 from rootstock_llm.services.gateway.service.sink import GenerationCall, RunGeneration, Sink
 from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 
-RECENT_S = 2.0  # age in seconds up to which the last step proves that a worker computes
-TRY_S = 10.0  # seconds for the trial request
+RECENT_S = 2.0  # largest age of the last step, in seconds, that proves that a worker computes tokens
+TRY_S = 10.0  # time limit of the trial request in seconds
 _PROMPT_ID = 0  # token id that every vocabulary has
 
 
@@ -62,7 +62,7 @@ class _ProbeSink(Sink):
 
 
 class GenerationProbe:
-    """Runs trial requests, at most one at a time; concurrent callers share it. Each process has one probe."""
+    """Runs trial requests, one at a time. Concurrent callers of failure() share one trial request. Each process has one probe."""
 
     def __init__(self, dispatcher: Dispatcher, run: RunGeneration) -> None:
         """Makes the probe. `run` is GenerationService.run."""
@@ -84,7 +84,7 @@ class GenerationProbe:
         if any(link.load is not None and link.load.num_open for link in fit):
             return ""
         if not fit:
-            return "No worker can compute a token: " + ", ".join(_trouble(link) for link in connected) + "."
+            return "No worker can compute a token: " + ", ".join(_fault_of(link) for link in connected) + "."
         if self._trial is None or self._trial.done():
             self._trial = asyncio.create_task(self._try(fit))
         return await asyncio.shield(self._trial)
@@ -113,7 +113,7 @@ class GenerationProbe:
         return next((pool for pool in pools if pool.model == default), pools[0])
 
 
-def _trouble(link: Link) -> str:
+def _fault_of(link: Link) -> str:
     name = link.info.worker_id if link.info is not None else link.address
     if link.paused:
         return f"{name} is paused"

@@ -36,48 +36,48 @@ class Dispatch(Releaser, Protocol):
         """Places or queues every choice.
 
         Args:
-            refused_by: Addresses of workers that do not get the request.
+            refused_by: Addresses of workers that get the request only if no other worker takes requests.
 
         Raises:
-            ApiError: The queue is full.
+            ApiError: No worker can take or queue the request.
         """
 
     def abort(self, choice: Choice) -> bool:
-        """Ends the choice with the output so far. Returns False if it has ended already."""
+        """Ends the choice with the output so far. Returns False if the choice had ended before."""
 
     def worker_ids(self, choice: Choice) -> list[str]:
         """Returns the ids of the workers that compute the choice."""
 
 
 class Attendance:
-    """Counts the open requests of waiting clients. Batch lines and background responses do not count. `clock` returns seconds."""
+    """Counts the open requests that clients wait for. Batch lines, background responses and health probes do not count."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._open = 0
         self._last = float("-inf")
-        self._arrived: list[Callable[[bool], None]] = []
+        self._listeners: list[Callable[[bool], None]] = []
 
     def listen(self, arrived: Callable[[bool], None]) -> None:
-        """Registers a function for new requests. Its argument is True if no other client waits."""
-        self._arrived.append(arrived)
+        """Registers a function that is called for each new request of a client. Its argument is True if no other one is open."""
+        self._listeners.append(arrived)
 
-    def begin(self, attended: bool) -> None:
-        self._open += attended
-        if attended:
+    def begin(self, has_client: bool) -> None:
+        self._open += has_client
+        if has_client:
             self._last = self._clock()
-            for arrived in self._arrived:
+            for arrived in self._listeners:
                 arrived(self._open == 1)
 
-    def end(self, attended: bool) -> None:
-        """Counts the end of a request that begin() has counted."""
-        self._open -= attended
-        if attended:
+    def end(self, has_client: bool) -> None:
+        """Counts the end of a request. `has_client` has the same value as for begin()."""
+        self._open -= has_client
+        if has_client:
             self._last = self._clock()
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last client waited; 0.0 while one waits."""
+        """Seconds since the last request of a client ended; 0.0 while such a request is open."""
         return 0.0 if self._open else self._clock() - self._last
 
 
@@ -106,14 +106,14 @@ class GenerationService:
         metrics.in_flight.set_function(lambda: float(len(self._open)))
 
     async def run(self, call: GenerationCall, sink: Sink) -> None:
-        """Serves one request from its admission to its last output. Before it returns or raises, the request is released.
+        """Serves one request from its admission to its last output. Releases the request before it returns or raises.
 
-        Cancelling it means that the client has left.
+        If the client closes its connection, the caller cancels this method.
 
         Raises:
-            ClientGone: The client left while its body was read.
+            ClientGone: The client has closed its connection while its body was read.
         """
-        running = self._opened(call)
+        running = self._open_request(call)
         try:
             sink.open(running)
             try:
@@ -132,7 +132,7 @@ class GenerationService:
             sink.released(running)
 
     def abort(self, scope: AbortScope, error: ApiError) -> int:
-        """Ends the selected choices, which keep their output so far. Requests that have no output to return end with `error`.
+        """Ends the selected choices. Their responses contain the output so far. A request without output ends with `error`.
 
         Returns:
             The number of ended choices and requests.
@@ -148,30 +148,30 @@ class GenerationService:
     def idle(self) -> bool:
         return not self._open
 
-    def _opened(self, call: GenerationCall) -> RunningRequest:
+    def _open_request(self, call: GenerationCall) -> RunningRequest:
         origin, body = call.origin, self._bodies.open(call.gone)
         if not origin.is_counted:
-            return RunningRequest(origin, self._dispatcher, _UNCOUNTED, body, self._forget)
+            return RunningRequest(origin, self._dispatcher, _UNCOUNTED, body, self._close)
         if self._tracing is not None:
             origin.begin_trace(self._tracing)
-        return RunningRequest(origin, self._dispatcher, self.metrics, body, self._forget, call.wants_report)
+        return RunningRequest(origin, self._dispatcher, self.metrics, body, self._close, call.wants_report)
 
     def _admit(self, running: RunningRequest, call: GenerationCall) -> None:
-        """Admits the request. Raises ApiError if too many requests are open, or the key's limits are reached."""
+        """Admits the request. Raises ApiError if too many requests are open, or a limit of the API key is reached."""
         running.admission = call.admission
         if not call.origin.is_counted:
             return
         if len(self._open) >= self.settings.max_concurrent_requests:
             raise unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
         self._open[running] = None
-        self.attendance.begin(_is_attended(running))
+        self.attendance.begin(_has_client(running))
         if call.admission is None:
             running.admission = self.keys.begin(running.key)
 
-    def _forget(self, running: RunningRequest) -> None:
+    def _close(self, running: RunningRequest) -> None:
         if running in self._open:
             del self._open[running]
-            self.attendance.end(_is_attended(running))
+            self.attendance.end(_has_client(running))
 
     async def _serve(self, running: RunningRequest, call: GenerationCall, sink: Sink) -> None:
         running.task = asyncio.current_task()
@@ -180,7 +180,7 @@ class GenerationService:
                 await self._generate(running, call, sink)
             return
         except ApiError as failure:
-            error = _alone(failure)
+            error = _without_traceback(failure)
         except TimeoutError:
             error = timed_out()
         except asyncio.CancelledError:
@@ -188,7 +188,7 @@ class GenerationService:
                 raise
             if running.error is None:
                 logger.error("a request was cancelled without a reason", extra=fields(**running.origin.log_fields))
-            error = running.error or internal()  # interrupted, and the client is still there
+            error = running.error or internal()  # interrupt() has cancelled the task; the client is still connected
         except Exception:
             logger.exception("request failed", extra=fields(**running.origin.log_fields))
             error = internal()
@@ -196,7 +196,7 @@ class GenerationService:
         await self._send_failure(running, sink, error)
 
     async def _generate(self, running: RunningRequest, call: GenerationCall, sink: Sink) -> None:
-        prepared = await self._prepared(running, call, sink)
+        prepared = await self._prepare(running, call, sink)
         if not await sink.begin(prepared, self.token_texts):
             return
         self._dispatcher.start(running, call.avoid)
@@ -208,14 +208,13 @@ class GenerationService:
             if not running.params.stream and running.complete:
                 choices = running.choices  # a response that is not a stream lists its choices by index
             deltas = [delta for choice in choices if (delta := choice.take()) is not None]
-            more = (
-                not running.complete
-            )  # read before the sink is awaited, because output that arrives meanwhile is not in `deltas`
+            # Read before the sink is awaited. Output that arrives during sink.take() is not in `deltas`.
+            more = not running.complete
             await sink.take(deltas, more)
-        self._count(running)
+        self._record_usage(running)
         await sink.end()
 
-    async def _prepared(self, running: RunningRequest, call: GenerationCall, sink: Sink) -> GenerationRequest:
+    async def _prepare(self, running: RunningRequest, call: GenerationCall, sink: Sink) -> GenerationRequest:
         """Returns a prepared request whose choices have been made. Raises ApiError."""
         try:
             prepared = await sink.while_preparing(call.prepare(running.body, running.origin))
@@ -223,7 +222,7 @@ class GenerationService:
                 prepared = prepared.routed(call.origin.routing_key)
             if running.error is not None:
                 raise running.error
-            self._count_cuts(running, prepared)
+            self._count_truncated(running, prepared)
             check_logprobs(prepared)
             if running.admission is not None and call.admission is None:
                 running.admission.reserve(most_tokens(prepared))
@@ -231,8 +230,10 @@ class GenerationService:
             if running.trace is not None:
                 running.trace.begin(prepared.model.name, len(running.choices))
         except (ValueError, OverflowError):
-            # A fallback for a value that passed its field's check but does not fit its protobuf message.
-            logger.warning("a value does not fit its message", extra=fields(**running.origin.log_fields), exc_info=True)
+            # A value has passed the check of its field, but protobuf does not accept it.
+            logger.warning(
+                "a value of a request does not fit its protobuf field", extra=fields(**running.origin.log_fields), exc_info=True
+            )
             raise bad_request(None, "A value of the request is out of its range.") from None
         return prepared
 
@@ -242,20 +243,20 @@ class GenerationService:
         await sink.fail(error)
 
     def _client_gone(self, running: RunningRequest) -> None:
-        if not _is_attended(running):
+        if not _has_client(running):
             return  # a batch line or a background response moved to another gateway; no client was waiting
         self.metrics.aborts.labels(running.phase.value).inc()
         if running.trace is not None:
             running.trace.client_gone()
         logger.info("client gone", extra=fields(**running.origin.log_fields, phase=running.phase.value))
 
-    def _count_cuts(self, running: RunningRequest, prepared: GenerationRequest) -> None:
+    def _count_truncated(self, running: RunningRequest, prepared: GenerationRequest) -> None:
         cuts = [prompt.num_cut for prompt in prepared.prompts if prompt.num_cut]
         if cuts:
             self.metrics.truncated_prompts.inc(len(cuts))
-            logger.info("prompts were cut", extra=fields(**running.origin.log_fields, prompts=len(cuts), tokens=sum(cuts)))
+            logger.info("prompts were truncated", extra=fields(**running.origin.log_fields, prompts=len(cuts), tokens=sum(cuts)))
 
-    def _count(self, running: RunningRequest) -> None:
+    def _record_usage(self, running: RunningRequest) -> None:
         running.usage = usage = usage_of(running)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         since_arrival = running.clock() - running.arrived
@@ -281,7 +282,7 @@ class GenerationService:
 
 
 class _Uncounted:
-    """Metrics of requests that no client has sent. Nothing is counted."""
+    """Metrics of health probes, which count nothing."""
 
     def series(self, model: str, key: str) -> Series:
         return self
@@ -299,12 +300,12 @@ class _Uncounted:
 _UNCOUNTED = _Uncounted()
 
 
-def _is_attended(running: RunningRequest) -> bool:
-    """Whether a client waits for the response."""
+def _has_client(running: RunningRequest) -> bool:
+    """Returns whether a client waits for the response. False for batch lines, background responses and health probes."""
     return not running.caller.background and running.origin.is_counted
 
 
-def _alone(error: ApiError) -> ApiError:
+def _without_traceback(error: ApiError) -> ApiError:
     """Returns the error without its traceback, whose frames would keep the parsed body in memory."""
     error.__traceback__ = error.__context__ = None
     return error

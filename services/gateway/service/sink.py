@@ -1,5 +1,6 @@
-"""The interface between a generation request and the receiver of its output: an HTTP response, a batch line, a background
-response or a health probe.
+"""The interface between a generation request and the receiver of its output.
+
+The receiver is an HTTP response, a batch line, a background response or a health probe. The service calls these methods:
 
     open ─► while_preparing ─► begin ─► queued ─► take … take ─► end
       │            │             │         │          │           │
@@ -7,7 +8,7 @@ response or a health probe.
                                       ▼ ApiError
                                     fail                    released, last, on every path
 
-The service calls the methods one at a time, from the request's task. A method that waits delays its own request alone.
+It calls one method at a time, from the request's task. A method that waits delays only its own request.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ ReadBody = Callable[[RequestBody], Awaitable[None]]  # gives the body its conten
 
 
 async def no_body(_body: RequestBody) -> None:
-    """Reads nothing, for a call that is prepared without a body."""
+    """Reads no body, for a call whose `prepare` needs none."""
 
 
-async def never() -> None:
-    """Waits until it is cancelled, for a call without a connection."""
+async def wait_forever() -> None:
+    """Waits until cancelled, as `gone` of a call without a client connection."""
     await asyncio.Event().wait()
 
 
@@ -49,16 +50,17 @@ class GenerationCall:
     origin: Origin
     prepare: Prepare  # parses the body, tokenizes the prompts and checks them against the model
     read_body: ReadBody = no_body
-    gone: Gone = never  # returns when the client has closed its connection
+    gone: Gone = wait_forever  # returns when the client has closed its connection
     admission: KeyAdmission | None = None  # admission by the API key's limits; None: the service admits the call
     wants_report: bool = False  # whether the client requests a report; see report_of()
     avoid: Collection[str] = ()  # addresses of workers that must not get the request
 
 
 class Sink(ABC):
-    """Receives the output of one request, then exactly one of `end` and `fail`, and last `released`.
+    """The receiver of one request's output.
 
-    Every async method may raise ApiError: the request is then cancelled, and `fail` receives the error.
+    After the output, exactly one of `end` and `fail` is called, and then `released`. If an async method raises ApiError, the
+    request is cancelled, and `fail` receives the error.
     """
 
     @abstractmethod
@@ -71,55 +73,55 @@ class Sink(ABC):
 
     @abstractmethod
     async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
-        """Receives the prepared request. Its choices exist and are not queued yet.
+        """Receives the prepared request. Its choices exist but are not queued yet.
 
         Returns:
-            False if the sink has taken the request over with RunningRequest.hand_over(). The service then ends.
+            False if the sink has taken over the request with RunningRequest.hand_over(). The service then does not dispatch it.
         """
 
     @abstractmethod
     async def queued(self) -> None:
-        """Every choice is on a worker or waits for one."""
+        """Called when every choice is on a worker or waits for a worker."""
 
     @abstractmethod
     async def take(self, deltas: Sequence[Delta], more: bool) -> None:
         """Receives new output.
 
         Args:
-            deltas: Empty if RunningRequest.nudge() has interrupted the wait.
-            more: False if `end` follows at once.
+            deltas: New output of the choices. Empty if RunningRequest.nudge() has ended the wait for output.
+            more: False if these are the last deltas; `end` is called next.
         """
 
     @abstractmethod
     async def end(self) -> None:
-        """Every choice has ended, and `take` has received everything."""
+        """Called when every choice has ended, and `take` has received all output."""
 
     @abstractmethod
     async def fail(self, error: ApiError) -> None:
-        """The request has failed with this error."""
+        """Called when the request has failed."""
 
     @abstractmethod
     def released(self, running: RunningRequest) -> None:
-        """The request has been released. The service calls this on every path, also if the client has left."""
+        """Called after the request was released, in every case, even if the client has closed its connection."""
 
 
 class Renderer(Protocol):
     """Makes one request's response, for one operation."""
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
-        """Returns the whole body. `deltas` are those of all choices, by index. Raises ApiError."""
+        """Returns the whole body. `deltas` has one delta per choice, in order of the index. Raises ApiError."""
 
 
 class HeaderRenderer(ABC):
     """A renderer that adds headers to its response.
 
-    It is an abstract class, because an instance check against a runtime protocol takes 8.5 µs per response.
+    It is an abstract class, because isinstance() is slow for a runtime protocol: 8.5 µs per response.
     """
 
     @property
     @abstractmethod
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """Headers that are known now: of a stream before its first chunk, of a whole response once document() has returned."""
+        """Headers of the response. Read before the first chunk of a stream, or after document() of a whole response."""
 
 
 @runtime_checkable
@@ -127,7 +129,7 @@ class StreamRenderer(Renderer, Protocol):
     """A renderer of an operation that can stream. Each method returns complete events."""
 
     async def chunk(self, delta: Delta) -> bytes:
-        """Returns the events of a delta; empty if the client sees nothing of it. Raises ApiError."""
+        """Returns the events of a delta; b"" if the client sees none of its output. Raises ApiError."""
 
     async def ending(self) -> bytes:
         """Returns the events that follow the last chunk. Raises ApiError."""
@@ -141,10 +143,10 @@ class Detached(ABC):
 
     @abstractmethod
     async def detach(self, prepared: GenerationRequest, admission: KeyAdmission | None) -> Respond:
-        """Returns the response to the client. Owns the admission from now on, even if it raises ApiError."""
+        """Returns the response to the client. Takes ownership of the admission, even if it raises ApiError."""
 
 
-# running, created (Unix seconds), model, texts
+# Arguments: the request, its Unix time in seconds, the model's name, the texts of tokens.
 MakeRenderer = Callable[[RunningRequest, int, str, TokenTexts], Renderer | Detached]
 
 
@@ -156,7 +158,7 @@ class CollectedAnswer(Sink):
         self.status = 0  # HTTP status; 0 until the response is complete
         self.headers: Headers = []
         self.body = b""
-        self.code = ""  # the error's code
+        self.code = ""  # error code; "" without an error
         self._form = form
         self._make_renderer = make_renderer
         self.running: RunningRequest | None = None  # unset until the service opens the request
@@ -196,7 +198,7 @@ class CollectedAnswer(Sink):
         self.status, self.headers, self.body = self._form.answer(error, self.running.request_id)
 
     def released(self, running: RunningRequest) -> None:
-        """Does nothing, because the response stays readable."""
+        """Releases nothing, because the collected response stays readable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,46 +225,50 @@ def headers_of(renderer: Renderer | None) -> Sequence[tuple[bytes, bytes]]:
 
 
 class Silence:
-    """Measures the time since a stream last sent something. After a limit, it wakes the stream's task."""
+    """Measures the time since the last output of a stream. After a limit, wakes the stream's task."""
 
-    def __init__(self, of_s: float, wake: Callable[[], None]) -> None:
-        """Starts the timer. One timer serves many events, because said() does not set it again.
+    def __init__(self, limit_s: float, wake: Callable[[], None]) -> None:
+        """Starts the timer. restart() is cheap, because it sets no new timer while the current one runs.
 
         Args:
-            of_s: Seconds of silence after which the task is woken; 0 for never.
-            wake: Called on the event loop after the silence, once until the next said().
+            limit_s: Seconds of silence after which the task is woken; 0 never wakes it.
+            wake: Called on the event loop after the silence, at most once between two calls of restart().
         """
-        self._of_s = of_s
+        self._limit_s = limit_s
         self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
-        self._timer = self._loop.call_later(of_s, self._look) if of_s else None
+        self._timer = self._loop.call_later(limit_s, self._check) if limit_s else None
         self.is_long = False
 
-    def said(self) -> None:
-        """Restarts the measurement, because the stream has sent something."""
+    def restart(self) -> None:
+        """Restarts the measurement after the stream has sent output."""
         if self._timer is None:
             return
         self._since = self._loop.time()
         if self.is_long:
             self.is_long = False
-            self._timer = self._loop.call_at(self._since + self._of_s, self._look)
+            self._timer = self._loop.call_at(self._since + self._limit_s, self._check)
 
     def end(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
-        until = self._since + self._of_s
+    def _check(self) -> None:
+        until = self._since + self._limit_s
         if self._loop.time() < until:
-            self._timer = self._loop.call_at(until, self._look)
+            self._timer = self._loop.call_at(until, self._check)
         else:
             self.is_long = True
             self._wake()
 
 
-async def commented(work: Awaitable[T], silence_s: float, comment: Callable[[], Awaitable[None]]) -> T:
-    """Returns the work's result, or raises its exception. Meanwhile, calls `comment` every `silence_s` seconds; 0 for never."""
+async def with_comments(work: Awaitable[T], silence_s: float, comment: Callable[[], Awaitable[None]]) -> T:
+    """Returns the result of `work`, or raises its exception.
+
+    Args:
+        comment: Called every `silence_s` seconds while `work` runs. Never called if `silence_s` is 0.
+    """
     if not silence_s:
         return await work
     task = asyncio.ensure_future(work)

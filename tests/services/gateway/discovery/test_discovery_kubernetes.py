@@ -18,7 +18,7 @@ from kubernetes import client
 
 from rootstock_llm.services.gateway.discovery import kubernetes_api, kubernetes_watch
 from rootstock_llm.services.gateway.discovery.endpoints import KubernetesTarget
-from rootstock_llm.services.gateway.discovery.kubernetes_api import endpoints_of, has_names, number_of
+from rootstock_llm.services.gateway.discovery.kubernetes_api import endpoints_of, is_headless, number_of
 from rootstock_llm.services.gateway.discovery.kubernetes_watch import KubernetesService
 from tests.services.gateway.discovery.names import Names
 
@@ -384,7 +384,7 @@ def test_kubernetes_service_uses_dns_when_access_is_denied(
             server.cut()
             await reports.until({"10.0.0.2:7001": True, "10.0.0.3:7001": True})
             assert reports.names.last == ("tokenizer.llm.svc", 7001)
-            assert "tokenizer.llm.svc is looked up instead" in caplog.text
+            assert "looking up tokenizer.llm.svc by DNS instead" in caplog.text
             reports.names.answer = OSError("no server")
             await eventually(lambda: reports.names.trouble() == "no server")
             server.slices = [slice_of("a", endpoint("10.0.0.4", ready=False), headless=True)]
@@ -448,7 +448,7 @@ def test_kubernetes_service_waits_for_the_api_server_before_using_dns(server: Ap
     ids=["no slices", "not headless", "two port numbers", "no such port"],
 )
 def test_has_names_is_false_when_slices_do_not_show_a_headless_service(slices: list[dict[str, Any]]) -> None:
-    assert not has_names(slices) or number_of(slices, "grpc") is None
+    assert not is_headless(slices) or number_of(slices, "grpc") is None
     assert number_of(slices, 7) == 7
 
 

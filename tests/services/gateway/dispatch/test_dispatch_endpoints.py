@@ -89,7 +89,7 @@ def test_returned_address_may_belong_to_another_worker() -> None:
         discover(system, w0=True)
         system.call(second.stop())
         wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
-        system.do(system.gateway.dispatcher._ticked)
+        system.do(system.gateway.dispatcher._on_tick)
         assert system.num_waiting == 1
         first.servicer.info.revision = second.servicer.info.revision
         system.call(first.start())

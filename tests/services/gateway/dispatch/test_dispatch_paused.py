@@ -49,7 +49,7 @@ def test_worker_with_open_breaker_serves_while_the_second_one_is_paused() -> Non
         report_load(system, 0, paused=True)
         assert [one.address for one in system.gateway.dispatcher.fleet.usable()] == [link.address]
         report_load(system, 0, paused=False)
-        system.do(system.gateway.dispatcher._ticked)
+        system.do(system.gateway.dispatcher._on_tick)
         assert link not in system.gateway.dispatcher.fleet.usable()
 
 

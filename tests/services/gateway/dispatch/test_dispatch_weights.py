@@ -110,7 +110,7 @@ def test_begun_request_waits_while_discovery_knows_no_worker_of_the_model(num_ot
         system.call(first.stop())
         wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         discover(system, **{f"w{1 + index}": True for index in range(num_others)})
-        system.do(system.gateway.dispatcher._ticked)
+        system.do(system.gateway.dispatcher._on_tick)
         assert system.num_waiting == 1 and refusals(system) == 0
         system.call(first.start())
         system.allow(None)

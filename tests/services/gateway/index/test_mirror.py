@@ -433,14 +433,14 @@ def test_mirrored_owners_classify_events() -> None:
 
 def test_lease_table_reports_a_lost_lease_only_after_lease_ttl_s() -> None:
     table = LeaseTable()
-    table.came_back(100.0)
+    table.note_recovery(100.0)
     assert table.alive("w", 1, 200.0) is None, "a worker without a lease in the table"
-    assert table.saw("w", 1) and not table.saw("w", 1)
+    assert table.update("w", 1) and not table.update("w", 1)
     assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [True, True, None]
-    assert table.saw("w", None) and not table.saw("w", None)
+    assert table.update("w", None) and not table.update("w", None)
     assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [None, None, None], (
         "leases are unknown for a while after a reconnection"
     )
     settled = 100.0 + LEASE_TTL_S
     assert [table.alive("w", generation, settled) for generation in (0, 1, 2)] == [False, False, None]
-    assert table.saw("w", 2) and table.alive("w", 2, settled) is True and table.alive("w", 1, settled) is None
+    assert table.update("w", 2) and table.alive("w", 2, settled) is True and table.alive("w", 1, settled) is None
