@@ -43,7 +43,7 @@ _TEMPORARY = (
     grpc.StatusCode.PERMISSION_DENIED,
 )
 
-Signs = Callable[[], int | None]  # returns the number of received messages, or None while no message is due
+CountMessages = Callable[[], int | None]  # returns the number of received messages, or None while no message is due
 T = TypeVar("T")
 Out = TypeVar("Out", contravariant=True)
 In = TypeVar("In", covariant=True)
@@ -146,22 +146,22 @@ async def response_of(call: Callable[[], Awaitable[T]]) -> T:
 class Patience:
     """Seconds for which a due message may be missing before a remote service counts as lost."""
 
-    silence: float  # limit without further conditions
+    silence: float  # limit for every cause
     # Limit if the machine also accepts no TCP connection; 0: no connection is tried. It may be shorter than `silence`: the kernel
     # of a reachable machine accepts connections even if the process gets no CPU time.
     unreachable: float
 
 
-async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Signs | None = None) -> str:
+async def until_lost(address: str, patience: Patience, count: CountMessages, count_urgent: CountMessages | None = None) -> str:
     """Waits until a remote service is lost, and returns the reason.
 
     Args:
-        signs: Counts messages for Patience.silence.
-        urgent: Counts messages for Patience.unreachable. They are due only while a request waits for the service, so that no
-            connection is tried at other times. Default: `signs`.
+        count: Counts messages for Patience.silence.
+        count_urgent: Counts messages for Patience.unreachable. They are due only while a request waits for the service, so that
+            no connection is tried at other times. Default: `count`.
     """
-    silent = asyncio.create_task(until_silent(patience.silence, signs))
-    tasks = {silent, asyncio.create_task(until_unreachable(address, patience.unreachable, urgent or signs))}
+    silent = asyncio.create_task(until_silent(patience.silence, count))
+    tasks = {silent, asyncio.create_task(until_unreachable(address, patience.unreachable, count_urgent or count))}
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -174,17 +174,17 @@ async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Sig
     return f"silent for {patience.unreachable:g} s, and accepts no connection"
 
 
-async def until_silent(silence_s: float, signs: Signs) -> None:
+async def until_silent(silence_s: float, count: CountMessages) -> None:
     """Returns when no message has arrived for `silence_s` seconds while a message was due."""
-    before, silent = signs(), 0
+    before, silent = count(), 0
     while silent < NUM_CHECKS:
         await asyncio.sleep(silence_s / NUM_CHECKS)
-        now = signs()
+        now = count()
         silent = silent + 1 if now is not None and now == before else 0
         before = now
 
 
-async def until_unreachable(address: str, within_s: float, signs: Signs) -> None:
+async def until_unreachable(address: str, within_s: float, count: CountMessages) -> None:
     """Returns when a machine is unreachable, for example because it has no power or its network is down.
 
     A machine is unreachable if no message has arrived for `within_s` seconds while a message was due, and no connection could be
@@ -193,11 +193,11 @@ async def until_unreachable(address: str, within_s: float, signs: Signs) -> None
     while not within_s:
         await asyncio.sleep(3600)
     while True:
-        before = signs()
+        before = count()
         await asyncio.sleep(within_s / 3)
-        if before is None or signs() != before:
+        if before is None or count() != before:
             continue
-        if not await _is_reachable(address, 2 * within_s / 3) and signs() == before:
+        if not await _is_reachable(address, 2 * within_s / 3) and count() == before:
             return
 
 

@@ -187,7 +187,7 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.open: dict[int, Row] = {}  # rows of the newest stream
-        self.forget = 0  # number of further batches before which all handles are forgotten
+        self.forget = 0  # number of next batches before each of which all handles are forgotten
         self.contexts: list[Any] = []
         self.text_gate = asyncio.Event()
         self.text_gate.set()
@@ -353,7 +353,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.refuse: list[tuple[Any, ...]] = []  # error fields for the next submits, as in Refusal
         self.steps_left: int | None = None
         self.merge = 1  # steps per message, as a worker sends them to a slow gateway stream
-        self.by_tier: dict[str, int] = {}  # further fields of a Finish: cached tokens by tier, and other counts
+        self.by_tier: dict[str, int] = {}  # additional fields of a Finish: cached tokens by tier, and other counts
         self.early_prompt = False  # the first message of prompt_logprobs() is sent before any step
         self.load: worker_pb2.WorkerLoad | None = None  # the latest load
         self.beat_s: float | None = None
@@ -366,7 +366,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._kick = asyncio.Event()
         self.ended = 0  # streams that have ended
         self._loads = 0  # number of report_load() calls
-        self._ready: list[worker_pb2.PagesReady] = []  # announcements that are not sent yet
+        self._ready: list[worker_pb2.PagesReady] = []  # reports of announce() that are not sent yet
         self._hello_due = False
         self._refused: list[worker_pb2.Finish] = []  # refusals of the newest stream that are not sent yet
 
@@ -377,7 +377,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._kick.set()
 
     def announce(self, pages: int) -> None:
-        """Announces `pages` computed pages of every prompt that is to be handed over."""
+        """Reports `pages` computed pages of every prompt that will be handed over."""
         for handle, running in self.running.items():
             if running.submit.hand_over:
                 room = worker_pb2.KvRoom(room=handle + 1, epoch=1, secret=SECRET, pages=pages)

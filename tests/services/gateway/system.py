@@ -176,7 +176,7 @@ class System:
         return sum(self.gateway.dispatcher.waiting_by_model().values())
 
     def allow(self, steps: int | None) -> None:
-        """Sets the number of further steps on every worker, or None for free running."""
+        """Allows every worker this number of additional steps; None for any number."""
         self.do(lambda: [host.servicer.allow(steps) for host in self.workers])
 
     def submits(self) -> list[int]:

@@ -235,7 +235,7 @@ def test_access_log_writes_nothing_when_off(tmp_path: Path) -> None:
         assert not logged.path.exists()
 
 
-def test_access_log_makes_a_new_file_when_the_file_was_renamed(logged: Logged) -> None:
+def test_access_log_makes_a_new_file_when_the_old_file_was_renamed(logged: Logged) -> None:
     logged.system.chat()
     logged.line()
     logged.path.rename(logged.path.with_suffix(".1"))

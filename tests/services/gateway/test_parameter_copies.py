@@ -1,4 +1,4 @@
-"""Tests that sampling parameters are copied once per submit: GenerationParams has the only other message."""
+"""Tests that sampling parameters are copied once per submit, from the message in GenerationParams."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_store_outage_longer_than_a_lease_moves_no_response(server: RedisServer)
         server.client.flushall()
         one, other = (Gateway(server, lease_s=3.0) for _ in range(2))
         works = [await one.put("resp_a"), await one.put("resp_b")]
-        held = {work.lease: work.order for work in works}
+        leases = {work.lease: work.order for work in works}
         running = asyncio.create_task(other.runner.run())
         await until(lambda: other.runner._runs == {} and not running.done())
         server.client.delete(*(work.lease.key for work in works))  # the leases have expired during the outage
@@ -138,7 +138,7 @@ def test_store_outage_longer_than_a_lease_moves_no_response(server: RedisServer)
         server.kill()
         await asyncio.to_thread(server.start)
         await asyncio.sleep(0.5)
-        assert other.taken == [] and await one.store.renew(held) == []
+        assert other.taken == [] and await one.store.renew(leases) == []
         await one.store.release(works[0].lease, ALICE, "resp_a")
         await until(lambda: other.taken == ["resp_a"])
         await until(lambda: other.taken == ["resp_a", "resp_b"])
@@ -189,13 +189,13 @@ def test_drain_releases_each_response_once_and_refuses_responses_that_have_not_b
 
     async def run() -> None:
         server.client.flushall()
-        gateway, place = Gateway(server), FakeAdmission()
+        gateway, admission = Gateway(server), FakeAdmission()
         works = [await gateway.put(f"resp_{number}") for number in range(4)]
         for work in works:
             await gateway.runner.begin(work)
         order = works[0].order
         stored = gateway.store.initial_state(order, b"", 0)
-        first = FirstAttempt(stored, cast(Any, None), NOBODY, place, cast(Any, None))
+        first = FirstAttempt(stored, cast(Any, None), NOBODY, admission, cast(Any, None))
         late = BackgroundRun(cast(Any, None), new_lease(ALICE, "resp_late"), order, first)
         asking = asyncio.create_task(gateway.runner.begin(late))
         await asyncio.sleep(0)  # the task exists, but has not run its first step
@@ -204,7 +204,7 @@ def test_drain_releases_each_response_once_and_refuses_responses_that_have_not_b
         await other
         with pytest.raises(ApiError, match="shutting down"):
             await asking
-        assert place.ended == 1
+        assert admission.ended == 1
         assert [server.client.hget(f"state:background:{ALICE}:{work.order.id}", "takes") for work in works] == [b"0"] * 4
         assert not server.client.exists(*(work.lease.key for work in works))
         await gateway.redis.close()
@@ -216,7 +216,7 @@ def test_drain_releases_each_response_once_and_refuses_responses_that_have_not_b
 def test_begin_names_the_failure_when_the_response_is_not_stored(
     server: RedisServer, caplog: pytest.LogCaptureFixture, has_time: bool
 ) -> None:
-    """The time limit passes before a worker takes the request, or the attempt has a fault. Only the fault is logged as one."""
+    """Either the time limit passes before a worker takes the request, or the attempt has a fault. Only the fault is logged."""
 
     async def served(call: object, sink: object) -> None:
         if has_time:
@@ -225,18 +225,18 @@ def test_begin_names_the_failure_when_the_response_is_not_stored(
 
     async def run() -> str | None:
         server.client.flushall()
-        gateway, place = Gateway(server), FakeAdmission()
+        gateway, admission = Gateway(server), FakeAdmission()
         order = (await gateway.put("resp_a")).order
         order = replace(order, id="resp_b", ends_at=int(time.time()) + (60 if has_time else 1))
         stored = gateway.store.initial_state(order, b"", 0)
-        first = FirstAttempt(stored, cast(Any, None), NOBODY, place, cast(Any, None))
+        first = FirstAttempt(stored, cast(Any, None), NOBODY, admission, cast(Any, None))
         answers, access = SimpleNamespace(record=len, event_renderer=len), SimpleNamespace(enabled=False)
         ports = RunPorts(gateway.store, *cast(Any, (answers, served, None, None, len, None, access)))
         work = BackgroundRun(ports, new_lease(ALICE, "resp_b"), order, first)
         with pytest.raises(ApiError) as refused:
             await gateway.runner.begin(work)
         await until(lambda: not gateway.runner._runs)
-        assert place.ended == 1
+        assert admission.ended == 1
         await gateway.redis.close()
         return refused.value.code
 
@@ -249,10 +249,10 @@ def test_store_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
     class Away(BackgroundStore):
         async def find_unleased(self, most: int, released_only: bool = False) -> list[tuple[str, str]]:
-            asked.append(most)
+            calls.append(most)
             raise StoreAway("it does not answer")
 
-    asked: list[int] = []
+    calls: list[int] = []
 
     async def use() -> None:
         redis = StateRedis("redis://127.0.0.1:1", 0.1)
@@ -260,7 +260,7 @@ def test_store_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         runner = BackgroundRunner(store, Work, fail_unreadable, 100, lambda: True, 1, GatewayMetrics(CollectorRegistry()))
         running = asyncio.create_task(runner.run())
         async with asyncio.timeout(60):
-            while len(asked) < 5:
+            while len(calls) < 5:
                 await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

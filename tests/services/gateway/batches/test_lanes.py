@@ -94,7 +94,7 @@ def test_no_line_begins_when_requests_queue_or_the_gateway_ends() -> None:
     run_with_lines(use)
 
 
-def test_lane_stays_empty_for_a_moment_when_interactive_requests_are_open() -> None:
+def test_line_waits_free_lane_s_when_interactive_requests_are_open() -> None:
     async def use(load: Load) -> None:
         load.attendance.begin(True)
         await asyncio.sleep(2 * LOOK_S)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 class Names:
-    """A resolver whose answers are set by the test."""
+    """A resolver whose results are set by the test."""
 
     def __init__(self) -> None:
         self.answer: list[str] | OSError = []

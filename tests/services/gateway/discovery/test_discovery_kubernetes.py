@@ -447,7 +447,7 @@ def test_kubernetes_service_waits_for_the_api_server_before_using_dns(server: Ap
     ],
     ids=["no slices", "not headless", "two port numbers", "no such port"],
 )
-def test_has_names_is_false_when_slices_do_not_show_a_headless_service(slices: list[dict[str, Any]]) -> None:
+def test_dns_name_is_unknown_when_slices_show_no_headless_service_or_no_port(slices: list[dict[str, Any]]) -> None:
     assert not is_headless(slices) or number_of(slices, "grpc") is None
     assert number_of(slices, 7) == 7
 

@@ -16,7 +16,7 @@ from tests.services.gateway.system import RawClient, System, wait_until
 AFTER_S = 0.1  # seconds until a hedge copy
 
 
-def with_held_prefill(*prefill: int, **more: Any) -> Any:
+def with_stopped_prefill(*prefill: int, **more: Any) -> Any:
     """Returns arguments of system_of() with which the workers in `prefill` compute no step until allow()."""
 
     def configure(workers: list[FakeWorker]) -> None:
@@ -48,7 +48,7 @@ def reader_of(system: System, workers: tuple[int, ...]) -> int:
 
 
 def test_decode_worker_prefetches_pages_while_prompt_is_computed() -> None:
-    with system_of(**with_held_prefill()) as system:
+    with system_of(**with_stopped_prefill()) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)
         wait_until(lambda: len(prefetches(system, 1)) == 1, "the first pages")
@@ -68,9 +68,9 @@ def test_decode_worker_prefetches_pages_while_prompt_is_computed() -> None:
         assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 1
 
 
-def test_submit_after_prefetch_has_priority_and_earlier_prediction() -> None:
-    """The prefetched pages do not change the predicted tokens."""
-    with system_of(**with_held_prefill()) as system:
+def test_submit_after_prefetch_has_priority_and_predicted_tokens() -> None:
+    """The predicted tokens are the tokens that the decode worker had cached before the prefetch."""
+    with system_of(**with_stopped_prefill()) as system:
         for count, prompt in enumerate(("x" * 256, "x" * 256 + "another end"), 1):
             client = RawClient(system, COMPLETIONS, {"prompt": prompt, "priority": 3})
             announce(system, 2)
@@ -86,7 +86,7 @@ def test_submit_after_prefetch_has_priority_and_earlier_prediction() -> None:
 @pytest.mark.parametrize("why", ["client", "prefill worker", "first token"])
 def test_prefetch_is_released_when_decode_worker_does_not_get_the_request(why: str) -> None:
     """The client leaves, the prefill worker dies, or the completion ends with its first token."""
-    with system_of(**with_held_prefill()) as system:
+    with system_of(**with_stopped_prefill()) as system:
         body: dict[str, Any] = {"prompt": "a long enough prompt"} | ({"max_tokens": 1} if why == "first token" else {})
         client = RawClient(system, COMPLETIONS, body)
         announce(system, 2)
@@ -114,7 +114,7 @@ def load_of(system: System, worker: int) -> tuple[int, int]:
 
 def test_prefetches_count_as_requests_and_spread_over_decode_workers() -> None:
     """Each decode worker has a request from the beginning, because an idle decode worker computes a prompt itself."""
-    with system_of(workers=4, **with_held_prefill(0, 1, 2, 3)) as system:
+    with system_of(workers=4, **with_stopped_prefill(0, 1, 2, 3)) as system:
         pending = []
         for count in range(1, 8):
             pending.append(Pending(system, stream=False))
@@ -164,8 +164,8 @@ def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
 
 @pytest.mark.parametrize("how", ["dies", "drains"])
 def test_another_decode_worker_prefetches_when_the_first_one_is_lost(how: str) -> None:
-    """The worker is lost before the prompt is computed. A worker that refuses new requests may prefetch as well."""
-    with system_of(workers=3, **with_held_prefill()) as system:
+    """The worker is lost before the prompt is computed. The other worker may be one that refuses new requests."""
+    with system_of(workers=3, **with_stopped_prefill()) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)
         lost = reader_of(system, (1, 2))
@@ -210,7 +210,7 @@ def test_worker_that_cannot_continue_the_request_does_not_prefetch() -> None:
 
 def test_prefetch_of_the_losing_hedge_copy_is_released() -> None:
     """The request and its hedge copy have different prefill workers and KV reservations."""
-    with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **with_held_prefill(0, 1)) as system:
+    with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **with_stopped_prefill(0, 1)) as system:
         pending = Pending(system, stream=False)
         wait_until(lambda: all(submits(system, at) for at in (0, 1)), "the copy")
         (original,), (copy,) = submits(system, 0), submits(system, 1)

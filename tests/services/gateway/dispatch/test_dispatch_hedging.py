@@ -15,7 +15,7 @@ from tests.services.gateway.fakes import Host, ids_of
 from tests.services.gateway.system import RawClient, System, wait_until
 
 AFTER_S = 0.1  # seconds until a hedge copy
-LATE_S = 1.5  # seconds after which a wrong second copy would exist
+LATE_S = 1.5  # seconds after which a faulty gateway would have made a copy
 
 
 def hedged(system: System) -> tuple[Host, Host]:
@@ -59,7 +59,7 @@ def test_worker_with_the_first_output_keeps_the_request(copy_wins: bool, stream:
         assert all(not link.open and link.open_tokens == 0 for link in system.links)
 
 
-@pytest.mark.parametrize("copy_dies", [False, True], ids=["the first", "the copy"])
+@pytest.mark.parametrize("copy_dies", [False, True], ids=["original", "copy"])
 def test_request_continues_when_one_of_two_workers_is_lost(copy_dies: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system)
@@ -104,7 +104,7 @@ def test_both_copies_are_aborted_when_the_client_leaves() -> None:
         assert all(not link.open for link in system.links)
 
 
-@pytest.mark.parametrize("of_copy", [False, True], ids=["the first's", "the copy's"])
+@pytest.mark.parametrize("of_copy", [False, True], ids=["original", "copy"])
 def test_abort_by_either_worker_id_ends_a_hedged_request(of_copy: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system)
@@ -136,7 +136,7 @@ def test_request_with_output_gets_no_copy() -> None:
         assert pending.result().status_code == 200
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["with the first token", "before it"])
+@pytest.mark.parametrize("early", [False, True], ids=["with the first token", "before the first token"])
 def test_prompt_logprobs_come_from_one_copy(early: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=LATE_S if early else AFTER_S) as system:
         for host in system.workers:

@@ -27,7 +27,7 @@ def turn(mark: str) -> dict[str, Any]:
     return {"text": "Hi", "sampling_params": {"max_new_tokens": 2}, "session_params": {"id": f"s-{'0' * 32}-{mark}"}}
 
 
-def held_workers(workers: list[FakeWorker]) -> None:
+def stopped_workers(workers: list[FakeWorker]) -> None:
     for worker in workers:
         worker.allow(0)
 
@@ -114,7 +114,7 @@ def test_request_waits_for_a_full_worker() -> None:
 
 
 def test_session_turn_at_a_drained_worker_ends_with_documented_error() -> None:
-    with System(configure=held_workers) as system:
+    with System(configure=stopped_workers) as system:
         answers: list[httpx.Response] = []
         body = {**turn("x"), "session_params": {"id": "abc"}}
         client = threading.Thread(target=lambda: answers.append(system.post(GENERATE, body)))

@@ -57,7 +57,7 @@ def test_stream_continues_on_another_worker_without_a_repeat() -> None:
 
 
 @pytest.mark.parametrize(("stop", "text"), [(["hijk-no", "zzz"], ALPHABET), (["hijk"], "abcdefg")], ids=["no stop", "stop"])
-def test_held_back_text_survives_a_lost_worker(stop: list[str], text: str) -> None:
+def test_text_held_back_for_a_stop_string_is_sent_when_the_worker_is_lost(stop: list[str], text: str) -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         for worker in workers:

@@ -122,7 +122,7 @@ def test_generate_goes_to_a_worker_of_the_model() -> None:
         assert system.post("/generate", {"text": "Hi", "model": "c"}).status_code == 404
 
 
-def test_only_name_changes_the_model_when_the_old_workers_have_left() -> None:
+def test_model_name_serves_another_model_when_the_old_workers_have_left() -> None:
     with System(workers=2, down=("worker",), configure=serving("a", "b"), model_name="ours") as system:
         for host in system.workers:
             system.call(host.start())
@@ -139,7 +139,7 @@ def test_only_name_changes_the_model_when_the_old_workers_have_left() -> None:
         assert [answer_of(system, "ours") for _ in range(3)] == ["I am b"] * 3
 
 
-def test_shortest_context_counts_while_the_worker_is_connected() -> None:
+def test_context_length_is_the_shortest_of_the_connected_workers() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].info.context_len = 100
 

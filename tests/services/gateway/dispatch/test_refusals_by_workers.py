@@ -79,7 +79,7 @@ def test_refusal_keeps_the_index_of_an_element(shared: System) -> None:
     ],
     ids=["no field", "another field", "field twice", "field not at the start", "no text"],
 )
-def test_worker_refusal_loses_one_leading_field_name(shared: System, message: str, shown: str) -> None:
+def test_refusal_omits_one_leading_field_name(shared: System, message: str, shown: str) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, message, "top_k")))
     error = shared.post(CHAT, BODIES[CHAT]).json()["error"]
     assert (error["param"], error["message"]) == ("top_k", f"top_k: {shown}")
@@ -111,7 +111,7 @@ def test_refusal_of_a_newer_worker_keeps_the_field(shared: System) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_value_outside_of_the_message_type_is_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_that_protobuf_refuses_is_a_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This happens if the check of the field has a fault."""
     monkeypatch.setattr(
         "rootstock_llm.services.gateway.api.generation_params.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0}

@@ -289,7 +289,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_models(self) -> None:
+    def test_pool_places_decodings_on_detokenizers_of_their_model(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 second = Detokenizer("two")
@@ -478,7 +478,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_call_has_the_whole_time_limit_with_one_tokenizer(self) -> None:
+    def test_attempt_gets_the_whole_time_limit_when_no_other_tokenizer_is_connected(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 slow = Tokenizer()
@@ -535,7 +535,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_models(self) -> None:
+    def test_client_calls_tokenizers_of_the_requested_model(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 fakes = [Tokenizer("one"), Tokenizer("two")]

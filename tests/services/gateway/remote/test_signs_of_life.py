@@ -15,7 +15,7 @@ import pytest
 
 from rootstock_llm.services.gateway.remote.connection import Patience, until_lost, until_unreachable
 
-WITHIN_S = 0.3  # seconds without a sign of life after which a connection is tried
+WITHIN_S = 0.3  # seconds without a message after which a connection is tried
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def test_until_unreachable_waits_when_the_connection_is_refused() -> None:
 
 
 @pytest.mark.parametrize("due", [True, False])
-def test_until_unreachable_opens_no_connection_while_signs_arrive_or_no_sign_is_due(due: bool) -> None:
+def test_until_unreachable_opens_no_connection_while_messages_arrive_or_no_message_is_due(due: bool) -> None:
     async def test() -> None:
         connections = 0
 
@@ -88,7 +88,7 @@ def test_until_unreachable_never_returns_when_disabled() -> None:
     assert why == "silent for 0.3 s"
 
 
-def test_until_unreachable_counts_a_sign_during_the_attempts() -> None:
+def test_until_unreachable_counts_a_message_during_the_attempts() -> None:
     async def test(address: str) -> Any:
         signs = [0]
         asyncio.get_running_loop().call_later(WITHIN_S / 2, signs.append, 1)

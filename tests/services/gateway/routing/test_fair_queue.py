@@ -57,7 +57,7 @@ def filled(*items: Item, capacity: int = 100, weights: Mapping[str, float] | Non
 
 
 def named(text: str, tokens: int = 1) -> list[Item]:
-    """Returns items by name, such as "a1 b1:5": item a1 has key a, and item b1 has priority 5."""
+    """Returns items by name, such as "a1 b1:5": item a1 has API key a, and item b1 has API key b and priority 5."""
     words = [word.partition(":") for word in text.split()]
     return [Item(name[0], tokens, int(priority or 0), name) for name, _, priority in words]
 
