@@ -57,7 +57,7 @@ class FirstAttempt:
     stored: Stored  # state of the response that `open` will store
     request: GenerationRequest
     caller: Caller
-    admission: KeyAdmission | None  # the request's share of its API key's limits; None if the key has no limits
+    admission: KeyAdmission | None  # the request's share of its API key's limits, or None if the key has no limits
     open: Callable[[], Awaitable[None]]  # stores the response; raises ApiError
 
 

@@ -184,7 +184,7 @@ class JournalSink(Sink):
             computed_by: Returns the model version and numerics of a choice's output.
             store: Stores the response before its first event. Raises LeaseLost, ApiError.
         """
-        self.running: RunningRequest | None = None  # the request of this attempt; None until the service has opened it
+        self.running: RunningRequest | None = None  # the request of this attempt, or None until the service has opened it
         self.failure: ApiError | None = None
         self.is_over = False  # the response is complete and stored
         self.is_lost = False  # another gateway has the lease

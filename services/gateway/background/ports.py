@@ -1,4 +1,4 @@
-"""The interfaces that an API implements for its background responses: it renders their events and records."""
+"""The interfaces by which an API renders the events and records of its background responses."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class BatchWork:
         Raises:
             ValueError: The store's URL is not valid.
         """
-        self._memory: tuple[int, int] | None = None  # memory usage of the store, see StoreSigns; None if unknown
+        self._memory: tuple[int, int] | None = None  # memory usage of the store, see StoreSigns, or None if unknown
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
         leases = Leases(self._redis, settings.batch_lease_s)
         most, most_bytes = settings.state_records_per_key, settings.file_bytes_per_key

@@ -24,8 +24,8 @@ class BadLine(Exception):
 
     code: str
     message: str
-    param: str | None = None  # invalid member of the line; None if the fault is not in one member
-    line: int | None = None  # number of the line, from 1; None for a fault of the whole input
+    param: str | None = None  # invalid member of the line, or None if the fault is not in one member
+    line: int | None = None  # number of the line, from 1, or None for a fault of the whole input
 
     def as_dict(self) -> dict[str, Any]:
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}

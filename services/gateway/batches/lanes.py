@@ -105,7 +105,7 @@ class Lanes:
 
     async def _enter(self) -> None:
         async with self._turn:
-            since: float | None = None  # time since which a lane is free; None while all lanes are in use
+            since: float | None = None  # time since which a lane is free, or None while all lanes are in use
             while not self._may_begin(since):
                 since = (self._clock() if since is None else since) if self._has_lane else None
                 await self._wait_for_change()

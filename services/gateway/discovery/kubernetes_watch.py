@@ -85,7 +85,7 @@ class KubernetesWatch:
         self._reported: Endpoints | None = None  # thread; last endpoints that were reported
         self._failures = 0  # thread; number of failures in a row
         self._failing_since: float | None = None  # thread; monotonic seconds of the first failure after the last list
-        self._name: DnsTarget | None = None  # thread; last DNS name that was reported; None while the slices can be read
+        self._name: DnsTarget | None = None  # thread; last DNS name that was reported, or None while the slices can be read
 
     async def run(self) -> None:
         """Runs the thread until cancelled. If an unexpected exception ends the thread, raises this exception."""

@@ -32,7 +32,7 @@ class HedgeCopy:
 
     link: Link
     handle: int  # handle of the copy's submit on that link
-    model_version: ModelVersion | None  # model version of the second worker; None if the worker was never connected
+    model_version: ModelVersion | None  # model version of the second worker, or None if the worker was never connected
     numerics: str  # numerics_of() the second worker
 
 
@@ -74,7 +74,7 @@ class PrefetchedPages:
 class Home:
     """The worker that has the pages which the items of a score request share. Items go to this worker while it has free slots."""
 
-    link: Link | None = None  # worker of the last placed item; None before the first one
+    link: Link | None = None  # worker of the last placed item, or None before the first one
 
 
 def numerics_of(link: Link | None) -> str:
@@ -159,7 +159,7 @@ class Placement:
         self.home = home
         self._first = first
         self._block_hashes: Sequence[bytes] | None = None  # None before the first block_hashes()
-        self.link: Link | None = None  # link to the worker; None if the choice is on no worker
+        self.link: Link | None = None  # link to the worker, or None if the choice is on no worker
         self.handle = 0  # handle of the last submit on the worker's stream
         self.model_version: ModelVersion | None = None  # model version of the output, or None before the first worker
         self.numerics = ""  # numerics_of() the worker that computed the first output
@@ -170,10 +170,10 @@ class Placement:
         self.retried = False  # the choice has used its only retry after a worker's fault
         self.prefilled = False  # a prefill worker has computed the prompt, and the next worker may read its pages
         # The wait for a worker.
-        self.wait_timer: asyncio.TimerHandle | None = None  # time limit of the wait; None while the choice does not wait
+        self.wait_timer: asyncio.TimerHandle | None = None  # time limit of the wait, or None while the choice does not wait
         self.waiting_since = 0.0  # loop time at which the last wait began
         self._patience_s: float | None = (
-            None  # seconds that the choice may wait from waiting_since on; None before the first wait
+            None  # seconds that the choice may wait from waiting_since on, or None before the first wait
         )
         self.charged = 0  # weighted prompt and output tokens that have been charged to the API key
         # Copies and pages on other workers.
@@ -489,7 +489,7 @@ class Placement:
         self._prefetched[handle] = PrefetchedPages(decode, decode_handle, self.pool, predicted_tokens)
 
     def prefetched_of(self, handle: int) -> PrefetchedPages | None:
-        """Returns the prefetch of the prompt that is computed with this handle. None if there is none or it is invalid."""
+        """Returns the valid prefetch of the prompt that is computed with this handle, or None."""
         pages = self._prefetched.get(handle)
         return pages if pages is not None and pages.is_valid else None
 

@@ -17,8 +17,8 @@ from rootstock_llm.services.gateway.generation.errors import ApiError
 class AbortScope:
     """Selects the requests to abort. A request is selected if it matches all fields."""
 
-    rid: str | None  # the client's name of the request, or its request id; None: all requests
-    key: str | None  # name of the API key, "" if the gateway has no API keys; None: all API keys
+    rid: str | None  # the client's name of the request, or its request id, or None for all requests
+    key: str | None  # name of the API key, "" if the gateway has no API keys, or None for all API keys
     worker: str = ""  # id of the worker that computes the requests; "": any
 
     def owns(self, key: str) -> bool:

@@ -90,7 +90,7 @@ class Ending:
     accepted_tokens: int = 0  # see Finish in worker.proto
     accepted_prediction_tokens: int = 0  # tokens of the client's prediction, over all workers of the choice
     rejected_prediction_tokens: int = 0  # tokens of the client's prediction, over all workers of the choice
-    cached_by_tier: Mapping[str, int] | None = None  # cached tokens by tier; None if no tier has any
+    cached_by_tier: Mapping[str, int] | None = None  # cached tokens by tier, or None if no tier has any
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Choice:
         self._label_logprobs: Sequence[float] | None = None
         self._predicted = 0, 0  # accepted and rejected prediction tokens at the current worker
         self._predicted_before = 0, 0  # accepted and rejected prediction tokens at earlier workers
-        self._prefilled: worker_pb2.Finish | None = None  # last message of the first prefill worker; None without one
+        self._prefilled: worker_pb2.Finish | None = None  # last message of the first prefill worker, or None without one
         # Text of the detokenizer.
         self.ending: Ending | None = None  # set when the last text has arrived
         self._pieces = [prompt.prefix] if prompt.prefix else []  # text that take() has not returned

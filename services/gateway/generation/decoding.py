@@ -92,8 +92,8 @@ class Decoding:
         self.request_id = request_id  # for logs
         self.ids = ids
         self.handle = 0  # id of the decoding on its stream; changes with each stream
-        self.stream: DecodeStream | None = None  # stream on which the decoding is open; None if it is not open
-        self.link_timer: TimerHandle | None = None  # time limit of the wait for a detokenizer; None while it does not wait
+        self.stream: DecodeStream | None = None  # stream on which the decoding is open, or None if it is not open
+        self.link_timer: TimerHandle | None = None  # time limit of the wait for a detokenizer, or None while it does not wait
         self.sent = 0  # number of ids that the current stream has, from a replay or sent as new ids
         self.decoded = 0  # number of ids whose text was received
         self.emitted_chars = 0  # number of characters of the received text

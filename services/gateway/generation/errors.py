@@ -27,7 +27,7 @@ class ErrorCode:
 
     statuses: tuple[int, ...]  # HTTP statuses; Messages has 529 in place of 503; empty for a code inside a batch
     meaning: str  # cause of the error, as a sentence
-    remedy: str  # what the client can do, as a sentence
+    remedy: str  # advice for the client, as a sentence
 
 
 _WAIT = "Send the request again after `Retry-After`."

@@ -24,12 +24,12 @@ class Caller:
     """The rights and the weight of the API key of a request."""
 
     key: str = ""  # name of the API key; "" if the gateway has no API keys
-    priority: int | None = None  # default priority, which is also the most urgent one that a request may have; None: no limit
+    priority: int | None = None  # default priority, and most urgent priority of a request, or None for no limit
     low_first: bool = False  # whether lower priority values are more urgent
     salts_cache: bool = False  # whether the API key shares no cached prefixes with other API keys
     weight: float = 1.0  # share of the fleet that the API key gets while requests wait, relative to other API keys
     background: bool = False  # whether requests of this caller run only while no client's request waits
-    models: frozenset[str] | None = None  # names of the models that the API key may use; None: all models
+    models: frozenset[str] | None = None  # names of the models that the API key may use, or None for all models
 
     @property
     def tenant(self) -> bytes:

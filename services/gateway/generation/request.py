@@ -81,7 +81,7 @@ class PromptInput:
     """A prompt of a request as token ids."""
 
     ids: Sequence[int]  # token ids, as the packed array of the tokenizer's message
-    text: str | None  # text of the prompt for `echo`; None if the ids must be decoded for `echo`
+    text: str | None  # text of the prompt for `echo`, or None if the ids must be decoded for `echo`
     block_hashes: bytes = b""  # joined hashes of the full blocks; b"" until they are computed
     num_cut: int = 0  # number of tokens that were truncated, because the prompt exceeded the context
     # The tokenizer stops early if a prompt is too long. `ids` then has only the first tokens, and at_least is a lower bound of
@@ -103,8 +103,8 @@ class GenerationParams:
     stream: bool  # whether output is sent to the client while it is generated
     include_usage: bool  # the last event of a stream has the usage
     n: int  # number of choices
-    seed: int | None  # seed of the first choice; None for a random seed
-    max_tokens: int | None  # limit of output tokens; None for the rest of the context
+    seed: int | None  # seed of the first choice, or None for a random seed
+    max_tokens: int | None  # limit of output tokens, or None for the rest of the context
     # Parameters of all choices. The dispatcher adds the grammar, the seed, the output limit and the model's defaults to a copy.
     sampling: pb.SamplingParams
     stop_token_ids: frozenset[int]
@@ -124,7 +124,7 @@ class GenerationParams:
     hidden: bool = False  # the client gets no output (max_tokens 0), although an older worker generates one token
     answer: AnswerBody = TEXT_ALONE  # optional fields of the response
     stream_repeats: bool = False  # each event of a stream has all output so far
-    parsing: Parsing | None = None  # formats of tool calls and reasoning in the output; None if all output is text
+    parsing: Parsing | None = None  # formats of tool calls and reasoning in the output, or None if all output is text
     best: int = 0  # number of the n choices that are returned, those with the highest mean log probability; 0: all choices
     shows_logprobs: bool = True  # False if log probabilities are only used to rank the choices
 

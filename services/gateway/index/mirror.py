@@ -57,7 +57,7 @@ BLOCKS_PER_TURN = 2000  # blocks that are written to the index before the event 
 SWEEP_BLOCKS = 1000  # blocks of one sweep
 SWEEP_PAUSE_S = 0.005
 SWEEP_IDLE_S = 0.5  # pause after a sweep without blocks
-Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream entry; None if it was trimmed during the read
+Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream entry, or None if it was trimmed during the read
 
 
 class IndexReader:
@@ -211,10 +211,10 @@ class IndexMirror:
         self._index, self._changed, self._clock = index, changed, clock
         self._leases = LeaseTable()
         self._owners = MirroredOwners(index)
-        self._cursors: dict[str, bytes | None] = {}  # model → id of the last read entry; None before _poll() has set it
+        self._cursors: dict[str, bytes | None] = {}  # model → id of the last read entry, or None before _poll() has set it
         self._to_load: dict[str, int] = {}  # worker → generation whose blocks must be read
         self._to_verify: set[str] = set()  # workers whose blocks must be read, because Redis was restarted
-        self._run_id: str | None = None  # run id of the Redis server; None before the first reading
+        self._run_id: str | None = None  # run id of the Redis server, or None before the first reading
         self._polled_at = self._caught_up_at = clock()  # times of the last reading of the leases, and of the last complete copy
         self._pause = FIRST_PAUSE_S
         self._loss_logged = False  # the current outage of Redis has been logged

@@ -51,7 +51,7 @@ class KeySigns:
     """The functions by which metrics read the state of the API keys."""
 
     file_is_valid: Callable[[], bool]
-    shares_are_up: Callable[[], bool | None]  # whether gateways share the limits of API keys in Redis; None without Redis
+    shares_are_up: Callable[[], bool | None]  # whether gateways share the limits of API keys in Redis, or None without Redis
 
 
 class KeyMetrics(Readings[KeySigns]):

@@ -102,10 +102,10 @@ class WorkerLink(Generic[Open]):
         self._dialer = dialer
         self.breaker = breaker
         # Reports of the worker. Times are on the event loop's clock.
-        self.info: worker_pb2.WorkerInfo | None = None  # last hello of the current stream; None while not connected
-        self.model_version: ModelVersion | None = None  # from the last hello of any stream; None before the first connection
-        self.last_info: worker_pb2.WorkerInfo | None = None  # first hello of the last stream; None before the first connection
-        self.load: worker_pb2.WorkerLoad | None = None  # last load of the current stream; None if no load has arrived
+        self.info: worker_pb2.WorkerInfo | None = None  # last hello of the current stream, or None while not connected
+        self.model_version: ModelVersion | None = None  # from the last hello of any stream, or None before the first connection
+        self.last_info: worker_pb2.WorkerInfo | None = None  # first hello of the last stream, or None before the first connection
+        self.load: worker_pb2.WorkerLoad | None = None  # last load of the current stream, or None if no load has arrived
         self.load_at = 0.0  # time at which the last load arrived
         self.draining = False  # the worker has announced its end; reset by the next hello
         self.paused = False  # an operator has paused the worker, by the last load of any stream

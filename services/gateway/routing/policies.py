@@ -123,7 +123,7 @@ class RoutingQuery:
     matched: NDArray[np.int64] | None = None  # int64[capacity]: prompt tokens cached at each worker; None: unknown
     key: str = ""  # routing key; "" for none
     lora: str = ""  # adapter; "" for none
-    allowed: NDArray[np.bool_] | None = None  # bool[capacity]: workers to choose from; None: all
+    allowed: NDArray[np.bool_] | None = None  # bool[capacity]: workers to choose from, or None for all
     # Hash of the prompt's first block. b"" if the prompt has no whole block, if the policy uses no prefix index, or if
     # SharingMeter.is_shared is False.
     first_block: bytes = b""

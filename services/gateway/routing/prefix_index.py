@@ -351,7 +351,7 @@ class _MirroredGeneration:
 
     generation: int
     number: int  # owner number in the index
-    seq: int | None  # number of the last applied event; None if it is unknown
+    seq: int | None  # number of the last applied event, or None if it is unknown
 
 
 class MirroredOwners:

@@ -100,7 +100,9 @@ class FinalRecords:
     """The records that the end of a response writes."""
 
     record: bytes  # record of the response
-    conversation: ConversationUpdate | None = None  # the extended conversation; None if the response belongs to no conversation
+    conversation: ConversationUpdate | None = (
+        None  # the extended conversation, or None if the response belongs to no conversation
+    )
 
 
 @dataclass(frozen=True, slots=True)
