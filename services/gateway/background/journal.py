@@ -40,7 +40,7 @@ LOOK_S = 0.5  # seconds between two checks whether a worker has the response
 HOLD_S = 60.0  # seconds for which a call of an unreachable store is retried
 PAUSE_S = 0.2  # seconds between two attempts of a call
 MAX_CONVERSATION_TRIES = 16  # attempts to extend a conversation that other requests extend at the same time
-CONVERSATION_PAUSE_S = 0.1  # longest pause between two such attempts
+CONVERSATION_PAUSE_S = 0.1  # longest pause between two attempts to extend a conversation, in seconds
 STORE_AWAY = "store_unavailable"
 
 _REFUSED = {

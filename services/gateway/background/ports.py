@@ -35,7 +35,7 @@ class Answers(Protocol):
     """The API whose responses run in the background."""
 
     def prepare(self, stored: Stored) -> Prepare:
-        """Returns a function that prepares the stored request again, with the stored prompt."""
+        """Returns a function that prepares the stored request with the stored prompt."""
 
     def event_renderer(self, stored: Stored, running: RunningRequest, token_texts: TokenTexts) -> EventRenderer:
         """Returns the renderer of a stored response. The caller then passes all stored pages to restore()."""

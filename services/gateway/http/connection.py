@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _discards_input(self) -> bool:
-        """Whether all further input is discarded."""
+        """Whether the connection discards all input from now on."""
         return self._refused or self.transport.is_closing()
 
     @property
