@@ -137,21 +137,21 @@ class BackgroundStore:
             events: First events of the response.
         """
         limits = self._limits
-        asked = (order.id, order.member, content, order.dumped(), prompt)
+        request = (order.id, order.member, content, order.dumped(), prompt)
         quota = (limits.ttl_s, limits.records, limits.record_bytes, limits.most_open, self._lives(order))
         keys = _keys(order.owner, order.id)
-        found = await self._redis.call(scripts.BEGIN, keys, lease.token, self._lease_ms, *asked, *quota, *events)
+        found = await self._redis.call(scripts.BEGIN, keys, lease.token, self._lease_ms, *request, *quota, *events)
         return _BEGUN[found]
 
     async def write(self, lease: Lease, order: BackgroundOrder, piece: Piece) -> WriteResult:
         """Stores a piece, if it fits into the limits. Raises LeaseLost."""
         weights = b"" if piece.weights is None else orjson.dumps(list(piece.weights))
-        said = (piece.decoded, piece.chars, piece.shown, weights, piece.numerics)
+        state = (piece.decoded, piece.chars, piece.shown, weights, piece.numerics)
         new = (piece.offset * ID_BYTES, piece.ids, piece.text, piece.logprobs)
         quota = (order.id, MAX_BACKGROUND_BYTES, self._limits.record_bytes, self._lives(order))
         keys = _keys(order.owner, order.id)[1:]
         found = await self._leases.write(
-            lease, scripts.WRITE, keys, piece.number, piece.status.value, *said, *new, *quota, *piece.events
+            lease, scripts.WRITE, keys, piece.number, piece.status.value, *state, *new, *quota, *piece.events
         )
         return _WRITE_RESULTS[found]
 
@@ -181,11 +181,13 @@ class BackgroundStore:
         """
         limits, update, keys = self._limits, records.conversation, _keys(order.owner, order.id)[1:]
         about = (number, status.value, order.id, order.member, records.record, limits.ttl_s, limits.replay_s)
-        said: tuple[Any, ...] = ("", 0, b"")
+        conversation: tuple[Any, ...] = ("", 0, b"")
         if update is not None:
-            said = (update.name, update.version, update.content)
+            conversation = (update.name, update.version, update.content)
             keys.append(f"state:of:{order.owner}:{update.name}")
-        found = await self._leases.write(lease, scripts.FINISH, keys, *about, *said, limits.record_bytes, *events, frees=True)
+        found = await self._leases.write(
+            lease, scripts.FINISH, keys, *about, *conversation, limits.record_bytes, *events, frees=True
+        )
         if found == _NOT_EXTENDED:
             logger.warning(
                 "did not extend a conversation, because the store limit of its API key is reached",

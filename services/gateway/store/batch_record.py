@@ -85,13 +85,13 @@ def record_of(stored: Mapping[str, bytes]) -> BatchRecord:
 
 
 def _record_of(stored: Mapping[str, bytes]) -> BatchRecord:
-    asked = orjson.loads(stored["order"])
+    order = orjson.loads(stored["order"])
 
     def number(name: str) -> int:
         return int(stored.get(name, b"0"))
 
     return BatchRecord(
-        order=BatchOrder(**{each.name: asked[each.name] for each in fields(BatchOrder) if each.name in asked}),
+        order=BatchOrder(**{each.name: order[each.name] for each in fields(BatchOrder) if each.name in order}),
         status=BatchStatus(stored["status"].decode()),
         times={status: number(f"at:{status.value}") for status in BatchStatus if f"at:{status.value}" in stored},
         total=number("total"),

@@ -45,12 +45,12 @@ local found, of = {}, {}
 for at, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   if #found >= 2 * most then break end
   local owner = string.match(member, '^[^:]*')
-  local has_room = (of[owner] or 0) < each
-  if (has_room or at % samples == now % samples) and redis.call('EXISTS', 'state:lease:batch:' .. member) == 0 then
+  local is_below_limit = (of[owner] or 0) < each
+  if (is_below_limit or at % samples == now % samples) and redis.call('EXISTS', 'state:lease:batch:' .. member) == 0 then
     local known = redis.call('HMGET', 'state:batch:' .. member, 'status', 'order')
     local ends = not known[1] or known[1] == 'cancelling' or cjson.decode(known[2]).expires_at <= now
-    if has_room and not ends then of[owner] = (of[owner] or 0) + 1 end
-    if has_room or ends then
+    if is_below_limit and not ends then of[owner] = (of[owner] or 0) + 1 end
+    if is_below_limit or ends then
       found[#found + 1] = member
       found[#found + 1] = ends and 1 or 0
     end
@@ -89,7 +89,7 @@ local most, batch, lives = tonumber(ARGV[2]), KEYS[2], tonumber(ARGV[3])
 local files = {output = ARGV[4], errors = ARGV[5]}
 local lines = {output = KEYS[3], errors = KEYS[4]}
 local counts = {output = 'completed', errors = 'failed'}
-local said, status = {}, redis.call('HGET', batch, 'status')
+local outcomes, status = {}, redis.call('HGET', batch, 'status')
 if status ~= 'in_progress' and status ~= 'cancelling' then return 'lost' end
 local function one(number, part, forced, line, tokens)
   if redis.call('HEXISTS', KEYS[3], number) == 1 or redis.call('HEXISTS', KEYS[4], number) == 1 then return 0 end
@@ -103,8 +103,8 @@ local function one(number, part, forced, line, tokens)
   for name, amount in pairs(cjson.decode(tokens)) do redis.call('HINCRBY', batch, 'usage:' .. name, amount) end
   return 1
 end
-for at = 6, #ARGV, 5 do said[#said + 1] = one(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]) end
-return said
+for at = 6, #ARGV, 5 do outcomes[#outcomes + 1] = one(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]) end
+return outcomes
 """
 )
 _FINISH = (
@@ -274,8 +274,8 @@ class BatchStore:
         for each in results:
             flat += [each.number, each.part, int(each.forced), each.content, orjson.dumps(dict(each.usage))]
         about = (self._most_bytes, self._life(order), order.output_id, order.error_id)
-        said = await self._leases.write(lease, _RECORD, redis_keys, *about, *flat)
-        return [each for each, answer in zip(results, said, strict=True) if answer == _FULL]
+        outcomes = await self._leases.write(lease, _RECORD, redis_keys, *about, *flat)
+        return [each for each, outcome in zip(results, outcomes, strict=True) if outcome == _FULL]
 
     async def finish(
         self,
@@ -303,8 +303,8 @@ class BatchStore:
         redis_keys += [keys.file(each) for each in ids.values()]
         flat = [each for part, file_id in ids.items() for each in (file_id, about.get(part, b""))]
         error_fields = ["errors", errors] if errors else []
-        said = (status.value, _member(order), expires_at, self._lives_s)
-        done = await self._leases.write(lease, _FINISH, redis_keys, *said, *flat, *error_fields)
+        end_fields = (status.value, _member(order), expires_at, self._lives_s)
+        done = await self._leases.write(lease, _FINISH, redis_keys, *end_fields, *flat, *error_fields)
         return bool(done)
 
     def _life(self, order: BatchOrder) -> int:
