@@ -151,7 +151,7 @@ def test_dns_watch_accepts_the_second_empty_result() -> None:
 def test_dns_watch_backs_off_after_failures() -> None:
     watch = dns.DnsWatch(DnsTarget("name", 7), 5.0, Names().resolve, lambda endpoints: None)
     assert watch._pause_s() == dns.FIRST_PAUSE_S
-    watch._answered = True
+    watch._has_result = True
     pauses = []
     for watch._failures in (0, 1, 2, 3, 100):
         pauses.append(watch._pause_s())
