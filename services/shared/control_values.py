@@ -10,7 +10,8 @@ from typing import Any
 
 Scalar = bool | int | float | str
 
-# Pseudo-tier that a client adds to the flush of one salt or age. An older worker, which would flush all KV, refuses it.
+# Pseudo-tier that a client adds to a flush of one salt or one age. An older worker ignores the salt and the age and would flush
+# all KV. It does not know this tier and refuses the call instead.
 SELECTED = "selected"
 
 _VALUE = "rootstock.v1.Value"
@@ -27,13 +28,13 @@ def value_from_pb(value: Any) -> Scalar:
     """Returns the scalar in a Value message. Raises ValueError if no field is set."""
     kind = value.WhichOneof("kind")
     if kind is None:
-        raise ValueError("a value is not set")
+        raise ValueError("a message Value has no field set")
     found: Scalar = getattr(value, kind)
     return found
 
 
 def as_json(message: Any) -> dict[str, Any]:
-    """Returns the value of every field by name. An enum becomes its name in lower case without the prefix of its type."""
+    """Returns the fields of a message by name. An enum value becomes its name in lower case without the prefix of its type."""
     return {field.name: _field(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 

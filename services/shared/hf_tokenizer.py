@@ -45,8 +45,8 @@ class HfTokenizer:
         self.bos_token_id = self.token_id(special_tokens.get("bos_token"))
         self.eos_token_id = self.token_id(special_tokens.get("eos_token"))
         self.pad_token_id = self.token_id(special_tokens.get("pad_token"))
-        # A token with visible text if the tokenizer has byte fallback, otherwise None. Such decoders drop a space at the start of
-        # a text; callers put this token before the ids and remove its text.
+        # Id of a token with visible text; None if the tokenizer has no byte fallback. A decoder with byte fallback drops a space
+        # at the start of a text. Callers therefore decode with this id before the other ids and remove its text.
         self.anchor_id = next(self._visible_ids(), None) if self._is_byte_fallback else None
 
     @property
@@ -139,7 +139,7 @@ def _missing(folder: Path) -> str:
     if not files:
         return f"{folder} has no {TOKENIZER_FILE}. Copy the tokenizer files of the model's publisher into it."
     return (
-        f"{folder} has {', '.join(files)} but no {TOKENIZER_FILE}. Convert it on a machine with transformers:"
+        f"{folder} has {', '.join(files)} but no {TOKENIZER_FILE}. Convert them on a machine with transformers:"
         f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}`."
     )
 
@@ -179,8 +179,8 @@ def _content(token: Any) -> str | None:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Returns special tokens by name: the standard names, other `*_token` strings, and an `extra_special_tokens` object."""
-    own = [k for k, v in config.items() if k.endswith("_token") and k not in SPECIAL_TOKEN_NAMES and isinstance(v, str)]
-    tokens = {name: _content(config.get(name)) for name in (*SPECIAL_TOKEN_NAMES, *own)}
+    others = [k for k, v in config.items() if k.endswith("_token") and k not in SPECIAL_TOKEN_NAMES and isinstance(v, str)]
+    tokens = {name: _content(config.get(name)) for name in (*SPECIAL_TOKEN_NAMES, *others)}
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):
         tokens |= {name: _content(value) for name, value in extra.items()}
@@ -240,7 +240,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 def _byte_kinds(tokenizer: Tokenizer) -> tuple[bool, bool]:
     """Returns whether the tokenizer is byte-level and whether it has byte fallback.
 
-    Decodes samples to find out, because the decoder may be nested in others.
+    Decodes samples, because the type of a decoder can be hidden in a sequence of decoders.
     """
     decoder = tokenizer.decoder
     if decoder is None:

@@ -22,7 +22,7 @@ def is_annotation(keyword: str) -> bool:
 def too_large(document: Any) -> str:
     """Returns the fault if a parsed schema, or a document with schemas, exceeds a limit; otherwise "".
 
-    The fault contains no value of the schema. The check stops at the first exceeded limit, so its time is limited.
+    The fault contains no value of the schema. The check stops at the first exceeded limit, which bounds its time.
     """
     nodes = properties = values = 0
     waiting = [document]
@@ -35,7 +35,7 @@ def too_large(document: Any) -> str:
             members, enum = found.get("properties"), found.get("enum")
             if isinstance(members, dict):
                 properties += len(members)
-                if _optional(members, found.get("required")) > limits.MAX_OPTIONAL_PROPERTIES:
+                if _num_optional(members, found.get("required")) > limits.MAX_OPTIONAL_PROPERTIES:
                     return f"more than {limits.MAX_OPTIONAL_PROPERTIES} properties of an object are not required"
             if isinstance(enum, list):
                 values += len(enum)
@@ -45,10 +45,10 @@ def too_large(document: Any) -> str:
         if values > limits.MAX_SCHEMA_VALUES:
             return f"more than {limits.MAX_SCHEMA_VALUES} values in enums"
         if nodes + len(waiting) > limits.MAX_SCHEMA_NODES:
-            return f"more than {limits.MAX_SCHEMA_NODES} parts"
+            return f"more than {limits.MAX_SCHEMA_NODES} values, arrays and objects"
     return ""
 
 
-def _optional(members: dict[str, Any], required: Any) -> int:
+def _num_optional(members: dict[str, Any], required: Any) -> int:
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     return len(members.keys() - names)

@@ -34,7 +34,7 @@ def unserved_layers(architecture: str, types: Iterable[str]) -> str:
 
 
 def fixed_attention(architecture: str) -> str:
-    return f"{architecture} has attention that transformers cannot replace"
+    return f"{architecture} has attention that transformers cannot replace by the server's"
 
 
 def encoder_with_decoder(architecture: str) -> str:

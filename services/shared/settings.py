@@ -30,7 +30,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 class TlsSettings(BaseSettings):
-    """Settings of TLS between services. Clients of the control services have them, too."""
+    """Settings of TLS between services. Programs that call a control service have these settings, too."""
 
     mtls_cert_file: str = Field(
         "",
@@ -105,11 +105,11 @@ def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:
         given = {**EnvSettingsSource(cls)(), **values["_cli_settings_source"]()}
         path = str(given.get(CONFIG) or "")
         try:
-            held = config_values(Path(path), cls) if path else {}
+            from_file = config_values(Path(path), cls) if path else {}
         except WrongConfig as error:
             print(f"{prog}: {error}", file=sys.stderr)
             raise SystemExit(WRONG_SETTINGS) from None
-        values |= {name: value for name, value in held.items() if name not in given}
+        values |= {name: value for name, value in from_file.items() if name not in given}
     return load_given(cls, prog, values, path)
 
 
@@ -169,8 +169,8 @@ def _config_nodes(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
         raise WrongConfig(f"--{CONFIG} {path} is not UTF-8 text.") from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)  # only the position: the parser's message may quote a secret value
-        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise WrongConfig(f"--{CONFIG} {path} is not YAML{place}; quote values that begin with a special character.") from None
+        position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise WrongConfig(f"--{CONFIG} {path} is not YAML{position}; quote values that begin with a special character.") from None
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
@@ -226,8 +226,8 @@ def _wrong_fields(error: ValidationError, by_file: Collection[str] = (), path: s
     sentences = []
     for item in error.errors():
         name, fault = ".".join(map(str, item["loc"])), str(item["msg"]).removeprefix("Value error, ")
-        place = f" in --{CONFIG} {path}" if item["loc"] and item["loc"][0] in by_file else ""
-        sentences.append(f"{name}{place}: {fault}" if name else fault)
+        origin = f" in --{CONFIG} {path}" if item["loc"] and item["loc"][0] in by_file else ""
+        sentences.append(f"{name}{origin}: {fault}" if name else fault)
     return sentences
 
 

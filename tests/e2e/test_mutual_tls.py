@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootstock_llm.protos import worker_pb2
 from rootstock_llm.services.local.ports import HOST, free_ports
-from rootstock_llm.services.shared.tls.certificate_files import LOOK_S
+from rootstock_llm.services.shared.tls.certificate_files import CHECK_S
 from tests.certificates import Authority, Mounted
 from tests.e2e.secured import REDIS, SecuredSystem, role_of
 from tests.e2e.system import START_S, wait_until
@@ -195,7 +195,7 @@ def test_certificates_and_authority_are_replaced_while_requests_run(system: Secu
         streams.more(STREAMS, "with the first certificates")
         for signer, trusted in ((system.authority, (system.authority, new)), (new, (system.authority, new)), (new, (new,))):
             system.renew(signer, *trusted)
-            time.sleep(LOOK_S + 0.2)
+            time.sleep(CHECK_S + 0.2)
             streams.more(STREAMS, "meanwhile")
         for name in ("redis", "tokenizer", "detokenizer", "prefill-0"):
             system.kill(name)

@@ -23,7 +23,7 @@ from rootstock_llm.services.gateway.remote.connection import StreamBroken, respo
 from rootstock_llm.services.shared.limits import MAX_REQUEST_ID_CHARS
 from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.shared.rpc.control_token import authorization
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer, LongLivedChannel
 from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -117,13 +117,13 @@ class PeerGateways:
     """
 
     def __init__(
-        self, targets: Sequence[str], tenants: Tenants, token: str, dns_refresh_s: float, dialer: Dialer = IN_THE_CLEAR
+        self, targets: Sequence[str], tenants: Tenants, token: str, dns_refresh_s: float, dialer: Dialer = PLAINTEXT
     ) -> None:
         self._dialer = dialer
         self.name = secrets.token_bytes(16)
         self._tenants = tenants
         self._metadata = (("authorization", authorization(token)),) if token else ()
-        self._channels: dict[str, KeptChannel] = {}
+        self._channels: dict[str, LongLivedChannel] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._discovery = Discovery(targets, self._set_endpoints, dns_refresh_s=dns_refresh_s)
 
@@ -138,7 +138,7 @@ class PeerGateways:
     def _set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
         """Opens and closes channels. A gateway that is not ready is called too, because it may be draining its requests."""
         for address in endpoints.keys() - self._channels.keys():
-            self._channels[address] = self._dialer.kept(address, Role.GATEWAY)
+            self._channels[address] = self._dialer.long_lived_channel(address, Role.GATEWAY)
         for address in self._channels.keys() - endpoints.keys():
             closing = asyncio.get_running_loop().create_task(self._channels.pop(address).close(CALL_TIMEOUT_S))
             self._closing.add(closing)
@@ -163,7 +163,7 @@ class PeerGateways:
         asked = [self._ask(address, channel, request) for address, channel in self._channels.items()]
         return [answer for answer in await asyncio.gather(*asked) if answer.gateway != self.name]
 
-    async def _ask(self, address: str, channel: KeptChannel, request: pb.AbortRequest) -> PeerAnswer:
+    async def _ask(self, address: str, channel: LongLivedChannel, request: pb.AbortRequest) -> PeerAnswer:
         stub = gateway_pb2_grpc.GatewayPeerStub(channel.now())
         try:
             answer = await response_of(partial(stub.Abort, request, timeout=CALL_TIMEOUT_S, metadata=self._metadata))

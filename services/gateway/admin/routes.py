@@ -34,7 +34,7 @@ from rootstock_llm.services.gateway.observe.access_log import ERROR_CODE, Access
 from rootstock_llm.services.gateway.observe.metrics import OTHER
 from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.shared.rpc.control_token import accepts, require_token_beyond_loopback
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ async def admin_listener(
     directory: WorkerDirectory,
     aborter: Aborter,
     body_budget: BodyBudget,
-    dialer: Dialer = IN_THE_CLEAR,
+    dialer: Dialer = PLAINTEXT,
     access: AccessLog | None = None,
 ) -> AsyncIterator[None]:
     """Serves the admin API while the block runs, unless `admin_port` is 0. The end of the block cancels running operations.

@@ -15,7 +15,7 @@ from rootstock_llm.services.gateway.dispatch.model_pool import PREFILL, AnyLink,
 from rootstock_llm.services.gateway.generation.errors import ApiError, unavailable
 from rootstock_llm.services.shared.control_values import as_json
 from rootstock_llm.services.shared.rpc.control_token import authorization
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 from rootstock_llm.services.shared.tls.roles import Role
 
 RETRY_AFTER_S = 1  # seconds after which a client retries while no worker is known
@@ -127,7 +127,7 @@ class WorkerResult:
 class ControlledWorkers:
     """Calls the workers' control services, several workers concurrently. Each call opens a connection, because calls are rare."""
 
-    def __init__(self, token: str, dialer: Dialer = IN_THE_CLEAR) -> None:
+    def __init__(self, token: str, dialer: Dialer = PLAINTEXT) -> None:
         """Prepares the calls. If the token is empty, calls have no `authorization`."""
         self._dialer = dialer
         self._metadata = (("authorization", authorization(token)),) if token else ()

@@ -36,7 +36,7 @@ from rootstock_llm.services.gateway.remote.detokenizer_link import DetokPool
 from rootstock_llm.services.gateway.routing import session_home
 from rootstock_llm.services.gateway.routing.policies import Pick
 from rootstock_llm.services.shared.observe.log_fields import fields
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Dispatcher:
         metrics: GatewayMetrics,
         changed: Callable[[], None],
         weights: Mapping[str, float] | None = None,
-        dialer: Dialer = IN_THE_CLEAR,
+        dialer: Dialer = PLAINTEXT,
     ) -> None:
         """Makes a dispatcher without workers.
 

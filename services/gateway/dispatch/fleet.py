@@ -24,7 +24,7 @@ from rootstock_llm.services.gateway.routing.fair_queue import FairQueue
 from rootstock_llm.services.gateway.routing.policies import make_policy
 from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
 from rootstock_llm.services.shared.observe.log_fields import fields
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, DEFAULT_NAMES, SamplingDefaults, default_fault
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Fleet:
         events: LinkEvents[Placement],
         ticked: Callable[[], None],
         weights: Mapping[str, float] | None = None,
-        dialer: Dialer = IN_THE_CLEAR,
+        dialer: Dialer = PLAINTEXT,
     ) -> None:
         """Makes a fleet without workers.
 

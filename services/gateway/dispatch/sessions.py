@@ -19,7 +19,7 @@ from rootstock_llm.services.gateway.generation.errors import (
 )
 from rootstock_llm.services.gateway.routing.session_home import new_session_id, owned_id, worker_index
 from rootstock_llm.services.shared.observe.log_fields import fields
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class SessionCalls:
     """Opens and closes sessions on their workers. Each call makes its own connection, because sessions are rarely opened."""
 
     def __init__(
-        self, connected: Callable[[str | None], Sequence[SessionWorker]], retry_after_s: int, dialer: Dialer = IN_THE_CLEAR
+        self, connected: Callable[[str | None], Sequence[SessionWorker]], retry_after_s: int, dialer: Dialer = PLAINTEXT
     ) -> None:
         """Prepares the calls.
 

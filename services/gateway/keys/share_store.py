@@ -61,83 +61,89 @@ GATEWAYS, NEED = "rl:gateways", "rl:need"
 # The unmet amount is the requested amount that could not be granted, because no more was free. While a gateway has one, rl:need
 # makes the other gateways report, and they give up a part of their held amounts.
 _SCRIPT = """
-local id, now, bucket, digest = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
-local settle, dead, ttl, kinds, at = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), 9
-local sizes, own = {}, {}
-for k = 1, kinds do
-  local size = tonumber(ARGV[at])
-  local one = {limit = tonumber(ARGV[at + 1]), least = tonumber(ARGV[at + 2]), most = tonumber(ARGV[at + 3]),
-               held = tonumber(ARGV[at + 4]), unmet = tonumber(ARGV[at + 5]), used = {}}
-  for i = 1, size do one.used[i] = tonumber(ARGV[at + 5 + i]) end
-  sizes[k], own[k] = size, one
-  at = at + 6 + size
+local gateway, now, bucket, digest = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+local settle_s, dead_s, ttl_s, num_limits = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+
+-- sizes[k]: number of used amounts of limit k, one per sub-bucket (the newest first), or 1 if the limit has no sub-buckets.
+local sizes, own, arg = {}, {}, 9
+for k = 1, num_limits do
+  local size = tonumber(ARGV[arg])
+  local share = {limit = tonumber(ARGV[arg + 1]), least = tonumber(ARGV[arg + 2]), most = tonumber(ARGV[arg + 3]),
+                 held = tonumber(ARGV[arg + 4]), unmet = tonumber(ARGV[arg + 5]), used = {}}
+  for i = 1, size do share.used[i] = tonumber(ARGV[arg + 5 + i]) end
+  sizes[k], own[k] = size, share
+  arg = arg + 6 + size
 end
 
-local alive = {}
-for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], now - dead, '+inf')) do alive[name] = true end
+-- Adds up the records of the other gateways.
+local live = {}
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], now - dead_s, '+inf')) do live[name] = true end
 local others = {}
-for k = 1, kinds do
+for k = 1, num_limits do
   others[k] = {held = 0, unmet = 0, used = {}}
   for i = 1, sizes[k] do others[k].used[i] = 0 end
 end
-local begun = false
+local created_at = false
 local fields = redis.call('HGETALL', KEYS[1])
 for f = 1, #fields, 2 do
   local name = fields[f]
   if name == '!' then
-    begun = tonumber(fields[f + 1])
-  elseif name ~= id then
+    created_at = tonumber(fields[f + 1])
+  elseif name ~= gateway then
     local numbers = {}
     for number in string.gmatch(fields[f + 1], '%d+') do numbers[#numbers + 1] = tonumber(number) end
-    local age, place, lives = bucket - numbers[1], 2, alive[name]
-    if not lives and age >= sizes[1] then redis.call('HDEL', KEYS[1], name) end
-    for k = 1, kinds do
+    local age, index, is_live = bucket - numbers[1], 2, live[name]  -- age in sub-buckets
+    if not is_live and age >= sizes[1] then redis.call('HDEL', KEYS[1], name) end
+    for k = 1, num_limits do
       local other, size = others[k], sizes[k]
-      local held = numbers[place]
-      if lives then
-        other.held, other.unmet = other.held + held, other.unmet + numbers[place + 1]
+      local held = numbers[index]
+      if is_live then
+        other.held, other.unmet = other.held + held, other.unmet + numbers[index + 1]
       end
       for i = 1, size do
-        local used = numbers[place + 1 + i]
-        if i == 1 and not lives then used = used + held end
+        local used = numbers[index + 1 + i]
+        -- A dead gateway may have used its held amount after its last report, so the amount counts as used.
+        if i == 1 and not is_live then used = used + held end
         if size == 1 then
-          if lives then other.used[1] = other.used[1] + used end
+          if is_live then other.used[1] = other.used[1] + used end
         else
-          local now_at = math.max(i + age, 1)
-          if now_at <= size then other.used[now_at] = other.used[now_at] + used end
+          -- The amounts of an older record move to older sub-buckets. A record from the future counts in the newest one.
+          local shifted = math.max(i + age, 1)
+          if shifted <= size then other.used[shifted] = other.used[shifted] + used end
         end
       end
-      place = place + 2 + size
+      index = index + 2 + size
     end
   end
 end
 
-local settled = begun and now - begun >= settle
-local reply, record, lacking = {settled and 1 or 0}, {string.format('%d', bucket)}, false
-for k = 1, kinds do
-  local one, other = own[k], others[k]
-  local free = one.limit - one.held - other.held
-  for i = 1, sizes[k] do free = free - one.used[i] - other.used[i] end
+-- Grants amounts of each limit, and writes the record of this gateway.
+local settled = created_at and now - created_at >= settle_s
+local reply, record, has_unmet = {settled and 1 or 0}, {string.format('%d', bucket)}, false
+for k = 1, num_limits do
+  local share, other = own[k], others[k]
+  local free = share.limit - share.held - other.held
+  for i = 1, sizes[k] do free = free - share.used[i] - other.used[i] end
   local granted = 0
   if settled and free > 0 then
-    granted = math.min(free, math.max(one.least, math.min(one.most, math.ceil(free / 2))))
+    granted = math.min(free, math.max(share.least, math.min(share.most, math.ceil(free / 2))))
   elseif settled then
-    granted = -math.min(-free, one.held)
+    granted = -math.min(-free, share.held)
   end
-  local unmet = math.max(one.least, one.unmet) - math.max(granted, 0)
+  local unmet = math.max(share.least, share.unmet) - math.max(granted, 0)
   if unmet < 0 or granted < free then unmet = 0 end
-  lacking = lacking or unmet > 0
+  has_unmet = has_unmet or unmet > 0
   reply[#reply + 1], reply[#reply + 2] = granted, other.unmet
   for i = 1, sizes[k] do reply[#reply + 1] = other.used[i] end
-  record[#record + 1], record[#record + 2] = string.format('%d', one.held + granted), string.format('%d', unmet)
-  for i = 1, sizes[k] do record[#record + 1] = string.format('%d', one.used[i]) end
+  record[#record + 1], record[#record + 2] = string.format('%d', share.held + granted), string.format('%d', unmet)
+  for i = 1, sizes[k] do record[#record + 1] = string.format('%d', share.used[i]) end
 end
-redis.call('HSET', KEYS[1], id, table.concat(record, ' '))
-if not begun then redis.call('HSET', KEYS[1], '!', ARGV[2]) end
-redis.call('EXPIRE', KEYS[1], ttl)
-if lacking or not settled then
+redis.call('HSET', KEYS[1], gateway, table.concat(record, ' '))
+if not created_at then redis.call('HSET', KEYS[1], '!', ARGV[2]) end
+redis.call('EXPIRE', KEYS[1], ttl_s)
+if has_unmet or not settled then
   redis.call('ZADD', KEYS[3], now, digest)
-  redis.call('EXPIRE', KEYS[3], ttl)
+  redis.call('EXPIRE', KEYS[3], ttl_s)
 end
 return reply
 """

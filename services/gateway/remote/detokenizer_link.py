@@ -36,7 +36,7 @@ from rootstock_llm.services.gateway.remote.connection import (
 )
 from rootstock_llm.services.gateway.remote.replicas import Replicas
 from rootstock_llm.services.shared.observe.log_fields import fields
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer, LongLivedChannel
 from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class DetokLink:
         on_up: Callable[[DetokLink], None],
         on_down: Callable[[list[Decoding]], None],
         on_idle: Callable[[DetokLink], None],
-        dialer: Dialer = IN_THE_CLEAR,
+        dialer: Dialer = PLAINTEXT,
     ) -> None:
         """Makes the link.
 
@@ -261,14 +261,14 @@ class DetokLink:
             self._on_idle(self)
 
     async def run(self) -> None:
-        kept = self._dialer.kept(self.address, Role.DETOKENIZER)
+        kept = self._dialer.long_lived_channel(self.address, Role.DETOKENIZER)
         try:
             await keep_connected("detokenizer", self.address, lambda: self._session(kept))
         finally:
             self.stub = None
             await kept.close()
 
-    async def _session(self, kept: KeptChannel) -> None:
+    async def _session(self, kept: LongLivedChannel) -> None:
         self.stub = stub = detokenizer_pb2_grpc.DetokenizerStub(kept.now())
         call: Call = stub.Decode(wait_for_ready=True)
         helpers: list[asyncio.Task[Any]] = []
@@ -345,7 +345,7 @@ class DetokPool:
         metrics: GatewayMetrics,
         changed: Callable[[], None],
         patience: Patience,
-        dialer: Dialer = IN_THE_CLEAR,
+        dialer: Dialer = PLAINTEXT,
     ) -> None:
         """Makes the pool.
 

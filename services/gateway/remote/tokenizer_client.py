@@ -32,7 +32,7 @@ from rootstock_llm.services.gateway.remote.replicas import Replicas
 from rootstock_llm.services.gateway.remote.tokenizer_replica import EncodeFailed, TokenizerReplica
 from rootstock_llm.services.shared.observe.log_fields import fields, trace_fields
 from rootstock_llm.services.shared.output_formats import OutputFormats
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class TokenizerClient:
         retry_after_s: int,
         metrics: GatewayMetrics,
         changed: Callable[[], None],
-        dialer: Dialer = IN_THE_CLEAR,
+        dialer: Dialer = PLAINTEXT,
     ) -> None:
         """Makes the client.
 

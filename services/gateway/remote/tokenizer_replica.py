@@ -31,7 +31,7 @@ from rootstock_llm.services.gateway.remote.connection import (
 from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.shared.output_formats import OutputFormats, known
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class EncodeStream:
 class TokenizerReplica:
     """The client of one tokenizer, which reconnects until its task is cancelled."""
 
-    def __init__(self, address: str, unreachable_s: float, changed: Callable[[], None], dialer: Dialer = IN_THE_CLEAR) -> None:
+    def __init__(self, address: str, unreachable_s: float, changed: Callable[[], None], dialer: Dialer = PLAINTEXT) -> None:
         """Makes the replica.
 
         Args:
@@ -225,7 +225,7 @@ class TokenizerReplica:
         self._changed = changed
         self._doubted = asyncio.Event()
         self._log_limiter = LogLimiter()
-        self._kept = dialer.kept(address, Role.TOKENIZER)
+        self._kept = dialer.long_lived_channel(address, Role.TOKENIZER)
         self._channel = self._kept.now()
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
         self._huge = asyncio.Semaphore(HUGE_AT_ONCE)

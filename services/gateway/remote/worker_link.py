@@ -22,7 +22,7 @@ from rootstock_llm.services.gateway.generation.request import ModelVersion
 from rootstock_llm.services.gateway.remote.connection import Duplex, Patience, StreamBroken, keep_connected, until_lost
 from rootstock_llm.services.gateway.routing.breaker import CircuitBreaker
 from rootstock_llm.services.shared.observe.log_fields import fields
-from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
+from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer, LongLivedChannel
 from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class WorkerLink(Generic[Open]):
         events: LinkEvents[Open],
         patience: Patience,
         breaker: CircuitBreaker,
-        dialer: Dialer = IN_THE_CLEAR,
+        dialer: Dialer = PLAINTEXT,
     ) -> None:
         self.address = address
         self._dialer = dialer
@@ -230,13 +230,13 @@ class WorkerLink(Generic[Open]):
             self._wake.set()
 
     async def run(self) -> None:
-        kept = self._dialer.kept(self.address, Role.WORKER)
+        kept = self._dialer.long_lived_channel(self.address, Role.WORKER)
         try:
             await keep_connected("worker", self.address, lambda: self._session(kept))
         finally:
             await kept.close()
 
-    async def _session(self, kept: KeptChannel) -> None:
+    async def _session(self, kept: LongLivedChannel) -> None:
         call: Call = worker_pb2_grpc.WorkerStub(kept.now()).Generate(wait_for_ready=True)
         writer: asyncio.Task[None] | None = None
         listener: asyncio.Task[None] | None = None

@@ -1,19 +1,22 @@
-"""python -m rootstock_llm.services.shared.fetch FOLDER SOURCE …: downloads each model. Its folder appears when it is complete.
+"""python -m rootstock_llm.services.shared.fetch FOLDER SOURCE [FOLDER SOURCE …]: downloads each SOURCE into its FOLDER.
 
-SOURCE is a hub id (with @revision if it is not main), s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or the path of a folder. A complete
-model is not downloaded again, and an interrupted download resumes. Checksums are compared with the source's. If a model has no
-tokenizer.json, transformers converts its tokenizer. Only the worker's image has transformers; other images refuse such a model
-before the download. config.json is downloaded first: if the worker would refuse the model, the download ends with the worker's
-message.
+SOURCE is a hub id (with @REVISION if it is not main), s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or the path of a folder.
+
+- FOLDER appears when the download is complete. A complete model is not downloaded again. An interrupted download resumes.
+- The files are compared with the checksums that the source reports.
+- config.json is downloaded first. If the worker would refuse the model, the download ends with the worker's message.
+- If the model has no tokenizer.json, transformers converts its tokenizer. Only the worker's image has transformers. Other images
+  refuse such a model before the download.
 
 Environment:
   MODEL_FILES      `tokenizer` downloads all files except the weights
-  MAKE_ROOM        if set and the volume is too small for both models, deletes the old model first; no process may be reading it
-  CA_FILE          certificates to trust in addition to the system's
+  MAKE_ROOM        if set, deletes the model in FOLDER before the download if the volume cannot hold it and the new model; no
+                   process may be reading it then
+  CA_FILE          PEM file with authorities to trust in addition to the system's
   HTTPS_PROXY, HTTP_PROXY, NO_PROXY
   HF_ENDPOINT, HF_TOKEN
   AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or AWS_ROLE_ARN and
-                   AWS_WEB_IDENTITY_TOKEN_FILE; without any of them, requests are not signed
+                   AWS_WEB_IDENTITY_TOKEN_FILE; without credentials, requests are not signed
   GCS_ENDPOINT
   GCS_KEY          JSON key of a service account; if unset, the token comes from the metadata server of the node
   FETCH_PATIENCE_S seconds without progress after which a download fails (300)

@@ -1,4 +1,4 @@
-"""Downloads the files of a model. A download resumes and is checked. The model's folder appears when it is complete."""
+"""Downloads a model into a temporary folder, checks its files, and renames the folder when the model is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rootstock_llm.services.shared.fetch.files import CHUNK, WANTED, DownloadStore, RemoteFile, Unfetchable, Unserved
-from rootstock_llm.services.shared.fetch.http_client import ask, patiently
+from rootstock_llm.services.shared.fetch.http_client import open_url, retry
 from rootstock_llm.services.shared.hf_tokenizer import TOKENIZER_FILE, VOCABULARIES
 from rootstock_llm.services.shared.observe.progress import Progress
 from rootstock_llm.services.shared.served_config import refusal
@@ -36,7 +36,8 @@ def fetch_file(file: RemoteFile, target: Path, count: Callable[[int], None]) -> 
     """Downloads a file and checks it. An interrupted download leaves a .part file, from which the next download resumes.
 
     Args:
-        count: called with the number of bytes after each change; a negative number if a download starts again.
+        count: receives each change of the number of downloaded bytes: first the size of an earlier partial download, then the
+            size of each chunk. The change is negative if the file is downloaded again from its first byte.
 
     Raises:
         OSError: the download fails.
@@ -49,24 +50,25 @@ def fetch_file(file: RemoteFile, target: Path, count: Callable[[int], None]) -> 
     part = target.with_name(f"{target.name}.part")
     part.touch()
     count(part.stat().st_size)
-    patiently(lambda: _go_on(file, part, count), lambda: part.stat().st_size)
+    retry(lambda: _append_rest(file, part, count), lambda: part.stat().st_size)
     size = part.stat().st_size
-    if fault := f"it has {size} bytes, not {file.size}" if size != file.size else file.wrong(part):
+    if fault := f"it has {size} bytes, not {file.size}" if size != file.size else file.find_fault(part):
         part.unlink()
-        raise Unfetchable(f"{file.name} differs from its source: {fault}. Start again to download it again.")
+        raise Unfetchable(f"{file.name} differs from its source: {fault}. Start the download again.")
     part.rename(target)
 
 
-def _go_on(file: RemoteFile, part: Path, count: Callable[[int], None]) -> None:
+def _append_rest(file: RemoteFile, part: Path, count: Callable[[int], None]) -> None:
+    """Downloads the bytes that the .part file lacks and appends them."""
     with part.open("ab") as out:
-        held = out.tell()
-        if held >= file.size:
+        present = out.tell()
+        if present >= file.size:
             return
-        with ask(file.url, {**file.headers(), **({"Range": f"bytes={held}-"} if held else {})}) as answer:
-            if held and answer.status != 206:  # the server ignores the range and sends the whole file
+        with open_url(file.url, {**file.headers(), **({"Range": f"bytes={present}-"} if present else {})}) as response:
+            if present and response.status != 206:  # the server ignores the range and sends the whole file
                 out.truncate(out.seek(0))
-                count(-held)
-            while chunk := answer.read1(CHUNK):
+                count(-present)
+            while chunk := response.read1(CHUNK):
                 out.write(chunk)
                 out.flush()  # so that a download resumes here after a kill
                 count(len(chunk))
@@ -83,43 +85,43 @@ class Meter:
 
         Args:
             total: bytes of all files.
-            before: bytes of an earlier download. count() reports them, too, but the rate does not include them.
+            before: bytes that an earlier download left. The caller also passes them to count(). The shown rate excludes them.
         """
-        self._total, self._held, self._begun = total, 0, time.monotonic()
+        self._total, self._downloaded, self._begun = total, 0, time.monotonic()
         self._before = before
         self._stream = stream
         self._lock = threading.Lock()
 
     def count(self, size: int) -> None:
         with self._lock:
-            self._held += size
+            self._downloaded += size
 
     @contextlib.contextmanager
     def printed(self) -> Iterator[None]:
-        """A context manager during which the progress is printed."""
+        """Prints the progress from a thread while the context is open."""
         ended = threading.Event()
-        teller = threading.Thread(target=self._tell, args=(ended,))
-        teller.start()
+        printer = threading.Thread(target=self._print, args=(ended,))
+        printer.start()
         try:
             yield
         finally:
             ended.set()
-            teller.join()
+            printer.join()
 
-    def _tell(self, ended: threading.Event) -> None:
+    def _print(self, ended: threading.Event) -> None:
         is_tty = self._stream.isatty()
         every_s = BAR_S if is_tty else float(os.environ.get("FETCH_REPORT_S", "5"))
         while not ended.wait(every_s):
-            come = Progress("fetch", self._held, self._total, time.monotonic() - self._begun, before=self._before)
-            bar = come.bar()[: shutil.get_terminal_size().columns - 1]
-            self._stream.write(f"\r{bar}\x1b[K" if is_tty else f"{come.line()}\n")
+            progress = Progress("fetch", self._downloaded, self._total, time.monotonic() - self._begun, before=self._before)
+            bar = progress.bar()[: shutil.get_terminal_size().columns - 1]
+            self._stream.write(f"\r{bar}\x1b[K" if is_tty else f"{progress.line()}\n")
             self._stream.flush()
         if is_tty:
             self._stream.write("\r\x1b[K")
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Locks the folder while the context is open, so that only one process of a node downloads into it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
@@ -128,14 +130,14 @@ def alone(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"waiting for another download into {folder}", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems have no locks; on those, the chart runs a single Job
-            print(f"{folder} cannot be locked: {error}", flush=True)
+        except OSError as error:  # some network file systems do not support locks
+            print(f"downloading without a lock, because {folder} cannot be locked: {error}", flush=True)
         yield
 
 
 def fetch(folder: Path, source: str, store: DownloadStore) -> None:
     """Downloads a model into a temporary folder and then replaces the model's folder. Raises OSError or Unfetchable."""
-    with alone(folder):
+    with locked(folder):
         mark, wanted = folder / store.mark, store.wanted
         if mark.is_file() and mark.read_text() == wanted:
             print(f"{folder} already has {source}", flush=True)
@@ -145,18 +147,19 @@ def fetch(folder: Path, source: str, store: DownloadStore) -> None:
             raise Unfetchable(f"the source has none of the files {', '.join(WANTED)}")
         check_convertible(file.name for file in files)
         versions = "\n".join((source, *sorted(f"{file.name} {file.version}" for file in files)))
-        key = hashlib.sha256(versions.encode()).hexdigest()[:12]
-        partial = folder.with_name(f".{folder.name}.{key}.partial")
-        # Deletes temporary folders of other versions of this model. The pattern excludes models with a longer name.
-        mine = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial")
+        digest = hashlib.sha256(versions.encode()).hexdigest()[:12]
+        partial = folder.with_name(f".{folder.name}.{digest}.partial")
+        # Deletes temporary folders of other versions of this model. The pattern does not match models whose
+        # names only begin with this model's name.
+        temporary = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial")
         for other in list(folder.parent.iterdir()):
-            if mine.fullmatch(other.name) and other != partial:
+            if temporary.fullmatch(other.name) and other != partial:
                 shutil.rmtree(other)
         partial.mkdir(exist_ok=True)
         refuse_by_config(partial, source, files)
-        fill(partial, folder, source, files)
+        download_files(partial, folder, source, files)
         if store.wanted != wanted:
-            raise Unfetchable("the source has changed during the download. Start again to download it again.")
+            raise Unfetchable("the source has changed during the download. Start the download again.")
         complete(partial)
         (partial / store.mark).write_text(wanted)
         publish(partial, folder)
@@ -169,10 +172,10 @@ def refuse_by_config(partial: Path, source: str, files: list[RemoteFile]) -> Non
         Unserved: no worker serves the model. The temporary folder is deleted.
         Unfetchable, OSError: the download fails.
     """
-    about = next((file for file in files if file.name == CONFIG), None)
-    if about is None:
+    config_file = next((file for file in files if file.name == CONFIG), None)
+    if config_file is None:
         return
-    fetch_file(about, partial / CONFIG, lambda _: None)
+    fetch_file(config_file, partial / CONFIG, lambda _: None)
     try:
         config = json.loads((partial / CONFIG).read_bytes())
     except (ValueError, RecursionError):  # the worker reports a broken file
@@ -182,30 +185,30 @@ def refuse_by_config(partial: Path, source: str, files: list[RemoteFile]) -> Non
         raise Unserved(why)
 
 
-def fill(partial: Path, folder: Path, source: str, files: list[RemoteFile]) -> None:
+def download_files(partial: Path, folder: Path, source: str, files: list[RemoteFile]) -> None:
     """Downloads all files into the temporary folder. Raises OSError or Unfetchable."""
     total = sum(file.size for file in files)
-    held = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    present = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     print(
-        f"fetching {source}: {len(files)} files, {total / 1e9:.2f} GB, of which {held / 1e9:.2f} GB are already downloaded",
+        f"fetching {source}: {len(files)} files, {total / 1e9:.2f} GB, of which {present / 1e9:.2f} GB are already downloaded",
         flush=True,
     )
-    if total - held > shutil.disk_usage(partial).free and folder.exists() and os.environ.get("MAKE_ROOM"):
+    if total - present > shutil.disk_usage(partial).free and folder.exists() and os.environ.get("MAKE_ROOM"):
         print(f"the volume is too small for the old and the new model; deleting the old {folder} first", flush=True)
         shutil.rmtree(folder)
-    if total - held > (free := shutil.disk_usage(partial).free):
+    if total - present > (free := shutil.disk_usage(partial).free):
         raise Unfetchable(
-            f"{partial.parent} has {free / 1e9:.2f} GB free, but the download needs {(total - held) / 1e9:.2f} GB. Free space, or"
-            f" use a larger volume.{' The old model stays until the new one is complete.' if folder.exists() else ''}"
+            f"{partial.parent} has {free / 1e9:.2f} GB free, but the download needs {(total - present) / 1e9:.2f} GB. Free space,"
+            f" or use a larger volume.{' The old model stays until the new one is complete.' if folder.exists() else ''}"
         )
     for file in files:
         if not (partial / file.name).resolve().is_relative_to(partial.resolve()):
             raise Unfetchable(f"the path of the file {file.name} is outside of the model's folder")
-    meter = Meter(total, held, sys.stdout)
+    meter = Meter(total, present, sys.stdout)
     with meter.printed(), ThreadPoolExecutor(AT_ONCE) as pool:
         try:
-            for done in [pool.submit(fetch_file, file, partial / file.name, meter.count) for file in files]:
-                done.result()
+            for download in [pool.submit(fetch_file, file, partial / file.name, meter.count) for file in files]:
+                download.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -213,7 +216,7 @@ def fill(partial: Path, folder: Path, source: str, files: list[RemoteFile]) -> N
 def publish(partial: Path, folder: Path) -> None:
     """Replaces the model's folder by the complete download.
 
-    A reader finds the old model, the new model, or for a moment no folder. Open files of the old model stay readable.
+    During the replacement, there is no folder for a moment. Open files of the old model stay readable.
     """
     former = folder.with_name(f".{folder.name}.former")
     shutil.rmtree(former, ignore_errors=True)
@@ -233,7 +236,7 @@ def check_convertible(names: Iterable[str]) -> None:
     Raises:
         Unfetchable: the tokenizer needs a conversion, and this image has no transformers.
     """
-    found = _unconverted(names)
+    found = _convertible_files(names)
     if found and importlib.util.find_spec("transformers") is None:
         raise Unfetchable(
             f"it has {', '.join(found)} but no {TOKENIZER_FILE}, and this image has no transformers to convert them. Set"
@@ -243,15 +246,17 @@ def check_convertible(names: Iterable[str]) -> None:
 
 def complete(folder: Path) -> None:
     """Converts the tokenizer of a downloaded folder if it has no tokenizer.json. Raises Unfetchable if this fails."""
-    if not _unconverted(path.name for path in folder.iterdir()):
+    if not _convertible_files(path.name for path in folder.iterdir()):
         return
     print("converting the tokenizer", flush=True)
-    done = subprocess.run([sys.executable, "-m", CONVERTER, str(folder)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Unfetchable(done.stderr.strip().rpartition("\n")[2] or f"{CONVERTER} ended with status {done.returncode}")
+    conversion = subprocess.run([sys.executable, "-m", CONVERTER, str(folder)], capture_output=True, text=True, check=False)
+    if conversion.returncode:
+        raise Unfetchable(
+            conversion.stderr.strip().rpartition("\n")[2] or f"{CONVERTER} ended with status {conversion.returncode}"
+        )
 
 
-def _unconverted(names: Iterable[str]) -> list[str]:
+def _convertible_files(names: Iterable[str]) -> list[str]:
     """Returns the tokenizer files that transformers can convert; empty if there is a tokenizer.json."""
     present = set(names)
     if TOKENIZER_FILE in present:

@@ -15,7 +15,8 @@ from rootstock_llm.services.shared.fetch.http_client import Headers
 
 TOKENIZER = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 WANTED = (*TOKENIZER, "*.safetensors")  # other formats, such as pickles, are not downloaded
-COPIES = "consolidated*.safetensors"  # Mistral's repositories have a second copy of the weights for other loaders
+# A second copy of the weights in Mistral's repositories, for other loaders. It is not downloaded.
+COPIES = "consolidated*.safetensors"
 CHUNK = 1 << 20  # bytes per read
 
 
@@ -25,10 +26,10 @@ class RemoteFile:
 
     name: str  # path in the model's folder
     size: int  # in bytes
-    version: str  # differs if the content differs
+    version: str  # identifies the content; it changes if the content changes
     url: str  # URL for GET requests; it supports the header Range
     headers: Callable[[], Headers]  # returns the headers of a request to `url`
-    wrong: Callable[[Path], str]  # checks a downloaded copy; returns its fault, or ""
+    find_fault: Callable[[Path], str]  # checks a downloaded copy; returns the difference from the source, or ""
 
 
 class Unfetchable(Exception):
@@ -36,17 +37,17 @@ class Unfetchable(Exception):
 
 
 class Unserved(Unfetchable):
-    """No worker serves the model. The message is that of the worker; it names the model."""
+    """No worker serves the model. The message is the worker's error message, which names the model."""
 
 
 class DownloadStore(Protocol):
     """The files of one model in a store."""
 
-    mark: str  # name of the file in a completely downloaded folder that contains `wanted`
+    mark: str  # name of the file that marks a folder as complete; its content is `wanted`
 
     @property
     def wanted(self) -> str:
-        """Text that identifies the download: the source, or for a mounted folder the state of its files."""
+        """Text that identifies the download: the source; for a mounted folder, the names, sizes and times of its files."""
         ...
 
     def files(self) -> list[RemoteFile]:
@@ -54,32 +55,33 @@ class DownloadStore(Protocol):
         ...
 
 
-def digest(file: BinaryIO, kind: str, first: bytes = b"", length: int = sys.maxsize) -> bytes:
-    """Returns the checksum of `first` and the next `length` bytes of a file."""
-    sums = hashlib.new(kind, first, usedforsecurity=False)
+def digest(file: BinaryIO, kind: str, prefix: bytes = b"", length: int = sys.maxsize) -> bytes:
+    """Returns the checksum of `prefix` and the next `length` bytes of a file. `kind` is an algorithm of hashlib."""
+    sums = hashlib.new(kind, prefix, usedforsecurity=False)
     while length and (chunk := file.read(min(CHUNK, length))):
         sums.update(chunk)
         length -= len(chunk)
     return sums.digest()
 
 
-def unequal(kind: str, wanted: str, first: Callable[[Path], bytes] = lambda _: b"") -> Callable[[Path], str]:
+def checksum_check(kind: str, wanted: str, prefix: Callable[[Path], bytes] = lambda _: b"") -> Callable[[Path], str]:
     """Returns a function that compares a file with a hexadecimal checksum and returns the fault, or "".
 
     Args:
-        first: returns the bytes before the file's content that the checksum covers, too.
+        kind: algorithm of hashlib.
+        prefix: returns the bytes that the checksum covers before the file's content.
     """
 
-    def wrong(path: Path) -> str:
+    def find_fault(path: Path) -> str:
         with path.open("rb") as file:
-            found = digest(file, kind, first(path)).hex()
+            found = digest(file, kind, prefix(path)).hex()
         return "" if found == wanted else f"its {kind} is {found}, not {wanted}"
 
-    return wrong
+    return find_fault
 
 
 def is_wanted(name: str) -> bool:
-    """Whether the file with this name is downloaded."""
+    """Whether a file of a model is downloaded. MODEL_FILES=tokenizer excludes weights."""
     if fnmatch(name, COPIES):
         return False
-    return any(fnmatch(name, each) for each in (TOKENIZER if os.environ.get("MODEL_FILES") == "tokenizer" else WANTED))
+    return any(fnmatch(name, pattern) for pattern in (TOKENIZER if os.environ.get("MODEL_FILES") == "tokenizer" else WANTED))

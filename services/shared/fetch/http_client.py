@@ -14,25 +14,25 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-TIMEOUT_S = 60.0  # seconds without a byte from the server
+TIMEOUT_S = 60.0  # seconds without a byte from the server after which a request fails
 Headers = Mapping[str, str]
 T = TypeVar("T")
 
 
 def patience_s() -> float:
-    """Returns the seconds without progress after which patiently() raises the last error."""
+    """Returns the seconds without progress after which retry() raises the last error."""
     return float(os.environ.get("FETCH_PATIENCE_S", "300"))
 
 
 class SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows redirects. Headers with a token are only sent to the same scheme and host."""
+    """Follows redirects. Of the caller's headers, only Range is sent to another scheme or host."""
 
     def redirect_request(self, request: Any, fp: Any, code: Any, msg: Any, headers: Any, url: str) -> Any:
-        after = super().redirect_request(request, fp, code, msg, headers, url)
-        if after is not None and urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(request.full_url)[:2]:
+        redirected = super().redirect_request(request, fp, code, msg, headers, url)
+        if redirected is not None and urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(request.full_url)[:2]:
             for name, value in request.unredirected_hdrs.items():
-                after.add_unredirected_header(name, value)
-        return after
+                redirected.add_unredirected_header(name, value)
+        return redirected
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(SameHost, urllib.request.HTTPSHandler(context=context))
 
 
-def ask(url: str, headers: Headers, body: bytes | None = None, method: str | None = None) -> Any:
+def open_url(url: str, headers: Headers, body: bytes | None = None, method: str | None = None) -> Any:
     """Sends a request to an http:, https: or file: URL and returns the response.
 
     Raises:
@@ -62,21 +62,21 @@ def ask(url: str, headers: Headers, body: bytes | None = None, method: str | Non
         raise
 
 
-def patiently(action: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> T:
-    """Repeats an action after temporary errors, until `moved` has not changed for patience_s().
+def retry(action: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+    """Repeats an action after temporary errors. Raises the last error after patience_s() without progress.
 
     Args:
-        moved: returns a number that changes if there was progress.
+        progress: returns a number that changes if there was progress, e.g. the downloaded bytes.
     """
-    pause, since, before = 1.0, time.monotonic(), moved()
+    pause, since, before = 1.0, time.monotonic(), progress()
     while True:
         try:
             return action()
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError) and error.code not in (408, 429, 500, 502, 503, 504):
                 raise
-            if moved() != before:
-                pause, since, before = 1.0, time.monotonic(), moved()
+            if progress() != before:
+                pause, since, before = 1.0, time.monotonic(), progress()
             if time.monotonic() - since > patience_s():
                 raise
             print(f"retrying in {pause:.0f} s: {error}", flush=True)
@@ -84,14 +84,14 @@ def patiently(action: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> 
             pause = min(pause * 2, 30)
 
 
-def answer_json(url: str, headers: Headers, body: bytes | None = None) -> Any:
-    """Returns the JSON value of a response. Raises OSError or HTTPException."""
+def fetch_json(url: str, headers: Headers, body: bytes | None = None) -> Any:
+    """Sends a request, with retries, and returns the JSON value of the response. Raises OSError or HTTPException."""
 
     def once() -> Any:
-        with ask(url, headers, body) as answer:
-            return json.load(answer)
+        with open_url(url, headers, body) as response:
+            return json.load(response)
 
-    return patiently(once)
+    return retry(once)
 
 
 def encoded(query: Mapping[str, str]) -> str:

@@ -21,8 +21,8 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
-from rootstock_llm.services.shared.fetch.files import RemoteFile, digest, is_wanted, unequal
-from rootstock_llm.services.shared.fetch.http_client import Headers, answer_json, ask, encoded, patiently
+from rootstock_llm.services.shared.fetch.files import RemoteFile, checksum_check, digest, is_wanted
+from rootstock_llm.services.shared.fetch.http_client import Headers, encoded, fetch_json, open_url, retry
 
 
 class Folder:
@@ -36,18 +36,16 @@ class Folder:
     @property
     def wanted(self) -> str:
         return "".join(
-            f"{path.relative_to(self._root)} {about.st_size} {about.st_mtime_ns}\n" for path, about in self._there().items()
+            f"{path.relative_to(self._root)} {stat.st_size} {stat.st_mtime_ns}\n" for path, stat in self._stat_files().items()
         )
 
     def files(self) -> list[RemoteFile]:
         return [
-            RemoteFile(
-                str(path.relative_to(self._root)), about.st_size, str(about.st_mtime_ns), path.as_uri(), dict, lambda _: ""
-            )
-            for path, about in self._there().items()
+            RemoteFile(str(path.relative_to(self._root)), stat.st_size, str(stat.st_mtime_ns), path.as_uri(), dict, lambda _: "")
+            for path, stat in self._stat_files().items()
         ]
 
-    def _there(self) -> dict[Path, os.stat_result]:
+    def _stat_files(self) -> dict[Path, os.stat_result]:
         files = (path for path in self._root.rglob("*") if path.is_file() and ".cache" not in path.parts)
         return {path: path.stat() for path in sorted(files)}
 
@@ -72,17 +70,17 @@ class Hub:
 
     def files(self) -> list[RemoteFile]:
         revision = urllib.parse.quote(self._revision, safe="")
-        about = answer_json(f"{self._endpoint}/api/models/{self._name}/revision/{revision}?blobs=true", self._headers())
-        return [self._file(about["sha"], each) for each in about["siblings"] if is_wanted(each["rfilename"])]
+        metadata = fetch_json(f"{self._endpoint}/api/models/{self._name}/revision/{revision}?blobs=true", self._headers())
+        return [self._file(metadata["sha"], each) for each in metadata["siblings"] if is_wanted(each["rfilename"])]
 
     def _file(self, commit: str, about: dict[str, Any]) -> RemoteFile:
         large, name = about.get("lfs") or {}, about["rfilename"]
         size = int(large.get("size") or about["size"])
-        wrong = unequal("sha1", about["blobId"], lambda path: f"blob {path.stat().st_size}\0".encode())
+        find_fault = checksum_check("sha1", about["blobId"], lambda path: f"blob {path.stat().st_size}\0".encode())
         if large:
-            wrong = unequal("sha256", large["sha256"])
+            find_fault = checksum_check("sha256", large["sha256"])
         url = f"{self._endpoint}/{self._name}/resolve/{commit}/{urllib.parse.quote(name)}"
-        return RemoteFile(name, size, commit, url, self._headers, wrong)
+        return RemoteFile(name, size, commit, url, self._headers, find_fault)
 
 
 class Gcs:
@@ -96,14 +94,14 @@ class Gcs:
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self._endpoint = (os.environ.get("GCS_ENDPOINT") or "https://storage.googleapis.com").rstrip("/")
         self._key = json.loads(os.environ["GCS_KEY"]) if os.environ.get("GCS_KEY") else None
-        self._lent = (0.0, "")  # (expiry in Unix time, access token)
+        self._token = (0.0, "")  # (expiry in Unix time, access token)
         self._lock = threading.Lock()
 
     def files(self) -> list[RemoteFile]:
         found: list[RemoteFile] = []
         query = {"prefix": self._prefix, "fields": "nextPageToken,items(name,size,md5Hash,generation)"}
         while True:
-            page = answer_json(f"{self._endpoint}/storage/v1/b/{self._bucket}/o?{encoded(query)}", self._headers())
+            page = fetch_json(f"{self._endpoint}/storage/v1/b/{self._bucket}/o?{encoded(query)}", self._headers())
             found += [self._file(each) for each in page.get("items", ()) if is_wanted(each["name"].removeprefix(self._prefix))]
             if not page.get("nextPageToken"):
                 return found
@@ -112,27 +110,29 @@ class Gcs:
     def _file(self, about: dict[str, str]) -> RemoteFile:
         query = encoded({"alt": "media", "generation": about["generation"]})
         url = f"{self._endpoint}/storage/v1/b/{self._bucket}/o/{urllib.parse.quote(about['name'], safe='')}?{query}"
-        wrong = unequal("md5", base64.b64decode(about["md5Hash"]).hex()) if "md5Hash" in about else self._without_a_sum
+        find_fault = (
+            checksum_check("md5", base64.b64decode(about["md5Hash"]).hex()) if "md5Hash" in about else self._accept_unchecked
+        )
         name = about["name"].removeprefix(self._prefix)
-        return RemoteFile(name, int(about["size"]), about["generation"], url, self._headers, wrong)
+        return RemoteFile(name, int(about["size"]), about["generation"], url, self._headers, find_fault)
 
-    def _without_a_sum(self, path: Path) -> str:
+    def _accept_unchecked(self, path: Path) -> str:
         print(f"{path.name}: only the size was checked, because the store has no MD5 of composed objects", flush=True)
         return ""
 
     def _headers(self) -> Headers:
         with self._lock:
-            if time.time() > self._lent[0] - 300:
-                about = self._token_by_key(self._key) if self._key else self._token_of_the_node()
-                self._lent = (time.time() + float(about["expires_in"]), about["access_token"])
-            return {"Authorization": f"Bearer {self._lent[1]}"}
+            if time.time() > self._token[0] - 300:
+                grant = self._service_account_token(self._key) if self._key else self._node_token()
+                self._token = (time.time() + float(grant["expires_in"]), grant["access_token"])
+            return {"Authorization": f"Bearer {self._token[1]}"}
 
-    def _token_of_the_node(self) -> dict[str, Any]:
+    def _node_token(self) -> dict[str, Any]:
         host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
         url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
-        return dict(answer_json(url, {"Metadata-Flavor": "Google"}))
+        return dict(fetch_json(url, {"Metadata-Flavor": "Google"}))
 
-    def _token_by_key(self, key: dict[str, str]) -> dict[str, Any]:
+    def _service_account_token(self, key: dict[str, str]) -> dict[str, Any]:
         """Exchanges a signed assertion for an access token (RFC 7523; signature RSASSA-PKCS1-v1_5 of RFC 8017)."""
         now = int(time.time())
         scope = "https://www.googleapis.com/auth/devstorage.read_only"
@@ -140,7 +140,7 @@ class Gcs:
         text = b".".join(url_safe(json.dumps(part).encode()) for part in ({"alg": "RS256", "typ": "JWT"}, claims))
         assertion = b".".join((text, url_safe(rsa_signature(text, key["private_key"])))).decode()
         grant = {"grant_type": "urn:ietf:params:oauth:grant-type:jwt-bearer", "assertion": assertion}
-        return dict(answer_json(key["token_uri"], {}, encoded(grant).encode()))
+        return dict(fetch_json(key["token_uri"], {}, encoded(grant).encode()))
 
 
 def url_safe(data: bytes) -> bytes:
@@ -165,13 +165,13 @@ def rsa_signature(text: bytes, pem: str) -> bytes:
 
 
 def der_parts(data: bytes) -> list[bytes]:
-    """Returns the contents of consecutive DER values (X.690)."""
+    """Returns the contents of consecutive DER values (X.690), without their tags and lengths."""
     found, at = [], 0
     while at < len(data):
         length, at = data[at + 1], at + 2
         if length & 0x80:
-            many = length & 0x7F
-            length, at = int.from_bytes(data[at : at + many], "big"), at + many
+            length_size = length & 0x7F
+            length, at = int.from_bytes(data[at : at + length_size], "big"), at + length_size
         found.append(data[at : at + length])
         at += length
     return found
@@ -189,7 +189,7 @@ class S3:
         self._region = os.environ.get("AWS_REGION") or "us-east-1"
         self._endpoint = (os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{self._region}.amazonaws.com").rstrip("/")
         # Expiry in Unix time and credentials of an assumed role; None before the first use.
-        self._lent: tuple[float, tuple[str, str, str]] | None = None
+        self._role_credentials: tuple[float, tuple[str, str, str]] | None = None
         self._lock = threading.Lock()
 
     def files(self) -> list[RemoteFile]:
@@ -210,10 +210,10 @@ class S3:
         url = f"{self._endpoint}/{self._bucket}?{encoded(query)}"
 
         def once() -> bytes:
-            with ask(url, self._signed("GET", url)) as answer:
-                return bytes(answer.read())
+            with open_url(url, self._signed("GET", url)) as response:
+                return bytes(response.read())
 
-        return ElementTree.fromstring(re.sub(rb' xmlns="[^"]*"', b"", patiently(once), count=1))
+        return ElementTree.fromstring(re.sub(rb' xmlns="[^"]*"', b"", retry(once), count=1))
 
     def _file(self, key: str, name: str, size: int, tag: str) -> RemoteFile:
         url = f"{self._endpoint}/{self._bucket}/{urllib.parse.quote(key)}"
@@ -223,10 +223,10 @@ class S3:
             tag,
             url,
             lambda: {**self._signed("GET", url), "If-Match": f'"{tag}"'},
-            lambda path: self._wrong(path, url, tag),
+            lambda path: self._find_fault(path, url, tag),
         )
 
-    def _wrong(self, path: Path, url: str, tag: str) -> str:
+    def _find_fault(self, path: Path, url: str, tag: str) -> str:
         """Compares a file with its ETag. Returns the fault, or "" if they match or the ETag is no checksum.
 
         | upload | ETag |
@@ -236,24 +236,24 @@ class S3:
         | encrypted with a KMS key | no checksum |
         """
         sums, _, parts = tag.partition("-")
-        first = self._about(f"{url}?partNumber=1" if parts else url)
+        first = self._headers_of(f"{url}?partNumber=1" if parts else url)
         # A store that does not support partNumber returns the headers of the whole object, without a part count.
-        counted = first.get("x-amz-mp-parts-count", "") == parts
+        has_part_count = first.get("x-amz-mp-parts-count", "") == parts
         encrypted = first.get("x-amz-server-side-encryption", "").startswith("aws:kms")
-        if encrypted or not counted or not re.fullmatch("[0-9a-f]{32}(-[0-9]+)?", tag):
-            return _uncompared(path)
+        if encrypted or not has_part_count or not re.fullmatch("[0-9a-f]{32}(-[0-9]+)?", tag):
+            return _accept_unchecked(path)
         lengths = [int(first["Content-Length"])] * int(parts or 1)
         found = _sum(path, lengths, bool(parts))
-        if found != sums and parts:  # perhaps the parts do not all have the length of the first part
-            lengths = [int(self._about(f"{url}?partNumber={number + 1}")["Content-Length"]) for number in range(int(parts))]
+        if found != sums and parts:  # the parts may have other lengths than the first part
+            lengths = [int(self._headers_of(f"{url}?partNumber={number + 1}")["Content-Length"]) for number in range(int(parts))]
             if sum(lengths) != path.stat().st_size:
-                return _uncompared(path)
+                return _accept_unchecked(path)
             found = _sum(path, lengths, True)
         return "" if found == sums else f"its MD5 is {found}, not {sums}"
 
-    def _about(self, url: str) -> Message:
-        with patiently(lambda: ask(url, self._signed("HEAD", url), method="HEAD")) as answer:
-            headers: Message = answer.headers
+    def _headers_of(self, url: str) -> Message:
+        with retry(lambda: open_url(url, self._signed("HEAD", url), method="HEAD")) as response:
+            headers: Message = response.headers
             return headers
 
     def _signed(self, method: str, url: str) -> Headers:
@@ -267,9 +267,9 @@ class S3:
             access, secret, token = (os.environ.get(name, "") for name in names)
             return access, secret, token
         with self._lock:
-            if self._lent is None or time.time() > self._lent[0] - 300:
-                self._lent = self._assume_role()
-            return self._lent[1]
+            if self._role_credentials is None or time.time() > self._role_credentials[0] - 300:
+                self._role_credentials = self._assume_role()
+            return self._role_credentials[1]
 
     def _assume_role(self) -> tuple[float, tuple[str, str, str]]:
         query = {
@@ -282,15 +282,15 @@ class S3:
         endpoint = os.environ.get("AWS_ENDPOINT_URL_STS") or f"https://sts.{self._region}.amazonaws.com"
 
         def once() -> bytes:
-            with ask(endpoint, {}, encoded(query).encode()) as answer:
-                return bytes(answer.read())
+            with open_url(endpoint, {}, encoded(query).encode()) as response:
+                return bytes(response.read())
 
-        found = {each.tag.rpartition("}")[2]: each.text or "" for each in ElementTree.fromstring(patiently(once)).iter()}
+        found = {each.tag.rpartition("}")[2]: each.text or "" for each in ElementTree.fromstring(retry(once)).iter()}
         until = datetime.datetime.fromisoformat(found["Expiration"].replace("Z", "+00:00")).timestamp()
         return until, (found["AccessKeyId"], found["SecretAccessKey"], found["SessionToken"])
 
 
-def _uncompared(path: Path) -> str:
+def _accept_unchecked(path: Path) -> str:
     print(f"{path.name}: only the size was checked, because the store has no checksum of it", flush=True)
     return ""
 
@@ -306,15 +306,15 @@ def signed(
     method: str, url: str, region: str, access: str, secret: str, token: str = "", now: datetime.datetime | None = None
 ) -> dict[str, str]:
     """Returns the headers of a request without a body, signed with AWS signature version 4."""
-    at = urllib.parse.urlsplit(url)
+    parts = urllib.parse.urlsplit(url)
     when = (now or datetime.datetime.now(datetime.UTC)).strftime("%Y%m%dT%H%M%SZ")
-    nothing = hashlib.sha256(b"").hexdigest()
-    headers = {"host": at.netloc, "x-amz-content-sha256": nothing, "x-amz-date": when}
+    empty_sha256 = hashlib.sha256(b"").hexdigest()
+    headers = {"host": parts.netloc, "x-amz-content-sha256": empty_sha256, "x-amz-date": when}
     if token:
         headers["x-amz-security-token"] = token
     names = ";".join(sorted(headers))
     lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
-    request = "\n".join((method, at.path or "/", at.query, lines, names, nothing))
+    request = "\n".join((method, parts.path or "/", parts.query, lines, names, empty_sha256))
     scope = f"{when[:8]}/{region}/s3/aws4_request"
     text = "\n".join(("AWS4-HMAC-SHA256", when, scope, hashlib.sha256(request.encode()).hexdigest()))
     key = f"AWS4{secret}".encode()

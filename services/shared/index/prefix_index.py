@@ -19,12 +19,13 @@ A hash is 8 raw bytes in values and hexadecimal in key names. No code scans the 
 A worker draws a random generation at its start, after a flush of its cache, and after a loss of data in Redis. A lease with a new
 generation invalidates all older entries of the worker.
 
-The events of a generation are numbered from 1 without gaps. Event 1 is always `cleared`, and all entries follow it. A reader that
-finds a gap, or that starts in the middle of a generation, reads the own: sets and continues after the number of the event.
+The events of a generation are numbered from 1 without gaps. Event 1 always has `cleared` set; it and later events list the blocks
+of the generation. A reader that misses an event, or that starts in the middle of a generation, reads the own: sets. It then
+continues after the number of the event that it has just received.
 
-A reader that does not know tiers sees only blocks on devices. A block that moves to the host is in `removed` and in `host` of the
-same event. Entries of lower tiers have their own keys, which expire if an old sweeper does not delete them. See
-docs/design/fleet.md#the-index.
+A reader of an older version that does not know tiers sees only blocks on devices. A block that moves to the host is in `removed`
+and in `host` of the same event. Entries of lower tiers have their own keys, which expire if an old sweeper does not delete them.
+See docs/design/fleet.md#the-index.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ import xxhash
 INDEX_VERSION = "1"  # part of each root hash
 BLOCK_TOKENS = 64
 HASH_BYTES = 8  # xxh3
-INDEX_FORMAT = "v1"
+INDEX_FORMAT = "v1"  # part of the keys of blocks
 MODELS_KEY = "models"
-LEASE_TTL_S = 10
+LEASE_TTL_S = 10  # seconds
 RENEW_S = 3.0  # pause between two renewals of a lease
-EVENTS_KEPT = 10_000
-BELOW_TTL_S = 300
+EVENTS_KEPT = 10_000  # approximate number of entries to which a stream is trimmed
+BELOW_TTL_S = 300  # seconds after which entries of lower tiers expire
 
 
 def cache_namespace(lora: str, salt: str) -> str:
@@ -86,11 +87,11 @@ def block_hashes(root: bytes, ids: Sequence[int]) -> bytes:
     """Returns the concatenated hashes of all full blocks of a prompt."""
     tokens = np.asarray(ids, dtype=np.uint32).astype("<i4", copy=False).tobytes()
     size = BLOCK_TOKENS * 4
-    names, link = [], root
+    hashes, last = [], root
     for at in range(0, len(tokens) - size + 1, size):
-        link = xxhash.xxh3_64_digest(link + tokens[at : at + size])
-        names.append(link)
-    return b"".join(names)
+        last = xxhash.xxh3_64_digest(last + tokens[at : at + size])
+        hashes.append(last)
+    return b"".join(hashes)
 
 
 class BlockTier(enum.IntEnum):
@@ -111,7 +112,7 @@ class IndexEvent:
     worker: str
     generation: int
     seq: int
-    cleared: bool  # whether all older entries of the worker are void
+    cleared: bool  # whether this event voids all older entries of the worker
     stored: tuple[bytes, ...]  # now on the device
     removed: tuple[bytes, ...]  # removed from the tier in which the worker had it
     host: tuple[bytes, ...] = ()  # now on the host
@@ -154,7 +155,7 @@ def event_from(fields: Mapping[bytes, bytes]) -> IndexEvent:
 def split_hashes(joined: bytes) -> Iterator[bytes]:
     """Yields the hashes in a field. Raises ValueError if the length is not a multiple of HASH_BYTES."""
     if len(joined) % HASH_BYTES:
-        raise ValueError("not a whole number of hashes")
+        raise ValueError(f"a field of hashes has {len(joined)} bytes, not a multiple of {HASH_BYTES}")
     return (joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))
 
 

@@ -19,8 +19,8 @@ from redis.exceptions import ReadOnlyError, RedisError
 
 # Parameters of a rediss:// URL that are supported.
 TLS_QUERY = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs"}
-# Parameters that this client sets itself.
-DECIDED = {"decode_responses", "encoding", "protocol", "socket_timeout", "socket_connect_timeout", "retry_on_timeout"}
+# Parameters that this client sets itself. A URL must not have them.
+RESERVED = {"decode_responses", "encoding", "protocol", "socket_timeout", "socket_connect_timeout", "retry_on_timeout"}
 
 
 class TimedRedis(Redis):
@@ -62,8 +62,8 @@ class TimedPipeline(Pipeline):
             raise
 
 
-class FollowedConnection(SSLConnection):
-    """A TLS connection that reads the files of its rediss:// URL when it connects.
+class ReloadingConnection(SSLConnection):
+    """A TLS connection that reads the certificate files named in its rediss:// URL each time that it connects.
 
     If the URL names authorities, the system's authorities are not trusted.
     """
@@ -74,43 +74,43 @@ class FollowedConnection(SSLConnection):
         return arguments
 
 
-class FollowedSyncConnection(SyncSSLConnection):
-    """The same for the client without asyncio."""
+class ReloadingSyncConnection(SyncSSLConnection):
+    """ReloadingConnection for the synchronous client of the library."""
 
     def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
         return _context(self).wrap_socket(sock, server_hostname=self.host)
 
 
-def _context(asked: Any) -> ssl.SSLContext:
+def _context(connection: Any) -> ssl.SSLContext:
     """Returns a TLS context with the settings of a connection."""
-    context = ssl.create_default_context(cafile=asked.ca_certs)
-    context.check_hostname = asked.check_hostname
-    context.verify_mode = asked.cert_reqs
+    context = ssl.create_default_context(cafile=connection.ca_certs)
+    context.check_hostname = connection.check_hostname
+    context.verify_mode = connection.cert_reqs
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if asked.certfile:
-        context.load_cert_chain(asked.certfile, asked.keyfile)
+    if connection.certfile:
+        context.load_cert_chain(connection.certfile, connection.keyfile)
     return context
 
 
-def follow_files(pool: Any, url: str, followed: type[Any]) -> None:
-    """Makes the TLS connections of a pool read their files again for each connection.
+def reload_files(pool: Any, url: str, reloading: type[Any]) -> None:
+    """Makes a connection pool read the certificate files again for each new TLS connection.
 
     Args:
-        followed: class of the connections, FollowedConnection or FollowedSyncConnection.
+        reloading: class of the connections, ReloadingConnection or ReloadingSyncConnection.
 
     Raises:
         ValueError: the URL's query has an unsupported parameter, or TLS parameters without TLS.
     """
-    asked = set(parse_qs(urlsplit(url).query))
-    unknown = {name for name in asked if name.startswith("ssl_")} - TLS_QUERY | asked & DECIDED
+    given = set(parse_qs(urlsplit(url).query))
+    unknown = {name for name in given if name.startswith("ssl_")} - TLS_QUERY | given & RESERVED
     if unknown:
-        raise ValueError(f"its query has {', '.join(sorted(unknown))}; for TLS it may have {', '.join(sorted(TLS_QUERY))}")
+        raise ValueError(f"its query has {', '.join(sorted(unknown))}; the TLS parameters are {', '.join(sorted(TLS_QUERY))}")
     try:
         pool.connection_class(**pool.connection_kwargs)  # the constructor does not connect
     except (TypeError, RedisError) as error:
         raise ValueError(f"its query is wrong: {error}") from None
-    if issubclass(pool.connection_class, followed.__bases__):
-        pool.connection_class = followed
+    if issubclass(pool.connection_class, reloading.__bases__):
+        pool.connection_class = reloading
 
 
 def redis_client(url: str, limit_s: float) -> TimedRedis:
@@ -118,5 +118,5 @@ def redis_client(url: str, limit_s: float) -> TimedRedis:
     limits: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": limit_s}
     client = cast(TimedRedis, TimedRedis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits))
     client.limit_s = limit_s
-    follow_files(client.connection_pool, url, FollowedConnection)
+    reload_files(client.connection_pool, url, ReloadingConnection)
     return client

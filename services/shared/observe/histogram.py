@@ -1,6 +1,6 @@
-"""Prometheus histograms that are cheaper than the library's, which takes a lock per observation.
+"""Prometheus histograms without the lock that prometheus_client takes for each observation.
 
-A histogram has one writing thread. An observation costs a bisection and two additions, a tenth of the library's cost.
+Only one thread may write to a histogram. An observation costs a bisection and two additions, a tenth of prometheus_client's cost.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 class Histogram:
     """The counts of one set of label values.
 
-    A scrape in another thread finds all or none of the observations of one call in the buckets. It reads the sum after them, so
-    the sum may lack the last call or include later calls.
+    A scrape in another thread finds in the buckets all or none of the observations that one call adds. It reads the sum
+    separately, so the sum may lack that call or include later calls.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")
@@ -65,13 +65,13 @@ class LabelledHistogram(Collector):
     ) -> None:
         self._name, self._text, self._labels = name, text, labels
         self._bounds = tuple(bounds)
-        self._of: dict[tuple[str, ...], Histogram] = {}
+        self._histograms: dict[tuple[str, ...], Histogram] = {}
         registry.register(self)
 
     def labels(self, *values: str) -> Histogram:
-        """Returns the histogram of these label values. A frequent caller should keep it."""
-        assert len(values) == len(self._labels), "a value for each label"
-        return self._of.setdefault(values, Histogram(self._bounds))
+        """Returns the histogram of these label values. A frequent caller should store the result."""
+        assert len(values) == len(self._labels), "there is one value for each label"
+        return self._histograms.setdefault(values, Histogram(self._bounds))
 
     def describe(self) -> Iterator[Metric]:
         """Yields the metric without samples."""
@@ -79,6 +79,6 @@ class LabelledHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        for values, histogram in self._of.items():
+        for values, histogram in self._histograms.items():
             histogram.add_to(family, values)
         yield family

@@ -1,4 +1,4 @@
-"""Writes log lines to stderr, each a JSON object with the service's name and the fields of the call.
+"""Writes log lines to stderr, each a JSON object with the service's name and the fields of the logging call.
 
 No log line contains text of a prompt or of a completion.
 """

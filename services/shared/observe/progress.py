@@ -8,7 +8,7 @@ from typing import Any
 
 from rootstock_llm.services.shared.observe.log_fields import fields
 
-STEP = "step"  # field of a log record that `make run` shows to its user
+STEP = "step"  # field that marks a log record whose message `make run` prints
 GB = "GB"
 BAR = 20  # width of a bar in characters
 _LINE = re.compile(r"(?P<what>[a-z]+): \d+ %, (?P<done>[\d.]+) of (?P<total>[\d.]+) (?P<unit>\w+) in (?P<passed>[\d.]+) s")
@@ -22,8 +22,8 @@ class Progress:
     done: float  # in bytes if the unit is GB, otherwise in the unit
     total: float  # in the same unit
     passed_s: float  # seconds since the start
-    unit: str = GB
-    before: float = 0.0  # amount that was done before the start, which does not count for the rate
+    unit: str = GB  # GB, or the plural of the counted things
+    before: float = 0.0  # part of `done` that existed before the start; the rate excludes it
 
     @property
     def percent(self) -> int:
@@ -32,8 +32,8 @@ class Progress:
     @property
     def left_s(self) -> float | None:
         """Remaining seconds at the rate so far, or None if the rate is unknown or nothing remains."""
-        left, came = self.total - self.done, self.done - self.before
-        return left * self.passed_s / came if came > 0 and self.passed_s and left > 0 else None
+        left, gained = self.total - self.done, self.done - self.before
+        return left * self.passed_s / gained if gained > 0 and self.passed_s and left > 0 else None
 
     def line(self) -> str:
         counts = f"{self._amount(self.done)} of {self._amount(self.total)} {self.unit}"
@@ -48,20 +48,20 @@ class Progress:
         if not self.passed_s:
             return ""
         rate = max(0.0, self.done - self.before) / self.passed_s
-        spoken = f", {self._amount(rate)} {self.unit}/s" if self.unit == GB else f", {rate:.1f} {self.unit}/s"
-        return spoken if self.left_s is None else f"{spoken}, {self.left_s:.0f} s left"
+        pace = f", {self._amount(rate)} {self.unit}/s" if self.unit == GB else f", {rate:.1f} {self.unit}/s"
+        return pace if self.left_s is None else f"{pace}, {self.left_s:.0f} s left"
 
     def _amount(self, value: float) -> str:
         return f"{value / 1e9:.2f}" if self.unit == GB else f"{value:.0f}"
 
 
 def step() -> dict[str, dict[str, Any]]:
-    """Returns the `extra` of a log call whose message `make run` shows to its user: logger.info("loading", extra=step())."""
+    """Returns the `extra` of a log call whose message `make run` prints: logger.info("loading", extra=step())."""
     return fields(**{STEP: True})
 
 
 def read(line: str) -> Progress | None:
-    """Parses a line of Progress.line(), with its rounded numbers. Returns None for another line."""
+    """Parses the output of Progress.line(), whose numbers are rounded. Returns None for any other line."""
     found = _LINE.match(line)
     if found is None:
         return None

@@ -15,18 +15,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 Source = TypeVar("Source")
-# The number of a metric, numbers by label values, or None for a metric without samples.
+# A number, or numbers by label values. None: the metric has no samples in this scrape.
 Value = float | Mapping[tuple[str, ...], float] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Reading(Generic[Source]):
-    """A metric that is read from an object."""
+    """A metric, and the function that reads its value from the source object."""
 
     family: type[GaugeMetricFamily] | type[CounterMetricFamily]
     name: str  # without the suffix _total of counters
     text: str  # help text
-    read: Callable[[Source], Value]
+    read: Callable[[Source], Value]  # called at each scrape
     labels: tuple[str, ...] = ()  # labels of this metric, in addition to the collector's
 
     def described(self, labels: tuple[str, ...]) -> GaugeMetricFamily | CounterMetricFamily:
@@ -38,8 +38,8 @@ class Reading(Generic[Source]):
         if value is None:
             return
         family = self.described(labels)
-        for own, figure in value.items() if isinstance(value, Mapping) else [((), value)]:
-            family.add_metric((*label_values, *own), float(figure))
+        for own_labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
+            family.add_metric((*label_values, *own_labels), float(number))
         yield family
 
 
@@ -50,7 +50,7 @@ class Readings(Collector, ABC, Generic[Source]):
     labels: ClassVar[tuple[str, ...]] = ()  # labels of all rows; the constructor takes their values
 
     def __init__(self, source: Source, *label_values: str) -> None:
-        assert len(label_values) == len(self.labels), "a value for each label"
+        assert len(label_values) == len(self.labels), "there is one value for each label"
         self._source = source
         self._label_values = label_values
 

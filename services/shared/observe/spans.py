@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry's SDK without its globals, and their export over OTLP/gRPC.
+"""Makes spans with OpenTelemetry's SDK, without its global tracer provider, and exports them over OTLP/gRPC.
 
 A process has one Tracing object, which is passed to the code that makes spans. Only sampled requests have spans; other requests
 have None. Times are Unix nanoseconds. A thread exports spans in batches, and spans that cannot be sent are dropped.
@@ -25,11 +25,11 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 1.0  # time for the last spans to be sent when a process ends
+FLUSH_S = 1.0  # longest time for sending the last spans when a process ends
 MAX_QUEUED_SPANS = 16384  # unsent spans; beyond it, the oldest are dropped
 MAX_BATCH_SPANS = 512
 BATCH_MS = 500.0  # time after which an incomplete batch is sent
-EXPORT_S = 5.0  # time for a batch with its retries; then the batch is dropped
+EXPORT_S = 5.0  # time for sending a batch, with retries; then the batch is dropped
 TLS = "https://"
 SCOPE = "rootstock"
 _W3C = TraceContextTextMapPropagator()
@@ -53,7 +53,7 @@ class Span:
         return self._child(name, attributes, SpanKind.INTERNAL, start_ns)
 
     def client(self, name: str, attributes: Attributes | None = None) -> Span:
-        """Starts a child span for a call to another service, whose spans become children of it."""
+        """Starts a child span for a call to another service. The spans of that service become its children."""
         return self._child(name, attributes, SpanKind.CLIENT, None)
 
     def _child(self, name: str, attributes: Attributes | None, kind: SpanKind, start_ns: int | None) -> Span:
@@ -90,7 +90,7 @@ class Tracing:
         """Starts a server span for a client's request, in the trace of its `traceparent` header or in a new trace.
 
         Returns:
-            None if the request is not sampled: the client's flag decides, or the ratio if there is no flag.
+            None if the request is not sampled. The `sampled` flag of the header decides; without a header, the sampling ratio.
         """
         return self._started(name, _W3C.extract(headers, Context()), attributes, None)
 
@@ -119,11 +119,11 @@ class Tracing:
 
 
 def tracing_to(endpoint: str, service: str, ratio: float) -> Tracing:
-    """Returns a Tracing that exports to an OTLP collector. It connects when the first spans are sent.
+    """Returns a Tracing that exports to an OTLP collector. The connection is made when the first spans are sent.
 
     Args:
         endpoint: host:port or URL of the collector.
-        ratio: share of requests to sample if the client does not decide.
+        ratio: share of the requests without a trace context to sample, 0 to 1.
     """
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # CollectorExporter logs failures once
     exporter = CollectorExporter(OTLPSpanExporter(endpoint, insecure=not endpoint.startswith(TLS), timeout=EXPORT_S), endpoint)
@@ -143,12 +143,12 @@ def tracing_to(endpoint: str, service: str, ratio: float) -> Tracing:
 
 
 class CollectorExporter(SpanExporter):
-    """An exporter that logs a line when spans begin to be lost and a line when they are sent again."""
+    """An exporter that logs once when sending begins to fail, and once when it succeeds again."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter
         self._endpoint = endpoint
-        self._lost = 0  # spans lost since the last batch that was sent
+        self._lost = 0  # spans dropped since the last successful export
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)

@@ -55,9 +55,9 @@ def authorization(token: str) -> str:
 
 
 def accepts(token: str, given: bytes) -> bool:
-    """Whether an authorization value has the token, or no token is configured. The time does not depend on the value."""
+    """Whether an authorization value has the token, or no token is configured. The comparison takes constant time."""
     if not token:
         return True
-    scheme, _, guess = given.partition(b" ")
-    equal = hmac.compare_digest(guess.strip(), token.encode())
+    scheme, _, sent = given.partition(b" ")
+    equal = hmac.compare_digest(sent.strip(), token.encode())
     return equal and scheme.lower() == _SCHEME

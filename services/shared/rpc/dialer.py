@@ -1,8 +1,8 @@
 """Makes gRPC channels to other services, without TLS or with mutual TLS by the current certificate files.
 
-A gRPC channel reconnects with the credentials with which it was created. An owner of a long-lived channel therefore asks for the
-current channel before each stream (KeptChannel.now). A call that waits for a connection is given up when the files change.
-Streams over earlier channels continue for at most CLOSE_S.
+A gRPC channel reconnects with the credentials with which it was created. The owner of a LongLivedChannel therefore calls now()
+before each stream: it replaces the channel if the certificate files have changed. A call that still waits for a connection fails
+with StaleChannel after a change of the files. Streams over the replaced channel continue for at most CLOSE_S.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import grpc
 
 from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.shared.rpc import grpc_server
-from rootstock_llm.services.shared.tls.certificate_files import LOOK_S
-from rootstock_llm.services.shared.tls.handshake import why_refused
+from rootstock_llm.services.shared.tls.certificate_files import CHECK_S
+from rootstock_llm.services.shared.tls.handshake import handshake_fault
 from rootstock_llm.services.shared.tls.mutual_tls import MutualTls
 from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-TELL_S = 60.0  # pause between two diagnoses of failed connections of one channel
-CLOSE_S = 30.0  # time that calls over a replaced channel may take to end
+DIAGNOSE_S = 60.0  # pause between two diagnoses of failed connections of one channel
+CLOSE_S = 30.0  # seconds for which calls over a replaced channel may continue
 
 
 class StaleChannel(ConnectionError):
@@ -41,7 +41,7 @@ class Dialer:
     """Makes channels with the credentials of this process."""
 
     mtls: MutualTls | None = None  # None: connections without TLS
-    failed: Callable[[str], None] = _ignore  # receives the name of the service with which a TLS handshake fails
+    failed: Callable[[str], None] = _ignore  # called with the name of the remote service after a TLS handshake has failed
 
     def channel(self, target: str, role: Role) -> grpc.aio.Channel:
         """Returns a new channel for calls that start immediately.
@@ -55,48 +55,48 @@ class Dialer:
         named = ("grpc.ssl_target_name_override", role.value)
         return grpc.aio.secure_channel(target, self.mtls.channel_credentials(), options=[*grpc_server.CHANNEL_OPTIONS, named])
 
-    def kept(self, target: str, role: Role) -> KeptChannel:
-        return KeptChannel(self, target, role)
+    def long_lived_channel(self, target: str, role: Role) -> LongLivedChannel:
+        return LongLivedChannel(self, target, role)
 
 
-IN_THE_CLEAR = Dialer()
+PLAINTEXT = Dialer()
 
 
-class KeptChannel:
+class LongLivedChannel:
     """A long-lived channel to one address, replaced when the TLS files change. Belongs to one event loop."""
 
     def __init__(self, dialer: Dialer, target: str, role: Role) -> None:
         self._dialer, self._target, self._role = dialer, target, role
-        self._number = self._numbered()
+        self._version = self._files_version()
         self._channel = dialer.channel(target, role)
         self._closing: set[asyncio.Task[None]] = set()
         self._diagnose_at = 0.0
 
-    def _numbered(self) -> int:
-        return 0 if self._dialer.mtls is None else self._dialer.mtls.number
+    def _files_version(self) -> int:
+        return 0 if self._dialer.mtls is None else self._dialer.mtls.version
 
     @property
     def is_stale(self) -> bool:
-        """Whether the files have changed since the channel was created, so that it must not connect again."""
-        return self._numbered() != self._number
+        """Whether the TLS files have changed since the channel was created. A stale channel must not connect again."""
+        return self._files_version() != self._version
 
     @property
     def may_connect(self) -> bool:
-        """Whether a call that starts now is certain not to connect with old files."""
+        """Whether a call that starts now uses the current files or an existing connection."""
         return not self.is_stale or self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     def now(self) -> grpc.aio.Channel:
-        """Returns the channel for new streams and calls. Calls over an earlier channel continue for at most CLOSE_S."""
+        """Returns the channel for new streams and calls. Calls over a replaced channel continue for at most CLOSE_S."""
         if self.is_stale:
-            self._number, earlier = self._numbered(), self._channel
+            self._version, replaced = self._files_version(), self._channel
             self._channel = self._dialer.channel(self._target, self._role)
-            closing = asyncio.get_running_loop().create_task(earlier.close(CLOSE_S))
+            closing = asyncio.get_running_loop().create_task(replaced.close(CLOSE_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         return self._channel
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Closes this channel after the grace period, and stops waiting for calls over earlier channels."""
+        """Closes this channel after the grace period, and stops waiting for calls over replaced channels."""
         for closing in self._closing:
             closing.cancel()
         await self._channel.close(grace_s)
@@ -112,7 +112,7 @@ class KeptChannel:
             yield
             return
         try:
-            # The call itself is not cancelled, because a write in grpc.aio would then never end.
+            # The timeout cancels the waiting task, not the gRPC call: a write in grpc.aio never ends if its call is cancelled.
             async with asyncio.timeout(None) as waiting:
                 watching = asyncio.create_task(self._watch(waiting))
                 try:
@@ -121,7 +121,7 @@ class KeptChannel:
                     watching.cancel()
         except TimeoutError:
             if waiting.expired():
-                raise StaleChannel("TLS files have changed before it was connected") from None
+                raise StaleChannel("the TLS files changed before the channel was connected") from None
             raise
 
     async def state_changed(self, state: grpc.ChannelConnectivity) -> None:
@@ -134,13 +134,13 @@ class KeptChannel:
             while not change.done() and (state is grpc.ChannelConnectivity.READY or not self.is_stale):
                 if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:  # repeated attempts do not leave this state
                     await self._diagnose()
-                await asyncio.wait((change,), timeout=LOOK_S)
+                await asyncio.wait((change,), timeout=CHECK_S)
         finally:
             change.cancel()
 
     async def _watch(self, waiting: asyncio.Timeout) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
                 if self.is_stale:
                     waiting.reschedule(asyncio.get_running_loop().time())
@@ -148,13 +148,13 @@ class KeptChannel:
                 await self._diagnose()
 
     async def _diagnose(self) -> None:
-        """Logs why there is no connection, at most once in TELL_S. gRPC does not report the reason to a waiting call."""
+        """Logs why there is no connection, at most once in DIAGNOSE_S. gRPC does not report the reason to a waiting call."""
         clock = asyncio.get_running_loop().time
         mtls = self._dialer.mtls
         if mtls is None or clock() < self._diagnose_at:
             return
-        self._diagnose_at = clock() + TELL_S
-        why = await why_refused(self._target, mtls.files.now().client, self._role)
-        if why:
+        self._diagnose_at = clock() + DIAGNOSE_S
+        fault = await handshake_fault(self._target, mtls.files.now().client, self._role)
+        if fault:
             self._dialer.failed(self._role.value.removeprefix("rootstock-"))
-            logger.error("TLS handshake failed: %s", why, extra=fields(peer=self._role.value, address=self._target))
+            logger.error("TLS handshake failed: %s", fault, extra=fields(peer=self._role.value, address=self._target))

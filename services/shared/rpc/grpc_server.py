@@ -1,4 +1,4 @@
-"""The gRPC server of every service: options, health, checks of callers, open calls, messages of a stream, and a drained stop."""
+"""The gRPC server of every service: options, health, caller checks, the count of open calls, stream reading, graceful stop."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.shared.tls.mutual_tls import TOKEN_KEY, MutualTls
 from rootstock_llm.services.shared.tls.roles import Role
 
-CLOSE_S = 1.0  # smallest time for connections to close, also after the grace period
-ENDED = 128 + signal.SIGTERM  # exit status of a process that SIGTERM ends, by the shells' convention
+CLOSE_S = 1.0  # seconds that connections get to close, even if the grace period has passed
+TERMINATED = 128 + signal.SIGTERM  # exit status after SIGTERM, by the shells' convention
 SHUTTING_DOWN = "the server is shutting down"  # status of a call after the drain
 GOING_AWAY = "the service is going away"  # status of a stream that a stopping service ends
 DRAIN_QUIET_S = 0.02  # time without a message after which a stopping service ends a stream
@@ -30,7 +30,7 @@ DRAIN_S = 0.2  # longest time that a stopping service reads a stream
 HEALTH = "/grpc.health.v1.Health/"  # prefix of the health service's methods
 LIVENESS = ""  # name of the process's liveness in the health service; the name of the service means readiness
 LOG_S = 60.0  # pause between two log lines about the same refused client
-MAX_LOGGED = 1024  # refused clients that are remembered for this pause
+MAX_LOGGED = 1024  # refused clients whose last log time is stored
 
 Behavior = Callable[[Any, Any], Any]  # the implementation of a call: (request, context) → response
 Message = TypeVar("Message")
@@ -51,7 +51,7 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
 # Keepalive detects a vanished server within about 20 s. min_reconnect_backoff_ms is also the time limit of a connection attempt
-# with its handshakes. After a refused connection, the next attempt does not wait for it.
+# with its handshakes. It does not delay the next attempt if the server refuses a connection.
 CHANNEL_OPTIONS = [
     *_MESSAGE_OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
@@ -105,7 +105,7 @@ class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has
         self._mtls = mtls
         self._callers = frozenset(caller.value.encode() for caller in callers)
         self._log_at: dict[str, float] = {}  # time of the next log line by client host
-        # A handler of the stream kind reads no message, so it fits calls of every kind.
+        # gRPC calls a stream-stream handler before it reads a message, so this handler can refuse calls of every kind.
         self._no_token = grpc.stream_stream_rpc_method_handler(self._refuse_token)
 
     def open(self, server: grpc.aio.Server, address: str) -> int:
@@ -116,7 +116,7 @@ class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has
         self, continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]], details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler:
         tokens = self._mtls.tokens
-        if tokens is not None and not tokens.accepts(_given(details.invocation_metadata)):
+        if tokens is not None and not tokens.accepts(_token_in(details.invocation_metadata)):
             return self._no_token
         handler = await continuation(details)
         return handler if handler is None else checked(handler, self._check)
@@ -156,7 +156,7 @@ class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has
         logger.warning("call refused: %s", why, extra=fields(peer=host))
 
 
-def _given(metadata: Any) -> bytes:
+def _token_in(metadata: Any) -> bytes:
     for key, value in metadata or ():
         if key == TOKEN_KEY:
             return value if isinstance(value, bytes) else str(value).encode()
@@ -170,10 +170,10 @@ def checked(
     kinds = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
     name = "_".join(kinds)
     make = getattr(grpc, f"{name}_rpc_method_handler")
-    return make(_behind(check, getattr(handler, name)), handler.request_deserializer, handler.response_serializer)
+    return make(_with_check(check, getattr(handler, name)), handler.request_deserializer, handler.response_serializer)
 
 
-def _behind(check: Callable[[grpc.aio.ServicerContext], Awaitable[None]], behavior: Behavior) -> Behavior:
+def _with_check(check: Callable[[grpc.aio.ServicerContext], Awaitable[None]], behavior: Behavior) -> Behavior:
     """Wraps a behavior in a function of the same kind: a coroutine or an asynchronous generator. gRPC distinguishes them."""
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -182,9 +182,9 @@ def _behind(check: Callable[[grpc.aio.ServicerContext], Awaitable[None]], behavi
 
     async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         await check(context)
-        async with contextlib.aclosing(behavior(request, context)) as answers:
-            async for answer in answers:
-                yield answer
+        async with contextlib.aclosing(behavior(request, context)) as responses:
+            async for response in responses:
+                yield response
 
     return stream if inspect.isasyncgenfunction(behavior) else call
 
@@ -192,22 +192,22 @@ def _behind(check: Callable[[grpc.aio.ServicerContext], Awaitable[None]], behavi
 class OpenCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Counts calls from their arrival until gRPC has written their status, so that the server can stop after the last one.
 
-    Calls of the health service are not counted: it answers until the end, and a Watch call never ends by itself. Belongs to the
-    server's event loop.
+    Calls of the health service are not counted: it serves until the server stops, and a Watch call never ends by itself. Belongs
+    to the server's event loop.
     """
 
     def __init__(self) -> None:
         self._open = 0
         self._closed = False
-        self._none = asyncio.Event()
-        self._none.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def close(self) -> None:
         """Makes all later calls fail with UNAVAILABLE."""
         self._closed = True
 
-    async def wait_none(self) -> None:
-        await self._none.wait()
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]], details: grpc.HandlerCallDetails
@@ -222,13 +222,13 @@ class OpenCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if self._closed:
             await context.abort(grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
         self._open += 1
-        self._none.clear()
+        self._idle.clear()
         context.add_done_callback(self._end)
 
     def _end(self, _: object) -> None:
         self._open -= 1
         if not self._open:
-            self._none.set()
+            self._idle.set()
 
 
 class GrpcServer:
@@ -238,7 +238,7 @@ class GrpcServer:
         self._server, self._health, self._calls = server, health, calls
 
     async def stop(self, grace_s: float | None) -> None:
-        """Stops accepting calls and gives running calls `grace_s`. Responses may be lost; serve_until() loses none."""
+        """Stops accepting calls and gives running calls `grace_s` seconds. Unlike serve_until(), it may lose responses."""
         await self._server.stop(grace_s)
 
     async def serve_until(self, stop: asyncio.Event, grace_s: float, drain: Callable[[], Awaitable[None]]) -> None:
@@ -257,7 +257,7 @@ class GrpcServer:
         began = asyncio.get_running_loop().time()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._calls.wait_none()
+                await self._calls.wait_idle()
         left = grace_s - (asyncio.get_running_loop().time() - began)
         await self._server.stop(max(left, CLOSE_S))
 
@@ -274,7 +274,7 @@ async def start_server(
 
     Args:
         max_connection_age_s: age at which a connection takes no new calls; running calls continue. 0: never.
-        guard: requires TLS and checks callers; None for a port without TLS that takes every call.
+        guard: requires TLS and checks callers; None: the port has no TLS and accepts every call.
 
     Raises:
         RuntimeError: the port is taken.
@@ -321,14 +321,14 @@ async def start_probe_port(host: str, port: int, health: HealthService) -> grpc.
 def end_on_signal() -> None:
     """Makes SIGTERM end the process immediately, until stop_signal() is called.
 
-    The kernel ignores SIGTERM for a container's first process unless it has a handler. Without one, a worker that loads a model
-    would keep its device for minutes.
+    The kernel ignores SIGTERM for a container's first process unless that process has a handler. Without a handler, a worker that
+    loads a model would occupy its device for minutes after SIGTERM.
     """
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(ENDED))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
 
 
 def stop_signal() -> asyncio.Event:
-    """Returns an event that SIGTERM and SIGINT set. Must be called before the server takes calls."""
+    """Returns an event that SIGTERM and SIGINT set. The caller must call this before the server accepts calls."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
@@ -349,14 +349,14 @@ class MessageReader(Generic[Message]):
 
     def __init__(self, context: grpc.aio.ServicerContext, stopping: asyncio.Event) -> None:
         self._context = context
-        self._last = asyncio.create_task(_last_read(stopping))
+        self._deadline = asyncio.create_task(_drain_deadline(stopping))  # ends when the service stops
 
     async def next(self) -> Message | None:
         """Returns the next message, or None at the end of the stream. Raises GoingAway if the service stops."""
         read = asyncio.ensure_future(self._context.read())
         try:
-            await asyncio.wait([read, self._last], return_when=asyncio.FIRST_COMPLETED)
-            if not read.done() and time.monotonic() < self._last.result():
+            await asyncio.wait([read, self._deadline], return_when=asyncio.FIRST_COMPLETED)
+            if not read.done() and time.monotonic() < self._deadline.result():
                 await asyncio.wait([read], timeout=DRAIN_QUIET_S)
             if not read.done():
                 raise GoingAway
@@ -366,10 +366,10 @@ class MessageReader(Generic[Message]):
             read.cancel()
 
     def close(self) -> None:
-        self._last.cancel()
+        self._deadline.cancel()
 
 
-async def _last_read(stopping: asyncio.Event) -> float:
+async def _drain_deadline(stopping: asyncio.Event) -> float:
     """Waits until the service stops. Returns the time (time.monotonic) until which messages are still read."""
     await stopping.wait()
     return time.monotonic() + DRAIN_S

@@ -42,9 +42,9 @@ def check_grpc(target: str, service: str, timeout_s: float) -> None:
 def check_http(url: str, timeout_s: float) -> None:
     """Sends a GET request without proxies and redirects. Raises NotServing."""
     parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     try:
-        connection = kind(parts.netloc, timeout=timeout_s)
+        connection = connect(parts.netloc, timeout=timeout_s)
         connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
         status = connection.getresponse().status
         connection.close()
@@ -65,12 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = build_parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     try:
-        if given.target.startswith(("http://", "https://")):
-            check_http(given.target, given.timeout_s)
+        if arguments.target.startswith(("http://", "https://")):
+            check_http(arguments.target, arguments.timeout_s)
         else:
-            check_grpc(given.target, given.service, given.timeout_s)
+            check_grpc(arguments.target, arguments.service, arguments.timeout_s)
     except NotServing as failure:
         print(failure, file=sys.stderr)
         return FAILING

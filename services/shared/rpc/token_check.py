@@ -1,4 +1,4 @@
-"""A gRPC port that takes only calls with the control token. Other calls are refused before their message is read."""
+"""A gRPC port that accepts only calls with the control token. Other calls are refused before their message is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ha
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        if accepts(self._token, _given(handler_call_details.invocation_metadata)):
+        if accepts(self._token, _authorization_in(handler_call_details.invocation_metadata)):
             return await continuation(handler_call_details)
         return self._refusal
 
@@ -50,7 +50,7 @@ async def start_guarded_server(
     return server, bound
 
 
-def _given(metadata: Any) -> bytes:
+def _authorization_in(metadata: Any) -> bytes:
     for key, value in metadata or ():
         if key == METADATA_KEY:
             return value if isinstance(value, bytes) else str(value).encode()

@@ -1,7 +1,8 @@
 """A certificate, its key and its authorities, from files that may be replaced while the process runs.
 
-The files are checked when they are needed, at most once a second, and read together: cert-manager and the kubelet replace them by
-changing the target of a link. Files that cannot be used are logged, and the old ones stay in use.
+now() checks the files for a change, at most once per CHECK_S. All files are read in the same state, because cert-manager and the
+kubelet replace them together by changing the target of a link. If new files cannot be used, an error is logged, and the content
+read before stays in use.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rootstock_llm.services.shared.observe.log_fields import fields
-from rootstock_llm.services.shared.tls.handshake import Named, shown
+from rootstock_llm.services.shared.tls.handshake import CertificateNames, handshake_in_memory
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # seconds between two checks of the files
+CHECK_S = 1.0  # shortest time in seconds between two checks of the files
 TRIES = 5  # attempts to read all files without a change in between
 EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
@@ -33,13 +34,14 @@ class BadTls(ValueError):
 class Certificates:
     """The content of the files at one moment, in PEM."""
 
-    number: int  # number of the version of the files; differs after each change
-    certificate: bytes  # with its chain
+    version: int  # 0 for the first content of the files; increases with each change
+    certificate: bytes  # followed by its chain
     key: bytes
     authorities: bytes
-    server: ssl.SSLContext
-    client: ssl.SSLContext
-    named: Named | None = None  # names in the certificate, or None if they were not checked or it has expired
+    server: ssl.SSLContext  # context for connections that this process accepts
+    client: ssl.SSLContext  # context for connections that this process opens
+    # Names and expiry of the certificate. None: no name was to be checked, or the certificate has expired.
+    named: CertificateNames | None = None
 
 
 class CertificateFiles:
@@ -59,47 +61,49 @@ class CertificateFiles:
         self._lock = threading.Lock()
         self.valid = True  # whether the current content of the files is in use
         try:
-            self._seen, self._held = self._read(0)
+            self._signature_read, self._current = self._read(0)
         except (OSError, ssl.SSLError, ValueError) as error:
-            raise BadTls(f"{self}: {_words(error)}") from None
-        self._next_look = time.monotonic() + LOOK_S
+            raise BadTls(f"{self}: {_reason(error)}") from None
+        self._next_check = time.monotonic() + CHECK_S
 
     def __str__(self) -> str:
         return ", ".join(map(str, self._paths))
 
     def now(self) -> Certificates:
-        """Returns the content of the files, or the last content that could be used."""
+        """Returns the current content of the files; if it cannot be used, the last usable content."""
         with self._lock:
-            if time.monotonic() >= self._next_look:
-                self._look()
-                self._next_look = time.monotonic() + LOOK_S
-            return self._held
+            if time.monotonic() >= self._next_check:
+                self._reload_if_changed()
+                self._next_check = time.monotonic() + CHECK_S
+            return self._current
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         try:
-            if self._signature() == self._seen:
-                self.valid = True  # the files in use have been restored
+            if self._signature() == self._signature_read:
+                self.valid = True  # after a fault, the content in use may have been restored
                 return
-            self._seen, self._held = self._read(self._held.number + 1)
+            self._signature_read, self._current = self._read(self._current.version + 1)
         except (OSError, ssl.SSLError, ValueError) as error:
             if self.valid:
                 logger.error(
-                    "the new TLS files cannot be used; the old ones stay in use: %s", _words(error), extra=fields(files=str(self))
+                    "the new TLS files cannot be used; the old ones stay in use: %s",
+                    _reason(error),
+                    extra=fields(files=str(self)),
                 )
             self.valid = False
             return
         self.valid = True
         logger.info("reloaded the TLS files", extra=fields(files=str(self)))
 
-    def _read(self, number: int) -> tuple[Signature, Certificates]:
-        """Reads all files in the same state. Raises OSError, ssl.SSLError, or ValueError for another service's certificate."""
+    def _read(self, version: int) -> tuple[Signature, Certificates]:
+        """Reads all files in the same state. Raises OSError, ssl.SSLError or ValueError."""
         for _ in range(TRIES):
             before = self._signature()
             certificate, key, authorities = (path.read_bytes() for path in self._paths)
             server, client = self._contexts()
             if self._signature() == before:
-                named = self._named(server, client)
-                return before, Certificates(number, certificate, key, authorities, server, client, named)
+                named = self._check_name(server, client)
+                return before, Certificates(version, certificate, key, authorities, server, client, named)
         raise OSError("the files change while they are read")
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -115,11 +119,11 @@ class CertificateFiles:
             context.load_verify_locations(authorities)
         return server, client
 
-    def _named(self, server: ssl.SSLContext, client: ssl.SSLContext) -> Named | None:
+    def _check_name(self, server: ssl.SSLContext, client: ssl.SSLContext) -> CertificateNames | None:
         if not self._name:
             return None
         try:
-            return shown(server, client, self._name)
+            return handshake_in_memory(server, client, self._name)
         except ssl.SSLCertVerificationError as error:
             if error.verify_code != EXPIRED:
                 raise
@@ -128,11 +132,11 @@ class CertificateFiles:
 
     def _signature(self) -> Signature:
         stats = [path.stat() for path in self._paths]
-        return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in stats)
+        return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
-def _words(error: Exception) -> str:
-    """Returns the library's message without the position in its source code."""
+def _reason(error: Exception) -> str:
+    """Returns the reason in an error of the ssl module, without the position in the module's source code."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the authorities do not verify the certificate: {error.verify_message}"
     return (error.reason if isinstance(error, ssl.SSLError) and error.reason else str(error)) or type(error).__name__

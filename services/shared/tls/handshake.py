@@ -1,4 +1,4 @@
-"""Test handshakes: a process's certificate against itself in memory, and a connection that finds why gRPC's handshake fails."""
+"""Test handshakes: in memory, to check this process's certificate, and over a connection, to find why gRPC's handshake fails."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from dataclasses import dataclass
 from rootstock_llm.services.shared.tls.roles import Role
 
 LIMIT_S = 3.0  # time limit of a diagnosis
-REFUSED_S = 0.5  # time in which a server refuses the client's certificate after the handshake has ended here
+# Seconds to wait for the server's refusal of the client's certificate. In TLS 1.3, it arrives after the end of the handshake.
+REFUSAL_S = 0.5
 FLIGHTS = 8  # largest number of message flights of a handshake
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class CertificateNames:
     """The names and the expiry of a certificate."""
 
     names: frozenset[str]  # DNS names
     not_after: float  # Unix time of its expiry
 
 
-def shown(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> Named:
+def handshake_in_memory(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> CertificateNames:
     """Performs a handshake between two contexts in memory. Returns the names in the client's certificate.
 
     Raises:
-        ssl.SSLError: one side refuses the other's certificate, its name, or its permitted uses.
+        ssl.SSLError: one context refuses the other's certificate, its name, or its permitted uses.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     serving = server.wrap_bio(to_server, to_client, server_side=True)
@@ -42,16 +43,16 @@ def shown(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> Named:
     return names_of(serving)
 
 
-def names_of(secured: ssl.SSLObject | ssl.SSLSocket) -> Named:
-    """Returns the names in the other side's certificate. Raises ssl.SSLError if it has shown no certificate."""
+def names_of(secured: ssl.SSLObject | ssl.SSLSocket) -> CertificateNames:
+    """Returns the names in the certificate of the other side. Raises ssl.SSLError if the other side has sent none."""
     found = secured.getpeercert()
     if not found:
-        raise ssl.SSLError("no certificate was shown")
+        raise ssl.SSLError("the other side has sent no certificate")
     names = frozenset(str(entry[1]) for entry in found.get("subjectAltName", ()) if entry[0] == "DNS")
-    return Named(names, float(ssl.cert_time_to_seconds(str(found["notAfter"]))))
+    return CertificateNames(names, float(ssl.cert_time_to_seconds(str(found["notAfter"]))))
 
 
-async def why_refused(target: str, client: ssl.SSLContext, role: Role) -> str:
+async def handshake_fault(target: str, client: ssl.SSLContext, role: Role) -> str:
     """Connects to a server and returns why the TLS handshake fails.
 
     Args:
@@ -59,14 +60,14 @@ async def why_refused(target: str, client: ssl.SSLContext, role: Role) -> str:
         role: role that the server's certificate must name.
 
     Returns:
-        A clause that says which side refuses the other's certificate; "" if the handshake succeeds or no server answers.
+        A clause that names the side that refuses the other's certificate; "" if the handshake succeeds or the connection fails.
     """
     host, _, port = target.rpartition(":")
     try:
         async with asyncio.timeout(LIMIT_S):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=client, server_hostname=role.value)
             try:
-                return await _objection(reader)
+                return await _server_refusal(reader)
             finally:
                 writer.close()
                 with suppress(OSError):
@@ -79,15 +80,15 @@ async def why_refused(target: str, client: ssl.SSLContext, role: Role) -> str:
         return ""
 
 
-async def _objection(reader: asyncio.StreamReader) -> str:
+async def _server_refusal(reader: asyncio.StreamReader) -> str:
     """Returns why the server refuses the client, or "". A gRPC server sends the first bytes only to clients that it accepts."""
     try:
-        async with asyncio.timeout(REFUSED_S):
-            said = await reader.read(1)
+        async with asyncio.timeout(REFUSAL_S):
+            received = await reader.read(1)
     except TimeoutError:
         return ""
     except ssl.SSLError as error:
         return f"the server refuses this process's certificate: {error.reason or error}"
     except ConnectionError:
-        said = b""
-    return "" if said else "the server closes the connection after it has received this process's certificate"
+        received = b""
+    return "" if received else "the server closes the connection after it has received this process's certificate"

@@ -16,7 +16,7 @@ TOKEN_KEY = "rootstock-token"  # metadata key of the token in each call
 
 
 class MutualTls:
-    """The certificate files, role and tokens of this process. Files that become unusable later are only logged."""
+    """The certificate files, role and tokens of this process. If they become unusable, their last usable content stays in use."""
 
     def __init__(self, files: CertificateFiles, role: Role, tokens: TokenFile | None = None) -> None:
         self.files = files
@@ -25,26 +25,28 @@ class MutualTls:
         self.refused = {"certificate": 0, "token": 0}  # calls refused by this process, by reason
 
     @property
-    def number(self) -> int:
-        """Number of the current certificate files. When it changes, new connections need new credentials."""
-        return self.files.now().number
+    def version(self) -> int:
+        """Version of the certificate files. When it changes, new connections need new credentials."""
+        return self.files.now().version
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Returns credentials for the lifetime of a port. Each handshake uses the current files."""
-        served = self.files.now()
-        return grpc.dynamic_ssl_server_credentials(_served(served), _following(self.files, served.number), True)
+        current = self.files.now()
+        return grpc.dynamic_ssl_server_credentials(
+            _server_configuration(current), _changed_configuration(self.files, current.version), True
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns credentials for connections that are made before the files change again."""
-        held = self.files.now()
-        credentials = grpc.ssl_channel_credentials(held.authorities, held.key, held.certificate)
+        """Returns credentials with the current files. After a change of the files, new connections need new credentials."""
+        current = self.files.now()
+        credentials = grpc.ssl_channel_credentials(current.authorities, current.key, current.certificate)
         if self.tokens is None:
             return credentials
-        return grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(_TokenOf(self.tokens)))
+        return grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(_TokenMetadata(self.tokens)))
 
 
-class _TokenOf(grpc.AuthMetadataPlugin):  # type: ignore[misc]  # grpcio has no types
-    """Adds the token to each call. gRPC calls it on a thread of its own."""
+class _TokenMetadata(grpc.AuthMetadataPlugin):  # type: ignore[misc]  # grpcio has no types
+    """Adds the token to each call. gRPC calls the plugin on its own thread."""
 
     def __init__(self, tokens: TokenFile) -> None:
         self._tokens = tokens
@@ -53,20 +55,20 @@ class _TokenOf(grpc.AuthMetadataPlugin):  # type: ignore[misc]  # grpcio has no 
         callback(((TOKEN_KEY, self._tokens.sent),), None)
 
 
-def _served(held: Certificates) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(held.key, held.certificate)], held.authorities)
+def _server_configuration(current: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(current.key, current.certificate)], current.authorities)
 
 
-def _following(files: CertificateFiles, number: int) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+def _changed_configuration(files: CertificateFiles, version: int) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
     """Returns the function that gRPC calls before each handshake. It returns None if the certificate has not changed."""
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal number
-        held = files.now()
-        if held.number == number:
+        nonlocal version
+        current = files.now()
+        if current.version == version:
             return None
-        number = held.number
-        return _served(held)
+        version = current.version
+        return _server_configuration(current)
 
     return fetch
 

@@ -350,7 +350,7 @@ class TestTls:
     def test_reader_and_server_follow_replaced_files_for_new_connections(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(certificate_files, "LOOK_S", 0.0)
+        monkeypatch.setattr(certificate_files, "CHECK_S", 0.0)
         ours, next_one = Authority(tmp_path / "ours"), Authority(tmp_path / "next")
         mine, theirs = ours.files("decode"), ours.files("prefill")
         with Served(tls=PeerTls(*theirs)) as served:

@@ -9,8 +9,8 @@ FETCH = (
     *of(
         "fetch",
         f"{FOLDER}/download.py",
-        ('{"Range": f"bytes={held}-"} if held else {}', "{}"),
-        ("if size != file.size else file.wrong(part)", 'if size != file.size else ""'),
+        ('{"Range": f"bytes={present}-"} if present else {}', "{}"),
+        ("if size != file.size else file.find_fault(part)", 'if size != file.size else ""'),
         ("fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
         ("fullmatch(other.name) and other != partial:", "fullmatch(other.name) and other == folder:"),
         ("        if mark.is_file() and mark.read_text() == wanted:", "        if mark.is_file():"),
@@ -21,7 +21,7 @@ FETCH = (
     *of(
         "fetch",
         f"{FOLDER}/http_client.py",
-        ("if after is not None and", "if after is not None or"),
+        ("if redirected is not None and", "if redirected is not None or"),
         ("not in (408, 429, 500, 502, 503, 504)", "in (1,)"),
     ),
     *of("fetch", f"{FOLDER}/files.py", ('return "" if found == wanted else', 'return "" if found else')),

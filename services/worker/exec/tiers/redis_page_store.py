@@ -30,7 +30,7 @@ import xxhash
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from rootstock_llm.services.shared.index.redis_client import FollowedSyncConnection, follow_files
+from rootstock_llm.services.shared.index.redis_client import ReloadingSyncConnection, reload_files
 from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
 from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES, UNSALTED, tag_of
@@ -450,7 +450,7 @@ def page_client(url: str) -> redis.Redis:
     client = redis.Redis.from_url(
         url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0), protocol=2
     )
-    follow_files(client.connection_pool, url, FollowedSyncConnection)
+    reload_files(client.connection_pool, url, ReloadingSyncConnection)
     return client
 
 

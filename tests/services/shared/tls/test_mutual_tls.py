@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rootstock_llm.protos import detokenizer_pb2, detokenizer_pb2_grpc
 from rootstock_llm.services.gateway.remote.connection import keep_connected
 from rootstock_llm.services.shared.rpc import grpc_server
-from rootstock_llm.services.shared.rpc.dialer import Dialer, KeptChannel
+from rootstock_llm.services.shared.rpc.dialer import Dialer, LongLivedChannel
 from rootstock_llm.services.shared.rpc.grpc_server import PortGuard
 from rootstock_llm.services.shared.settings import of_values
 from rootstock_llm.services.shared.tls import certificate_files, token_file
@@ -41,7 +41,7 @@ def logged(caplog: pytest.LogCaptureFixture, by: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def reread_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (certificate_files, token_file):
-        monkeypatch.setattr(module, "LOOK_S", 0.0)
+        monkeypatch.setattr(module, "CHECK_S", 0.0)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_new_connections_use_new_files_on_both_sides(pki: Pki, tmp_path: Path) -
     async def work() -> None:
         dialer = Dialer(pki.tls(GATEWAY, own_files))
         async with served(pki.tls(WORKER, theirs)) as target:
-            kept = dialer.kept(target, WORKER)
+            kept = dialer.long_lived_channel(target, WORKER)
             watched = health_pb2_grpc.HealthStub(kept.now()).Watch(Check())
             assert await watched.read()
             first = kept.now()
@@ -198,7 +198,7 @@ def test_waiting_stream_connects_with_new_files(pki: Pki, tmp_path: Path, caplog
     failed: list[str] = []
     connected = asyncio.Event()
 
-    async def session(kept: KeptChannel) -> None:
+    async def session(kept: LongLivedChannel) -> None:
         stub = detokenizer_pb2_grpc.DetokenizerStub(kept.now())
         call = stub.Decode(wait_for_ready=True)
         try:
@@ -211,7 +211,7 @@ def test_waiting_stream_connects_with_new_files(pki: Pki, tmp_path: Path, caplog
 
     async def work() -> None:
         async with served(pki.tls(WORKER)) as target:
-            kept = Dialer(pki.tls(GATEWAY, own_files), failed.append).kept(target, WORKER)
+            kept = Dialer(pki.tls(GATEWAY, own_files), failed.append).long_lived_channel(target, WORKER)
             keeping = asyncio.create_task(keep_connected("worker", target, lambda: session(kept)))
             while not failed:
                 await asyncio.sleep(0.05)
@@ -245,13 +245,13 @@ def test_dialer_logs_why_the_handshake_fails(kind: str, pki: Pki, tmp_path: Path
         signer = Authority(tmp_path / "foreign")
     theirs = pki.tls(role, pki.mounted(role, by=signer, expired=kind == "expired"))
 
-    async def follow(kept: KeptChannel) -> None:
+    async def follow(kept: LongLivedChannel) -> None:
         while True:
             await kept.state_changed(kept.now().get_state(try_to_connect=True))
 
     async def work() -> None:
         async with served(theirs) as target:
-            kept = Dialer(pki.tls(GATEWAY)).kept(target, WORKER)
+            kept = Dialer(pki.tls(GATEWAY)).long_lived_channel(target, WORKER)
             following = asyncio.create_task(follow(kept))
             while not logged(caplog, DIALER):
                 await asyncio.sleep(0.02)
@@ -317,8 +317,8 @@ def test_invalid_tls_files_are_refused_at_the_start_and_ignored_later(pki: Pki, 
         started(Mounted(tmp_path / "mixed", mixed, pki.authority))
     mounted = pki.mounted(Role.TOKENIZER)
     tls = started(mounted)
-    assert tls is not None and tls.number == 0 and tls.files.valid
+    assert tls is not None and tls.version == 0 and tls.files.valid
     mounted.put(mixed, pki.authority)
-    assert tls.number == 0 and not tls.files.valid
+    assert tls.version == 0 and not tls.files.valid
     mounted.put(one, pki.authority)
-    assert tls.number == 1 and tls.files.valid and tls.files.now().certificate == one.certificate
+    assert tls.version == 1 and tls.files.valid and tls.files.now().certificate == one.certificate
