@@ -30,18 +30,19 @@ exit status:
   130  Ctrl-C
   141  the program that reads the output has ended"""
 
-NO_FLAGS: Mapping[str, Any] = {"prefix_chars": "\0", "add_help": False}  # no word begins with NUL, so each is an argument
+# Options of a parser that takes every word, also --help, as an argument, because no word begins with NUL.
+NO_FLAGS: Mapping[str, Any] = {"prefix_chars": "\0", "add_help": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     """A command of `rootstock`."""
 
-    summary: str  # one line without a capital and a full stop
+    summary: str  # one line, without a capital letter at the start and without a full stop
     examples: tuple[str, ...]  # as typed in a shell; a test runs each of them
     add_flags: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    reads_flags: bool = True  # whether the parser has the flags; if not, all words go to a parser that the command makes
+    reads_flags: bool = True  # False: all words after the command go to the command's own parser
 
 
 def _add_words(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +57,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if wrong := bench.settle(args):
-        raise CommandFailed(Exit.USAGE, f"{wrong}.")
+    if fault := bench.settle(args):
+        raise CommandFailed(Exit.USAGE, f"{fault}.")
     try:
         from rootstock_llm.services.cli.bench import command
     except ModuleNotFoundError as error:
@@ -196,18 +197,18 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"rootstock {__version__}")
-    below = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         examples = "\n".join(f"  {example}" for example in command.examples)
-        one = below.add_parser(
+        subparser = subparsers.add_parser(
             name,
             help=command.summary,
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
             epilog=f"examples:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # or --api-key KEY would mean --api-key-file KEY
+            allow_abbrev=False,  # otherwise, --api-key KEY would mean --api-key-file KEY
             **({} if command.reads_flags else NO_FLAGS),
         )
-        command.add_flags(one)
-        one.set_defaults(run=command.run)
+        command.add_flags(subparser)
+        subparser.set_defaults(run=command.run)
     return parser

@@ -16,7 +16,7 @@ class Word:
     """A flag or an argument of a command."""
 
     names: tuple[str, ...]  # all spellings of a flag; empty for an argument
-    takes: str  # kind of the value: "file", "text", or empty for a flag without a value
+    value_kind: str  # "file", "text", or empty for a flag without a value
     choices: tuple[str, ...]  # allowed values; empty if any value is allowed
     text: str  # help text
 
@@ -37,18 +37,18 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> Iterator[CommandWords]:
-    below = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    texts = {choice.dest: choice.help or "" for choice in below._choices_actions}
-    parsers: Mapping[str, argparse.ArgumentParser] = below.choices
-    for name, one in parsers.items():
-        yield CommandWords(name, texts[name], tuple(_word(action) for action in one._actions))
+    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    texts = {choice.dest: choice.help or "" for choice in subparsers._choices_actions}
+    parsers: Mapping[str, argparse.ArgumentParser] = subparsers.choices
+    for name, subparser in parsers.items():
+        yield CommandWords(name, texts[name], tuple(_word(action) for action in subparser._actions))
 
 
 def _word(action: argparse.Action) -> Word:
     is_file = action.type is Path or "FILE" in (action.metavar or "")
-    takes = "" if action.nargs == 0 else "file" if is_file else "text"
+    value_kind = "" if action.nargs == 0 else "file" if is_file else "text"
     text = (action.help or action.dest.replace("_", " ")) % vars(action)
-    return Word(tuple(action.option_strings), takes, tuple(str(each) for each in action.choices or ()), text)
+    return Word(tuple(action.option_strings), value_kind, tuple(str(each) for each in action.choices or ()), text)
 
 
 def _plain(text: str) -> str:
@@ -78,10 +78,12 @@ complete -F _rootstock rootstock
 
 def _bash_case(command: CommandWords) -> str:
     values = [
-        f"                {'|'.join(word.names)}) {_bash_value(word)} ;;" for word in command.words if word.names and word.takes
+        f"                {'|'.join(word.names)}) {_bash_value(word)} ;;"
+        for word in command.words
+        if word.names and word.value_kind
     ]
     free = [choice for word in command.words if not word.names for choice in word.choices]
-    files = " files=$((COMP_CWORD > 2))" if any(word.takes == "file" and not word.names for word in command.words) else ""
+    files = " files=$((COMP_CWORD > 2))" if any(word.value_kind == "file" and not word.names for word in command.words) else ""
     offered = " ".join([*free, *(name for word in command.words for name in word.names)])
     return "\n".join(
         [
@@ -97,7 +99,7 @@ def _bash_case(command: CommandWords) -> str:
 def _bash_value(word: Word) -> str:
     if word.choices:
         return f'COMPREPLY=($(compgen -W "{" ".join(word.choices)}" -- "$word")); return'
-    return 'COMPREPLY=($(compgen -f -- "$word")); return' if word.takes == "file" else "return"
+    return 'COMPREPLY=($(compgen -f -- "$word")); return' if word.value_kind == "file" else "return"
 
 
 def _fish(commands: list[CommandWords]) -> str:
@@ -111,8 +113,8 @@ def _fish(commands: list[CommandWords]) -> str:
 def _fish_line(command: str, word: Word) -> str:
     parts = [f"complete -c rootstock -n '__fish_seen_subcommand_from {command}'"]
     parts += [f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in word.names]
-    parts += ["-r" if word.takes == "file" else "-x"] if word.names and word.takes else []
-    parts += ["-F"] if word.takes == "file" else []
+    parts += ["-r" if word.value_kind == "file" else "-x"] if word.names and word.value_kind else []
+    parts += ["-F"] if word.value_kind == "file" else []
     parts += [f"-a '{' '.join(word.choices)}'"] if word.choices else []
     return " ".join([*parts, f"-d '{_plain(word.text)}'"])
 
@@ -143,15 +145,15 @@ compdef _rootstock rootstock
 
 
 def _zsh_case(command: CommandWords) -> str:
-    places = {id(word): place for place, word in enumerate((word for word in command.words if not word.names), 1)}
-    arguments = " \\\n            ".join(line for word in command.words for line in _zsh_words(word, places.get(id(word), 0)))
+    positions = {id(word): position for position, word in enumerate((word for word in command.words if not word.names), 1)}
+    arguments = " \\\n            ".join(line for word in command.words for line in _zsh_words(word, positions.get(id(word), 0)))
     return f"        {command.name}) _arguments \\\n            {arguments} ;;"
 
 
-def _zsh_words(word: Word, place: int) -> list[str]:
-    """Returns the lines of one word for zsh. `place` is the position of an argument, from 1; 0 for a flag."""
-    values = f"({' '.join(word.choices)})" if word.choices else "_files" if word.takes == "file" else " "
+def _zsh_words(word: Word, position: int) -> list[str]:
+    """Returns the lines of one word for zsh. `position` counts the arguments from 1; it is 0 for a flag."""
+    values = f"({' '.join(word.choices)})" if word.choices else "_files" if word.value_kind == "file" else " "
     if not word.names:
-        return [f"'{place}:{_plain(word.text)}:{values}'"]
-    value = f":value:{values}" if word.takes else ""
+        return [f"'{position}:{_plain(word.text)}:{values}'"]
+    value = f":value:{values}" if word.value_kind else ""
     return [f"'{name}[{_plain(word.text)}]{value}'" for name in word.names]

@@ -1,7 +1,4 @@
-"""python -m rootstock_llm.services.cli.reference prints docs/reference/cli.md.
-
-It reads the parser of the client and the picture in docs/pictures/status.txt.
-"""
+"""python -m rootstock_llm.services.cli.reference prints docs/reference/cli.md from the parser and docs/pictures/status.txt."""
 
 from __future__ import annotations
 
@@ -38,12 +35,12 @@ since its start. The queue is the queue of this gateway. On a terminal the table
 | `ready` | The worker takes requests. |
 | `silent` | The worker has sent no report for 2.5 s. |
 | `paused`, `draining`, `hung` | The worker takes no requests. |
-| `unused` | The gateway sends no requests for a while, for example after faults. |
+| `unused` | The gateway sends the worker no requests for a while, for example after faults. |
 | `lost` | The connection to the worker has ended. |
 | `starting` | The worker has not connected yet. |
-| `gone` | The gateway no longer lists the worker, which is shown for one minute. |
+| `gone` | The gateway has stopped listing the worker. The table shows it for one more minute. |
 
-Below the table is a sentence for each fault with the place to look at: models without a ready worker, services that are not
+Below the table is a sentence for each fault with its remedy: models without a ready worker, services that are not
 connected, workers that hang, are unused or have no free memory; DNS names that do not resolve, a Redis that does not respond,
 wrong files of keys or certificates, and metrics that are not scraped. The source is the gateway's `GET /server_info`.
 Drivers, RuntimeClasses and volumes are visible only inside the cluster; for these a sentence names the check of `helm test`
@@ -54,8 +51,8 @@ While load runs, just after one of three workers was killed:
 <!-- output: example -->
 """
 CHAT = """
-Without `-m` and a pipe, the command holds a conversation: `/reset`, `/model [NAME]`, `/system [TEXT]`, `/save FILE`, `/help`,
-`/exit`. Ctrl-C stops an answer and keeps its first part in the conversation. Ctrl-D leaves.
+Without `-m` and a pipe, the command holds a conversation with these commands: `/reset`, `/model [NAME]`, `/system [TEXT]`,
+`/save FILE`, `/help`, `/exit`. Ctrl-C stops an answer and keeps its first part in the conversation. Ctrl-D leaves.
 """
 BATCH = """
 A line of the file is `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`; all lines have the
@@ -63,18 +60,18 @@ same endpoint. With `--wait`, the exit status is 0 if the batch completed and 1 
 lines, `results --errors` the failed lines.
 """
 CONTROL = """
-[What each operation does](control.md). Names and values of flags that are not given come from `ROOTSTOCK_` variables of the
-environment, as `ROOTSTOCK_CONTROL_TOKEN`.
+[What each operation does](control.md). A flag that is not given takes its value from an environment variable with the prefix
+`ROOTSTOCK_`, for example `ROOTSTOCK_CONTROL_TOKEN`.
 """
 SERVE = """
-`make run` calls it. The flags and their defaults are those of
-[the launcher](configuration.md#python--m-rootstock_llmserviceslocal), and the model stands before them.
+`make run` calls this command. Its flags and their defaults are those of
+[the launcher](configuration.md#python--m-rootstock_llmserviceslocal). The model precedes the flags.
 """
 SIM = """
 [What is simulated, and the figures](../how-to/simulator.md). Each action has its own `--help`.
 """
-# Text before the examples of a command, with blocks that make the files of the examples.
-NEEDED = {
+# Text before the examples of a command. Its blocks make the files that the examples read.
+PREPARATION = {
     "batch": """\
 A file with a line per request:
 
@@ -98,20 +95,22 @@ echo "{\\"keys\\": [$(cat entry.json)]}" > keys.json
 """,
 }
 SYSTEM = "run: with make run"
+# Comment before the examples of a command. It tells tests/contracts/test_docs_commands.py how to run them.
 MARKS = {
     **dict.fromkeys(("chat", "complete", "models", "status", "bench", "batch"), SYSTEM),
     "serve": "run: serves",
     "control": """run: with make run RUN_FLAGS="--worker-flags='--control-port 9203'\"""",
 }
-FURTHER = {"serve": SERVE, "chat": CHAT, "status": STATUS, "batch": BATCH, "control": CONTROL, "sim": SIM}
+# Text after the examples of a command.
+NOTES = {"serve": SERVE, "chat": CHAT, "status": STATUS, "batch": BATCH, "control": CONTROL, "sim": SIM}
 
 
 def render() -> str:
     parts = [HEAD, "<!-- output: format -->\n", _fenced(EXITS)]
     for command in commands_of(build_parser()):
         parts += [f"\n## {command.name}\n\n{COMMANDS[command.name].summary.capitalize()}.\n\n"]
-        parts += [NEEDED.get(command.name, ""), f"<!-- {MARKS.get(command.name, 'run')} -->\n"]
-        parts += [_fenced("\n".join(map(_from_a_checkout, COMMANDS[command.name].examples))), FURTHER.get(command.name, "")]
+        parts += [PREPARATION.get(command.name, ""), f"<!-- {MARKS.get(command.name, 'run')} -->\n"]
+        parts += [_fenced("\n".join(map(_from_a_checkout, COMMANDS[command.name].examples))), NOTES.get(command.name, "")]
         parts += [_fenced(PICTURE.read_text().rstrip("\n"))] if command.name == "status" else []
         parts += [_table(command)]
     return "".join(parts)
@@ -126,11 +125,11 @@ def _fenced(text: str) -> str:
 
 
 def _table(command: CommandWords) -> str:
-    rows = "".join(f"| {_spelled(word)} | {word.text} |\n" for word in command.words if "--help" not in word.names)
+    rows = "".join(f"| {_flag_names(word)} | {word.text} |\n" for word in command.words if "--help" not in word.names)
     return f"\n| flag | |\n| --- | --- |\n{rows}"
 
 
-def _spelled(word: Word) -> str:
+def _flag_names(word: Word) -> str:
     names = ", ".join(f"`{name}`" for name in word.names) or "the argument"
     return f"{names}: {', '.join(f'`{choice}`' for choice in word.choices)}" if word.choices else names
 

@@ -64,7 +64,7 @@ def _check_memory(settings: LocalSettings, model_path: Path, memory: Memory) -> 
     if num_gpus() or memory.model_bytes * workers <= memory.free_bytes:
         return
     raise NoModel(
-        f"{model_path}: its weights take {memory.model_bytes / 1e9:.2f} GB for each of {workers} workers, and"
+        f"{model_path}: the weights take {memory.model_bytes / 1e9:.2f} GB for each of {workers} workers, and"
         f" {memory.free_bytes / 1e9:.2f} GB of memory is free."
         " Choose a smaller model or fewer workers, or end other programs."
     )
@@ -73,14 +73,14 @@ def _check_memory(settings: LocalSettings, model_path: Path, memory: Memory) -> 
 def _check_ports(started: list[Part]) -> None:
     """Checks that the gateways can listen on the ports that the user chose. Raises ValueError."""
     for part in started:
-        given = part.settings
-        if given is None:
+        gateway = part.settings
+        if gateway is None:
             continue
-        if fault := why_not_listen(given.host, given.port):
-            free = max(1024, given.port) + 1
-            raise ValueError(f"port {given.port} {fault}; choose another one: --port {free} (make run PORT={free})")
-        if given.admin_port and (fault := why_not_listen(given.admin_host, given.admin_port)):
-            raise ValueError(f"admin port {given.admin_port} {fault}; choose another one with --admin-port")
+        if fault := why_not_listen(gateway.host, gateway.port):
+            free = max(1024, gateway.port) + 1
+            raise ValueError(f"port {gateway.port} {fault}; choose another one: --port {free} (make run PORT={free})")
+        if gateway.admin_port and (fault := why_not_listen(gateway.admin_host, gateway.admin_port)):
+            raise ValueError(f"admin port {gateway.admin_port} {fault}; choose another one with --admin-port")
 
 
 def _make_folders(settings: LocalSettings) -> None:

@@ -23,12 +23,12 @@ PATHS: dict[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/com
 Write = Callable[[str], object]
 
 
-class NoAnswer(Exception):
-    """The gateway refused the request; a retry would fail, too. The message has the status and the reason."""
+class RequestRefused(Exception):
+    """The gateway refused the request, and would refuse a retry. The message has the status and the reason."""
 
 
-class BrokenOff(Exception):
-    """The connection ended, or a service is unavailable. The request may be retried."""
+class RequestFailed(Exception):
+    """The connection ended, or a service is unavailable. A retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +43,23 @@ class Endpoint:
         """Returns a connection that does not check the gateway's certificate, because this machine started the gateway."""
         parts = urlsplit(self.url)
         if parts.scheme == "https":
-            trusting = ssl.create_default_context()
-            trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
-            return http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=timeout, context=trusting)
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            return http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=timeout, context=context)
         return http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=timeout)
 
     def curl_flags(self) -> list[str]:
         """Returns the flags with which curl trusts the certificate and sends the API key."""
-        flags = self._trust()
+        flags = self._trust_flags()
         return [*flags, f'-H "authorization: Bearer ${KEY_VARIABLE}"'] if self.needs_key else flags
 
-    def _trust(self) -> list[str]:
+    def _trust_flags(self) -> list[str]:
         if not self.certificate:
             return []
         parts = urlsplit(self.url)
-        checking = ssl.create_default_context(cafile=self.certificate)
-        checking.verify_flags = ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
-        connection = http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=TIMEOUT_S, context=checking)
+        context = ssl.create_default_context(cafile=self.certificate)
+        context.verify_flags = ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+        connection = http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=TIMEOUT_S, context=context)
         try:
             connection.connect()
         except OSError:  # the certificate names another host, for example
@@ -72,8 +72,8 @@ class Endpoint:
 def body_of(kind: Kind, model: str, question: str) -> dict[str, Any]:
     if kind == "embedding":
         return {"model": model, "input": question}
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": question}]} if kind == "chat" else {"prompt": question}
-    return {"model": model, **asked, "temperature": 0}
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": question}]} if kind == "chat" else {"prompt": question}
+    return {"model": model, **prompt, "temperature": 0}
 
 
 def first_question(kind: Kind) -> str:
@@ -95,8 +95,8 @@ def ask(endpoint: Endpoint, kind: Kind, model: str, key: str, write: Write) -> s
         key: API key; "" if the gateway needs no key.
 
     Raises:
-        NoAnswer: the gateway refuses the request.
-        BrokenOff: the connection ends, or a service is unavailable.
+        RequestRefused: the gateway refuses the request.
+        RequestFailed: the connection ends, or a service is unavailable.
     """
     body = body_of(kind, model, first_question(kind))
     if kind != "embedding":
@@ -109,30 +109,30 @@ def ask(endpoint: Endpoint, kind: Kind, model: str, key: str, write: Write) -> s
         if response.status != 200:
             raise _refusal(response.status, response.read())
         if kind == "embedding":
-            answer = f"an embedding of {len(json.loads(response.read())['data'][0]['embedding'])} numbers"
-            write(answer)
-            return answer
-        answer = ""
+            completion = f"an embedding of {len(json.loads(response.read())['data'][0]['embedding'])} numbers"
+            write(completion)
+            return completion
+        completion = ""
         for piece in _pieces(response):
             write(piece)
-            answer += piece
-        return answer
+            completion += piece
+        return completion
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: the body ended early
-        raise BrokenOff(str(error) or type(error).__name__) from None
+        raise RequestFailed(str(error) or type(error).__name__) from None
     finally:
         connection.close()
 
 
-def _refusal(status: int, body: bytes) -> NoAnswer | BrokenOff:
+def _refusal(status: int, body: bytes) -> RequestRefused | RequestFailed:
     try:
         reason = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
         reason = body.decode(errors="replace")
-    return (BrokenOff if status >= 500 else NoAnswer)(f"the gateway answered {status}: {reason}")
+    return (RequestFailed if status >= 500 else RequestRefused)(f"the gateway answered {status}: {reason}")
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
-    """Yields the text of each event. Raises BrokenOff if the stream ends with an error or without its last event."""
+    """Yields the text of each event. Raises RequestFailed if the stream ends with an error or without its last event."""
     for line in response:
         if line.startswith(b"data: [DONE]"):
             return
@@ -140,7 +140,7 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
             continue
         event = json.loads(line[6:])
         if "error" in event:
-            raise BrokenOff(str(event["error"]["message"]))
+            raise RequestFailed(str(event["error"]["message"]))
         for choice in event["choices"]:
             yield choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-    raise BrokenOff("the stream ended early")
+    raise RequestFailed("the stream ended early")

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VMSTAT = Path("/proc/vmstat")
-PREFIXES = ("cannot serve: ", "cannot start: ")  # removed from messages, because the explanation already says this
+PREFIXES = (
+    "cannot serve: ",
+    "cannot start: ",
+)  # removed from log messages: the explanation already names the end
 # A log line of Redis or Valkey: process, role, time, level. The level # is a warning or an error.
 REDIS_LINE = re.compile(r"^\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ (?P<level>[.*#-]) (?P<text>.+)$")
 OUT_OF_MEMORY = re.compile(r"MemoryError|can(?:no|')t allocate memory|bad_alloc|out of memory", re.IGNORECASE)
 ERRORS = ("error", "critical")
-MOST_CHARS = 400  # longest cause
+MOST_CHARS = 400  # largest length of a cause in the explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +54,32 @@ def why_it_ended(name: str, code: int, output: str, log: Path, memory: Memory, k
         output: the log since the process was started.
         kills: num_memory_kills() after the end.
     """
-    said = cause(output)
+    fault = cause(output)
     where = f"Its log is {log}."
     if code == -signal.SIGKILL and kills > memory.kills:
         return f"{name} was killed by the system because memory ran out. {memory.sentence()} {where}"
-    if OUT_OF_MEMORY.search(said):
-        return f"{name} ended because memory ran out: {_ended(said)} {memory.sentence()} {where}"
+    if OUT_OF_MEMORY.search(fault):
+        return f"{name} ended because memory ran out: {_with_full_stop(fault)} {memory.sentence()} {where}"
     if code == -signal.SIGKILL:
-        takes = f" {memory.sentence()}" if memory.model_bytes else ""
-        return f"{name} was killed by SIGKILL, for example by `kill -9` or because memory ran out.{takes} {where}"
+        about_memory = f" {memory.sentence()}" if memory.model_bytes else ""
+        return f"{name} was killed by SIGKILL, for example by `kill -9` or because memory ran out.{about_memory} {where}"
     how = f"ended by {_signal(-code)}" if code < 0 else f"ended with status {code}"
-    return f"{name} {how}: {_ended(said)} {where}" if said else f"{name} {how}. {where}"
+    return f"{name} {how}: {_with_full_stop(fault)} {where}" if fault else f"{name} {how}. {where}"
 
 
 def cause(output: str) -> str:
     """Returns the last error in a log of JSON lines or of Redis; in other logs the last line. "" for an empty log."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    for found in (_json_error, _redis_error, _plain_line):
-        said = next(filter(None, map(found, reversed(lines))), "")
-        if said:
-            return shortened(said)
+    for error_in in (_json_error, _redis_error, _plain_line):
+        fault = next(filter(None, map(error_in, reversed(lines))), "")
+        if fault:
+            return shortened(fault)
     return ""
 
 
-def shortened(said: str) -> str:
+def shortened(text: str) -> str:
     """Returns the text on one line. If it is longer than MOST_CHARS, cuts it after the last complete sentence."""
-    line = " ".join(said.split())
+    line = " ".join(text.split())
     if len(line) <= MOST_CHARS:
         return line
     return f"{line[:MOST_CHARS].rpartition('. ')[0] or line[:MOST_CHARS]} …"
@@ -86,10 +89,10 @@ def _json_error(line: str) -> str:
     record = _record(line)
     if record is None or record.get("level") not in ERRORS:
         return ""
-    said = str(record.get("msg", ""))
+    message = str(record.get("msg", ""))
     for prefix in PREFIXES:
-        said = said.removeprefix(prefix)
-    return said
+        message = message.removeprefix(prefix)
+    return message
 
 
 def _redis_error(line: str) -> str:
@@ -110,7 +113,7 @@ def _record(line: str) -> dict[str, object] | None:
     return record if isinstance(record, dict) else None
 
 
-def _ended(sentence: str) -> str:
+def _with_full_stop(sentence: str) -> str:
     return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
 
 

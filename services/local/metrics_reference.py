@@ -50,7 +50,7 @@ that exports them in SGLang. Equal names have equal meanings; labels may differ.
 
 """
 UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # if a metric's name contains one of these words, it is the unit
-UNNAMED = {
+UNNAMED = {  # units of metrics whose names contain no unit
     "sglang:token_usage": "0 to 1",
     "sglang:cache_hit_rate": "0 to 1",
     "sglang:new_token_ratio": "0 to 1",
@@ -87,11 +87,11 @@ def services() -> dict[str, list[Row]]:
     """Returns the metrics by service, sorted by name. TLS metrics, which all services have, are a separate entry."""
     found = {
         "gateway": [
-            *_own(GatewayMetrics(CollectorRegistry())),
+            *_attributes_of(GatewayMetrics(CollectorRegistry())),
             *_described(QueueMetrics, KeyMetrics, StoreMetrics, FleetCollector),
         ],
-        "tokenizer": _own(TokenizerMetrics(CollectorRegistry())),
-        "detokenizer": _own(DetokenizerMetrics(CollectorRegistry())),
+        "tokenizer": _attributes_of(TokenizerMetrics(CollectorRegistry())),
+        "detokenizer": _attributes_of(DetokenizerMetrics(CollectorRegistry())),
         "worker": _described(
             WorkerMetrics,
             GrammarMetrics,
@@ -108,7 +108,7 @@ def services() -> dict[str, list[Row]]:
     return {name: sorted(rows, key=lambda row: row.name) for name, rows in found.items()}
 
 
-def _own(metrics: object) -> list[Row]:
+def _attributes_of(metrics: object) -> list[Row]:
     """Returns the metrics among the attributes of an object."""
     out: list[Row] = []
     for each in vars(metrics).values():
@@ -117,7 +117,7 @@ def _own(metrics: object) -> list[Row]:
         elif isinstance(each, LabelledHistogram):
             out += map(_row, each.describe())
         elif isinstance(each, RequestMetrics):
-            out += _own(each)
+            out += _attributes_of(each)
     return out
 
 

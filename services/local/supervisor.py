@@ -28,7 +28,7 @@ from rootstock_llm.services.shared.settings import WRONG_SETTINGS
 logger = logging.getLogger(__name__)
 
 STOP_S = 4.0  # seconds from SIGTERM to SIGKILL
-RESTART_S = 0.5  # seconds between two checks for ended children
+CHECK_S = 0.5  # seconds between two checks for ended children
 MOST_ENDS = 2  # the start fails if a process ends this often before it is ready
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -48,7 +48,7 @@ class Child:
 
     Attributes:
         is_ready: whether the process has become ready since its last start. The launcher sets it.
-        ends: number of times that the process has ended before it was ready, since it was last ready.
+        ends: number of times that the process has ended before it became ready; 0 after it becomes ready.
         starts: number of times that the process was started.
     """
 
@@ -155,16 +155,16 @@ class Supervisor:
             for child in self.children:
                 if (code := child.exit_code) is not None:
                     child.kill_group()
-                    self._start_again(child, code)
-            await asyncio.sleep(RESTART_S)
+                    self._restart(child, code)
+            await asyncio.sleep(CHECK_S)
 
-    def _start_again(self, child: Child, code: int) -> None:
+    def _restart(self, child: Child, code: int) -> None:
         sentence = self._explain(child, code)
         if not child.is_ready:
             child.ends += 1
         if not self.is_started and (code == WRONG_SETTINGS or child.ends >= MOST_ENDS):
             raise ProcessFailed(sentence)
-        self._report(f"{sentence} It is restarted.")
+        self._report(f"{sentence} The process is restarted.")
         child.start()
 
     async def stop(self) -> None:

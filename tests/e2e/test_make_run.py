@@ -162,7 +162,7 @@ def test_pasted_commands_send_the_key_and_the_token(key: str, tmp_path: Path) ->
         if key:
             assert "  17 + 25 = 42.\n" in text
         else:
-            assert "(no first question: the gateway asks for API keys. Set ROOTSTOCK_API_KEY to a key.)" in text
+            assert "(no first request: the gateway requires an API key. Set ROOTSTOCK_API_KEY to a key.)" in text
         assert f"# with ROOTSTOCK_API_KEY set to an API key of {tmp_path}/keys.json" in text
         assert "3, 4, 5, 6, 7, 8, 9" in str(answer_of(launcher, {"ROOTSTOCK_API_KEY": KEY}))
         admin = next(line.removeprefix("  admin API ").strip() for line in text.splitlines() if line.startswith("  admin API "))
@@ -248,7 +248,7 @@ def test_start_fails_with_one_sentence_when_the_model_does_not_fit_into_memory(t
     with Launcher(tmp_path, "--model", str(folder)) as launcher:
         text = launcher.read_all()
     assert launcher.process.returncode == 1 and text.count("\n") == 1
-    assert text.startswith(f"cannot serve: {folder}: its weights take 8796.09 GB for each of 1 workers, and ")
+    assert text.startswith(f"cannot serve: {folder}: the weights take 8796.09 GB for each of 1 workers, and ")
 
 
 def test_terminal_names_cost_and_package_without_a_compiler(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_start_answers_the_first_question_when_a_process_is_killed(name: str, ph
             victim.kill()
         text = launcher.read_until(LAST)
         if phase != "all ready":
-            assert f"{name} was killed by SIGKILL" in text and "It is restarted." in text
+            assert f"{name} was killed by SIGKILL" in text and "The process is restarted." in text
         assert ANSWER in text, text
         assert "Traceback" not in text
         wait_until(lambda: launcher.child(name) is not None, 60, f"{name} to be there")
@@ -69,7 +69,7 @@ def test_start_names_the_cause_when_a_process_ends_twice(tmp_path: Path) -> None
     assert launcher.process.returncode == 1
     assert "cannot serve: state ended with status 1: " in text and "manifest" in text
     assert f"Its log is {launcher.logs / 'state.log'}." in text and "Traceback" not in text
-    assert text.count("It is restarted.") == 1
+    assert text.count("The process is restarted.") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command `rootstock batch`: sends a file of requests to OpenAI's files and batches API and fetches the results."""
+"""The command `rootstock batch`: runs a file of requests through OpenAI's files and batches APIs and fetches the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rootstock_llm.services.cli.batch.transfer import content_of, endpoint_of, shown
+from rootstock_llm.services.cli.batch.transfer import content_of, endpoint_of, with_progress
 from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
 from rootstock_llm.services.cli.shared.flags import add_server_flags, target_of
 from rootstock_llm.services.cli.shared.server import Server
@@ -27,11 +27,11 @@ POLL_S = 2.0  # seconds between two requests for a batch's status
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=list(ACTIONS), help="operation on batches")
-    parser.add_argument("of", nargs="?", metavar="FILE|ID", help="file to submit, or id of the batch")
+    parser.add_argument("file_or_id", nargs="?", metavar="FILE|ID", help="file to submit, or id of the batch")
     parser.add_argument("--endpoint", metavar="PATH", help="submit: endpoint of the lines; default: the first line's url")
     parser.add_argument("--window", default="24h", help="submit: time after which unfinished lines expire (%(default)s)")
     parser.add_argument("--wait", action="store_true", help="submit, status: wait until the batch has ended")
-    parser.add_argument("--errors", action="store_true", help="results: fetch the failed lines instead")
+    parser.add_argument("--errors", action="store_true", help="results: fetch the failed lines instead of the completed ones")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="results: file to write; default: stdout")
     parser.add_argument("--json", action="store_true", help="print batches as lines of JSON")
     add_server_flags(parser)
@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs one operation. Raises CommandFailed."""
-    if args.of is None and args.action != "list":
+    if args.file_or_id is None and args.action != "list":
         raise CommandFailed(
             Exit.USAGE, f"batch {args.action} needs {'a file' if args.action == 'submit' else 'the id of a batch'}."
         )
@@ -47,22 +47,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _submit(args: argparse.Namespace, server: Server) -> Exit:
-    path = Path(args.of)
+    path = Path(args.file_or_id)
     endpoint = args.endpoint or endpoint_of(path)
     file = _object(server.upload(FILES, content_of(path, Terminal.of(sys.stderr))))
     body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": args.window}
     batch = _object(server.post(BATCHES, body))
     if args.wait:
         return _wait(batch, args, server)
-    _tell(batch, args)
+    _print_batch(batch, args)
     return Exit.DONE
 
 
 def _status(args: argparse.Namespace, server: Server) -> Exit:
-    batch = _object(server.get(_path(args.of)))
+    batch = _object(server.get(_path(args.file_or_id)))
     if args.wait:
         return _wait(batch, args, server)
-    _tell(batch, args)
+    _print_batch(batch, args)
     return Exit.DONE
 
 
@@ -73,30 +73,30 @@ def _list(args: argparse.Namespace, server: Server) -> Exit:
         page = server.get(f"{BATCHES}?limit=100{after}")
         batches = page.get("data") if isinstance(page, dict) else None
         for batch in batches or ():
-            _tell(_object(batch), args)
+            _print_batch(_object(batch), args)
         if not batches or not page.get("has_more"):
             return Exit.DONE
         after = f"&after={quote(batches[-1]['id'], safe='')}"
 
 
 def _cancel(args: argparse.Namespace, server: Server) -> Exit:
-    _tell(_object(server.post(f"{_path(args.of)}/cancel", {})), args)
+    _print_batch(_object(server.post(f"{_path(args.file_or_id)}/cancel", {})), args)
     return Exit.DONE
 
 
 def _results(args: argparse.Namespace, server: Server) -> Exit:
-    batch = _object(server.get(_path(args.of)))
+    batch = _object(server.get(_path(args.file_or_id)))
     if batch["status"] not in ENDED:
         raise CommandFailed(
-            Exit.FAILED, f"the batch is {batch['status']}: wait for it with `rootstock batch status {args.of} --wait`."
+            Exit.FAILED, f"the batch is {batch['status']}: wait for it with `rootstock batch status {args.file_or_id} --wait`."
         )
     file = batch.get("error_file_id" if args.errors else "output_file_id")
     if not file:
-        kind, other = ("failed", "without") if args.errors else ("was answered", "with")
-        raise CommandFailed(Exit.FAILED, f"no line {kind}: look again {other} --errors.")
-    place, err = f"{FILES}/{quote(file, safe='')}", Terminal.of(sys.stderr)
-    total = _object(server.get(place)).get("bytes") or 0 if err.is_tty and args.output is not None else 0
-    with closing(server.pieces(f"{place}/content")) as pieces:
+        result, other = ("failed", "without") if args.errors else ("was completed", "with")
+        raise CommandFailed(Exit.FAILED, f"no line of the batch {result}: repeat the command {other} --errors.")
+    path, err = f"{FILES}/{quote(file, safe='')}", Terminal.of(sys.stderr)
+    total = _object(server.get(path)).get("bytes") or 0 if err.is_tty and args.output is not None else 0
+    with closing(server.pieces(f"{path}/content")) as pieces:
         if args.output is None:
             for piece in pieces:
                 sys.stdout.buffer.write(piece)
@@ -105,7 +105,7 @@ def _results(args: argparse.Namespace, server: Server) -> Exit:
         try:
             part = args.output.with_name(f"{args.output.name}.part")  # a partial download never replaces an earlier file
             with part.open("wb") as out:
-                out.writelines(shown(pieces, "results", total, err))
+                out.writelines(with_progress(pieces, "results", total, err))
             part.replace(args.output)
         except OSError as error:
             raise CommandFailed(Exit.FAILED, f"{args.output} cannot be written ({error.strerror}): name another file.") from None
@@ -122,7 +122,7 @@ ACTIONS: Mapping[str, Callable[[argparse.Namespace, Server], Exit]] = {
 
 
 def _wait(batch: dict[str, Any], args: argparse.Namespace, server: Server) -> Exit:
-    """Polls a batch until it has ended, with a progress bar on a terminal.
+    """Polls a batch until it has ended, and then prints it. Shows a progress bar on a terminal.
 
     Polling ends if the server has been unreachable or overloaded for --timeout seconds.
     """
@@ -136,15 +136,15 @@ def _wait(batch: dict[str, Any], args: argparse.Namespace, server: Server) -> Ex
         try:
             batch, responded_at = _object(server.get(_path(batch["id"]))), time.monotonic()
         except CommandFailed as error:
-            if not error.passes or time.monotonic() - responded_at > args.timeout:
+            if not error.is_temporary or time.monotonic() - responded_at > args.timeout:
                 raise
     if err.is_tty:
         err.overwrite("")
-    _tell(batch, args)
+    _print_batch(batch, args)
     return Exit.DONE if batch["status"] == "completed" else Exit.FAILED
 
 
-def _tell(batch: dict[str, Any], args: argparse.Namespace) -> None:
+def _print_batch(batch: dict[str, Any], args: argparse.Namespace) -> None:
     out = Terminal.of(sys.stdout)
     done, total = _counts(batch)
     failed = (batch.get("request_counts") or {}).get("failed") or 0
@@ -165,8 +165,10 @@ def _path(batch_id: str) -> str:
     return f"{BATCHES}/{quote(batch_id, safe='')}"
 
 
-def _object(answer: Any) -> dict[str, Any]:
-    """Returns the response if it is a file or a batch. Raises CommandFailed otherwise."""
-    if not isinstance(answer, dict) or not isinstance(answer.get("id"), str) or not isinstance(answer.get("status", ""), str):
-        raise CommandFailed(Exit.FAILED, "the server's response is neither a file nor a batch: check --url.")
-    return answer
+def _object(response: Any) -> dict[str, Any]:
+    """Returns the response if it is the object of a file or a batch. Raises CommandFailed otherwise."""
+    valid = isinstance(response, dict) and isinstance(response.get("id"), str) and isinstance(response.get("status", ""), str)
+    if not valid:
+        raise CommandFailed(Exit.FAILED, "the server's response is not the JSON object of a file or a batch: check --url.")
+    result: dict[str, Any] = response
+    return result

@@ -19,7 +19,7 @@ SHOW_EVERY_S = 0.2  # seconds between two updates of the progress bar
 
 
 def endpoint_of(path: Path) -> str:
-    """Returns the url of the first line. Raises CommandFailed if the first line has none."""
+    """Returns the `url` in the first line of a batch file. Raises CommandFailed if it has none."""
     try:
         with path.open("rb") as file:
             line: Any = json.loads(file.readline() or b"null")
@@ -55,7 +55,7 @@ def content_of(path: Path, err: Terminal) -> Content:
     except OSError as error:
         raise _unreadable(path, error) from None
     length = len(head) + size + len(tail)
-    pieces = shown(_pieces(path, size, head, tail), "upload", length, err)
+    pieces = with_progress(_pieces(path, size, head, tail), "upload", length, err)
     return Content(f"multipart/form-data; boundary={boundary}", pieces, length)
 
 
@@ -63,8 +63,8 @@ def _unreadable(path: Path, error: OSError) -> CommandFailed:
     return CommandFailed(Exit.USAGE, f"{path} cannot be read ({error.strerror}): name a file with a request in each line.")
 
 
-def _part(boundary: str, disposition: str, further: str = "") -> bytes:
-    return f"--{boundary}\r\ncontent-disposition: form-data; {disposition}\r\n{further}\r\n".encode()
+def _part(boundary: str, disposition: str, headers: str = "") -> bytes:
+    return f"--{boundary}\r\ncontent-disposition: form-data; {disposition}\r\n{headers}\r\n".encode()
 
 
 def _pieces(path: Path, size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
@@ -79,16 +79,16 @@ def _pieces(path: Path, size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
             size -= len(piece)
             yield piece
     if size:
-        raise CommandFailed(Exit.FAILED, f"{path} became shorter during the upload: send it again.")
+        raise CommandFailed(Exit.FAILED, f"{path} became shorter during the upload: submit it again.")
     yield tail
 
 
-def shown(pieces: Iterable[bytes], title: str, total: int, err: Terminal) -> Iterator[bytes]:
-    """Yields the given pieces and shows their progress on a terminal.
+def with_progress(pieces: Iterable[bytes], title: str, total: int, err: Terminal) -> Iterator[bytes]:
+    """Yields the given pieces and shows on a terminal how many bytes have passed.
 
     Args:
-        total: bytes of all pieces; 0 if unknown, and then no progress is shown.
-        err: terminal; no progress is shown if it is a file or a pipe.
+        total: bytes of all pieces; 0 if unknown. If it is 0, no progress is with_progress.
+        err: terminal; no progress is with_progress if it is a file or a pipe.
     """
     begun = updated_at = time.monotonic()
     done, is_shown = 0, err.is_tty and total > 0

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-DETAIL_CHARS = 300
+DETAIL_CHARS = 300  # characters of an error that the results record
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Endpoint:
     """A server's streaming endpoint, and the fields that all requests to it share."""
 
     url: str  # complete URL of the endpoint
-    chat: bool
+    chat: bool  # whether the endpoint is /v1/chat/completions
     model: str
     ignore_eos: bool = False
     temperature: float = 0.0
-    extra_body: dict[str, Any] = field(default_factory=dict)
+    extra_body: dict[str, Any] = field(default_factory=dict)  # fields that are added to each body
 
     def body(self, prompt: dict[str, Any], max_tokens: int) -> bytes:
         fields: dict[str, Any] = {"model": self.model, **prompt, "max_tokens": max_tokens, "temperature": self.temperature}
@@ -39,15 +39,15 @@ class Endpoint:
 class Outcome:
     """Measurements of one request. `sent_at` and `scheduled_at` are values of time.perf_counter; durations begin at `sent_at`."""
 
-    scheduled_at: float
+    scheduled_at: float  # arrival of the session; equal to sent_at in a closed loop and for later turns
     sent_at: float
     ttft_s: float | None = None  # None: no token was received
-    itl_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)  # one value per chunk after the first
     e2e_s: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    has_usage: bool = False
+    has_usage: bool = False  # whether the server sent usage; if not, completion_tokens is the number of chunks
     finish_reason: str | None = None
     text: str = ""
     error: str | None = None  # error class for the report, or None
@@ -67,7 +67,7 @@ class StreamMeter:
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
-        self._tail = b""
+        self._tail = b""  # received bytes of an incomplete line
         self._texts: list[str] = []
         self._last_chunk_at = 0.0
         self._last_choice_at = 0.0
@@ -84,8 +84,8 @@ class StreamMeter:
             if line.startswith(b"data:"):
                 self._event(line[5:].strip(), now)
 
-    def finish(self, whole: bool = True) -> None:
-        """Completes the outcome. Raises StreamError if `whole` is set and the stream ended without a finish reason and [DONE]."""
+    def finish(self, complete: bool = True) -> None:
+        """Completes the outcome. Raises StreamError if `complete` is set and the stream had no finish reason and no [DONE]."""
         outcome = self._outcome
         outcome.text = "".join(self._texts)
         if self._last_choice_at:
@@ -94,8 +94,8 @@ class StreamMeter:
                 outcome.ttft_s = outcome.e2e_s  # the only tokens were in the last event, without text
         if outcome.ttft_s is not None and not outcome.has_usage:
             outcome.completion_tokens = 1 + len(outcome.itl_s)
-        if whole and not self._done and outcome.finish_reason is None:
-            raise StreamError("truncated stream", "ended without a finish reason and without [DONE]")
+        if complete and not self._done and outcome.finish_reason is None:
+            raise StreamError("truncated stream", "the stream ended without a finish reason and without [DONE]")
 
     def _event(self, payload: bytes, now: float) -> None:
         if payload == b"[DONE]":
@@ -124,10 +124,10 @@ class StreamMeter:
         delta = choice.get("delta") or {}
         if text := choice.get("text") or delta.get("content"):
             self._texts.append(text)
-        said = text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
-        # An event with a token that has no text yet (a part of a character) is a chunk. Events that have only the role or only
-        # the finish reason are not.
-        if said or not ("role" in delta or choice.get("finish_reason")):
+        generated = text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
+        # An event without text is a chunk if its token is a part of a character. An event with only the role or only the finish
+        # reason is not a chunk.
+        if generated or not ("role" in delta or choice.get("finish_reason")):
             self._chunk(now)
 
     def _chunk(self, now: float) -> None:
@@ -163,7 +163,7 @@ async def stream(http: aiohttp.ClientSession, endpoint: Endpoint, body: bytes, s
         await read(http, endpoint.url, body, meter)
         meter.finish()
     except (aiohttp.ClientError, OSError, StreamError) as error:
-        meter.finish(whole=False)
+        meter.finish(complete=False)
         outcome.error, outcome.error_detail = error_class(error), str(error)[:DETAIL_CHARS]
         outcome.e2e_s = time.perf_counter() - outcome.sent_at
     return outcome

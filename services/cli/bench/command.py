@@ -104,7 +104,7 @@ async def measure(args: argparse.Namespace, target: Target, sessions: Sequence[S
 
 
 def parameters_of(args: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """Returns the flags that the results record, without the API key and without the output files."""
+    """Returns the flags that the results record: all but those of the API key and the output."""
     hidden = ("command", "run", "api_key_file", "output_file", "output_details", "json")
     return {key: value for key, value in vars(args).items() if key not in hidden} | {"url": target.url}
 

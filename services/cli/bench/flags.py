@@ -35,13 +35,20 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--num-requests", type=int, help="default: 100 for random, the whole workload for the others")
     group.add_argument(
-        "--input-len", type=int, default=spec.input_len, help="length of a prompt or of a turn: token ids, or words"
+        "--input-len", type=int, default=spec.input_len, help="length of a prompt or turn in words; in tokens with --token-ids"
     )
     group.add_argument("--output-len", type=int, default=spec.output_len, help="max_tokens of a request")
-    group.add_argument("--range-ratio", type=float, default=1.0, help="shortest length as a fraction of the longest; 1: fixed")
+    group.add_argument(
+        "--range-ratio", type=float, default=1.0, help="shortest length as a fraction of the longest; 1: equal lengths"
+    )
     group.add_argument("--token-ids", action="store_true", help="send prompts as token ids (completions only)")
     group.add_argument("--id-min", type=int, default=spec.id_min, help="smallest random token id")
-    group.add_argument("--id-max", type=int, default=spec.id_max, help="end of the random token ids, below the special tokens")
+    group.add_argument(
+        "--id-max",
+        type=int,
+        default=spec.id_max,
+        help="end of the random token ids (exclusive); choose it below the special tokens",
+    )
     group.add_argument("--groups", type=int, default=spec.groups, help="generated-shared-prefix: groups with a common prefix")
     group.add_argument(
         "--prompts-per-group", type=int, default=spec.prompts_per_group, help="generated-shared-prefix: prompts of a group"
@@ -50,7 +57,10 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
         "--system-len", type=int, default=spec.system_len, help="generated-shared-prefix: length of the common prefix"
     )
     group.add_argument(
-        "--question-len", type=int, default=spec.question_len, help="generated-shared-prefix: length after the prefix"
+        "--question-len",
+        type=int,
+        default=spec.question_len,
+        help="generated-shared-prefix: length of the question",
     )
     group.add_argument("--conversations", type=int, default=spec.conversations, help="multi-turn: number of conversations")
     group.add_argument("--turns", type=int, default=spec.turns, help="multi-turn: turns of each conversation")
@@ -58,11 +68,11 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--concurrency", type=int, help=f"sessions in flight; default {DEFAULT_CONCURRENCY} in a closed loop")
-    group.add_argument("--request-rate", type=float, help="sessions per second, Poisson; makes the loop open")
+    group.add_argument("--request-rate", type=float, help="sessions per second, with Poisson arrivals; default: a closed loop")
     group.add_argument("--warmup", type=int, default=1, help="requests before the measured ones, with other contents")
     group.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
     group.add_argument("--output-file", type=Path, help="file to which results are appended as JSON lines")
-    group.add_argument("--output-details", action="store_true", help="write a line for each request too")
+    group.add_argument("--output-details", action="store_true", help="also write a line for each request to --output-file")
     group.add_argument("--allow-errors", action="store_true", help="exit with 0 even if requests failed")
 
 
@@ -71,9 +81,9 @@ def settle(args: argparse.Namespace) -> str:
     if args.request_rate is None and args.concurrency is None:
         args.concurrency = DEFAULT_CONCURRENCY
     if args.token_ids and args.endpoint == "chat":
-        return "token ids go to the completions endpoint"
+        return "--token-ids needs --endpoint completions"
     if min(x for x in (args.concurrency, args.request_rate) if x is not None) <= 0 or args.warmup < 0:
-        return "concurrency and request rate must be positive, and the warm-up not negative"
+        return "--concurrency and --request-rate must be above 0, and --warmup at least 0"
     if args.output_details and args.output_file is None:
         return "--output-details needs --output-file"
     return ""

@@ -1,7 +1,7 @@
 """Load shapes: a closed loop with a fixed number of sessions in flight, or an open loop with Poisson arrivals.
 
-A load shape starts sessions, and `play` sends the turns of a session one after another. The arrival process applies only to
-sessions: a later turn is sent as soon as the completion of the previous turn has ended.
+A load shape determines when a session starts. `play` sends the turns of a session one after another: a later turn is sent as soon
+as the completion of the previous turn has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from rootstock_llm.services.cli.bench.client import Endpoint, Outcome, stream
 from rootstock_llm.services.cli.bench.workload import Content, Session
 
-ARRIVAL_STREAM = 10  # number of a random stream that no workload uses, so that prompts do not depend on the rate
+ARRIVAL_STREAM = 10  # part of the seed; workloads use 0 to 3, so the prompts do not depend on the request rate
 
 Play: TypeAlias = Callable[[Session, float | None], Awaitable[None]]
 
@@ -44,11 +44,11 @@ async def closed_loop(sessions: Sequence[Session], concurrency: int, play: Play)
 
 async def open_loop(sessions: Sequence[Session], arrivals: Sequence[float], limit: int | None, play: Play) -> None:
     """Starts each session at its arrival. If `limit` sessions are in flight, an arriving session waits until one ends."""
-    gate: AbstractAsyncContextManager[None] = nullcontext() if limit is None else asyncio.Semaphore(limit)
+    slots: AbstractAsyncContextManager[None] = nullcontext() if limit is None else asyncio.Semaphore(limit)
     start = time.perf_counter()
 
     async def client(session: Session, at: float) -> None:
-        async with gate:
+        async with slots:
             await play(session, at)
 
     async with asyncio.TaskGroup() as group:
@@ -69,7 +69,7 @@ class Player:
         """Sends the turns in order. Turns after a failed turn are not sent, because their prompts would lack its completion."""
         dialogue = open_dialogue(session, self._endpoint.chat)
         for turn in session.turns:
-            body = self._endpoint.body(dialogue.ask(turn.content), turn.max_tokens)
+            body = self._endpoint.body(dialogue.next_prompt(turn.content), turn.max_tokens)
             outcome = await stream(self._http, self._endpoint, body, scheduled_at)
             self.outcomes.append(outcome)
             if outcome.error is not None:
@@ -79,10 +79,10 @@ class Player:
 
 
 class Dialogue(Protocol):
-    """The conversation of one session, in the form that its endpoint takes. The coroutine that plays the session owns it."""
+    """The conversation of one session in the format of its endpoint. Owned by the coroutine that plays the session."""
 
-    def ask(self, content: Content) -> dict[str, Any]:
-        """Adds the user's turn and returns the prompt's part of the request body, which is valid until the next call."""
+    def next_prompt(self, content: Content) -> dict[str, Any]:
+        """Adds a user turn and returns the prompt fields of the request body. They are valid until the next call."""
 
     def add_completion(self, text: str) -> None:
         """Adds the server's completion of the last turn."""
@@ -94,8 +94,8 @@ class Messages:
     def __init__(self, system: str | None) -> None:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
-    def ask(self, content: Content) -> dict[str, Any]:
-        assert isinstance(content, str), "chat messages hold text"
+    def next_prompt(self, content: Content) -> dict[str, Any]:
+        assert isinstance(content, str), "a chat message has text, not token ids"
         self._messages.append({"role": "user", "content": content})
         return {"messages": self._messages}
 
@@ -109,7 +109,7 @@ class RunningText:
     def __init__(self, system: str | None) -> None:
         self._text = "" if system is None else system + "\n"
 
-    def ask(self, content: Content) -> dict[str, Any]:
+    def next_prompt(self, content: Content) -> dict[str, Any]:
         assert isinstance(content, str)
         self._text += content
         return {"prompt": self._text}
@@ -124,7 +124,7 @@ class TokenIds:
     def __init__(self, system: tuple[int, ...] | None) -> None:
         self._ids = () if system is None else system
 
-    def ask(self, content: Content) -> dict[str, Any]:
+    def next_prompt(self, content: Content) -> dict[str, Any]:
         assert isinstance(content, tuple)
         return {"prompt": self._ids + content}
 
@@ -134,7 +134,7 @@ class TokenIds:
 
 def open_dialogue(session: Session, chat: bool) -> Dialogue:
     if isinstance(session.turns[0].content, tuple):
-        assert not chat and not isinstance(session.system, str), "token ids go to /v1/completions"
+        assert not chat and not isinstance(session.system, str), "token ids are only for /v1/completions"
         return TokenIds(session.system)
     assert not isinstance(session.system, tuple)
     return Messages(session.system) if chat else RunningText(session.system)

@@ -9,7 +9,7 @@ WORKLOADS = ("random", "generated-shared-prefix", "multi-turn")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Determines the sessions of a workload. Lengths are in tokens for token ids and in words for text."""
+    """Parameters that determine the sessions of a workload. Lengths are in tokens for token ids and in words for text."""
 
     name: str
     seed: int = 0
@@ -17,9 +17,9 @@ class Spec:
     input_len: int = 256
     output_len: int = 64
     range_ratio: float = 1.0  # shortest length as a fraction of the longest; 1 fixes the length
-    token_ids: bool = False
-    id_min: int = 256  # token ids are drawn from [id_min, id_max)
-    id_max: int = 30_000
+    token_ids: bool = False  # whether prompts are token ids instead of words
+    id_min: int = 256  # smallest random token id
+    id_max: int = 30_000  # end of the random token ids, exclusive
     groups: int = 8
     prompts_per_group: int = 8
     system_len: int = 1024
@@ -30,13 +30,13 @@ class Spec:
 
 def check(spec: Spec) -> None:
     if spec.name not in WORKLOADS:
-        raise ValueError(f"no workload {spec.name!r}; there are {', '.join(WORKLOADS)}")
+        raise ValueError(f"unknown workload {spec.name!r}; the workloads are {', '.join(WORKLOADS)}")
     if spec.name == "multi-turn" and spec.token_ids:
         raise ValueError("multi-turn cannot use token ids, because the next prompt needs the completion's text")
     if not 0.0 <= spec.range_ratio <= 1.0:
-        raise ValueError("range ratio must be between 0 and 1")
+        raise ValueError(f"range_ratio is {spec.range_ratio}; it must be between 0 and 1")
     if not 0 <= spec.id_min < spec.id_max:
-        raise ValueError("token ids need 0 <= min < max")
+        raise ValueError("id_min must be at least 0 and below id_max")
     counts = (spec.input_len, spec.output_len, spec.groups, spec.prompts_per_group, spec.system_len, spec.question_len)
     if min(*counts, spec.conversations, spec.turns, 1 if spec.num_requests is None else spec.num_requests) < 1:
         raise ValueError("lengths and counts must be at least 1")

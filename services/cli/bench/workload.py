@@ -1,7 +1,7 @@
 """Workloads: sessions of one or more turns, drawn from a seed.
 
-The same Spec gives the same sessions on every machine. Lengths are in tokens if prompts are token ids. A text prompt has that
-many words instead, because the client has no tokenizer; the server's `usage` has the number of tokens.
+The same Spec gives the same sessions on every machine. Lengths are in tokens if prompts are token ids. A text prompt has
+that number of words instead, because the client has no tokenizer; the server's `usage` has the number of tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rootstock_llm.services.cli.bench.spec import Spec, check
 
 Content: TypeAlias = str | tuple[int, ...]
 
-WARMUP_SEED_OFFSET = 1_000_003
+WARMUP_SEED_OFFSET = 1_000_003  # added to the seed for the warm-up
 TEXT = """
 the of and to in is was for on that by this with you it not or be are from at as your all have new more an we will
 home can us about if page my has search free but our one other do no time they site he up may what which their news
@@ -38,7 +38,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns of one conversation. Each is sent when the completion of the turn before is complete."""
+    """The turns of one conversation. A turn is sent when the completion of the turn before it has ended."""
 
     group: int  # sessions of one group share `system`
     system: Content | None
@@ -107,7 +107,7 @@ def make_sessions(spec: Spec) -> list[Session]:
 
 
 def make_warmup(spec: Spec, count: int) -> list[Session]:
-    """Returns requests of the same kind with other contents, so that the warm-up caches no prefix of a measured request."""
+    """Returns `count` requests with other contents than make_sessions(), so that the warm-up caches no measured prefix."""
     spec = replace(spec, seed=spec.seed + WARMUP_SEED_OFFSET, num_requests=None)
     sessions = MAKERS[spec.name](replace(spec, num_requests=count) if spec.name == "random" else spec)
     return first_requests(sessions, min(count, sum(len(s.turns) for s in sessions)))

@@ -18,7 +18,9 @@ from rootstock_llm.services.cli.shared.terminal import Terminal
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--message", metavar="TEXT", help="the user's message; default: the piped text, or a conversation")
+    parser.add_argument(
+        "-m", "--message", metavar="TEXT", help="the user's message; default: the piped text, else a conversation"
+    )
     parser.add_argument("-s", "--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--stats", action="store_true", help="print tokens and times after each answer, on stderr")
     parser.add_argument("--json", action="store_true", help="print one answer as a line of JSON")
@@ -31,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
     server = Server(target_of(args, os.environ))
     if args.message is None and sys.stdin.isatty():
         if args.json:
-            raise CommandFailed(Exit.USAGE, "--json is for one answer: say something with -m or through a pipe.")
+            raise CommandFailed(Exit.USAGE, "--json needs a message: give it with -m or through a pipe.")
         return _converse(args, server)
     text = args.message if args.message is not None else sys.stdin.read()
     if not text.strip():
-        raise CommandFailed(Exit.USAGE, "there is nothing to say: give a message with -m or through a pipe.")
+        raise CommandFailed(Exit.USAGE, "the message is empty: give one with -m or through a pipe.")
     conversation = Conversation(model_of(args, server), args.system, fields_of(args))
     print_answer(server, CHAT, conversation.body(text), args)
     return Exit.DONE

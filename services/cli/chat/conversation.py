@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Conversation:
-    """Owns the messages of a chat. A turn is added together with its whole or partial answer, so a failed turn is not added."""
+    """Owns the messages of a chat. A turn is a user message with its complete or partial answer; failed turns are not added."""
 
     def __init__(self, model: str, system: str | None, fields: dict[str, Any]) -> None:
         self.model = model
@@ -32,7 +32,7 @@ class Conversation:
         self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def reset(self) -> None:
-        """Removes all turns and keeps the system prompt."""
+        """Removes all turns but not the system prompt."""
         self._turns.clear()
 
     def save(self, path: Path) -> None:

@@ -15,11 +15,11 @@ from rootstock_llm.services.cli.shared.terminal import Terminal
 PROMPT, CONTINUED = "> ", ". "
 HELP = """\
 /reset         remove all messages
-/model [NAME]  talk to another model, or list them
-/system [TEXT] another system prompt, or show it
+/model [NAME]  switch to another model; without NAME: list the models
+/system [TEXT] set the system prompt; without TEXT: show it
 /save FILE     write the conversation as JSON
-/exit          leave, as Ctrl-D does
-A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
+/exit          leave; Ctrl-D leaves, too
+A line that ends with \\ continues in the next line. Ctrl-C stops an answer."""
 
 
 class Repl:
@@ -32,7 +32,7 @@ class Repl:
         read: Callable[[str], str],
         out: Terminal,
         err: Terminal,
-        has_figures: bool,
+        shows_stats: bool,
     ) -> None:
         """Creates the loop.
 
@@ -40,11 +40,11 @@ class Repl:
             read: reads a line after printing a prompt; raises EOFError and KeyboardInterrupt as input() does.
             out: terminal for answers.
             err: terminal for everything else.
-            has_figures: whether tokens and times follow each answer.
+            shows_stats: whether to print tokens and times after each answer.
         """
         self._server, self._conversation = server, conversation
         self._read, self._out, self._err = read, out, err
-        self._has_figures = has_figures
+        self._shows_stats = shows_stats
         self._commands = {
             "reset": self._reset,
             "model": self._model,
@@ -101,8 +101,8 @@ class Repl:
 
     def _after(self, answer: Answer) -> None:
         if answer.tool_calls:
-            self._note("(the model called a tool; this chat has none)")
-        if self._has_figures:
+            self._note("(the model called a tool; this chat cannot run tools)")
+        if self._shows_stats:
             self._note(f"({answer.figures()})")
 
     def _show(self, piece: str, is_reasoning: bool) -> None:
@@ -115,14 +115,14 @@ class Repl:
         self._err.line(self._err.painted(text, "dim"))
 
     def _command(self, line: str) -> None:
-        name, _, rest = line[1:].partition(" ")
+        name, _, argument = line[1:].partition(" ")
         command = self._commands.get(name)
         if command is None:
             self._note(f"there is no command /{name}; /help lists the commands")
             return
-        command(rest.strip())
+        command(argument.strip())
 
-    def _reset(self, rest: str) -> None:
+    def _reset(self, argument: str) -> None:
         self._conversation.reset()
         self._note("all messages are removed")
 
@@ -135,7 +135,7 @@ class Repl:
         if name in names:
             self._conversation.model = name
         listed = ", ".join(f"{each} (this one)" if each == self._conversation.model else each for each in names)
-        self._note(f"there is no {name}; there are: {listed}" if name and name not in names else listed)
+        self._note(f"there is no model {name}; the models are: {listed}" if name and name not in names else listed)
 
     def _system(self, text: str) -> None:
         if text:
@@ -153,5 +153,5 @@ class Repl:
             return
         self._note(f"{self._conversation.num_turns} turns in {name}")
 
-    def _help(self, rest: str) -> None:
+    def _help(self, argument: str) -> None:
         self._note(HELP)

@@ -1,4 +1,4 @@
-"""Streamed answers of chat completions and completions."""
+"""Requests a streamed answer of a chat completion or a completion, and prints it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Answer:
     reasoning: str = ""
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    tool_calls: bool = False  # whether the answer has calls of tools
-    ttft_s: float | None = None  # seconds to the first text or reasoning, or None
+    tool_calls: bool = False  # whether the answer has tool calls
+    ttft_s: float | None = None  # seconds to the first text or reasoning; None: none was received
     total_s: float = 0.0  # seconds to the last event
 
     def as_json(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Answer:
         return fields | ({"reasoning": self.reasoning} if self.reasoning else {})
 
     def figures(self) -> str:
-        """Returns tokens and times as text. The rate counts the tokens after the first one."""
+        """Returns token counts and times as text. The rate excludes the first token."""
         count, cached = self.usage.get("completion_tokens"), (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         parts = [f"{self.usage['prompt_tokens']} tokens in"] if "prompt_tokens" in self.usage else []
         parts += [f"{cached} of them cached"] if cached else []
@@ -65,7 +65,7 @@ def ask(
     """Sends a streaming request and fills `answer` as events arrive.
 
     Args:
-        answer: has the received part also after an exception.
+        answer: receives the events; after an exception, it has the part that was received before.
         show: called with each piece of text and whether the piece is reasoning.
 
     Raises:
@@ -77,22 +77,22 @@ def ask(
             answer.model = event.get("model") or answer.model
             answer.usage = event.get("usage") or answer.usage
             for choice in event.get("choices") or ():
-                _take(choice, answer, show, clock() - begun)
+                _add_choice(choice, answer, show, clock() - begun)
             answer.total_s = clock() - begun
     if answer.finish_reason is None:
         raise cut_off("the stream ended early")
 
 
-def _take(choice: dict[str, Any], answer: Answer, show: Callable[[str, bool], None], passed_s: float) -> None:
+def _add_choice(choice: dict[str, Any], answer: Answer, show: Callable[[str, bool], None], passed_s: float) -> None:
     delta = choice.get("delta") or {}
     answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
     answer.tool_calls = answer.tool_calls or bool(delta.get("tool_calls"))
-    thought, said = delta.get("reasoning_content") or "", choice.get("text") or delta.get("content") or ""
-    if (thought or said) and answer.ttft_s is None:
+    reasoning, text = delta.get("reasoning_content") or "", choice.get("text") or delta.get("content") or ""
+    if (reasoning or text) and answer.ttft_s is None:
         answer.ttft_s = passed_s
-    answer.reasoning += thought
-    answer.text += said
-    for piece, is_reasoning in ((thought, True), (said, False)):
+    answer.reasoning += reasoning
+    answer.text += text
+    for piece, is_reasoning in ((reasoning, True), (text, False)):
         if piece:
             show(piece, is_reasoning)
 

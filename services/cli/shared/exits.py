@@ -14,13 +14,13 @@ class Exit(IntEnum):
     UNREACHABLE = 3  # no connection, or no response in time
     CUT_OFF = 4  # the stream ended early, so the printed answer is incomplete
     INTERRUPTED = 130  # Ctrl-C
-    READER_GONE = 141  # the reader of stdout has ended
+    READER_GONE = 141  # the process that reads stdout has ended
 
 
 class CommandFailed(Exception):
-    """Ends a command. The message is one sentence with the remedy; `passes` means that a later attempt may succeed."""
+    """Ends a command. The message is one sentence with the remedy. `is_temporary`: a later attempt may succeed."""
 
-    def __init__(self, status: Exit, message: str, passes: bool = False) -> None:
+    def __init__(self, status: Exit, message: str, is_temporary: bool = False) -> None:
         super().__init__(message)
         self.status = status
-        self.passes = passes or status is Exit.UNREACHABLE
+        self.is_temporary = is_temporary or status is Exit.UNREACHABLE

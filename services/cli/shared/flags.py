@@ -39,7 +39,7 @@ def target_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Targe
     """Returns the server that flags and environment name. Raises CommandFailed for a wrong URL or key."""
     url = (args.url or environment.get(URL) or DEFAULT_URL).rstrip("/").removesuffix("/v1")
     if not _is_url(url):
-        raise CommandFailed(Exit.USAGE, f"{url} is no URL of a server: give one as --url {DEFAULT_URL}.")
+        raise CommandFailed(Exit.USAGE, f"{url} is not the URL of a server: give one as --url {DEFAULT_URL}.")
     return Target(url, _key(args.api_key_file, environment), args.timeout)
 
 
@@ -52,15 +52,15 @@ def _is_url(url: str) -> bool:
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str:
-    """Returns the API key, or an empty string. Raises CommandFailed if the file is unreadable or no header can hold the key."""
+    """Returns the API key, or an empty string. Raises CommandFailed if the file is unreadable or the key is not visible ASCII."""
     if file is None and not environment.get(KEY):
         return ""
     try:
         key = environment[KEY].strip() if file is None else file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandFailed(Exit.USAGE, f"{file} cannot be read ({error}): name a file with nothing but the key.") from None
+        raise CommandFailed(Exit.USAGE, f"{file} cannot be read ({error}): name a file that contains only the API key.") from None
     if not key or any(not 32 < ord(char) < 127 for char in key):
-        raise CommandFailed(Exit.USAGE, f"{file or KEY} holds no API key: it should hold nothing but the key.")
+        raise CommandFailed(Exit.USAGE, f"{file or KEY} has no valid API key: it must contain only the key, in visible ASCII.")
     return key
 
 
@@ -69,7 +69,7 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("must be a JSON object")
     return value

@@ -13,7 +13,7 @@ NAMES = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags. The server decides about fields whose flags are not given."""
+    """Adds the flags. A field whose flag is not given is not sent, so that the server's default applies."""
     group = parser.add_argument_group("request")
     group.add_argument("--model", help="name of the model; default: the first that the server lists")
     group.add_argument("--max-tokens", type=int, metavar="N", help="largest number of tokens of the answer")
@@ -34,8 +34,8 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def models_of(server: Server) -> list[dict[str, Any]]:
     """Returns the entries of /v1/models. Raises CommandFailed."""
-    answer = server.get("/v1/models")
-    found = answer.get("data") if isinstance(answer, dict) else None
+    response = server.get("/v1/models")
+    found = response.get("data") if isinstance(response, dict) else None
     if not isinstance(found, list) or not all(isinstance(each, dict) and isinstance(each.get("id"), str) for each in found):
         raise CommandFailed(Exit.FAILED, f"{server.target.url}/v1/models lists no models: check --url.")
     return found

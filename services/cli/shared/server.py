@@ -1,6 +1,6 @@
 """HTTP client for JSON responses and event streams, with the standard library. Failures raise CommandFailed.
 
-Each request has a connection of its own, so that a closed connection cancels the request at the server.
+Each request has its own connection. Closing the connection cancels the request at the server.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
 from rootstock_llm.services.cli.shared.flags import KEY, URL, Target
 
 MAX_LINE_BYTES = 64 << 20  # longest line of an event stream
-PIECE_BYTES = 1 << 16  # bytes of a file that are read or sent at a time
+PIECE_BYTES = 1 << 16  # largest piece of a file that is read or sent at a time
 HINTS = {
-    400: "change what it names",
+    400: "change the field that the message names",
     401: f"set {KEY} or name a file with the key as --api-key-file",
-    403: "use a key that may do this",
+    403: "use an API key with this permission",
     404: "name a model of `rootstock models`, and check the URL",
-    413: "send less at once",
-    429: "wait, or ask for less at once",
-    503: "see what is missing by `rootstock status`",
+    413: "send a smaller request",
+    429: "wait, or send fewer requests at a time",
+    503: "`rootstock status` shows the missing services",
 }
 
 
@@ -66,19 +66,19 @@ class Server:
     def pieces(self, path: str) -> Generator[bytes, None, None]:
         """Yields a file in pieces as they arrive. Raises CommandFailed, with CUT_OFF if the file ends early."""
         with closing(self._connection()) as connection:
-            response = self._ask(connection, "GET", path, None)
+            response = self._request(connection, "GET", path, None)
             while piece := self._piece(response):
                 yield piece
 
     def _json(self, method: str, path: str, content: Content | None) -> Any:
         with closing(self._connection()) as connection:
-            response = self._ask(connection, method, path, content)
+            response = self._request(connection, method, path, content)
             try:
                 return json.loads(response.read())
             except (OSError, HTTPException) as error:
                 raise unreachable(self.target.url, _why(error)) from None
             except ValueError:
-                raise self._strange(path) from None
+                raise self._not_openai(path) from None
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yields the events of a stream until [DONE] or its end. Closing the iterator closes the connection.
@@ -88,7 +88,7 @@ class Server:
         """
         with closing(self._connection()) as connection:
             content = Content("application/json", json.dumps(body | {"stream": True}).encode())
-            response = self._ask(connection, "POST", path, content)
+            response = self._request(connection, "POST", path, content)
             while line := self._line(response):
                 payload = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:"):
@@ -101,12 +101,12 @@ class Server:
         kind = HTTPSConnection if self._secure else HTTPConnection
         return kind(self._host, self._port, timeout=self.target.timeout_s)
 
-    def _ask(self, connection: HTTPConnection, method: str, path: str, content: Content | None) -> HTTPResponse:
+    def _request(self, connection: HTTPConnection, method: str, path: str, content: Content | None) -> HTTPResponse:
         headers = {"accept": "application/json, text/event-stream", "user-agent": "rootstock"}
         headers |= content.headers if content is not None else {}
         headers |= {"authorization": f"Bearer {self.target.key}"} if self.target.key else {}
         try:
-            # A server may refuse before it has read the whole body; the response has the reason.
+            # A server may refuse a request before it has read the whole body. The response is still readable and has the reason.
             with suppress(BrokenPipeError, ConnectionResetError):
                 connection.request(method, self._path + path, None if content is None else content.body, headers)
             response = connection.getresponse()
@@ -115,8 +115,8 @@ class Server:
             refusal = response.read(MAX_LINE_BYTES)
         except (OSError, HTTPException) as error:
             raise unreachable(self.target.url, _why(error)) from None
-        words = f"the server answered {response.status} ({_message(refusal)}): {hint_of(response.status)}."
-        raise CommandFailed(Exit.FAILED, words, passes=response.status in PASSING)
+        message = f"the server answered {response.status} ({_message(refusal)}): {hint_of(response.status)}."
+        raise CommandFailed(Exit.FAILED, message, is_temporary=response.status in TEMPORARY)
 
     def _piece(self, response: HTTPResponse) -> bytes:
         """Returns the next bytes, or b"" at the end."""
@@ -135,27 +135,25 @@ class Server:
         except (OSError, HTTPException) as error:
             raise cut_off(_why(error)) from None
         if len(line) == MAX_LINE_BYTES:
-            raise cut_off("an event that is too large")
+            raise cut_off("an event is too large")
         return line
 
     def _event(self, payload: bytes, path: str) -> dict[str, Any]:
         try:
             event = json.loads(payload)
         except ValueError:
-            raise self._strange(path) from None
+            raise self._not_openai(path) from None
         if not isinstance(event, dict):
-            raise self._strange(path)
+            raise self._not_openai(path)
         if event.get("error"):
             raise CommandFailed(Exit.FAILED, f"the server ended the answer ({_message(payload)}): ask again.")
         return event
 
-    def _strange(self, path: str) -> CommandFailed:
-        return CommandFailed(
-            Exit.FAILED, f"{self.target.url}{path} gives a response that no OpenAI-compatible server gives: check --url."
-        )
+    def _not_openai(self, path: str) -> CommandFailed:
+        return CommandFailed(Exit.FAILED, f"the response of {self.target.url}{path} does not follow OpenAI's API: check --url.")
 
 
-PASSING = (429, 502, 503, 504)  # statuses of a server that is overloaded or unavailable for a while
+TEMPORARY = (429, 502, 503, 504)  # statuses of a server that is overloaded or unavailable for a while
 
 
 def hint_of(status: int) -> str:

@@ -8,18 +8,19 @@ import shutil
 from collections.abc import Mapping
 from typing import TextIO
 
-MIN_WIDTH, PLAIN_WIDTH = 40, 80
+MIN_WIDTH = 40  # columns, even if the terminal is narrower
+PLAIN_WIDTH = 80  # columns of an output that is not a terminal
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line end
 _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 
 def harmless(text: str) -> str:
-    """Returns text of another source with its control characters replaced."""
+    """Returns untrusted text with its control characters replaced."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class Terminal:
-    """An output stream. If it is not a terminal, it gets neither colours nor cursor movements, and text stays as it is."""
+    """An output stream. If it is not a terminal, text is written unchanged, without colours and cursor movements."""
 
     def __init__(self, stream: TextIO, environment: Mapping[str, str]) -> None:
         self._stream = stream
@@ -39,12 +40,12 @@ class Terminal:
         return shutil.get_terminal_size((PLAIN_WIDTH, 24)).lines
 
     def painted(self, text: str, colour: str) -> str:
-        """Returns the text in a colour; on a terminal, without control characters of the text."""
+        """Returns the text in a colour. If the stream is a terminal, control characters in the text are replaced."""
         shown = harmless(text) if self.is_tty else text
         return f"\x1b[{_CODES[colour]}m{shown}\x1b[0m" if self.has_colours else shown
 
     def write(self, text: str, colour: str = "") -> None:
-        """Writes text of any source; on a terminal, without its control characters."""
+        """Writes text of any source. If the stream is a terminal, control characters in the text are replaced."""
         shown = harmless(text) if self.is_tty else text
         self._stream.write(self.painted(shown, colour) if colour else shown)
         self._stream.flush()
@@ -61,6 +62,6 @@ class Terminal:
         self._stream.flush()
 
     def line(self, text: str = "") -> None:
-        """Writes a line of trusted text, which may have colours."""
+        """Writes a line of trusted text, which may contain colour codes, unchanged."""
         self._stream.write(text + "\n")
         self._stream.flush()

@@ -15,17 +15,17 @@ from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
 from rootstock_llm.services.cli.shared.flags import add_server_flags, target_of
 from rootstock_llm.services.cli.shared.server import Server
 from rootstock_llm.services.cli.shared.terminal import Terminal
-from rootstock_llm.services.cli.status.standing import Observer, Standing
+from rootstock_llm.services.cli.status.gateway_state import GatewayState, Observer
 from rootstock_llm.services.cli.status.table import lines
 from rootstock_llm.services.cli.status.trouble import troubles
 
-REPORT_S = 1.1  # seconds in which every worker reports its load at least once
+REPORT_S = 1.1  # seconds within which every worker reports its load at least once
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--watch", action="store_true", help="refresh until Ctrl-C; the default on a terminal")
-    ways.add_argument("--once", action="store_true", help="print once and end; takes a second, in which rates are measured")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--watch", action="store_true", help="refresh until Ctrl-C; the default on a terminal")
+    modes.add_argument("--once", action="store_true", help="print once and end, after measuring the rates for a second")
     parser.add_argument(
         "--interval", type=_interval, default=1.0, metavar="S", help="seconds between two refreshes (%(default)g)"
     )
@@ -42,24 +42,24 @@ def run(args: argparse.Namespace) -> int:
     server, out = Server(target_of(args, os.environ)), Terminal.of(sys.stdout)
     observer = Observer()
 
-    def look() -> Standing:
-        return observer.look(server.get("/server_info"), time.monotonic())
+    def observe() -> GatewayState:
+        return observer.state(server.get("/server_info"), time.monotonic())
 
-    standing = look()
+    state = observe()
     if args.once or not (args.watch or out.is_tty):
         time.sleep(REPORT_S)
-        _print(look(), server, out, args.json)
+        _print(observe(), server, out, args.json)
         return Exit.DONE
     while True:
-        _draw(standing, server, out, args.json)
-        standing = _next_look(look, args.interval, out, args.json)
+        _draw(state, server, out, args.json)
+        state = _next_state(observe, args.interval, out, args.json)
 
 
-def _next_look(look: Callable[[], Standing], interval_s: float, out: Terminal, is_json: bool) -> Standing:
+def _next_state(observe: Callable[[], GatewayState], interval_s: float, out: Terminal, is_json: bool) -> GatewayState:
     while True:
         time.sleep(interval_s)
         try:
-            return look()
+            return observe()
         except CommandFailed as error:
             record: dict[str, Any] = {"at": _now(), "error": str(error)}
             text = json.dumps(record) if is_json else f"{_now()}  {error}"
@@ -69,21 +69,21 @@ def _next_look(look: Callable[[], Standing], interval_s: float, out: Terminal, i
                 out.write(f"{text}\n")
 
 
-def _draw(standing: Standing, server: Server, out: Terminal, is_json: bool) -> None:
-    """Replaces the screen of a terminal; appends to another output."""
+def _draw(state: GatewayState, server: Server, out: Terminal, is_json: bool) -> None:
+    """Replaces the screen if the output is a terminal, otherwise appends to the output."""
     if out.is_tty and not is_json:
-        out.redraw(lines(standing, server.target.url, out))
+        out.redraw(lines(state, server.target.url, out))
         return
-    _print(standing, server, out, is_json)
+    _print(state, server, out, is_json)
     if not is_json:
         out.line()
 
 
-def _print(standing: Standing, server: Server, out: Terminal, is_json: bool) -> None:
+def _print(state: GatewayState, server: Server, out: Terminal, is_json: bool) -> None:
     if is_json:
-        out.line(json.dumps({"at": _now(), "url": server.target.url, **standing.as_json(), "troubles": troubles(standing)}))
+        out.line(json.dumps({"at": _now(), "url": server.target.url, **state.as_json(), "troubles": troubles(state)}))
         return
-    for line in lines(standing, server.target.url, out):
+    for line in lines(state, server.target.url, out):
         out.line(line)
 
 

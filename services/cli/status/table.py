@@ -7,46 +7,46 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from rootstock_llm.services.cli.shared.terminal import Terminal, harmless
-from rootstock_llm.services.cli.status.standing import Standing, Worker
+from rootstock_llm.services.cli.status.gateway_state import GatewayState, Worker
 from rootstock_llm.services.cli.status.trouble import troubles
 
 GAP = "  "
-LEAST_NAME = 10  # columns that a worker's name gets at least
-COLOURS = {"ready": "green", "lost": "red", "gone": "red", "hung": "red"}  # by state; other states are yellow
+LEAST_NAME = 10  # smallest width of the column with the workers' names, in characters
+COLOURS = {"ready": "green", "lost": "red", "gone": "red", "hung": "red"}  # by worker state; other states are yellow
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table behind the worker's name."""
+    """A column of the table to the right of the worker's name."""
 
     title: str
     value: Callable[[Worker], str]
     is_text: bool = False  # text is aligned to the left, numbers to the right
 
 
-def lines(standing: Standing, url: str, terminal: Terminal) -> list[str]:
-    wrong = [terminal.painted(part, "yellow") for text in troubles(standing) for part in wrap(harmless(text), terminal.width)]
-    return [*_head(standing, url, terminal), "", *_rows(standing, terminal), "", _foot(standing), *wrong]
+def lines(state: GatewayState, url: str, terminal: Terminal) -> list[str]:
+    wrong = [terminal.painted(part, "yellow") for text in troubles(state) for part in wrap(harmless(text), terminal.width)]
+    return [*_head(state, url, terminal), "", *_rows(state, terminal), "", _foot(state), *wrong]
 
 
-def _head(standing: Standing, url: str, terminal: Terminal) -> list[str]:
-    ready = sum(worker.state == "ready" for worker in standing.workers)
-    models = ", ".join(standing.models) or "no model yet"
+def _head(state: GatewayState, url: str, terminal: Terminal) -> list[str]:
+    ready = sum(worker.state == "ready" for worker in state.workers)
+    models = ", ".join(state.models) or "no model yet"
     first = _cut(f"{url}{GAP}{models}", terminal.width)
-    return [terminal.painted(first, "bold"), f"{len(standing.workers)} workers, {ready} ready"]
+    return [terminal.painted(first, "bold"), f"{len(state.workers)} workers, {ready} ready"]
 
 
-def _foot(standing: Standing) -> str:
-    connected = f"tokenizers {standing.tokenizers}{GAP}detokenizers {standing.detokenizers}"
-    return f"queue {standing.waiting}{GAP}{connected}"
+def _foot(state: GatewayState) -> str:
+    connected = f"tokenizers {state.tokenizers}{GAP}detokenizers {state.detokenizers}"
+    return f"queue {state.waiting}{GAP}{connected}"
 
 
-def _columns(standing: Standing) -> list[Column]:
-    """Returns the columns. The model has one if there are several models, the role if a worker has a role."""
-    several = [Column("MODEL", lambda w: _cut(w.model, 12), True)] if len({w.model for w in standing.workers} - {"-"}) > 1 else []
-    several += [Column("ROLE", lambda w: harmless(w.role), True)] if {w.role for w in standing.workers} - {"both", "-"} else []
+def _columns(state: GatewayState) -> list[Column]:
+    """Returns the columns: MODEL only if there are several models, ROLE only if a worker prefills or decodes only."""
+    optional = [Column("MODEL", lambda w: _cut(w.model, 12), True)] if len({w.model for w in state.workers} - {"-"}) > 1 else []
+    optional += [Column("ROLE", lambda w: harmless(w.role), True)] if {w.role for w in state.workers} - {"both", "-"} else []
     return [
-        *several,
+        *optional,
         Column("STATE", lambda w: harmless(w.state), True),
         Column("RUN", lambda w: _count(w.running)),
         Column("WAIT", lambda w: _count(w.waiting)),
@@ -57,8 +57,8 @@ def _columns(standing: Standing) -> list[Column]:
     ]
 
 
-def _rows(standing: Standing, terminal: Terminal) -> list[str]:
-    columns, workers = _columns(standing), standing.workers
+def _rows(state: GatewayState, terminal: Terminal) -> list[str]:
+    columns, workers = _columns(state), state.workers
     cells = [[column.value(worker) for column in columns] for worker in workers]
     widths = [max(len(text) for text in (column.title, *texts)) for column, *texts in zip(columns, *cells, strict=True)]
     free = terminal.width - sum(widths) - len(GAP) * len(widths)

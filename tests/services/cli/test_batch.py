@@ -34,10 +34,10 @@ class Batches(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.statuses = ["completed"]  # the batch's status at each request; the last one repeats
         self.uploads: list[bytes] = []
-        self.asked: list[tuple[str, str, Any]] = []
+        self.asked: list[tuple[str, str, Any]] = []  # method, path and JSON body of each request except uploads
         self.refuses_uploads = False
         self.missing = 0  # bytes by which a response is shorter than its content-length
-        self.away = 0  # number of further requests for a batch that get 503
+        self.away = 0  # number of next requests for a batch that get status 503
 
     def batch(self) -> dict[str, Any]:
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
@@ -124,7 +124,7 @@ def test_batch_wait_exits_with_failure_when_a_batch_fails(batches: Batches, caps
     assert capsys.readouterr().err == "line 2: no body\n"
 
 
-def test_batch_results_are_streamed_or_refused_with_a_reason(
+def test_batch_results_prints_or_writes_lines_and_explains_failures(
     batches: Batches, capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
     assert main(["batch", "results", "batch_1"]) == Exit.DONE
@@ -134,7 +134,8 @@ def test_batch_results_are_streamed_or_refused_with_a_reason(
     assert main(["batch", "results", "batch_1", "--errors"]) == Exit.FAILED
     batches.statuses = ["in_progress"]
     assert main(["batch", "results", "batch_1"]) == Exit.FAILED
-    assert b"no line failed" in (told := capsysbinary.readouterr().err) and b"the batch is in_progress: wait" in told
+    assert b"no line of the batch failed" in (errors := capsysbinary.readouterr().err)
+    assert b"the batch is in_progress: wait" in errors
 
 
 def test_upload_and_download_show_progress_on_a_terminal(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +155,10 @@ def test_batch_submit_reports_a_refusal_during_the_upload(batches: Batches, caps
         file.write(json.dumps(LINE).encode() + b"\n")
         file.truncate(64 << 20)
     assert main(["batch", "submit", "large.jsonl"]) == Exit.FAILED
-    assert "413 (too large): send less at once" in capsys.readouterr().err
+    assert "413 (too large): send a smaller request" in capsys.readouterr().err
 
 
-def test_batch_submit_sends_no_file_without_requests(batches: Batches) -> None:
+def test_batch_submit_uploads_nothing_when_the_file_has_no_request(batches: Batches) -> None:
     for further in ([], ["--endpoint", "/v1/completions"]):
         assert main(["batch", "submit", "none.jsonl", *further]) == Exit.USAGE
     for content in (b"", b"{", b"[]\n", b"{}\n"):

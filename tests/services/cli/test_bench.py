@@ -103,7 +103,7 @@ def test_workload_refuses_an_impossible_spec(spec: Spec) -> None:
         make_sessions(spec)
 
 
-def test_poisson_arrivals_have_the_mean_and_the_deviation_of_the_rate() -> None:
+def test_poisson_arrivals_have_exponential_gaps_at_the_rate() -> None:
     arrivals = poisson_arrivals(rate=20.0, count=20_000, seed=3)
     gaps = np.diff(arrivals)
     assert arrivals == poisson_arrivals(20.0, 20_000, 3) != poisson_arrivals(20.0, 20_000, 4)
@@ -192,7 +192,7 @@ def test_bench_counts_tokens_and_cached_tokens(server: FakeServer, tmp_path: Pat
     assert all(r["ttft_ms"] <= r["e2e_ms"] and r["finish_reason"] == "length" for r in requests)
 
 
-def test_bench_counts_one_gap_for_a_chunk_of_several_tokens(tmp_path: Path) -> None:
+def test_bench_counts_one_itl_per_chunk_when_chunks_have_several_tokens(tmp_path: Path) -> None:
     with FakeServer(tokens_per_chunk=3) as server:
         _, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "2", "--output-len", "8")
     assert (results["generated_tokens"], results["itl_ms"]["count"]) == (16, 4)
@@ -249,7 +249,7 @@ def test_bench_sends_no_turn_after_a_failed_turn(server: FakeServer, tmp_path: P
     assert (status, results["successful_requests"], results["failed_requests"], results["unsent_requests"]) == (1, 1, 1, 2)
 
 
-def test_results_record_parameters_and_machine_without_the_key(
+def test_bench_records_parameters_and_machine_without_the_api_key(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROOTSTOCK_API_KEY", "sesame")
@@ -264,7 +264,7 @@ def test_results_record_parameters_and_machine_without_the_key(
     assert b"sesame" not in path.read_bytes()
 
 
-def test_summary_block_has_the_rows_of_other_benchmarks(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_the_rows_of_sglangs_and_vllms_benchmarks(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     main(["bench", "--url", server.url, "--num-requests", "3", "--output-len", "5"])
     out = capsys.readouterr().out
     assert out.startswith("============ Serving Benchmark Result ============\n")

@@ -99,7 +99,7 @@ def test_chat_commands_print_results_and_errors(server: FakeServer, tmp_path: Pa
     assert [message["role"] for message in saved["messages"]] == ["system", "user", "assistant"]
     errors = repl.err.getvalue()
     for text in (
-        "there is no nope; there are: fake (this one)",
+        "there is no model nope; the models are: fake (this one)",
         "there is no command /no",
         "name a file",
         "cannot be written",

@@ -15,8 +15,8 @@ from rootstock_llm.services.cli.program import main
 from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
 from rootstock_llm.services.cli.shared.server import unreachable
 from rootstock_llm.services.cli.shared.terminal import Terminal
-from rootstock_llm.services.cli.status.command import _next_look
-from rootstock_llm.services.cli.status.standing import Observer, Standing, Worker
+from rootstock_llm.services.cli.status.command import _next_state
+from rootstock_llm.services.cli.status.gateway_state import GatewayState, Observer, Worker
 from rootstock_llm.services.cli.status.table import lines
 from rootstock_llm.services.cli.status.trouble import troubles
 from tests.services.cli.fake_server import FakeServer
@@ -45,7 +45,7 @@ def info(*workers: dict[str, Any]) -> dict[str, Any]:
 
 def rates(polls: list[tuple[float, dict[str, Any]]]) -> list[float | None]:
     observer = Observer()
-    return [observer.look(info(worker("a", **fields)), now).workers[0].tokens_per_second for now, fields in polls]
+    return [observer.state(info(worker("a", **fields)), now).workers[0].tokens_per_second for now, fields in polls]
 
 
 @pytest.mark.parametrize(
@@ -69,24 +69,24 @@ def test_observer_computes_rates_between_reports(polls: list[tuple[float, dict[s
 
 def test_observer_computes_ratios_and_lists_missing_workers_as_gone() -> None:
     observer = Observer()
-    first = observer.look(info(worker("a"), worker("b"), worker(None, "starting")), 10.0)
+    first = observer.state(info(worker("a"), worker("b"), worker(None, "starting")), 10.0)
     assert (first.workers[0].kv_use, first.workers[0].hit_rate, first.waiting) == (0.25, 0.75, 4)
     assert first.workers[2] == Worker("-", "m", "both", "starting", max_running=8)
-    second = observer.look(info(worker("a", prompt_tokens=0)), 11.0)
+    second = observer.state(info(worker("a", prompt_tokens=0)), 11.0)
     assert [(each.name, each.state, each.hit_rate) for each in second.workers] == [("a", "ready", None), ("b", "gone", None)]
-    assert [each.name for each in observer.look(info(worker("a")), 72.0).workers] == ["a"]
+    assert [each.name for each in observer.state(info(worker("a")), 72.0).workers] == ["a"]
 
 
 def test_observer_refuses_a_response_without_the_fields_of_a_gateway() -> None:
     """An older gateway or another server may send such a response."""
     for answer in ([], {}, {"loads": []}, info({"worker_id": "a"})):
         with pytest.raises(CommandFailed) as caught:
-            Observer().look(answer, 0.0)  # type: ignore[arg-type]
+            Observer().state(answer, 0.0)  # type: ignore[arg-type]
         assert caught.value.status is Exit.FAILED
 
 
 def table_of(*workers: Worker) -> list[str]:
-    fleet = Standing(0.0, ("m",), workers, 1, 2, 3)
+    fleet = GatewayState(0.0, ("m",), workers, 1, 2, 3)
     return lines(fleet, "http://127.0.0.1:8000", PLAIN)
 
 
@@ -108,7 +108,7 @@ def test_table_fits_80_columns_and_keeps_worker_names_distinct() -> None:
     rows = table_of(*full, other)
     assert max(map(len, rows)) <= 80, "\n".join(rows)
     assert all(any(tail in row for row in rows) for tail in ("abcde", "fghij"))
-    assert "queue 1  tokenizers 2  detokenizers 3" in rows and rows[-1].endswith("shorter answers")
+    assert "queue 1  tokenizers 2  detokenizers 3" in rows and rows[-1].endswith("max_tokens")
 
 
 def test_picture_in_the_tutorial_matches_the_table() -> None:
@@ -118,7 +118,7 @@ def test_picture_in_the_tutorial_matches_the_table() -> None:
     (url, model), _, _, _, *rows, _, foot = map(str.split, text.splitlines())
     workers = [worker_of(model, row) for row in rows]
     waiting, tokenizers, detokenizers = map(int, foot[1::2])
-    assert lines(Standing(0.0, (model,), tuple(workers), waiting, tokenizers, detokenizers), url, PLAIN) == text.splitlines()
+    assert lines(GatewayState(0.0, (model,), tuple(workers), waiting, tokenizers, detokenizers), url, PLAIN) == text.splitlines()
     assert [worker.state for worker in workers].count("lost") == 1
 
 
@@ -145,57 +145,57 @@ def test_status_prints_one_line_of_json(server: FakeServer, capsys: pytest.Captu
 
 
 def test_status_watch_continues_when_the_gateway_is_unavailable() -> None:
-    fleet = Observer().look(info(worker("a")), 1.0)
-    answers: Iterator[Standing | CommandFailed] = iter([unreachable("http://h", "Connection refused"), fleet])
+    fleet = Observer().state(info(worker("a")), 1.0)
+    answers: Iterator[GatewayState | CommandFailed] = iter([unreachable("http://h", "Connection refused"), fleet])
 
-    def poll() -> Standing:
+    def poll() -> GatewayState:
         answer = next(answers)
         if isinstance(answer, CommandFailed):
             raise answer
         return answer
 
     out = io.StringIO()
-    assert _next_look(poll, 0.0, Terminal(out, {}), is_json=True) is fleet
+    assert _next_state(poll, 0.0, Terminal(out, {}), is_json=True) is fleet
     assert "cannot be reached" in json.loads(out.getvalue())["error"]
 
 
 def test_troubles_name_the_faults_of_workers_and_tokenizers() -> None:
-    well = Observer().look(info(worker("a"), worker("b", "lost")), 10.0)
+    well = Observer().state(info(worker("a"), worker("b", "lost")), 10.0)
     assert troubles(well) == []
     gateway = {"waiting": 4, "workers": 0, "tokenizers": 0, "detokenizers": 3}
     fields = {**info(worker("a", "hung"), worker("b", "lost"), worker("c", "unused")), "gateway": gateway}
-    said = troubles(Observer().look(fields, 10.0))
-    assert [text.partition(":")[0] for text in said] == [
+    reported = troubles(Observer().state(fields, 10.0))
+    assert [text.partition(":")[0] for text in reported] == [
         "no tokenizer is connected",
-        "no worker of m can answer (1 hung, 1 lost, 1 unused), and 4 requests wait",
+        "no worker of m is ready (1 hung, 1 lost, 1 unused), and 4 requests wait",
         "a hangs",
-        "c gets no requests after faults of its own",
+        "c gets no requests for a while, because it had faults",
     ]
-    full = Observer().look(info(worker("a", kv_used_tokens=990)), 10.0)
-    assert troubles(full) == ["a has no memory left for the 1 that wait there: more workers, or shorter answers"]
+    full = Observer().state(info(worker("a", kv_used_tokens=990)), 10.0)
+    assert troubles(full) == ["a has no free KV for the 1 queued requests: add workers, or lower max_tokens"]
 
 
 def test_troubles_name_the_faults_of_redis_keys_and_certificates() -> None:
-    def said(**around: Any) -> list[str]:
+    def reported(**around: Any) -> list[str]:
         fields = info(worker("a"))
         gateway = {**fields["gateway"], "surroundings": around}
-        return [text.partition(":")[0] for text in troubles(Observer().look({**fields, "gateway": gateway}, 10.0))]
+        return [text.partition(":")[0] for text in troubles(Observer().state({**fields, "gateway": gateway}, 10.0))]
 
     redis = {"index": True, "limits": None, "kept": True}
     week = 7 * 86400
-    assert said(redis=redis, key_file_valid=True, tls_files_valid=None, certificate_ends_in_s=week, scraped_s_ago=14.0) == []
-    assert said(redis=redis, unresolved=[], certificate_ends_in_s=None, scraped_s_ago=None) == []
+    assert reported(redis=redis, key_file_valid=True, tls_files_valid=None, certificate_ends_in_s=week, scraped_s_ago=14.0) == []
+    assert reported(redis=redis, unresolved=[], certificate_ends_in_s=None, scraped_s_ago=None) == []
     broken = {"index": False, "limits": False, "kept": False}
     names = ["tokenizer", "worker"]
-    assert said(redis=broken, unresolved=names, key_file_valid=False, tls_files_valid=False, scraped_s_ago=720.0) == [
-        "names of tokenizer and worker cannot be looked up",
+    assert reported(redis=broken, unresolved=names, key_file_valid=False, tls_files_valid=False, scraped_s_ago=720.0) == [
+        "DNS names of tokenizer and worker do not resolve",
         "this gateway's metrics have not been scraped for 12 minutes",
         "Redis does not respond",
         "the state store does not respond",
-        "the files of API keys are wrong, and what they held before is in use",
-        "the files of certificates are wrong, and what they held before is in use",
+        "the file of API keys is wrong, and the earlier content stays in use",
+        "the TLS files are wrong, and the earlier content stays in use",
     ]
-    assert said(redis={"index": True, "limits": False}) == ["limits of API keys are not shared in Redis"]
-    certificate = "the certificate that the gateway shows other services"
-    assert said(certificate_ends_in_s=week / 2) == [f"{certificate} expires in 3.5 days"]
-    assert said(certificate_ends_in_s=-5) == [f"{certificate} has expired"]
+    assert reported(redis={"index": True, "limits": False}) == ["limits of API keys are not shared in Redis"]
+    certificate = "the gateway's certificate for other services"
+    assert reported(certificate_ends_in_s=week / 2) == [f"{certificate} expires in 3.5 days"]
+    assert reported(certificate_ends_in_s=-5) == [f"{certificate} has expired"]

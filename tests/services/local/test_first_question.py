@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rootstock_llm.services.local.demo import PROMPT, QUESTION, BrokenOff, Endpoint, Kind, NoAnswer, ask, curl
+from rootstock_llm.services.local.demo import PROMPT, QUESTION, Endpoint, Kind, RequestFailed, RequestRefused, ask, curl
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 CHOICES = {
@@ -92,13 +92,15 @@ def test_first_question_has_the_form_of_the_kind_of_model(kind: Kind, path: str,
 def test_ask_raises_broken_off_when_the_stream_is_cut(end: bytes) -> None:
     with api() as server:
         server.end = end
-        with pytest.raises(BrokenOff):
+        with pytest.raises(RequestFailed):
             ask(server.endpoint(), "chat", "m", "", lambda piece: None)
-    with pytest.raises(BrokenOff):
+    with pytest.raises(RequestFailed):
         ask(server.endpoint(), "chat", "m", "", lambda piece: None)
 
 
-@pytest.mark.parametrize(("status", "error"), [(503, BrokenOff), (500, BrokenOff), (401, NoAnswer), (400, NoAnswer)])
+@pytest.mark.parametrize(
+    ("status", "error"), [(503, RequestFailed), (500, RequestFailed), (401, RequestRefused), (400, RequestRefused)]
+)
 def test_ask_raises_broken_off_for_5xx_and_no_answer_for_4xx(status: int, error: type[Exception]) -> None:
     with api() as server:
         server.status = status

@@ -83,26 +83,30 @@ FAULTS: dict[str, tuple[Change, str, str]] = {  # change, fault, remedy
     "binary config": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not valid JSON", "download it again"),
     "list as config": (with_file("config.json", "[]"), "is not a JSON object", "Download it again"),
     "config without model_type": (with_file("config.json", "{}"), "has no model_type", "config.json of the model's publisher"),
-    "pointer as config": (with_file("config.json", LFS), "is a pointer of Git LFS", "git lfs pull"),
+    "pointer as config": (with_file("config.json", LFS), "is a Git LFS pointer", "git lfs pull"),
     "quantised": (lambda f: config_with(f, quantization_config={"quant_method": "fp8"}), "is quantised", "Give the model that"),
     "quantised by a tool": (with_file("hf_quant_config.json", "{}"), "is quantised", "Give the model that"),
     "no tokenizer": (without("tokenizer.json"), "has no tokenizer (tokenizer.json)", "Copy the tokenizer"),
-    "no weights": (without("model.safetensors"), "holds no weights", "Download the model's *.safetensors"),
-    "pickled weights": (pickled, "has weights in pytorch_model.bin alone", "save_pretrained"),
-    "missing shards": (sharded, "lacks 2 of 2 weights files, the first of them model-00001-of-00002", "Finish the download"),
+    "no weights": (without("model.safetensors"), "has no weights", "Download the model's *.safetensors"),
+    "pickled weights": (pickled, "has weights only in pytorch_model.bin", "save_pretrained"),
+    "missing shards": (sharded, "lacks 2 of 2 weight files, for example model-00001-of-00002", "Finish the download"),
     "index without files": (
         lambda f: (sharded(f), (f / "model.safetensors.index.json").write_text('{"weight_map": []}')),
         "has no weight_map of tensors to files",
         "Download it again",
     ),
     "cut weights": (cut_off, "model.safetensors is cut off: it has ", "Download it again"),
-    "short weights": (with_file("model.safetensors", "abc"), "is no whole safetensors file: it has 3 bytes", "Download it again"),
-    "page as weights": (
-        with_file("model.safetensors", "\x02\0\0\0\0\0\0\0no page of this name"),
-        "is no safetensors file: its header cannot be read",
+    "short weights": (
+        with_file("model.safetensors", "abc"),
+        "is not a complete safetensors file: it has 3 bytes",
         "Download it again",
     ),
-    "pointer as weights": (with_file("model.safetensors", LFS), "is a pointer of Git LFS", "git lfs pull"),
+    "page as weights": (
+        with_file("model.safetensors", "\x02\0\0\0\0\0\0\0no page of this name"),
+        "is not a safetensors file: its header cannot be read",
+        "Download it again",
+    ),
+    "pointer as weights": (with_file("model.safetensors", LFS), "is a Git LFS pointer", "git lfs pull"),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rootstock_llm.services.local.start_view import EVERY_S, LogReader, StartView, Told
+from rootstock_llm.services.local.start_view import EVERY_S, LogReader, StartView, UserRecord
 from rootstock_llm.services.shared.observe.progress import Progress, read
 
 HALF = Progress("weights", 2e9, 4e9, 4.0)
@@ -44,7 +44,7 @@ def test_log_reader_returns_each_user_record_once(tmp_path: Path) -> None:
     reader = LogReader(path)
     assert reader.news() == [] and reader.last_step == ""
     path.write_text(record("for operators") + record("a step", step=True) + "a library's own line\n" + '{"msg": "cut')
-    assert reader.news() == [Told("a step")] and reader.last_step == "a step"
+    assert reader.news() == [UserRecord("a step")] and reader.last_step == "a step"
     with path.open("a") as file:
         file.write(
             '", "step": true}\n'
@@ -53,7 +53,7 @@ def test_log_reader_returns_each_user_record_once(tmp_path: Path) -> None:
             + record("late", level="warning", logger="rootstock_llm.services.gateway")
         )
     bar = "weights [##########          ]  50 %  2.00 of 4.00 GB, 0.50 GB/s, 4 s left"
-    assert reader.news() == [Told("cut"), Told(bar, is_bar=True), Told("slow", is_warning=True)]
+    assert reader.news() == [UserRecord("cut"), UserRecord(bar, is_bar=True), UserRecord("slow", is_warning=True)]
     assert reader.news() == [] and reader.last_step == bar == HALF.bar()
 
 

@@ -81,7 +81,7 @@ def ended(tmp_path: Path, code: str, *, ready: bool = False, is_started: bool = 
 def test_start_fails_when_a_process_ends_twice_before_readiness(tmp_path: Path) -> None:
     assert ended(tmp_path, "raise SystemExit(1)") == (
         "child ended with code 1.",
-        ["child ended with code 1. It is restarted."],
+        ["child ended with code 1. The process is restarted."],
     )
 
 

@@ -1,4 +1,4 @@
-"""The state of a gateway and its workers, from two responses of /server_info: shares of totals, and rates between them."""
+"""The state of a gateway and its workers, from successive responses of its /server_info, between which rates are measured."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Any
 
 from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
 
-GONE, GONE_FOR_S = "gone", 60.0
+GONE = "gone"  # state of a worker that the gateway has stopped listing
+GONE_FOR_S = 60.0  # seconds for which a gone worker is shown
 RATE_VALID_S = 5.0  # seconds without a newer report after which a rate is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A row of the table. None means unknown."""
+    """A worker, as a row of the table shows it. None means unknown."""
 
     name: str
     model: str
     role: str
     state: str
-    running: int | None = None
+    running: int | None = None  # running requests
     max_running: int | None = None
-    waiting: int | None = None
+    waiting: int | None = None  # requests in the worker's queue
     kv_use: float | None = None  # used share of the KV pool, 0 to 1
     hit_rate: float | None = None  # cached share of prompt tokens, 0 to 1
-    tokens_per_second: float | None = None  # generated tokens per second since the report before
-    retractions: int | None = None
+    tokens_per_second: float | None = None  # generated tokens per second between the last two reports
+    retractions: int | None = None  # since the start of the worker
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The services and files that a gateway depends on. None means not configured, never happened or not reported."""
+    """The services and files that a gateway depends on. None: not configured, or not reported yet."""
 
     index: bool | None = None  # whether the Redis of the prefix index responds
     limits: bool | None = None  # whether the limits of API keys are shared through Redis
@@ -49,15 +50,15 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """The state at one moment."""
+class GatewayState:
+    """The state of a gateway and its workers at one moment."""
 
     at: float  # seconds on the client's monotonic clock
     models: tuple[str, ...]
     workers: tuple[Worker, ...]
-    waiting: int
-    tokenizers: int
-    detokenizers: int
+    waiting: int  # requests in the gateway's queue
+    tokenizers: int  # connected tokenizers
+    detokenizers: int  # connected detokenizers
     surroundings: Surroundings = Surroundings()
 
     def as_json(self) -> dict[str, Any]:
@@ -68,11 +69,11 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """A worker's counter of generated tokens."""
+    """A worker's counter of generated tokens in one report."""
 
-    at: float  # time of the worker's report
+    at: float  # time of the report on the client's monotonic clock
     tokens: int
-    rate: float | None = None  # tokens per second before this report
+    rate: float | None = None  # tokens per second since the previous report; None for the first one
 
 
 class Observer:
@@ -80,14 +81,14 @@ class Observer:
 
     def __init__(self) -> None:
         self._counts: dict[str, _Count] = {}
-        self._seen: dict[str, tuple[float, Worker]] = {}
+        self._last: dict[str, tuple[float, Worker]] = {}  # time of the last response that lists the worker, and its row
 
-    def look(self, info: Mapping[str, Any], now: float) -> Standing:
-        """Returns the state from a response of /server_info. Raises CommandFailed if the response has another form."""
+    def state(self, info: Mapping[str, Any], now: float) -> GatewayState:
+        """Returns the state in a response of /server_info. Raises CommandFailed if the response has another format."""
         try:
             workers = [self._worker(each, now) for each in info["workers"]]
             gateway = info["gateway"]
-            return Standing(
+            return GatewayState(
                 now,
                 tuple(str(model["id"]) for model in info["models"]),
                 (*workers, *self._gone(workers, now)),
@@ -97,7 +98,7 @@ class Observer:
                 Surroundings.of(gateway.get("surroundings", {})),
             )
         except (LookupError, TypeError, ValueError, AttributeError):
-            message = "the server does not tell how its workers stand: is it a Rootstock gateway of this version? Check --url."
+            message = "/server_info lacks the state of the workers: check that --url names a Rootstock gateway of this version."
             raise CommandFailed(Exit.FAILED, message) from None
 
     def _worker(self, report: Mapping[str, Any], now: float) -> Worker:
@@ -117,7 +118,7 @@ class Observer:
         )
 
     def _rate(self, name: str, report: Mapping[str, Any], now: float) -> float | None:
-        """Returns generated tokens per second between the worker's last two reports, which are not the last two responses."""
+        """Returns generated tokens per second between the worker's last two reports. Responses can repeat a report."""
         if report["told_s_ago"] is None:
             self._counts.pop(name, None)
             return None
@@ -125,7 +126,7 @@ class Observer:
         if before is None or count.tokens < before.tokens:  # a smaller counter belongs to a restarted worker
             self._counts[name] = count
             return None
-        # The same report again: network delays differ by less than 50 ms.
+        # The response contains the same report as the one before. Network delays shift its time by less than 50 ms.
         if count.tokens == before.tokens and count.at - before.at < 0.05:
             return before.rate if now - before.at < RATE_VALID_S else None
         rate = (count.tokens - before.tokens) / max(count.at - before.at, 0.05)
@@ -133,9 +134,9 @@ class Observer:
         return rate
 
     def _gone(self, workers: Sequence[Worker], now: float) -> list[Worker]:
-        self._seen |= {worker.name: (now, worker) for worker in workers if worker.name != "-"}
-        self._seen = {name: (at, worker) for name, (at, worker) in self._seen.items() if now - at < GONE_FOR_S}
-        return [Worker(name, old.model, old.role, GONE) for name, (at, old) in self._seen.items() if at < now]
+        self._last |= {worker.name: (now, worker) for worker in workers if worker.name != "-"}
+        self._last = {name: (at, worker) for name, (at, worker) in self._last.items() if now - at < GONE_FOR_S}
+        return [Worker(name, last.model, last.role, GONE) for name, (at, last) in self._last.items() if at < now]
 
 
 def _share(part: int | None, whole: int | None) -> float | None:
