@@ -1,7 +1,7 @@
 """The Detokenizer service: one Session per Decode stream, and a call for the texts of single tokens.
 
-The event loop decodes small batches; a thread decodes large batches. When a stream ends for any reason (client gone, bad batch,
-shutdown), its session is closed and the state of all its requests is freed.
+The event loop decodes small batches; a thread decodes large batches. When a stream ends for any reason (the gateway
+disconnects, a batch is invalid, the service stops), its session is closed, which frees the state of all its requests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
         self._stopping = asyncio.Event()
 
     async def drain(self) -> None:
-        """Makes every stream answer the received batches and then end with UNAVAILABLE; gateways reconnect to other replicas."""
+        """Makes every stream decode the received batches and then end with UNAVAILABLE. Gateways then use other replicas."""
         self._stopping.set()
 
     async def Decode(self, _: object, context: grpc.aio.ServicerContext) -> None:
@@ -57,7 +57,7 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
         logger.info("stream opened", extra=fields(peer=context.peer()))
         try:
             while (batch := await reader.next()) is not None:
-                await context.write(await self._answer(session, batch))
+                await context.write(await self._decode(session, batch))
         except GoingAway:
             await context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
         except BadBatch as error:
@@ -73,7 +73,7 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
     async def TokenTexts(self, request: pb.TokenTextsRequest, context: grpc.aio.ServicerContext) -> pb.TokenTextsResponse:
         ids = request.token_ids
         if len(ids) > limits.MAX_TOKEN_TEXTS:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"token_ids: at most {limits.MAX_TOKEN_TEXTS} in one call")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"token_ids: {len(ids)} ids, at most {limits.MAX_TOKEN_TEXTS}")
         if len(ids) <= self._settings.inline_tokens:
             return pb.TokenTextsResponse(texts=map(self._texts.of, ids))
         return await asyncio.to_thread(lambda: pb.TokenTextsResponse(texts=map(self._texts.of, ids)))
@@ -81,18 +81,18 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
     async def Info(self, request: pb.DetokenizerInfoRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizerInfo:
         return pb.DetokenizerInfo(model=self._settings.model_name)
 
-    async def _answer(self, session: Session, batch: pb.DecodeBatch) -> pb.TextBatch:
+    async def _decode(self, session: Session, batch: pb.DecodeBatch) -> pb.TextBatch:
         tokens = len(batch.token_ids) + sum(len(opened.replay_ids) for opened in batch.opens)
         started = time.perf_counter()
         if tokens <= self._settings.inline_tokens:
-            answer = session.answer(batch)
+            result = session.decode(batch)
         else:
-            # Shielded, because a cancelled stream must not close the session while the thread uses it.
-            work = asyncio.ensure_future(asyncio.to_thread(session.answer, batch))
+            # If the stream is cancelled, the session must stay open until the thread has ended.
+            work = asyncio.ensure_future(asyncio.to_thread(session.decode, batch))
             try:
-                answer = await asyncio.shield(work)
+                result = await asyncio.shield(work)
             except asyncio.CancelledError:
                 await asyncio.wait([work])
                 raise
         self._metrics.seconds.observe(time.perf_counter() - started)
-        return answer
+        return result

@@ -1,6 +1,7 @@
 """The open requests of one Decode stream, and the metrics of all streams. No I/O. Calls of one session must not overlap.
 
-DecodeOpen creates the state of a request. The request's finished row, its handle in `closes`, or the end of the session frees it.
+DecodeOpen creates the state of a request. The state is freed by the request's finished row, by its handle in `closes`, or at the
+end of the session.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class TooManyOpen(Exception):
 class _Request:
     """The decoding state of one request and its span.
 
-    After a replay, it skips the characters that an earlier stream has sent (`DecodeOpen.emitted_chars`).
+    A request that moved here from another stream replays its ids and skips the characters that the other stream has already sent
+    (`DecodeOpen.emitted_chars`).
     """
 
     def __init__(self, tokenizer: HfTokenizer, opened: pb.DecodeOpen) -> None:
@@ -81,7 +83,8 @@ class _Request:
         self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special, opened.kept_tokens)
         # None if the request has no stop strings; then no text is buffered.
         self._stops = StopStringBuffer(opened.stop, opened.include_stop) if opened.stop else None
-        self._to_skip = opened.emitted_chars  # characters that are still to be skipped, because an earlier stream has sent them
+        self._to_skip = opened.emitted_chars  # characters still to skip, because an earlier stream has sent them
+        # Text of the replayed ids that no stream has sent. The next push() returns it.
         self._replayed = self._unsent(self._decoder.push(opened.replay_ids))
 
     def push(self, ids: list[int]) -> str:
@@ -132,8 +135,8 @@ class Session:
         self._tracing = tracing
         self._requests: dict[int, _Request] = {}
 
-    def answer(self, batch: pb.DecodeBatch) -> pb.TextBatch:
-        """Returns the new text of each row. If a row's decoding fails, it is listed as unknown; other rows are not affected.
+    def decode(self, batch: pb.DecodeBatch) -> pb.TextBatch:
+        """Returns the new text of each row. A row whose decoding fails is listed as unknown and does not affect other rows.
 
         Raises:
             BadBatch: the batch violates the contract.
@@ -143,19 +146,19 @@ class Session:
         for opened in batch.opens:
             self._open(opened)
         result = pb.TextBatch(seq=batch.seq)
-        chars = held = 0
+        chars = buffered_rows = 0
         for handle, ids, finished, matched_stop in _rows(batch):
-            text = self._decode(handle, ids, finished, matched_stop)
+            text = self._decode_row(handle, ids, finished, matched_stop)
             if text is None:
                 result.unknown.append(handle)
                 continue
             result.handles.append(handle)
             result.texts.append(text)
             chars += len(text)
-            held += bool(ids) and not text
+            buffered_rows += bool(ids) and not text
         for handle in batch.closes:
-            self._forget(handle, CLOSED)
-        self._metrics.count(tokens=len(batch.token_ids), chars=chars, held_rows=held, unknown_rows=len(result.unknown))
+            self._close_request(handle, CLOSED)
+        self._metrics.count(tokens=len(batch.token_ids), chars=chars, held_rows=buffered_rows, unknown_rows=len(result.unknown))
         return result
 
     def close(self) -> None:
@@ -166,7 +169,7 @@ class Session:
         self._requests.clear()
 
     def _open(self, opened: pb.DecodeOpen) -> None:
-        self._forget(opened.handle, CLOSED)
+        self._close_request(opened.handle, CLOSED)
         if len(self._requests) >= self._max_open:
             raise TooManyOpen(f"opens: this stream already has {self._max_open} open requests, which is the limit")
         try:
@@ -181,7 +184,7 @@ class Session:
         logger.debug("request opened", extra=fields(**request.log_fields, replayed_tokens=len(opened.replay_ids)))
         self._metrics.replayed_tokens.inc(len(opened.replay_ids))
 
-    def _decode(self, handle: int, ids: list[int], finished: bool, matched_stop: str) -> str | None:
+    def _decode_row(self, handle: int, ids: list[int], finished: bool, matched_stop: str) -> str | None:
         """Returns the new text of a request, or None if its handle is not open or its decoding fails."""
         request = self._requests.get(handle)
         if request is None:
@@ -192,17 +195,17 @@ class Session:
                 text += request.finish(matched_stop)
         except Exception:
             self._report_failure(handle, request.log_fields)
-            self._forget(handle, FAILED)
+            self._close_request(handle, FAILED)
             return None
         if finished:
-            self._forget(handle, FINISHED)
+            self._close_request(handle, FINISHED)
         return text
 
     def _report_failure(self, handle: int, log_fields: dict[str, str]) -> None:
         self._metrics.failed_rows.inc()
         logger.exception("decoding failed", extra=fields(**log_fields, handle=handle))
 
-    def _forget(self, handle: int, ended_by: str) -> None:
+    def _close_request(self, handle: int, ended_by: str) -> None:
         request = self._requests.pop(handle, None)
         if request is not None:
             request.end_span(ended_by)
@@ -233,9 +236,9 @@ def _check(batch: pb.DecodeBatch) -> None:
 
 
 def _rows(batch: pb.DecodeBatch) -> Iterator[tuple[int, list[int], bool, str]]:
-    at = 0
+    first = 0
     token_ids = list(batch.token_ids)
     rows = zip(batch.handles, batch.counts, batch.finished, batch.matched_stops, strict=True)
     for handle, count, finished, matched_stop in rows:
-        yield handle, token_ids[at : at + count], finished, matched_stop
-        at += count
+        yield handle, token_ids[first : first + count], finished, matched_stop
+        first += count

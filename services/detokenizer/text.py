@@ -1,8 +1,8 @@
-"""Decodes output ids to text: incrementally for a request, without stop strings, or for single tokens.
+"""Decodes output ids to text: incrementally for one request, cut at stop strings, or token by token for log probabilities.
 
 Definition of the incremental text: let C be the last ids of the prompt and O all output ids, both without skipped and unknown
 ids. The text of O is `decode(C + O)[len(decode(C)):]`. With an empty C it is `decode(O)`. Metaspace and WordPiece decoders drop
-the leading space at the start of a sequence only, so the first output word keeps its space after a prompt. Two rules go beyond
+a leading space only at the start of a sequence. Because C precedes O, the first output word keeps its space. Two rules go beyond
 this definition:
 
 - A character whose bytes are spread over several tokens belongs to the token with its last byte, even if it began in the prompt.
@@ -10,9 +10,9 @@ this definition:
   `tokenizers` library replaces every byte of a run that has an error anywhere, so a later byte would change text that is
   already sent.
 
-Byte tokens go through an incremental UTF-8 decoder, which holds back at most 3 bytes. Text tokens are decoded after the text
-tokens just before them, like SGLang's surrogate and read offsets. The cost of a token is therefore independent of the length
-of the output.
+Byte tokens go through an incremental UTF-8 decoder, which buffers at most 3 bytes. Text tokens are decoded together with the text
+tokens directly before them, as with SGLang's surrogate and read offsets. The cost of a token is therefore independent of the
+length of the output.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ codecs.register_error(ONE_PER_BYTE, _replace_each_byte)
 class IncrementalDetokenizer:
     """The decoding state of one request. Calls must not overlap.
 
-    `push` returns each character once, as soon as no later id can change it. The concatenated text is the same however the ids
-    are distributed over calls.
+    `push` returns each character once, as soon as no later id can change it. The concatenated text does not depend on how the ids
+    are distributed over the calls.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class IncrementalDetokenizer:
         if self._skipped and kept_tokens:
             self._skipped -= {tokenizer.token_id(text) for text in kept_tokens}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace" if tokenizer.is_byte_level else ONE_PER_BYTE)
-        # Tokens whose text was returned. They are decoded before new tokens, so that these are not at the start of the sequence.
+        # Tokens whose text was returned. They are decoded before new tokens, so that a new token never starts the sequence.
         self._context: list[int] = []
         self._context_chars = 0
-        self._pending: list[int] = []  # tokens after the context whose text was not returned yet
+        self._pending: list[int] = []  # tokens after the context, whose text was not returned yet
         self.push(prompt_tail)
         self._flush_text()
 
     def push(self, ids: Sequence[int]) -> str:
-        """Appends ids and returns the text that is now final."""
+        """Appends ids and returns the new text that no later id can change."""
         if self._tokenizer.is_byte_level:
             bytes_of = self._tokenizer.token_bytes
             return self._utf8.decode(b"".join(bytes_of(i) or b"" for i in ids if i not in self._skipped))
@@ -82,7 +82,7 @@ class IncrementalDetokenizer:
                     out.append(self._flush_text())
                 out.append(self._utf8.decode(raw))
                 if not self._context and self._tokenizer.anchor_id is not None:
-                    self._set_context([self._tokenizer.anchor_id])  # the next text token does not start the sequence
+                    self._set_context([self._tokenizer.anchor_id])  # so that the next text token does not start the sequence
         if self._pending:
             out.append(self._final_text())
         return "".join(out)
@@ -165,19 +165,19 @@ class StopStringBuffer:
     def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
         self._matchers = [_StopMatcher(stop) for stop in stops if stop]
         self._include_stop = include_stop
-        self._held = ""
-        self._match: tuple[int, int] | None = None  # (start, end) in _held of the first complete stop string
+        self._buffer = ""
+        self._match: tuple[int, int] | None = None  # (start, end) in _buffer of the first complete stop string
 
     @property
-    def held_chars(self) -> int:
-        return len(self._held)
+    def num_buffered_chars(self) -> int:
+        return len(self._buffer)
 
     def push(self, text: str) -> str:
         """Appends text and returns the part that cannot belong to a stop string. Returns "" after a complete stop string."""
         if not self._matchers:
             return text
         if self._match is not None:
-            self._held += text
+            self._buffer += text
             return ""
         return self._release(text)
 
@@ -188,26 +188,26 @@ class StopStringBuffer:
             matched_stop: the stop string that the worker names; "" if no stop string ended the request. If a complete stop string
                 begins earlier, or the worker names no stop string, the text is cut at the complete stop string.
         """
-        held, self._held = self._held, ""
-        start = held.find(matched_stop) if matched_stop else -1
+        text, self._buffer = self._buffer, ""
+        start = text.find(matched_stop) if matched_stop else -1
         cut = (start, start + len(matched_stop)) if start >= 0 else None
         if cut is None or (self._match is not None and self._match[0] < start):
             cut = self._match
         if cut is None:
-            return held
-        return held[: cut[1] if self._include_stop else cut[0]]
+            return text
+        return text[: cut[1] if self._include_stop else cut[0]]
 
     def _release(self, text: str) -> str:
-        before = len(self._held)
-        self._held += text
+        before = len(self._buffer)
+        self._buffer += text
         ends = [(before + end, -len(m.stop)) for m in self._matchers if (end := m.feed(text)) is not None]
         keep = max(m.matched for m in self._matchers)  # `matched` of a complete stop string is its whole length
-        cut = len(self._held) - keep
+        cut = len(self._buffer) - keep
         if ends:
             cut = min(end + minus_length for end, minus_length in ends)
             end, minus_length = min(ends)
             self._match = (end + minus_length - cut, end - cut)
-        released, self._held = self._held[:cut], self._held[cut:]
+        released, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return released
 
 
@@ -216,7 +216,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer
-        # Some decoders drop a leading space at the start of a text, so text tokens are decoded after this one.
+        # A text token that is decoded before the others, because some decoders drop a space at the start of a text.
         self._anchor = tokenizer.encode_batch(["a"], False)[0][-1:]
         self._anchor_chars = len(tokenizer.decode(self._anchor, False))
 

@@ -1,8 +1,8 @@
-"""Decides between which two characters a text may be cut, so that the ids of both parts are the ids of the whole.
+"""Decides at which positions a text may be cut so that the ids of the two parts, joined, are the ids of the whole text.
 
 The decision follows the steps of the tokenizer's description (tokenizer.json). A cut is allowed if every step gives the same
-result for the parts as for the whole, and if one step splits the text there or no token of the model spans the cut. A tokenizer
-with a step that this file does not know is never cut.
+result for the parts as for the whole, and if one step splits the text there or no token of the model spans the cut. If a
+tokenizer has a step that this file does not know, its texts are never cut.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rootstock_llm.services.tokenizer.pattern import NotUnderstood, Pattern, is_
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the pattern of the ByteLevel step
 BLANK_BRANCHES = frozenset((r"\s+(?!\S)", r"\s+", r"\s*[\r\n]+", r"\s*[\r\n]"))
 METASPACE = "▁"
-# Characters that the second part may begin with. No Unicode normal form joins them to the character before them.
+# Characters with which the second part may begin. No Unicode normal form joins them to the character before them.
 BEGINNINGS = frozenset(string.punctuation + " \n\t" + "、。，！？：；「」『』（）【】《》")
-_ENDINGS = frozenset("LNPS")  # Unicode categories that the first part may end with, besides blanks
+_ENDINGS = frozenset("LNPS")  # Unicode categories of the non-ASCII characters with which the first part may end
 _FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 
 Allows = Callable[[str, str], bool]  # (character before the cut, character after the cut) → whether the cut is allowed
@@ -46,10 +46,11 @@ class Step:
 
     keeps: Allows = _always  # whether the step gives the same result for the parts as for the whole
     splits: Allows = _never  # whether the step splits the text at the cut
-    keeps_blanks: bool = True  # whether the step splits a run of spaces, or any part of the run, only before its last space
+    # Whether the step splits a run of spaces only before its last space, and each part of the run likewise.
+    keeps_blanks: bool = True
 
 
-class Unknown(Exception):
+class UnknownStep(Exception):
     """The description has a step whose effect on cuts this file does not know."""
 
 
@@ -57,10 +58,10 @@ class Unknown(Exception):
 class _Normalization:
     """The effect of normalization on single characters."""
 
-    drops_blank: bool = False  # a blank is put before every text, so a part that begins with a blank must drop it
-    lowers: bool = False
-    ascii_only: bool = False  # the effect on other characters is not known
-    replaced: dict[str, str] = field(default_factory=dict)
+    drops_blank: bool = False  # normalization puts a blank before every text, so a part that begins with a blank must drop it
+    lowers: bool = False  # it converts to lower case
+    ascii_only: bool = False  # its effect on characters outside ASCII is not known
+    replaced: dict[str, str] = field(default_factory=dict)  # replacement of single characters
     pairs: set[tuple[str, str]] = field(default_factory=set)  # neighbouring characters within replaced texts
 
     def of(self, char: str) -> str:
@@ -69,7 +70,7 @@ class _Normalization:
 
 
 class Boundaries:
-    """The places at which the texts of one tokenizer may be cut. Thread-safe."""
+    """The positions at which the texts of one tokenizer may be cut. Thread-safe."""
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer.inner
@@ -80,7 +81,7 @@ class Boundaries:
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)  # length of the longest token
         self._steps: list[Step] = []
         self._normal = _Normalization()
-        self._begins_blank = False  # whether every part but the first must begin with a blank
+        self._begins_blank = False  # whether every part except the first must begin with a blank
         self._has_metaspace = False
         self._known = self._read()
         self._added_texts = tuple(self._texts_of_added())
@@ -114,8 +115,8 @@ class Boundaries:
     def stitches(self, last: int, first: int) -> bool:
         """Whether the model encodes the joined text of two tokens as exactly these two tokens.
 
-        If that is true for all neighbouring tokens of a word, byte-pair encoding gives exactly these tokens for the word: the
-        first merge across a token border would also happen in the text of the two tokens beside the border.
+        If that is true for all neighbouring tokens of a word, byte-pair encoding gives exactly these tokens for the word. The reason:
+        the first merge across a border between two tokens would also happen in the joined text of these two tokens.
         """
         texts = (self._tokenizer.id_to_token(last) or "", self._tokenizer.id_to_token(first) or "")
         return [token.id for token in self._model.tokenize("".join(texts))] == [last, first]
@@ -138,7 +139,7 @@ class Boundaries:
                 yield normalizer.normalize_str(token.content).replace(METASPACE, " ")
 
     def _is_marked(self, text: str, at: int) -> bool:
-        """Whether an added token ends or begins here. Normalization then puts its blank at another place than at a cut."""
+        """Whether an added token ends or begins at this position. Normalization then puts its blank elsewhere than at a cut."""
         texts = self._added_texts
         return text.startswith(texts, at) or text.startswith(texts, at + 1) or text.endswith(texts, 0, at) or at + 1 >= len(text)
 
@@ -150,25 +151,26 @@ class Boundaries:
             return False
         if self._touches_added(before, after) or not all(step.keeps(left, right) for step in self._steps):
             return False
-        return any(step.splits(left, right) for step in self._steps) or self._no_token_over(left, right)
+        return any(step.splits(left, right) for step in self._steps) or self._no_token_spans(left, right)
 
     def _may_end(self, char: str) -> bool:
         if is_space(char):
             return char in " \n\t" and not self._absorbs_blanks
         if char.isascii():
             return char.isprintable()
-        known = unicodedata.category(char)
-        is_old = unicodedata.ucd_3_2_0.category(char) == known  # the libraries' versions of Unicode agree on it
+        category = unicodedata.category(char)
+        # A category that has not changed since Unicode 3.2 is the same in the Unicode versions of all libraries.
+        is_stable = unicodedata.ucd_3_2_0.category(char) == category
         return (
             not self._normal.ascii_only
-            and known[0] in _ENDINGS
-            and known not in ("Lm", "Sk")
-            and is_old
+            and category[0] in _ENDINGS
+            and category not in ("Lm", "Sk")
+            and is_stable
             and all(unicodedata.is_normalized(form, char) for form in _FORMS)
         )
 
     def _touches_added(self, before: str, after: str) -> bool:
-        """Whether an added token may end or begin here that depends on its neighbours (single_word, rstrip)."""
+        """Whether an added token whose match depends on its neighbours (single_word, rstrip) may end or begin at the cut."""
         for token in self._added:
             text = token.content.lower()
             ends, begins = text[-1:] == before.lower(), text[:1] == after.lower()
@@ -176,7 +178,7 @@ class Boundaries:
                 return True
         return False
 
-    def _no_token_over(self, before: str, after: str) -> bool:
+    def _no_token_spans(self, before: str, after: str) -> bool:
         """Whether no token of a model without pre-tokenization spans the cut.
 
         Byte-pair encoding never merges two characters that are neighbours in no token.
@@ -197,17 +199,17 @@ class Boundaries:
     def _read(self) -> bool:
         try:
             if getattr(self._model, "dropout", None):
-                raise Unknown
+                raise UnknownStep
             for one in _listed(self._tokenizer.normalizer, "normalizers"):
                 self._read_normalizer(one)
             if self._normal.drops_blank and (self._normal.of(" ") != METASPACE or self._normal.lowers):
-                raise Unknown
+                raise UnknownStep
             self._begins_blank = self._normal.drops_blank
             pre_tokenizers = _listed(self._tokenizer.pre_tokenizer, "pretokenizers")
             if any(one["type"] in ("ByteLevel", "Metaspace") for one in pre_tokenizers[:-1]):
-                raise Unknown  # the steps after them see other characters
+                raise UnknownStep  # these steps change the characters that later steps read
             self._steps = [self._pre_tokenizer(one) for one in pre_tokenizers]
-        except (Unknown, NotUnderstood):
+        except (UnknownStep, NotUnderstood):
             return False
         return True
 
@@ -223,12 +225,12 @@ class Boundaries:
             if len(text) == 1 and len(spec["content"]) == 1:
                 normal.replaced[text] = spec["content"]
             elif len(text) == 1:
-                raise Unknown
+                raise UnknownStep
         elif kind in ("Lowercase", "StripAccents", "BertNormalizer"):
             normal.ascii_only = True
             normal.lowers |= kind == "Lowercase" or (kind == "BertNormalizer" and spec["lowercase"])
         else:
-            raise Unknown
+            raise UnknownStep
 
     def _pre_tokenizer(self, spec: dict[str, Any]) -> Step:
         match spec["type"]:
@@ -248,7 +250,7 @@ class Boundaries:
                 return Step(keeps=lambda *pair: not all(unicodedata.category(char)[0] in "PS" for char in pair))
             case "BertPreTokenizer" | "Whitespace" | "WhitespaceSplit":
                 return Step(keeps=lambda _, after: is_space(after), splits=lambda _, after: is_space(after), keeps_blanks=False)
-        raise Unknown
+        raise UnknownStep
 
 
 def _split(spec: dict[str, Any]) -> Step:
@@ -256,10 +258,10 @@ def _split(spec: dict[str, Any]) -> Step:
     if "String" in spec["pattern"]:
         mark = spec["pattern"]["String"]
         if len(mark) != 1:
-            raise Unknown
+            raise UnknownStep
         return Step(keeps=lambda *pair: mark not in pair, keeps_blanks=mark != " ")
     if (behavior, inverted) not in (("Isolated", False), ("Removed", True)):
-        raise Unknown
+        raise UnknownStep
     return _matches(read_pattern(spec["pattern"]["Regex"]))
 
 
@@ -271,9 +273,9 @@ def _matches(pattern: Pattern) -> Step:
 
 
 def _keeps_blanks(pattern: Pattern) -> bool:
-    """Whether only the usual branches match blanks.
+    """Whether only branches of BLANK_BRANCHES match blanks.
 
-    From any place in a run of blanks, they match the rest of the run, or its part up to a line break.
+    From any position in a run of blanks, these branches match the rest of the run, or the part up to a line break.
     """
     if not pattern.can_have(" "):
         return True
@@ -285,8 +287,8 @@ def _keeps_blanks(pattern: Pattern) -> bool:
 
 
 def _of_blanks(pattern: Pattern, position: object) -> bool:
-    usual = [branch.body for branch in pattern.branches if branch.text in BLANK_BRANCHES]
-    return any(position is one for body in usual for one in (*body.first, *body.last))
+    bodies = [branch.body for branch in pattern.branches if branch.text in BLANK_BRANCHES]
+    return any(position is one for body in bodies for one in (*body.first, *body.last))
 
 
 def _listed(step: Any, key: str) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """Encodes the texts of requests: short texts of several requests in one call, long texts in pieces with limited memory.
 
-If a lane (an encoding thread) is free, a short request is encoded at once. Requests that arrive while all lanes are busy are
-encoded together by the next free lane. Batches therefore form only under load, and no request waits for a batch to fill.
+If a lane (an encoding thread) is free, a short request is encoded immediately. Requests that arrive while all lanes are busy are
+encoded together by the next free lane. Batches therefore form only under load, and no request waits until a batch is full.
 
-A text in pieces gets the same ids as if it were encoded at once. A piece ends where boundaries.py allows a cut. If a text has
-no such position within limits.MAX_WORD_CHARS characters, it is refused. Encoding stops when a text has more tokens than its
+A text in pieces gets the same ids as a text that is encoded as a whole. A piece ends where boundaries.py allows a cut. A text is
+refused if it has no such position within limits.MAX_WORD_CHARS characters. Encoding stops when a text has more tokens than its
 request can use.
 """
 
@@ -28,7 +28,7 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 from rootstock_llm.services.tokenizer.boundaries import METASPACE, Boundaries
 
-PIECE_CHARS = 1 << 16
+PIECE_CHARS = 1 << 16  # length of the pieces of a long text
 SLICE_CHARS = 1 << 18  # characters that TokenLowerBound processes at a time
 _BLANKS = re.compile(r"[^\S\r\n]+")  # also matches four control characters
 _DENOMINATOR = 1 << 40  # TokenLowerBound counts in units of 1 / _DENOMINATOR tokens
@@ -46,12 +46,12 @@ class EncodedText:
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """The texts of one request, and the number of tokens that it can use."""
+    """The texts of one request, and its token limit."""
 
     texts: Sequence[str]
     add_special_tokens: bool
     max_tokens: int = 0  # limit of tokens for each text; 0: unlimited
-    truncates: bool = False  # whether a text above the limit is cut to its first ids; otherwise it gets no ids
+    truncates: bool = False  # True: a text above the limit gets its first max_tokens ids; False: it gets no ids
 
     @property
     def chars(self) -> int:
@@ -88,7 +88,7 @@ class EncodeQueue:
         self._max_chars = max_chars
         self._observe_texts = observe_texts
         self._waiting: deque[Waiting] = deque()
-        self._working = 0  # number of running lanes that will read the queue again
+        self._working = 0  # number of running lanes
         self._tasks: set[asyncio.Task[None]] = set()  # keeps running lanes from being garbage-collected
 
     async def encode(self, job: EncodeJob) -> list[EncodedText]:
@@ -131,8 +131,8 @@ class EncodeQueue:
                 self._waiting.popleft()
                 continue
             texts, chars = texts + len(job.texts), chars + job.chars
-            alike = not batch or job.add_special_tokens == batch[0][0].add_special_tokens
-            if batch and not (alike and texts <= self._max_texts and chars <= self._max_chars):
+            same_kind = not batch or job.add_special_tokens == batch[0][0].add_special_tokens
+            if batch and not (same_kind and texts <= self._max_texts and chars <= self._max_chars):
                 break
             batch.append(self._waiting.popleft())
         return batch
@@ -148,8 +148,8 @@ class EncodeQueue:
         for job, done in batch:
             try:
                 ids = await loop.run_in_executor(self._executor, self._encode, job.texts, job.add_special_tokens)
-            except Exception as own:
-                await self._fail([(job, done)], own)
+            except Exception as job_error:
+                await self._fail([(job, done)], job_error)
             else:
                 _hand_out([(job, done)], ids)
 
@@ -175,7 +175,7 @@ class EncodingStopped(Exception):
 
 
 class PieceEncoder:
-    """Encodes texts with one tokenizer. Thread-safe: calls share only the cache of Boundaries."""
+    """Encodes long texts in pieces with one tokenizer. Thread-safe: calls share only the cache of Boundaries."""
 
     def __init__(
         self, tokenizer: HfTokenizer, piece_chars: int = PIECE_CHARS, max_word_chars: int = limits.MAX_WORD_CHARS
@@ -240,8 +240,8 @@ class PieceEncoder:
         return ids
 
     def _pieces(self, text: str, among_blanks: bool, stopped: Event) -> Iterator[list[int]]:
-        """Yields the ids of each piece. If a piece ends among blanks, it is yielded when the next piece is known to fit."""
-        at, held = 0, None
+        """Yields the ids of each piece. A piece that ends among blanks is yielded when the next piece is known to fit."""
+        at, unconfirmed = 0, None  # ids of a piece that ends among blanks, until the next piece fits to it
         before: tuple[str, list[int]] = ("", [])  # the last piece and its ids, so that equal consecutive pieces are encoded once
         while at < len(text):
             if stopped.is_set():
@@ -251,33 +251,33 @@ class PieceEncoder:
             if piece != before[0]:
                 before = (piece, self._tokenizer.encode_batch([piece], False)[0])
             ids = before[1].copy()
-            if held is not None:
-                dropped = self._stitched(held, ids)
+            if unconfirmed is not None:
+                dropped = self._stitched(unconfirmed, ids)
                 if dropped:
                     at -= dropped
                     continue
-                yield held
-            held = None if end == len(text) or self._boundaries.allows(text, end) else ids
-            if held is None:
+                yield unconfirmed
+            unconfirmed = None if end == len(text) or self._boundaries.allows(text, end) else ids
+            if unconfirmed is None:
                 yield ids
             at = end
 
-    def _stitched(self, held: list[int], ids: list[int]) -> int:
-        """Checks that the ids of two pieces which were cut among blanks fit together.
+    def _stitched(self, before: list[int], ids: list[int]) -> int:
+        """Checks that the ids of two pieces, cut among blanks, are the ids of their joined text.
 
         Returns:
-            0 if the pieces fit. Otherwise the last token of `held` is removed, and the result is its length in characters, by
-            which the next piece must begin earlier.
+            0 if they are. Otherwise, the last token of `before` is removed, and the result is its length in characters. The next piece
+            must begin earlier by this length.
 
         Raises:
             _NoStitch: the run of blanks cannot be cut here.
         """
-        if len(held) < 2 or not ids:
+        if len(before) < 2 or not ids:
             raise _NoStitch
-        if self._boundaries.stitches(held[-1], ids[0]):
+        if self._boundaries.stitches(before[-1], ids[0]):
             return 0
-        length = self._boundaries.blanks_in(held.pop())
-        if not length or not self._boundaries.blanks_in(held[-1]):
+        length = self._boundaries.blanks_in(before.pop())
+        if not length or not self._boundaries.blanks_in(before[-1]):
             raise _NoStitch
         return length
 
@@ -301,8 +301,7 @@ class PieceEncoder:
     def _is_among_blanks(self, text: str, begin: int, at: int) -> bool:
         """Returns whether `at` is within a run of blanks that may be cut.
 
-        It may not be cut if the white space has line breaks both before and after the blanks, because the white space up to the
-        last line break may then be one word.
+        A run of blanks between two line breaks may not be cut, because the white space up to the last line break may be one word.
         """
         margin = 2 * self._boundaries.max_token_chars + 2
         if not self._boundaries.allows_blanks or at - margin < begin or text[at - margin : at + margin] != " " * 2 * margin:
@@ -326,8 +325,8 @@ def _special_ids(tokenizer: HfTokenizer) -> tuple[list[int], list[int]]:
 class TokenLowerBound:
     """Computes a lower bound of a text's token count without encoding the text.
 
-    Every byte is in a token, and a token that contains a byte b is at most as long as the longest such token of the vocabulary,
-    L(b). Each byte b therefore adds at least 1 / L(b) tokens. The bound is 0 if normalization or the model may drop characters.
+    Every byte is in a token. Let L(b) be the length of the longest token of the vocabulary that contains byte b. Then each byte b
+    adds at least 1 / L(b) tokens. The bound is 0 if normalization or the model may drop characters.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -363,17 +362,17 @@ class TokenLowerBound:
 
 
 def _shares(tokenizer: HfTokenizer) -> NDArray[np.int64]:
-    longest, alone = [0] * 256, set()
+    longest, single = [0] * 256, set()
     for data in _token_bytes(tokenizer):
         if len(data) == 1:
-            alone.add(data[0])
+            single.add(data[0])
         for byte in set(data):
             longest[byte] = max(longest[byte], len(data))
     for token in tokenizer.inner.get_added_tokens_decoder().values():
         if token.lstrip or token.rstrip:
-            alone -= {byte for byte in range(256) if byte >= 0x80 or chr(byte).isspace()}
+            single -= {byte for byte in range(256) if byte >= 0x80 or chr(byte).isspace()}
     # A byte that is not a token by itself may be dropped from the text.
-    return np.array([_DENOMINATOR // longest[byte] if byte in alone else 0 for byte in range(256)], np.int64)
+    return np.array([_DENOMINATOR // longest[byte] if byte in single else 0 for byte in range(256)], np.int64)
 
 
 def _token_bytes(tokenizer: HfTokenizer) -> Iterator[bytes]:

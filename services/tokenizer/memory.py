@@ -19,7 +19,7 @@ TRIM_DELAY_S = 1.0  # seconds from the end of the last large request until the h
 
 
 class ByteBudget:
-    """Limits the bytes of requests in progress. Requests get their shares in order of arrival.
+    """A limit on the total bytes of requests in progress. Requests get their shares in order of arrival.
 
     A request that is larger than the budget gets the whole budget. Each share is returned exactly once, even if the request is
     cancelled while it waits.
@@ -36,19 +36,19 @@ class ByteBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
-    def held(self) -> int:
+    def used(self) -> int:
         """Bytes of the shares in use."""
         return self._size - self._free
 
     @asynccontextmanager
-    async def hold(self, size: int) -> AsyncIterator[None]:
+    async def share(self, size: int) -> AsyncIterator[None]:
         """Waits for a share of `size` bytes, which is returned when the context ends. Raises Refusal after `wait_s`."""
-        share = min(size, self._size)
-        await self._acquire(share)
+        granted = min(size, self._size)
+        await self._acquire(granted)
         try:
             yield
         finally:
-            self._free += share
+            self._free += granted
             self._serve_waiting()
 
     async def _acquire(self, share: int) -> None:
@@ -88,11 +88,11 @@ class HeapTrimmer:
         self._timer: asyncio.TimerHandle | None = None
 
     async def trim(self) -> None:
-        """Trims the heap now. Useful at the start of a call, because gRPC has then freed the buffer of the large message."""
+        """Trims the heap now. At the start of a call, this returns gRPC's buffer of the large message, which is free by then."""
         await asyncio.get_running_loop().run_in_executor(self._executor, trim_heap)
 
     def trim_later(self) -> None:
-        """Trims the heap once no large request has ended for TRIM_DELAY_S. Call it at the end of each large request."""
+        """Trims the heap TRIM_DELAY_S after the last call of this method. Must be called at the end of each large request."""
         self.stop()
         self._timer = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._executor.submit, self._collect_and_trim)
 

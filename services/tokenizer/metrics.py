@@ -35,11 +35,11 @@ class TokenizerMetrics:
             registry=registry,
         )
 
-    def watch_bytes(self, share: str, held: Callable[[], float]) -> None:
+    def watch_bytes(self, share: str, used_bytes: Callable[[], float]) -> None:
         """Reads the gauge held_bytes from a function.
 
         Args:
             share: value of the label, "short" or "long".
-            held: returns the bytes of the requests in progress.
+            used_bytes: returns the bytes of the requests in progress in this budget.
         """
-        self._bytes.labels(share).set_function(held)
+        self._bytes.labels(share).set_function(used_bytes)

@@ -2,11 +2,12 @@ r"""Finds the pairs of characters between which no match of a pre-tokenizer's re
 
 The reader collects the positions of the pattern (its character classes) and `follows`, the pairs of positions that can match
 neighbouring characters (Glushkov's construction, 1961). A look-ahead only forbids matches, so `follows` without look-aheads is a
-superset. Constructs that make a match depend on text before its start (anchors, look-behind, back references) are refused.
+superset of the true pairs. The reader refuses constructs that make a match depend on text before its start (anchors, look-behind,
+back references).
 
-The worker's regex_syntax (services/worker/grammar/schema) is another reader because it reads another dialect for another result:
-the regular part of ECMA 262 into a tree for grammars. Pre-tokenizers use Oniguruma's dialect with `\p{…}`, `(?i:…)`, atomic
-groups and possessive quantifiers, which that reader must refuse, and their classes are tested one character at a time.
+The worker's regex_syntax (services/worker/grammar/schema) cannot be used here. It reads the regular part of ECMA 262 into a tree
+for grammars. Pre-tokenizers use Oniguruma's dialect with `\p{…}`, `(?i:…)`, atomic
+groups and possessive quantifiers, which that module must refuse, and this module tests classes one character at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class NotUnderstood(Exception):
 
 @dataclass(eq=False, slots=True)
 class Position:
-    """A character class at one place of the pattern. Equal classes at two places are different positions."""
+    """An occurrence of a character class in the pattern. Two occurrences of the same class are different positions."""
 
     contains: Contains
     wide: bool = False  # whether `contains` may accept more characters than the class has
@@ -39,7 +40,7 @@ class Item:
     position: Position | None  # the class; None for a group
     least: int
     most: int | None  # the upper bound; None for no limit
-    keeps: bool  # whether the quantifier is possessive
+    is_possessive: bool
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class Branch:
 
     text: str  # as written in the pattern
     body: Fragment
-    looks: bool  # whether it has a look-ahead
+    has_look_ahead: bool
 
 
 @dataclass(slots=True)
@@ -74,7 +75,8 @@ class Pattern:
     def parts(self, before: str, after: str) -> bool:
         """Whether a text may be cut between these two characters.
 
-        No match contains both as neighbours, and a match that ends between them is the same if the text ends there.
+        True if no match contains the two characters as neighbours, and a match that ends between them stays the same if the text
+        ends there.
         """
         for taken, contains in self.ahead:
             if contains(after) and (taken is None or any(position.contains(before) for position in taken)):
@@ -92,14 +94,14 @@ class Pattern:
 
 
 def _begins(branch: Branch, char: str) -> bool:
-    if branch.looks:
+    if branch.has_look_ahead:
         return False
     for item in branch.body.items:
         if item.position is None:
             return False
         if item.least == 1 and item.position.contains(char) and not item.position.wide:
             return _rest_may_be_empty(branch, item)
-        if item.least or item.keeps:
+        if item.least or item.is_possessive:
             return False
     return False
 
@@ -131,9 +133,9 @@ class _Reader:
     def branches(self, top: bool = False) -> list[Branch]:
         found = []
         while True:
-            begin, looks = self.at, len(self.pattern.ahead)
-            body = self._row()
-            found.append(Branch(self.text[begin : self.at], body, len(self.pattern.ahead) > looks))
+            begin, num_look_aheads = self.at, len(self.pattern.ahead)
+            body = self._concatenation()
+            found.append(Branch(self.text[begin : self.at], body, len(self.pattern.ahead) > num_look_aheads))
             if not self._takes("|"):
                 break
         if not top and not self._takes(")"):
@@ -146,7 +148,7 @@ class _Reader:
             return True
         return False
 
-    def _row(self) -> Fragment:
+    def _concatenation(self) -> Fragment:
         row = Fragment()
         while self.at < len(self.text) and self.text[self.at] not in "|)":
             if self._takes("(?!") or self._takes("(?="):
@@ -167,7 +169,7 @@ class _Reader:
     def _look_ahead(self, taken: tuple[Position, ...] | None) -> None:
         for branch in self.branches():
             items = branch.body.items
-            if branch.looks or len(items) != 1 or items[0].position is None or (items[0].least, items[0].most) != (1, 1):
+            if branch.has_look_ahead or len(items) != 1 or items[0].position is None or (items[0].least, items[0].most) != (1, 1):
                 raise NotUnderstood(self.text)
             self.pattern.ahead.append((taken, items[0].position.contains))
 
@@ -198,10 +200,10 @@ class _Reader:
         least, most = self._counts()
         if (least, most) == (1, 1):
             return atom
-        keeps = self._takes("+") or (self._takes("?") and False)
+        is_possessive = self._takes("+") or (self._takes("?") and False)  # a lazy quantifier has the same neighbours
         if most != 1:
             self.pattern.follows += [(a, b) for a in atom.last for b in atom.first]
-        item = Item(atom.items[0].position, least, most, keeps)
+        item = Item(atom.items[0].position, least, most, is_possessive)
         return Fragment(atom.nullable or least == 0, atom.first, atom.last, (item,))
 
     def _counts(self) -> tuple[int, int | None]:

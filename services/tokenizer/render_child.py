@@ -8,10 +8,10 @@ by raw bytes:
 | setup | templates, special_tokens, max_chars, max_messages, memory_bytes, seconds, start_seconds | |
 | reply to the setup | error: null or a text | |
 | request | sizes, add_generation_prompt, continue_final_message, read_variables | messages, tools and kwargs in JSON |
-| reply to a request | status (ok, invalid, too_much), message, size; "ends" if the process ends now | rendered text |
+| reply to a request | status (ok, invalid, too_much), message, size; "ends": true if the process then ends | rendered text |
 
-The process ends at the end of its input, or if it is out of memory. If a request takes too long and the parent does not kill the
-process, its alarm ends it.
+The process ends at the end of its input, or when it is out of memory. If a request takes too long, the parent kills the process.
+An alarm ends the process if the parent does not.
 
 Messages are checked and prepared as in transformers' apply_chat_template: fields with null are omitted, reasoning is present
 under every name that templates read, and continue_final_message is implemented with a tag in the final message.
@@ -49,9 +49,9 @@ MAPPED_BLOCK_BYTES = 1 << 18  # threshold of map_large_blocks(); a text of 256 K
 ALARM_MARGIN_S = 1.0  # seconds by which the alarm is later than the time limit, so that the parent kills the process first
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
-SMALL_CHARS = 1 << 18  # largest output of a small test chat, including the template's own text
-MAX_OTHERS = 8  # further forms of a chat that are tried if its template has refused the first form
-OTHERS_SECONDS = 1.0  # time after which no further form is tried
+SMALL_CHARS = 1 << 18  # largest output for a small test chat, in characters, including the template's own text
+MAX_ALTERNATIVES = 8  # other forms of a chat that are tried if the template has refused the first form
+ALTERNATIVES_SECONDS = 1.0  # time after which no other form is tried
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -64,7 +64,7 @@ PROBE_TOOL = {
         },
     },
 }
-PRINTED_PART = "{'type': 'text'"  # in the output if a template has printed a list of parts in Python syntax
+PRINTED_PART = "{'type': 'text'"  # occurs in the output if a template has printed a list of parts in Python syntax
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_REFUSAL_CHARS = 500  # longer messages of a template's raise_exception() are cut
@@ -122,7 +122,7 @@ def _check_content(content: Any, where: str) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise InvalidField(f"{where}: neither a string nor an array of parts")
+        raise InvalidField(f"{where}: must be a string or an array of parts")
     for at, part in enumerate(content):
         if not isinstance(part, dict):
             raise InvalidField(f"{where}[{at}]: not an object")
@@ -241,7 +241,7 @@ class _TemplateNamespace(Namespace):
     """A namespace that refuses names with a leading underscore, so that templates cannot reach interpreter internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # There is no parameter named `self`, because a template may write namespace(self=…).
+        # No parameter is named `self`, so that a template may write namespace(self=…).
         self, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
@@ -308,7 +308,7 @@ class Renderer:
         messages = prepare_messages(raw)
         final = tag_final(messages) if header["continue_final_message"] else None
         variables = {**kwargs, "tools": tools, "add_generation_prompt": header["add_generation_prompt"]}
-        text = self._shown(name, messages, variables)
+        text = self._render_in_forms(name, messages, variables)
         return text if final is None else cut_at_tag(text, final)
 
     def _template_name(self, tools: list[Any] | None) -> str:
@@ -328,7 +328,7 @@ class Renderer:
 
         return TemplateForms(rendered, template.has_developer)
 
-    def _shown(self, name: str, messages: list[Message], variables: Mapping[str, Any]) -> str:
+    def _render_in_forms(self, name: str, messages: list[Message], variables: Mapping[str, Any]) -> str:
         """Renders the chat in the forms of its template. Raises InvalidField with the message at which the template fails."""
         template, forms, tools = self._templates[name], self._forms[name], bool(variables["tools"])
         turns, is_tried = forms.ordered(messages, tools)
@@ -337,21 +337,21 @@ class Renderer:
         found = self._rendered(template, chat, variables)
         if isinstance(found, str):
             return found
-        at = self._failing(template, chat, variables)
-        others = forms.others(chat, turns, None if isinstance(found, TemplateRefusal) else at, tools, is_tried)
-        for other in itertools.islice(others, MAX_OTHERS):
-            if time.monotonic() - begun > OTHERS_SECONDS:
+        at = self._failing_index(template, chat, variables)
+        alternatives = forms.alternatives(chat, turns, None if isinstance(found, TemplateRefusal) else at, tools, is_tried)
+        for other in itertools.islice(alternatives, MAX_ALTERNATIVES):
+            if time.monotonic() - begun > ALTERNATIVES_SECONDS:
                 break
             text = self._rendered(template, other, variables)
             if isinstance(text, str) and PRINTED_PART not in text:
                 return text
         where = "messages" if at is None else f"messages[{turns[at].index}]"
-        raise InvalidField(f"{where}: {_said(found)}")
+        raise InvalidField(f"{where}: {_reason(found)}")
 
-    def _failing(self, template: ChatTemplate, chat: list[Message], variables: Mapping[str, Any]) -> int | None:
+    def _failing_index(self, template: ChatTemplate, chat: list[Message], variables: Mapping[str, Any]) -> int | None:
         """Returns the index of the message that the template reads last before it fails, or None if it reads no message."""
         last: list[int] = []
-        self._rendered(template, [_Watched(message, at, last) for at, message in enumerate(chat)], variables)
+        self._rendered(template, [_ObservedMessage(message, at, last) for at, message in enumerate(chat)], variables)
         return last[0] if last else None
 
     def _rendered(
@@ -377,7 +377,7 @@ class Renderer:
             return error
 
 
-class _Watched(dict[str, Any]):
+class _ObservedMessage(dict[str, Any]):
     """A message that records its index in `last` when the template reads one of its fields."""
 
     def __init__(self, message: Message, at: int, last: list[int]) -> None:
@@ -397,14 +397,14 @@ class _Watched(dict[str, Any]):
         return super().__contains__(name)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Returns the message of a template's refusal, or only the type of another error, whose message may quote the prompt."""
     if isinstance(error, TemplateRefusal):
         return str(error.message)
     return f"the chat template failed with {type(error).__name__}"
 
 
-def _answer(renderer: Renderer, header: Mapping[str, Any], parts: list[bytes]) -> tuple[str, str, bytes]:
+def _reply(renderer: Renderer, header: Mapping[str, Any], parts: list[bytes]) -> tuple[str, str, bytes]:
     """Returns status, message and rendered text of the reply."""
     try:
         return "ok", "", renderer.render(header, *parts).encode()
@@ -447,7 +447,7 @@ def main() -> None:
         parts = [source.read(size) for size in header["sizes"]]
         signal.setitimer(signal.ITIMER_REAL, setup["seconds"] + ALARM_MARGIN_S)
         try:
-            status, message, body = _answer(renderer, header, parts)
+            status, message, body = _reply(renderer, header, parts)
         except MemoryError:
             message = "messages: the chat template needs too much memory"
             _send(out, {"status": "too_much", "message": message, "size": 0, "ends": True})

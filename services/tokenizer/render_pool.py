@@ -23,11 +23,11 @@ from rootstock_llm.protos import tokenizer_pb2 as pb
 from rootstock_llm.services.tokenizer.metrics import TokenizerMetrics
 from rootstock_llm.services.tokenizer.refusal import Refusal, busy, invalid, too_much
 
-LARGE_BYTES = 1 << 18  # a process ends after a request or an output of this size, which returns its memory to the system
-WRITE_BYTES = 1 << 16  # size of one write, because asyncio copies the part that the pipe does not accept at once
+LARGE_BYTES = 1 << 18  # a process is ended after a larger request or output, to return its memory to the operating system
+WRITE_BYTES = 1 << 16  # largest write to a pipe; asyncio copies the part of a write that the pipe does not accept immediately
 NO_TEMPLATE = "this model has no chat template; use /v1/completions, or give the tokenizer a template with --chat-template FILE"
-RETRY_S = 30.0  # seconds until the next start after a failed start, if no process has ever started
-START_FACTOR = 4.0  # time limit of a start (which compiles the templates), in multiples of the time limit of a rendering
+RETRY_S = 30.0  # seconds from a failed start to the next one, if no process has started successfully before
+START_FACTOR = 4.0  # time limit of a start, which compiles the templates, divided by the time limit of one rendering
 ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class BrokenTemplate(Exception):
 class NotStarted(Exception):
     """A rendering process did not become ready in time or died.
 
-    Either compiling the template takes too long or too much memory, or the machine has too few resources.
+    Compiling the template takes too long or too much memory, or the machine lacks resources.
     """
 
 
@@ -75,7 +75,7 @@ class _Process:
         try:
             child = await cls._spawned()
         except OSError as error:
-            raise NotStarted(f"no process can be started: {error.strerror}") from None
+            raise NotStarted(f"the process cannot be started: {error.strerror}") from None
         try:
             async with asyncio.timeout(setup.start_seconds):
                 reply, _ = await child.exchange({**asdict(setup), "start_seconds": setup.start_seconds})
@@ -83,7 +83,7 @@ class _Process:
                 raise BrokenTemplate(reply["error"])
         except (EOFError, ConnectionError, TimeoutError):
             await child.end()
-            raise NotStarted("compiling it takes too long or too much memory") from None
+            raise NotStarted("compiling the template takes too long or too much memory") from None
         except BaseException:
             await child.end()
             raise
@@ -108,7 +108,7 @@ class _Process:
         return self._process.returncode is None
 
     async def exchange(self, line: dict[str, Any], *bodies: bytes) -> tuple[dict[str, Any], bytes]:
-        """Sends a line with its bodies. Returns the reply and its body. Raises EOFError, ConnectionError if it dies."""
+        """Sends a line and its bodies. Returns the reply and its body. Raises EOFError or ConnectionError if the process dies."""
         self._stdin.write(json.dumps(line).encode() + b"\n")
         for body in bodies:
             for at in range(0, len(body), WRITE_BYTES):
@@ -135,12 +135,12 @@ class RenderPool:
         self._metrics = metrics
         self._idle: list[_Process] = []
         self._running: set[asyncio.Task[str]] = set()
-        self._fault = "" if setup.templates else NO_TEMPLATE  # why chat requests are refused; empty: they are not refused
+        self._fault = "" if setup.templates else NO_TEMPLATE  # reason for refusing chat requests; empty: they are served
         self._compiles = False  # whether a process has ever compiled the templates
-        self._retry_at = 0.0  # time of the next start after a failed start, on the event loop's clock; 0: no further start
+        self._retry_at = 0.0  # time of the next start after a failed start, on the event loop's clock; 0: no start is pending
 
     async def start(self) -> None:
-        """Starts one process, so that the first request does not wait. If the template is broken, only chat requests fail."""
+        """Starts one process, so that the first request does not wait. A broken template makes only chat requests fail."""
         if self._fault:
             return
         try:
@@ -160,7 +160,7 @@ class RenderPool:
         try:
             return await asyncio.shield(rendering)
         except asyncio.CancelledError:
-            if is_large or not begun.is_set():  # ends the work, because the caller now returns its share of the byte budget
+            if is_large or not begun.is_set():  # the caller now returns its share of the byte budget, so the work must end
                 rendering.cancel()
             raise
 
@@ -180,10 +180,10 @@ class RenderPool:
     def _spawn(self, work: Coroutine[Any, Any, str]) -> asyncio.Task[str]:
         task = asyncio.create_task(work)
         self._running.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._task_ended)
         return task
 
-    def _ended(self, task: asyncio.Task[str]) -> None:
+    def _task_ended(self, task: asyncio.Task[str]) -> None:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # marks the exception as retrieved, also if the caller was cancelled
@@ -195,7 +195,7 @@ class RenderPool:
                 await stack.enter_async_context(self._large_slots)
             await stack.enter_async_context(self._slots)
             begun.set()
-            self._check()  # again, because an earlier request may have found the template broken meanwhile
+            self._check()  # again: while this request waited, another request may have found the template broken
             process = await self._take()
             with self._metrics.render_seconds.time():
                 reply, body = await self._run(process, request)
@@ -256,7 +256,7 @@ class RenderPool:
         except TimeoutError:
             raise too_much(await self._killed(process, f"took longer than {self._setup.seconds:g} s")) from None
         except (EOFError, ConnectionError):
-            raise too_much(await self._killed(process, "ended its process")) from None
+            raise too_much(await self._killed(process, "made its rendering process end")) from None
         except BaseException:
             await process.end()
             raise

@@ -40,7 +40,7 @@ Texts = Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse]]  # raises Ref
 Chat = Callable[[pb.EncodeChatRequest], Awaitable[pb.EncodeResponse]]  # raises Refusal
 
 MAX_BYTES_PER_CHAR = 6  # JSON writes a character in at most 6 bytes, \uXXXX
-RENDERED_END_CHARS = 64  # length of EncodeResponse.rendered_end; longer than the delimiters of any output format
+RENDERED_END_CHARS = 64  # length of EncodeResponse.rendered_end; no delimiter of an output format is longer
 INLINE_TOKENS = 2048  # responses of this size are hashed and packed on the event loop, in about 0.2 ms; larger ones in a thread
 MESSAGE_BYTES = 1 << 20  # approximate size at which a message of responses is sent
 # Status codes with which a request's span counts as failed.
@@ -73,8 +73,8 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         self._stopping = asyncio.Event()
         self._short_budget = ByteBudget(settings.max_encoding_bytes, settings.encoding_wait_s)
         self._long_budget = ByteBudget(settings.max_encoding_bytes, settings.encoding_wait_s)
-        metrics.watch_bytes("short", lambda: self._short_budget.held)
-        metrics.watch_bytes("long", lambda: self._long_budget.held)
+        metrics.watch_bytes("short", lambda: self._short_budget.used)
+        metrics.watch_bytes("long", lambda: self._long_budget.used)
         self._heap = HeapTrimmer(self._executor)
         setup = RenderSetup(
             templates=tokenizer.chat_templates,
@@ -95,7 +95,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> None:
-        """Makes every stream answer the received requests and then end with UNAVAILABLE; gateways reconnect to other replicas."""
+        """Makes every stream serve the received requests and then end with UNAVAILABLE. Gateways then use other replicas."""
         self._stopping.set()
 
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
@@ -168,7 +168,8 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         _check_hash_root(request.hash_root)
         size = request_bytes(request)
         if size > self._settings.max_request_chars * MAX_BYTES_PER_CHAR:
-            raise too_much(f"messages_json: {size} bytes with tools and template_kwargs")
+            limit = self._settings.max_request_chars * MAX_BYTES_PER_CHAR
+            raise too_much(f"messages_json: {size} bytes with tools and template_kwargs, at most {limit}")
         if request.continue_final_message and request.HasField("add_generation_prompt") and request.add_generation_prompt:
             raise invalid("continue_final_message: cannot be set together with add_generation_prompt")
         async with self._share(size):
@@ -184,7 +185,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         """Waits for a share of the budget of short or long requests, which is returned when the context ends. Raises Refusal."""
         is_long = size > self._settings.max_batch_chars
         try:
-            async with (self._long_budget if is_long else self._short_budget).hold(size):
+            async with (self._long_budget if is_long else self._short_budget).share(size):
                 if is_long:
                     await self._heap.trim()
                 yield
@@ -217,11 +218,11 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
                 return await asyncio.shield(encoding)
             except UncuttableText:
                 raise too_much(
-                    f"texts: has more than {limits.MAX_WORD_CHARS} characters without a position where it may be cut"
+                    f"texts: a text has more than {limits.MAX_WORD_CHARS} characters without a position at which it may be cut"
                 ) from None
             except asyncio.CancelledError:
                 stopped.set()
-                await asyncio.wait([encoding])  # the thread ends after its current piece; until then it holds lane and share
+                await asyncio.wait([encoding])  # the thread ends after its current piece; until then it occupies the lane
                 raise
 
 
@@ -247,7 +248,7 @@ def _end_span(span: Span, code: grpc.StatusCode, message: str) -> None:
 
 @contextmanager
 def _child_span(span: Span | None, name: str, attributes: Mapping[str, int] | None = None) -> Iterator[None]:
-    """Measures a part of a request's work. Does nothing if the request is not traced."""
+    """Adds a child span for the work within the context. Does nothing if the request is not traced."""
     child = None if span is None else span.child(name, attributes)
     try:
         yield
@@ -256,9 +257,9 @@ def _child_span(span: Span | None, name: str, attributes: Mapping[str, int] | No
             child.end()
 
 
-async def _or_abort(answer: Awaitable[pb.EncodeResponse], context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
+async def _or_abort(response: Awaitable[pb.EncodeResponse], context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
     try:
-        return await answer
+        return await response
     except Refusal as refusal:
         await context.abort(refusal.code, refusal.message)
         raise AssertionError("abort raises") from None
@@ -302,7 +303,7 @@ class EncodeStream:
         self._texts = texts
         self._chat = chat
         self._open: dict[int, asyncio.Task[None]] = {}  # by handle
-        self._answers: list[pb.Encoded] = []  # responses that are not sent yet
+        self._unsent: list[pb.Encoded] = []  # responses that are not sent yet
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()  # set while no request is open and every response was sent
 
@@ -342,7 +343,7 @@ class EncodeStream:
         if opened.ByteSize() > limits.SHORT_ENCODING_BYTES:
             raise BadBatch(f"opens: an entry is larger than {limits.SHORT_ENCODING_BYTES} bytes. Use a unary call for it.")
         if len(self._open) >= limits.MAX_OPEN_ENCODINGS:
-            self._answer(
+            self._queue_response(
                 _refused(
                     opened.handle,
                     busy(f"opens: the stream already has {limits.MAX_OPEN_ENCODINGS} open requests, which is the limit"),
@@ -353,18 +354,18 @@ class EncodeStream:
 
     async def _work(self, opened: pb.EncodeOpen) -> None:
         try:
-            answering = self._texts(opened.texts) if opened.HasField("texts") else self._chat(opened.chat)
-            answer = pb.Encoded(handle=opened.handle, response=await answering)
+            pending = self._texts(opened.texts) if opened.HasField("texts") else self._chat(opened.chat)
+            response = pb.Encoded(handle=opened.handle, response=await pending)
         except Refusal as refusal:
-            answer = _refused(opened.handle, refusal)
+            response = _refused(opened.handle, refusal)
         except Exception:
             logger.exception("encoding failed")
-            answer = _refused(opened.handle, Refusal(grpc.StatusCode.INTERNAL, "the tokenizer failed"))
+            response = _refused(opened.handle, Refusal(grpc.StatusCode.INTERNAL, "the tokenizer failed"))
         del self._open[opened.handle]
-        self._answer(answer)
+        self._queue_response(response)
 
-    def _answer(self, answer: pb.Encoded) -> None:
-        self._answers.append(answer)
+    def _queue_response(self, response: pb.Encoded) -> None:
+        self._unsent.append(response)
         self._wake.set()
 
     async def _write(self) -> None:
@@ -372,7 +373,7 @@ class EncodeStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._answers:
+            while self._unsent:
                 await self._context.write(self._next_message())
             if not self._open:
                 self._settled.set()
@@ -380,12 +381,12 @@ class EncodeStream:
     def _next_message(self) -> pb.EncodedBatch:
         message, size = pb.EncodedBatch(), 0
         taken = 0
-        for answer in self._answers:
-            message.rows.append(answer)
-            taken, size = taken + 1, size + answer.ByteSize()
+        for response in self._unsent:
+            message.rows.append(response)
+            taken, size = taken + 1, size + response.ByteSize()
             if size > MESSAGE_BYTES:
                 break
-        del self._answers[:taken]
+        del self._unsent[:taken]
         return message
 
     async def _until_settled(self) -> None:

@@ -2,8 +2,8 @@
 
 The search renders small test chats. This file imports only the standard library.
 
-A form or an order is right if the template renders the small chat and the result contains the text of each message. Examples of
-wrong forms: a template that expects text omits a call, or prints a list of parts in Python or JSON syntax. Each kind of message
+A form or an order is right if the template renders the small chat and the result contains the text of each message. With a wrong
+form, a template may for example omit a call, or print a list of parts in Python or JSON syntax. Each kind of message
 and each order of kinds is tried once per process; the result is cached.
 """
 
@@ -33,7 +33,7 @@ ContentKind = Literal["text", "parts", "missing"]
 ArgumentsKind = Literal["object", "text", "none"]  # none: a call without a function
 # given: the client's parts. text: a string, empty for missing content. part: a list with one part. null: None. absent: no field.
 ContentForm = Literal["given", "text", "part", "null", "absent"]
-# object: a mapping. text: a string, as in the API. named: a mapping with the text as the value of TEXT_NAME.
+# object: a mapping. text: a string, as in the API. named: a mapping with one entry, TEXT_NAME → the text.
 ArgumentsForm = Literal["object", "text", "named"]
 CONTENT_FORMS: dict[ContentKind, tuple[ContentForm, ...]] = {
     "text": ("text", "part"),
@@ -47,19 +47,20 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 Render = Callable[[list[Message], bool], str | None]
 
 MAX_TRIES = 128  # small chats that are rendered for one order of roles
-MAX_ORDER = 48  # turns of a small chat; further turns of the shortened order are not tried
+MAX_ORDER = 48  # turns of a small chat; the shortened order is cut to this length
 MAX_ORDERS = 512  # cached orders
 
 _MARK = "a7f3c9"  # a text that no template contains
-_ID = "call_5f0c1d2e3a4b59687786a5b4"  # the form of this server's call ids
-_CALLS: tuple[tuple[ArgumentsKind, ...], ...] = ((), ("object",), ("object", "object"))  # a shape in an order, by its calls
+_ID = "call_5f0c1d2e3a4b59687786a5b4"  # a call id in the format of this server
+# Shape.calls in an order, by the number of calls.
+_CALLS: tuple[tuple[ArgumentsKind, ...], ...] = ((), ("object",), ("object", "object"))
 _USER: Message = {"role": "user", "content": "Find it."}
 _ANSWER: Message = {"role": "assistant", "content": "Found."}
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """The forms of a message."""
+    """The forms of the content, arguments and call ids of a message."""
 
     content: ContentForm = "text"
     arguments: ArgumentsForm = "object"
@@ -152,8 +153,8 @@ class Shape(NamedTuple):
 
     role: str
     content: ContentKind
-    calls: tuple[ArgumentsKind, ...]  # kind of each call's arguments; for a form, of one call
-    reasons: bool
+    calls: tuple[ArgumentsKind, ...]  # kind of each call's arguments; in a shape that selects a form, of only one call
+    reasons: bool  # whether the message has reasoning_content
 
     @property
     def arguments(self) -> ArgumentsKind | None:
@@ -162,7 +163,7 @@ class Shape(NamedTuple):
 
 
 class TemplateForms:
-    """The forms of one template.
+    """The forms of messages that one template renders completely.
 
     Args:
         knows_developer: whether the template's source mentions the role developer. If not, developer is treated as system.
@@ -200,14 +201,14 @@ class TemplateForms:
     def _shortens(self, turns: Turns, tools: bool) -> bool:
         return any(turn.calls for turn in turns) and self._needs_short_ids(tools)
 
-    def others(
+    def alternatives(
         self, messages: list[Message], turns: Turns, at: int | None, tools: bool, is_tried: bool
     ) -> Iterator[list[Message]]:
         """Yields other forms of a chat that the template has refused.
 
         Args:
             messages: the refused form, made of the turns.
-            at: index of the message at which the template failed; None if it is not known or another form cannot help.
+            at: index of the message at which the template failed; None if it is unknown, or if another form cannot help.
             is_tried: the second result of ordered().
         """
         if at is not None:
@@ -257,23 +258,23 @@ class TemplateForms:
         """Returns the first spelling that the template renders completely; else the first that it renders; else the first."""
         ids = short_ids or ((self._needs_short_ids(tools),) if shape.arguments else (False,))
         arguments: tuple[Any, ...] = ("text", "named") if shape.arguments == "text" else ("object", "text")
-        ways = [
+        candidates = [
             Spelling(content, form, short)
             for short, form, content in product(ids, arguments if shape.arguments else ("object",), CONTENT_FORMS[shape.content])
         ]
         rendered: Spelling | None = None
-        for before, behind in self._surroundings(shape, tools):
-            without = self._render([*before, *behind], tools) or ""
-            for way in ways:
-                message = _probe(shape, way)
-                chat = [*before, message, *behind]
-                text = self._render([with_short_ids(m, 0) for m in chat] if way.short_ids else chat, tools)
-                if text is None or _prints_nothing_as(way, text, without):
+        for before, after in self._surroundings(shape, tools):
+            without = self._render([*before, *after], tools) or ""
+            for candidate in candidates:
+                message = _probe(shape, candidate)
+                chat = [*before, message, *after]
+                text = self._render([with_short_ids(m, 0) for m in chat] if candidate.short_ids else chat, tools)
+                if text is None or _prints_nothing_as(candidate, text, without):
                     continue
                 if _is_shown(shape, text):
-                    return way
-                rendered = rendered or way
-        return rendered or ways[0]
+                    return candidate
+                rendered = rendered or candidate
+        return rendered or candidates[0]
 
     def _surroundings(self, shape: Shape, tools: bool) -> Iterator[tuple[list[Message], list[Message]]]:
         """Yields lists of messages to put before and after a message of this shape, the usual ones first."""
@@ -296,7 +297,7 @@ class TemplateForms:
             yield [user], []
 
     def _repairs(self, order: tuple[Shape, ...], tools: bool) -> tuple[Repair, ...] | None:
-        """Returns the fewest repairs with which the template renders the largest number of texts of a small chat.
+        """Returns the fewest repairs with which the template renders as many texts of a small chat as with any repairs.
 
         Returns:
             None if the template refuses the small chat with every combination of repairs.
@@ -304,14 +305,14 @@ class TemplateForms:
         turns = _small_chat(order)
         marks = [_marks_of(turn) for turn in turns]
         wanted = sum(map(len, marks))
-        able = [repair for repair in REPAIRS if _differs(repair(turns), turns)]
-        if not able:
+        effective = [repair for repair in REPAIRS if _differs(repair(turns), turns)]
+        if not effective:
             return ()
-        able = [repair for repair in REPAIRS if repair in able or repair in CONSEQUENT]
+        effective = [repair for repair in REPAIRS if repair in effective or repair in CONSEQUENT]
         best: tuple[Repair, ...] | None = None
         most = -1
         tried: set[str] = set()
-        for chosen in _choices(able):
+        for chosen in _choices(effective):
             chat = self.spelled(_repaired(turns, chosen), tools)
             if (written := repr(chat)) in tried:
                 continue
@@ -325,11 +326,11 @@ class TemplateForms:
         return best
 
 
-def _choices(able: Sequence[Repair]) -> Iterator[tuple[Repair, ...]]:
+def _choices(effective: Sequence[Repair]) -> Iterator[tuple[Repair, ...]]:
     """Yields combinations of repairs: first those of at most two repairs, then from all repairs down to three."""
-    counts = [0, 1, 2, *range(len(able), 2, -1)]
-    for count in dict.fromkeys(count for count in counts if count <= len(able)):
-        yield from combinations(able, count)
+    counts = [0, 1, 2, *range(len(effective), 2, -1)]
+    for count in dict.fromkeys(count for count in counts if count <= len(effective)):
+        yield from combinations(effective, count)
 
 
 def _repaired(turns: Turns, repairs: Sequence[Repair]) -> Turns:
@@ -394,7 +395,7 @@ def _arguments_kind(arguments: dict[str, Any] | str | None) -> ArgumentsKind:
     return "none" if arguments is None else "text" if isinstance(arguments, str) else "object"
 
 
-def _probe(shape: Shape, way: Spelling) -> Message:
+def _probe(shape: Shape, spelling: Spelling) -> Message:
     """Returns a message of this shape in this spelling."""
     message: Message = {"role": shape.role}
     if shape.content != "missing":
@@ -407,17 +408,17 @@ def _probe(shape: Shape, way: Spelling) -> Message:
     if shape.arguments:
         call = _call('{"what": "' + _MARK + '"}' if shape.arguments == "object" else f"broken {_MARK}", _ID)
         arguments = arguments_of(call)
-        message["tool_calls"] = [call if arguments is None else with_arguments(call, arguments, way.arguments)]
-    return with_content(message, way.content)
+        message["tool_calls"] = [call if arguments is None else with_arguments(call, arguments, spelling.arguments)]
+    return with_content(message, spelling.content)
 
 
-def _prints_nothing_as(way: Spelling, text: str, without: str) -> bool:
+def _prints_nothing_as(spelling: Spelling, text: str, without: str) -> bool:
     """Returns whether a template prints None, or the list of an empty part, for a message without text.
 
     Args:
         without: the rendered chat without the message.
     """
-    sign = "None" if way.content == "null" else "'type': 'text', 'text': ''" if way.content == "part" else ""
+    sign = "None" if spelling.content == "null" else "'type': 'text', 'text': ''" if spelling.content == "part" else ""
     return bool(sign) and text.count(sign) > without.count(sign)
 
 

@@ -19,7 +19,7 @@ _JOINT = "\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message for the template, before its form is chosen."""
+    """A message of a chat whose form for the template is not chosen yet."""
 
     index: int  # index of the message in the request; for joined messages, the index of the first
     message: Message
@@ -46,7 +46,7 @@ def text_of(message: Message) -> str:
 
 
 def developers_as_systems(turns: Turns) -> Turns:
-    """Renames the role developer to system. Directly after a leading system message, joins the text to that message."""
+    """Renames the role developer to system. Joins a developer message in second position to a leading system message."""
     named = [Turn(turn.index, {**turn.message, "role": "system"}) if turn.role == "developer" else turn for turn in turns]
     is_joined = len(turns) > 1 and turns[1].role == "developer" and turns[0].role in _SYSTEMS
     return [_joined(named[0], named[1]), *named[2:]] if is_joined else named
@@ -84,22 +84,22 @@ def systems_as_users(turns: Turns) -> Turns:
     count = _num_leading(turns)
     if not count:
         return turns
-    said, rest = reduce(_joined, map(_as_user, turns[:count])), turns[count:]
-    return [_joined(said, rest[0]), *rest[1:]] if rest and rest[0].role == "user" else [said, *rest]
+    joined, rest = reduce(_joined, map(_as_user, turns[:count])), turns[count:]
+    return [_joined(joined, rest[0]), *rest[1:]] if rest and rest[0].role == "user" else [joined, *rest]
 
 
 def results_behind_calls(turns: Turns) -> Turns:
     """Moves the results of tools directly after the turn with the calls, before user and system messages in between."""
     found: list[Turn] = []
-    place = 0  # index after the last call and its results; 0 if there was no call since the last answer
+    position = 0  # index after the last call and its results; 0 if the last assistant turn has no call
     for turn in turns:
-        if turn.role in _TOOLS and place:
-            found.insert(place, turn)
-            place += 1
+        if turn.role in _TOOLS and position:
+            found.insert(position, turn)
+            position += 1
             continue
         found.append(turn)
         if turn.role == "assistant":
-            place = len(found) if turn.calls else 0
+            position = len(found) if turn.calls else 0
     return found
 
 
@@ -170,9 +170,9 @@ def calls_apart(turns: Turns) -> Turns:
         while at < len(turns) and turns[at].role in _TOOLS:
             at += 1
         results = _by_call(turn.calls, turns[begin:at])
-        for place, call in enumerate(turn.calls):
-            message = turn.message if place == 0 else {"role": turn.role}
-            found += [Turn(turn.index, {**message, "tool_calls": [call]}), *results[place]]
+        for number, call in enumerate(turn.calls):
+            message = turn.message if number == 0 else {"role": turn.role}
+            found += [Turn(turn.index, {**message, "tool_calls": [call]}), *results[number]]
     return found
 
 
@@ -193,7 +193,7 @@ REPAIRS: tuple[Repair, ...] = (
     calls_apart,
 )
 STRICT = tuple(repair for repair in REPAIRS if repair is not results_answered)  # for templates that need alternating roles
-CONSEQUENT = (same_roles_joined, results_answered)  # repairs that an earlier repair may make necessary
+CONSEQUENT = (same_roles_joined, results_answered)  # repairs that another repair may make necessary
 
 
 def _num_leading(turns: Turns) -> int:
@@ -222,13 +222,13 @@ def _both(first: Any, second: Any) -> str:
 def _by_call(calls: Sequence[Any], results: Turns) -> list[list[Turn]]:
     found: list[list[Turn]] = [[] for _ in calls]
     ids = [call.get("id") for call in calls]
-    left = []
+    unassigned = []
     for result in results:
         given = result.message.get("tool_call_id")
         if given is not None and given in ids:
             found[ids.index(given)].append(result)
         else:
-            left.append(result)
-    for result in left:
+            unassigned.append(result)
+    for result in unassigned:
         next((each for each in found if not each), found[-1]).append(result)
     return found

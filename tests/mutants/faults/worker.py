@@ -84,10 +84,10 @@ WORKER = (
     *of(
         "worker",
         "services/tokenizer/history/template_forms.py",
-        ("if text is None or _prints_nothing_as(way, text, without):", "if text is None:"),
-        ("                    return way\n", "                    rendered = rendered or way\n"),
+        ("if text is None or _prints_nothing_as(candidate, text, without):", "if text is None:"),
+        ("                    return candidate\n", "                    rendered = rendered or candidate\n"),
         ("best, most = chosen, shown", "best, most = chosen, 0"),
-        ("counts = [0, 1, 2, *range(len(able), 2, -1)]", "counts = [0, 1]"),
+        ("counts = [0, 1, 2, *range(len(effective), 2, -1)]", "counts = [0, 1]"),
         only="test_history",
     ),
     *of(

@@ -57,21 +57,21 @@ def test_session_continues_the_text_exactly_after_a_replay(
     def run(session: Session, rest: list[int]) -> str:
         out = ""
         for at in range(0, len(rest), step):
-            out += session.answer(batch([(1, rest[at : at + step], False, "")])).texts[0]
+            out += session.decode(batch([(1, rest[at : at + step], False, "")])).texts[0]
         return out
 
     def finish(session: Session) -> str:
-        return str(session.answer(batch([(1, [], True, "")])).texts[0])
+        return str(session.decode(batch([(1, [], True, "")])).texts[0])
 
     straight, first, second = (new_session(tokenizer) for _ in range(3))
     opened = pb.DecodeOpen(handle=1, prompt_tail=tail, stop=stops)
-    straight.answer(batch([], opens=[opened]))
-    first.answer(batch([], opens=[opened]))
+    straight.decode(batch([], opens=[opened]))
+    first.decode(batch([], opens=[opened]))
     whole = run(straight, ids) + finish(straight)
     before = run(first, ids[:cut])
     opened.replay_ids.extend(ids[:cut])
     opened.emitted_chars = len(before)
-    second.answer(batch([], opens=[opened]))
+    second.decode(batch([], opens=[opened]))
     assert before + run(second, ids[cut:]) + finish(second) == whole
 
 
@@ -80,8 +80,8 @@ def test_replay_returns_decoded_text_that_was_not_sent(tokenizers: dict[str, HfT
     ids = tokenizer.encode_batch(["hello there"], False)[0]
     opened = pb.DecodeOpen(handle=1, replay_ids=ids, emitted_chars=2)
     session = new_session(tokenizer)
-    assert session.answer(batch([(1, [], False, "")], opens=[opened])).texts == ["llo there"]
-    assert session.answer(batch([(1, [], True, "")])).texts == [""]
+    assert session.decode(batch([(1, [], False, "")], opens=[opened])).texts == ["llo there"]
+    assert session.decode(batch([(1, [], True, "")])).texts == [""]
 
 
 def test_session_answers_rows_in_order_and_lists_unknown_handles(tokenizers: dict[str, HfTokenizer]) -> None:
@@ -89,16 +89,16 @@ def test_session_answers_rows_in_order_and_lists_unknown_handles(tokenizers: dic
     one, two = tokenizer.encode_batch(["hello", "Kind"], False)
     opens = [pb.DecodeOpen(handle=7), pb.DecodeOpen(handle=3)]
     session = new_session(tokenizer)
-    answer = session.answer(batch([(7, one, False, ""), (9, [1], False, ""), (3, two, False, "")], opens=opens, seq=42))
+    answer = session.decode(batch([(7, one, False, ""), (9, [1], False, ""), (3, two, False, "")], opens=opens, seq=42))
     assert (answer.seq, list(answer.handles), list(answer.texts), list(answer.unknown)) == (42, [7, 3], ["hello", "Kind"], [9])
 
 
 def test_session_forgets_finished_and_closed_handles(tokenizers: dict[str, HfTokenizer]) -> None:
     registry = CollectorRegistry()
     session = Session(tokenizers["byte_level"], 10, DetokenizerMetrics(registry))
-    session.answer(batch([], opens=[pb.DecodeOpen(handle=h) for h in range(4)]))
-    session.answer(batch([(0, [], True, ""), (1, [], False, "")], closes=[1, 99]))
-    assert list(session.answer(batch([(h, [], False, "") for h in range(4)])).unknown) == [0, 1]
+    session.decode(batch([], opens=[pb.DecodeOpen(handle=h) for h in range(4)]))
+    session.decode(batch([(0, [], True, ""), (1, [], False, "")], closes=[1, 99]))
+    assert list(session.decode(batch([(h, [], False, "") for h in range(4)])).unknown) == [0, 1]
     assert registry.get_sample_value("rootstock_detokenizer_open_requests") == 2
     session.close()
     assert registry.get_sample_value("rootstock_detokenizer_open_requests") == 0
@@ -150,9 +150,9 @@ def test_bad_batch_error_names_the_field(tokenizers: dict[str, HfTokenizer], fie
 
 def test_session_refuses_an_open_request_above_the_limit(tokenizers: dict[str, HfTokenizer]) -> None:
     session = new_session(tokenizers["byte_level"], max_open=2)
-    session.answer(batch([], opens=[pb.DecodeOpen(handle=h) for h in (1, 2, 2)]))
+    session.decode(batch([], opens=[pb.DecodeOpen(handle=h) for h in (1, 2, 2)]))
     with pytest.raises(TooManyOpen):
-        session.answer(batch([], opens=[pb.DecodeOpen(handle=3)]))
+        session.decode(batch([], opens=[pb.DecodeOpen(handle=3)]))
 
 
 def test_session_decodes_other_rows_when_one_row_fails(
@@ -168,6 +168,6 @@ def test_session_decodes_other_rows_when_one_row_fails(
 
     monkeypatch.setattr(session_module, "IncrementalDetokenizer", Failing)
     session = new_session(tokenizer)
-    answer = session.answer(batch([(1, [5], False, ""), (2, [6], False, "")], opens=[pb.DecodeOpen(handle=h) for h in (1, 2)]))
+    answer = session.decode(batch([(1, [5], False, ""), (2, [6], False, "")], opens=[pb.DecodeOpen(handle=h) for h in (1, 2)]))
     assert (list(answer.handles), list(answer.unknown)) == ([2], [1])
-    assert list(session.answer(batch([(1, [6], False, "")])).unknown) == [1]
+    assert list(session.decode(batch([(1, [6], False, "")])).unknown) == [1]

@@ -221,7 +221,7 @@ def test_stop_buffer_holds_only_a_prefix_of_a_stop_string(text: str, stops: list
     buffer.push(text)
     prefixes = {stop[:n] for stop in stops for n in range(len(stop))}
     if first_match(text, stops) is None:
-        assert buffer.held_chars == max((len(p) for p in prefixes if text.endswith(p)), default=0)
+        assert buffer.num_buffered_chars == max((len(p) for p in prefixes if text.endswith(p)), default=0)
 
 
 TEXT = "hello there, wie spät? 你好 def add(a, b):"

@@ -19,7 +19,7 @@ class Holder:
         self.task = asyncio.create_task(self._run(budget, size, order))
 
     async def _run(self, budget: ByteBudget, size: int, order: list[int]) -> None:
-        async with budget.hold(size):
+        async with budget.share(size):
             order.append(size)
             await self.leave.wait()
 
@@ -70,7 +70,7 @@ def test_budget_refuses_a_request_after_the_wait() -> None:
         first = Holder(budget, 10, order)
         await settle()
         with pytest.raises(Refusal) as refused:
-            async with budget.hold(1):
+            async with budget.share(1):
                 raise AssertionError("the budget is full")
         assert refused.value.code is grpc.StatusCode.ABORTED
         first.leave.set()

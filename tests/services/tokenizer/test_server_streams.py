@@ -37,7 +37,7 @@ async def streaming(service: Serving) -> AsyncIterator[Any]:
 
 def full_budget(service: Serving) -> contextlib.AbstractAsyncContextManager[None]:
     """Reserves the whole budget of short requests, so that requests wait."""
-    return service.servicer._short_budget.hold(service.servicer._settings.max_encoding_bytes)
+    return service.servicer._short_budget.share(service.servicer._settings.max_encoding_bytes)
 
 
 async def working(service: Serving, count: int) -> None:
