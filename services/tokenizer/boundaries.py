@@ -115,7 +115,7 @@ class Boundaries:
     def stitches(self, last: int, first: int) -> bool:
         """Whether the model encodes the joined text of two tokens as exactly these two tokens.
 
-        If that is true for all neighbouring tokens of a word, byte-pair encoding gives exactly these tokens for the word. The reason:
+        If that is true for all neighbouring tokens of a word, byte-pair encoding gives exactly these tokens for the word, because
         the first merge across a border between two tokens would also happen in the joined text of these two tokens.
         """
         texts = (self._tokenizer.id_to_token(last) or "", self._tokenizer.id_to_token(first) or "")

@@ -109,7 +109,7 @@ def test_session_skips_special_tokens_by_default(tokenizers: dict[str, HfTokeniz
     eos = tokenizer.eos_token_id
     assert eos is not None
     opens = [pb.DecodeOpen(handle=1), pb.DecodeOpen(handle=2, skip_special_tokens=False)]
-    texts = new_session(tokenizer).answer(batch([(1, [eos], True, ""), (2, [eos], True, "")], opens=opens)).texts
+    texts = new_session(tokenizer).decode(batch([(1, [eos], True, ""), (2, [eos], True, "")], opens=opens)).texts
     assert list(texts) == ["", "<|im_end|>"]
 
 
@@ -118,17 +118,17 @@ def test_session_keeps_special_tokens_in_kept_tokens(tokenizers: dict[str, HfTok
     ids = [tokenizer.token_id(text) for text in ("<|im_start|>", "<|im_end|>")]
     marks = ["<|im_start|>", "[not of this model]"]
     opens = [pb.DecodeOpen(handle=1, kept_tokens=marks), pb.DecodeOpen(handle=2, kept_tokens=marks, skip_special_tokens=False)]
-    texts = new_session(tokenizer).answer(batch([(1, ids, True, ""), (2, ids, True, "")], opens=opens)).texts
+    texts = new_session(tokenizer).decode(batch([(1, ids, True, ""), (2, ids, True, "")], opens=opens)).texts
     assert list(texts) == ["<|im_start|>", "<|im_start|><|im_end|>"]
     with pytest.raises(BadBatch, match=r"^opens\.kept_tokens: "):
-        new_session(tokenizer).answer(pb.DecodeBatch(opens=[pb.DecodeOpen(kept_tokens=["x"] * (limits.MAX_KEPT_TOKENS + 1))]))
+        new_session(tokenizer).decode(pb.DecodeBatch(opens=[pb.DecodeOpen(kept_tokens=["x"] * (limits.MAX_KEPT_TOKENS + 1))]))
 
 
 def test_session_cuts_a_finished_row_at_the_stop_string(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode_batch(["hello, how are you"], False)[0]
     opens = [pb.DecodeOpen(handle=1, stop=["how"]), pb.DecodeOpen(handle=2, stop=["how"], include_stop=True)]
-    texts = new_session(tokenizer).answer(batch([(1, ids, True, "how"), (2, ids, True, "how")], opens=opens)).texts
+    texts = new_session(tokenizer).decode(batch([(1, ids, True, "how"), (2, ids, True, "how")], opens=opens)).texts
     assert list(texts) == ["hello, ", "hello, how"]
 
 
@@ -145,7 +145,7 @@ def test_session_cuts_a_finished_row_at_the_stop_string(tokenizers: dict[str, Hf
 )
 def test_bad_batch_error_names_the_field(tokenizers: dict[str, HfTokenizer], field: str, message: pb.DecodeBatch) -> None:
     with pytest.raises(BadBatch, match=f"^{field}: "):
-        new_session(tokenizers["byte_level"]).answer(message)
+        new_session(tokenizers["byte_level"]).decode(message)
 
 
 def test_session_refuses_an_open_request_above_the_limit(tokenizers: dict[str, HfTokenizer]) -> None:

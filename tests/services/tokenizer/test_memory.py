@@ -34,14 +34,14 @@ def test_budget_serves_requests_in_order_of_arrival() -> None:
         budget, order = ByteBudget(10, 60.0), list[int]()
         first, large, small = (Holder(budget, size, order) for size in (6, 7, 2))
         await settle()
-        assert (order, budget.held) == ([6], 6)
+        assert (order, budget.used) == ([6], 6)
         first.leave.set()
         await settle()
-        assert (order, budget.held) == ([6, 7, 2], 9)
+        assert (order, budget.used) == ([6, 7, 2], 9)
         for one in (large, small):
             one.leave.set()
         await asyncio.gather(first.task, large.task, small.task)
-        assert budget.held == 0
+        assert budget.used == 0
 
     asyncio.run(run())
 
@@ -54,7 +54,7 @@ def test_budget_admits_a_request_above_the_budget_alone() -> None:
         assert order == [1]
         small.leave.set()
         await settle()
-        assert (order, budget.held) == ([1, 1000], 10)
+        assert (order, budget.used) == ([1, 1000], 10)
         huge.leave.set()
         await settle()
         assert order == [1, 1000, 3]
@@ -75,7 +75,7 @@ def test_budget_refuses_a_request_after_the_wait() -> None:
         assert refused.value.code is grpc.StatusCode.ABORTED
         first.leave.set()
         await first.task
-        assert budget.held == 0
+        assert budget.used == 0
 
     asyncio.run(run())
 
@@ -92,9 +92,9 @@ def test_budget_releases_the_bytes_of_a_cancelled_request(ticks: int) -> None:
             await asyncio.sleep(0)
         gone.task.cancel()
         await settle()
-        assert (order[-1], budget.held) == (9, 9)
+        assert (order[-1], budget.used) == (9, 9)
         last.leave.set()
         await asyncio.gather(first.task, gone.task, last.task, return_exceptions=True)
-        assert budget.held == 0
+        assert budget.used == 0
 
     asyncio.run(run())
