@@ -13,7 +13,8 @@ BENCH  ?= --workload random --num-requests 64 --concurrency 8 --input-len 128 --
 
 export CLUSTER BASE_IMAGE CLUSTER_TEST_KUBECONFIG CLUSTER_TEST_LOAD
 
-# Index of torch's builds without CUDA, a gigabyte smaller. Used on Linux without nvidia-smi if reachable. Empty: never used.
+# Index of torch's builds without CUDA, which are a gigabyte smaller. It is used on Linux without nvidia-smi, if it is reachable.
+# Empty: it is never used.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 PY     := $(VENV)/bin/python
@@ -21,11 +22,11 @@ DEV    := $(VENV)/.ready
 ENV    := $(if $(wildcard $(DEV)),$(DEV),$(VENV)/.ready-run)
 PROTOS := rootstock_llm/protos/__init__.py
 
-# Two processes, each with one file at a time, in the order of tests/conftest.py.
+# Two test processes. Each runs one file at a time, in the order of tests/conftest.py.
 SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# Bytecode is written even if the shell forbids it, because compiling torch takes longer than running it. compileall writes it on
-# all cores after the installation; files that do not compile, such as templates, are never imported.
+# Bytecode is written even if the shell forbids it, because compiling torch at each start takes longer than a test run. After the
+# installation, compileall writes it with all cores. It skips files that do not compile, such as templates; they are never imported.
 unexport PYTHONDONTWRITEBYTECODE
 
 # The extra `docs` has Sphinx and its theme. The first call installs it.
@@ -37,13 +38,13 @@ help:            ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
 
 env: $(ENV) $(PROTOS)  ## the virtual environment of `make run` and the generated protos
-dev-env: $(DEV) $(PROTOS)  ## the same, and the packages for tests
+dev-env: $(DEV) $(PROTOS)  ## the environment of `make run` with the packages for tests
 
 # pip waits minutes for an unreachable index, so the index is probed first.
 TORCH_FLAGS = $$([ "$$(uname -s)" = Linux ] && [ -n '$(TORCH_INDEX)' ] && ! $(HAS_GPU) \
 	  && $(PYTHON) -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=3)' '$(TORCH_INDEX)/torch/' 2>/dev/null \
 	  && echo "--extra-index-url $(TORCH_INDEX)")
-# Whether the driver's program exists, so that torch can use a GPU of this machine.
+# Succeeds if the NVIDIA driver's program exists, so that torch can use a GPU of this machine.
 HAS_GPU = command -v nvidia-smi >/dev/null
 INSTALL = $(PY) -m pip install -q --no-compile --disable-pip-version-check --progress-bar on $(TORCH_FLAGS) -e
 
@@ -67,10 +68,10 @@ $(DEV): pyproject.toml $(filter-out $(DEV),$(ENV))
 $(PROTOS): $(ENV) release/package.py $(wildcard protos/rootstock/v1/*.proto)
 	$(PY) release/package.py
 
-# A variable with its default value above becomes no flag, because a flag would override the file of --config.
+# Not empty if the user has set a variable. A default above is not passed as a flag, because a flag overrides the file of --config.
 chosen = $(filter-out file,$(origin $(1)))
 
-run: env         ## the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)
+run: env         ## start the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)
 	@exec $(PY) -m rootstock_llm.services.cli serve $(if $(call chosen,MODEL),'$(MODEL)') $(if $(call chosen,PORT),--port $(PORT)) \
 	  $(if $(call chosen,WORKERS),--workers $(WORKERS)) $(if $(call chosen,CHAT_TEMPLATE),--chat-template '$(CHAT_TEMPLATE)') $(RUN_FLAGS)
 
@@ -80,10 +81,10 @@ check: dev-env       ## lint, types, core tests, contracts: before every commit
 	$(VENV)/bin/mypy
 	$(PY) -m pytest tests/core tests/contracts $(SPREAD)
 
-test: dev-env        ## all tests that a CPU can run; all groups run, and the command fails if one has failed
+test: dev-env        ## all tests that need no GPU; all groups run even if one fails
 	$(PY) -m tests.groups
 
-nightly: dev-env     ## the same with long tests and a 30-minute soak (ONLY="group" of tests/groups.py), and the next two if a cluster is named
+nightly: dev-env     ## make test with long tests and a 30-minute soak (ONLY="group" of tests/groups.py), then the cluster tests if a cluster is named
 	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m tests.groups $(if $(ONLY),--only '$(ONLY)')
 	@[ -z "$(CLUSTER)$(CLUSTER_TEST_KUBECONFIG)" ] && echo "skipped: cluster-test and cluster-faults (no CLUSTER= or CLUSTER_TEST_KUBECONFIG=)" \
 	  || $(MAKE) cluster-test cluster-faults

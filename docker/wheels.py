@@ -2,8 +2,8 @@
 
     .venv/bin/python docker/wheels.py [--machine aarch64] [service.txt ...]
 
-Asks pip with its configured indexes: PIP_INDEX_URL, and PIP_EXTRA_INDEX_URL for torch's index. Nothing is installed. Before
-version 23.3, pip downloads the wheels; newer versions read only their metadata. An unreachable index is an error (status 2), not
+Runs pip with its configured indexes: PIP_INDEX_URL, and PIP_EXTRA_INDEX_URL for torch's index. Nothing is installed. Pip before
+version 23.3 downloads the wheels; newer versions read only their metadata. An unreachable index is an error (status 2), not
 a missing wheel.
 """
 
@@ -19,14 +19,15 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "requirements"
-PYTHON, GLIBC_MINOR = "3.11", 36  # Python and minor version of glibc 2 in the images' base
+PYTHON = "3.11"  # Python version of the images' base
+GLIBC_MINOR = 36  # the base has glibc 2.36
 LISTS = ("service.txt", "build.txt", "worker-cpu.txt", "worker-cuda.txt", "cuda-compiler.txt")
 # pip's error for a pin without a wheel, and its messages about an unreachable index.
 _ABSENT = re.compile(r"No matching distribution found for (\S+)")
 _NOT_REACHED = ("Retrying (", "Could not fetch URL")
 
 
-def asked(pins: list[str], machine: str, folder: Path) -> tuple[list[str], str]:
+def find_wheels(pins: list[str], machine: str, folder: Path) -> tuple[list[str], str]:
     """Returns the wheels' file names for these pins, or the first pin without a wheel. Raises SystemExit on other errors."""
     listed, report = folder / "pins.txt", folder / "report.json"
     listed.write_text("\n".join(pins))
@@ -52,7 +53,7 @@ def split(pins: list[str], machine: str) -> tuple[list[str], list[str]]:
     absent: list[str] = []
     while True:
         with tempfile.TemporaryDirectory() as folder:
-            wheels, missing = asked([pin for pin in pins if pin not in absent], machine, Path(folder))
+            wheels, missing = find_wheels([pin for pin in pins if pin not in absent], machine, Path(folder))
         if not missing:
             return wheels, absent
         absent.append(missing)
@@ -69,8 +70,8 @@ def main(arguments: list[str]) -> int:
     for name in options.lists:
         pins = [line for line in (FOLDER / name).read_text().splitlines() if "==" in line]
         wheels, absent = split(pins, options.machine)
-        own = [wheel for wheel in wheels if not wheel.endswith("-any.whl")]
-        print(f"{name}: {len(wheels)} of {len(pins)} pins have a wheel for {options.machine}; {len(own)} are for it only")
+        specific = [wheel for wheel in wheels if not wheel.endswith("-any.whl")]
+        print(f"{name}: {len(wheels)} of {len(pins)} pins have a wheel for {options.machine}, {len(specific)} only for it")
         print("".join(f"  no wheel: {pin}\n" for pin in absent), end="", flush=True)
         lacking |= bool(absent)
     return int(lacking)

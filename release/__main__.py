@@ -20,13 +20,14 @@ import helm_python
 from rootstock_llm.services import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-IMAGES = ("gateway", "tokenizer", "detokenizer", "worker")  # worker-cuda compiles kernels for hours and has to be named
+# Images that are built by default. worker-cuda is not one of them, because compiling its kernels takes hours.
+IMAGES = ("gateway", "tokenizer", "detokenizer", "worker")
 SUMS = "SHA256SUMS"
 PART_BYTES = 1 << 20  # bytes of a file that are hashed at a time
 
 
 class ReleaseRefused(Exception):
-    """The working tree or the target folder is not fit for a release; the message says why and names the remedy."""
+    """The working tree or the target folder is not suitable for a release. The message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Engine:
         """Returns the command that builds an image of the given name."""
         values = [f"VERSION={__version__}", f"REVISION={revision}", *arguments]
         flags = [word for value in values for word in ("--build-arg", value)]
-        layers = ["--layers"] if self.program == "buildah" else []  # targets share stages
+        layers = ["--layers"] if self.program == "buildah" else []  # caches the stages that several targets share
         dockerfile = str(source / "docker" / "Dockerfile")
         return [self.program, "build", *layers, "--file", dockerfile, "--target", target, "--tag", image, *flags, str(source)]
 
@@ -60,7 +61,7 @@ def export(folder: Path) -> None:
     for name in filter(None, listed):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).exists():  # a deletion may be uncommitted
+        if (ROOT / name).exists():  # git lists a file also if its deletion is not committed
             shutil.copy2(ROOT / name, target, follow_symlinks=False)
 
 

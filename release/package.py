@@ -14,17 +14,17 @@ from pathlib import Path
 
 PACKAGE = "rootstock_llm"
 SOURCES = ("services", "kernels")
-PROTOS = Path("protos")  # below the root of the source tree
-# protoc derives the import package from the folder of a file, which is also the package on the wire.
+PROTOS = Path("protos")  # folder of the .proto files, relative to the root of the source tree
+# protoc makes the modules import each other from rootstock.v1, the folder of the .proto files. They are in rootstock_llm.protos.
 GENERATED_IMPORT = re.compile(r"\brootstock\.v1(?= import|\.\w+_pb2)")
 
 
 def link(root: Path) -> None:
     """Links the source folders into the package. Existing links and folders stay."""
     for name in SOURCES:
-        place = root / PACKAGE / name
-        if not place.exists():
-            place.symlink_to(Path("..") / name, target_is_directory=True)
+        path = root / PACKAGE / name
+        if not path.exists():
+            path.symlink_to(Path("..") / name, target_is_directory=True)
 
 
 def generate(root: Path, folder: Path) -> None:

@@ -2,9 +2,9 @@
 
     python reload.py -m rootstock_llm.services.gateway
 
-SIGTERM and SIGINT are sent to the child, whose exit status then becomes the status of this process. If the child ends by itself
-before any change, this process ends with its status. After a change, as with a syntax error, the next change starts the child
-again.
+SIGTERM and SIGINT are passed to the child, and this process then ends with the child's exit status. If the child ends by itself
+before the first change, this process also ends with its status. If the child ends after a change, for example because of a syntax
+error, this process waits for the next change and starts the child again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-POLL_S = 0.5
+POLL_S = 0.5  # seconds between two checks for changes
 WATCHED = Path("rootstock_llm")
 
 
@@ -53,7 +53,7 @@ class Reloader:
 
     def _replace(self) -> None:
         self._edited = True
-        print("sources have changed: starting again", file=sys.stderr, flush=True)
+        print("sources have changed: restarting the service", file=sys.stderr, flush=True)
         self._child.kill()
         self._child.wait()
         self._child = self._start()

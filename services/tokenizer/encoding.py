@@ -266,8 +266,8 @@ class PieceEncoder:
         """Checks that the ids of two pieces, cut among blanks, are the ids of their joined text.
 
         Returns:
-            0 if they are. Otherwise, the last token of `before` is removed. The result is its length in characters, by which the next
-            piece must begin earlier.
+            0 if they are. Otherwise, the last token of `before` is removed. The result is its length in characters, by which
+            the next piece must begin earlier.
 
         Raises:
             _NoStitch: the run of blanks cannot be cut here.

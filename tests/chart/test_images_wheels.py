@@ -50,7 +50,7 @@ def run(pins: Path, **settings: str) -> subprocess.CompletedProcess[str]:
 def test_wheels_names_pins_without_a_wheel(pins: Path) -> None:
     done = run(pins, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(pins.parent))
     assert done.stdout.splitlines() == [
-        f"{pins}: 3 of 5 pins have a wheel for aarch64; 2 are for it only",
+        f"{pins}: 3 of 5 pins have a wheel for aarch64, 2 only for it",
         "  no wheel: elsewhere==1.0",
         "  no wheel: newer==1.0",
     ]
