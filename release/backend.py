@@ -14,7 +14,7 @@ from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  # the other hooks of PEP 517 and PEP 660
 from setuptools.command.build_py import build_py
 
-# The generated modules need at least the generator's versions of grpcio and protobuf. pyproject.toml requires at least this grpcio.
+# The generated modules need at least the generator's versions of grpcio and protobuf. pyproject.toml requires this grpcio.
 GENERATOR = "grpcio-tools==1.76.0"
 package.link(Path.cwd())  # a build runs in the project's root, and setuptools looks for packages there
 
