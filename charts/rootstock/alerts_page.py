@@ -56,7 +56,7 @@ def table() -> str:
 
 def section(alert: dict[str, Any], names: set[str]) -> str:
     notes = {name: plain(text) for name, text in alert["annotations"].items()}
-    further = NOTES.get(alert["alert"], "")
+    note = NOTES.get(alert["alert"], "")
     return "\n\n".join(
         [
             f"## {alert['alert']}",
@@ -65,7 +65,7 @@ def section(alert: dict[str, Any], names: set[str]) -> str:
             f"- **Customers notice**: {linked(notes['impact'], names)}\n"
             f"- **Confirm**: {commands(linked(notes['confirm'], names))}\n"
             f"- **Do**: {linked(notes['runbook'], names)}",
-            *([linked(further, names)] if further else []),
+            *([linked(note, names)] if note else []),
         ]
     )
 

@@ -39,7 +39,7 @@ def _trees(values: dict[str, Any], schema: Schema, definitions: dict[str, Schema
     properties = _resolved(schema, definitions)["properties"]
     for key, value in values.items():
         part = _resolved(properties[key], definitions)
-        if key in CONTEXTS or (key in LEFT_OUT and not _is_of_budget(values)):
+        if key in CONTEXTS or (key in LEFT_OUT and not _is_budget(values)):
             continue
         if isinstance(value, dict):
             inner = _trees(value, part, definitions) if "properties" in part else ({}, {})
@@ -53,7 +53,7 @@ def _trees(values: dict[str, Any], schema: Schema, definitions: dict[str, Schema
     return empty, required
 
 
-def _is_of_budget(values: dict[str, Any]) -> bool:
+def _is_budget(values: dict[str, Any]) -> bool:
     """Returns whether the block is a PodDisruptionBudget's, which needs maxUnavailable."""
     return values.keys() == {"enabled", "maxUnavailable"}
 
@@ -63,10 +63,10 @@ def _may_be_empty(key: str, default: Any, schema: Schema) -> bool:
         return not schema.get("minItems")
     if not isinstance(default, str) or key == "tag":  # without a tag, a Redis image would get the tag of the chart's images
         return not default
-    return not default or _takes_no_text(schema)
+    return not default or _allows_empty_text(schema)
 
 
-def _takes_no_text(schema: Schema) -> bool:
+def _allows_empty_text(schema: Schema) -> bool:
     if "enum" in schema:
         return "" in schema["enum"]
     return schema.get("type") == "string" and bool(re.search(schema.get("pattern", ""), ""))

@@ -31,7 +31,7 @@ from rootstock_llm.services.shared.settings import ENV_PREFIX
 _EVERYWHERE = {"host", "port", "health_port", "grace_s", "otlp_endpoint"}
 _EVERYWHERE |= {f"mtls_{name}_file" for name in ("cert", "key", "ca", "token")}
 _CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_name"}
-DECIDED: dict[str, set[str]] = {
+DERIVED: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
     | {"tokenizers", "detokenizers", "workers", "redis_url", "state_redis_url", "models", "queue_timeout_s"}
     | {"metrics_host", "metrics_port", "tls_cert_file", "tls_key_file"}
@@ -45,8 +45,8 @@ DECIDED: dict[str, set[str]] = {
     | {"disaggregation_mode", "disaggregation_host", "disaggregation_port"}
     | {f"disaggregation_tls_{name}_file" for name in ("cert", "key", "ca")},
 }
-FOREIGN = "x-foreign-key"  # marks a key of another chart, which the templates refuse
-_KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
+FOREIGN = "x-foreign-key"  # marks a key of another chart, which the schema accepts so that the templates can refuse it with advice
+_COPIED = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
 _REGISTRY = r"^([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9._-]+)*/?)?$"  # host and optionally a folder, without a scheme
 _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
@@ -62,7 +62,7 @@ def settings_schema(service: str) -> Schema:
     """Returns the schema of a component's `settings`: the fields of the settings class that the chart does not derive."""
     document = SERVICES[service].model_json_schema()
     definitions = document.get("$defs", {})
-    fields = {name: _field(field, definitions) for name, field in document["properties"].items() if name not in DECIDED[service]}
+    fields = {name: _field(field, definitions) for name, field in document["properties"].items() if name not in DERIVED[service]}
     return closed(fields)
 
 
@@ -79,11 +79,11 @@ def _env(service: str) -> Schema:
 def _field(field: Schema, definitions: dict[str, Schema]) -> Schema:
     reference = field.get("$ref") or next((part["$ref"] for part in field.get("allOf", ()) if "$ref" in part), "")
     known = {**definitions.get(reference.rpartition("/")[2], {}), **field}
-    given = [part for part in field.get("anyOf", ()) if part.get("type") != "null"]  # drops the type of an optional setting that is unset
+    given = [part for part in field.get("anyOf", ()) if part.get("type") != "null"]  # drops null, the type of an unset optional setting
     if len(given) == 1:
         known |= given[0]
         del known["anyOf"], known["default"]
-    schema = {key: known[key] for key in _KEPT if key in known}
+    schema = {key: known[key] for key in _COPIED if key in known}
     if schema.get("type") == "array":  # also as comma-separated text, as in the environment
         del schema["type"]
         schema["anyOf"] = [{"type": "string"}, {"type": "array", "items": {"type": ["string", "number"]}}]
@@ -429,7 +429,7 @@ def document() -> Schema:
         **_components(),
     }
     title = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the rootstock chart"}
-    # A JSON round trip copies shared parts, because _nullable() changes only some of their places.
+    # The JSON round trip makes copies of shared parts, because _nullable() changes only some of their occurrences.
     found: Schema = json.loads(json.dumps({**title, **closed(_top()), "$defs": definitions}))
     _admit(foreign_keys(), found, found["$defs"])
     return found

@@ -24,30 +24,30 @@ KEY = os.environ.get("API_KEY", "")
 def post(url: str, body: dict) -> dict:
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {KEY}"} if KEY else {})}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with INSIDE.open(request, timeout=PATIENCE_S) as answer:
-        return json.load(answer)
+    with INSIDE.open(request, timeout=PATIENCE_S) as response:
+        return json.load(response)
 
 
 def ask(url: str, model: str) -> str:
     """Returns the size of the response, such as "8 tokens"; "" if the response is empty."""
     common = {"model": model, "max_tokens": 8, "temperature": 0}
-    ways = {
+    requests = {
         "chat/completions": {**common, "messages": [{"role": "user", "content": "Count from 1 to 5."}]},
         "completions": {**common, "prompt": "1, 2, 3,"},
         "embeddings": {"model": model, "input": "1, 2, 3,"},
     }
-    for way, body in ways.items():
+    for path, body in requests.items():
         try:
-            answer = post(f"{url}/v1/{way}", body)
+            response = post(f"{url}/v1/{path}", body)
         except urllib.error.HTTPError as error:
-            if error.code != 400 or way == "embeddings":
+            if error.code != 400 or path == "embeddings":
                 raise
-            print(f"{model}: {way}: {error.read().decode(errors='replace')}", flush=True)
+            print(f"{model}: {path}: {error.read().decode(errors='replace')}", flush=True)
             continue
-        if way == "embeddings":
-            count, unit = len(answer["data"][0]["embedding"]), "values of a vector"
+        if path == "embeddings":
+            count, unit = len(response["data"][0]["embedding"]), "values of a vector"
         else:
-            count, unit = answer["usage"]["completion_tokens"], "tokens"
+            count, unit = response["usage"]["completion_tokens"], "tokens"
         break
     return f"{count} {unit}" if count else ""
 
@@ -56,7 +56,7 @@ def wait_for_answer(url: str, model: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            said = ask(url, model)
+            size = ask(url, model)
             break
         except OSError as error:
             refused = isinstance(error, urllib.error.HTTPError) and error.code != 503
@@ -65,9 +65,9 @@ def wait_for_answer(url: str, model: str) -> None:
             if refused or time.monotonic() > deadline:
                 sys.exit(1)
             time.sleep(5)
-    if not said:
+    if not size:
         sys.exit(f"{model}: the response is empty")
-    print(f"{model}: {said}", flush=True)
+    print(f"{model}: {size}", flush=True)
 
 
 for name in sys.argv[2:]:

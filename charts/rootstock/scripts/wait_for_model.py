@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 PERIOD_S = 2.0  # seconds between two checks
-MAX_STILL = 5  # checks without a change of the folder, after which the copy into it counts as complete
+MAX_STILL = 5  # number of checks without a change of the folder, after which the copy into the folder counts as complete
 VOCABULARIES = ("*.model", "*.tiktoken", "merges.txt", "tekken.json", "vocab.json", "vocab.txt")  # as in hf_tokenizer.py
 
 

@@ -23,8 +23,8 @@ context length of the model, 0 if unknown. Takes an entry of rootstock.workerPoo
 {{- $set := int64 (default 0 $settings.max_total_tokens) -}}
 {{- $tokens := ternary (mul $page (div (add $set (sub $page 1)) $page)) $fitting (gt $set 0) -}}
 {{- $longest := int64 (default 0 $size.contextLen) -}}
-{{- $asked := int64 (default 0 $settings.context_len) -}}
-{{- $context := ternary (min $longest $asked) (max $longest $asked) (and (gt $longest 0) (gt $asked 0)) -}}
+{{- $requested := int64 (default 0 $settings.context_len) -}}
+{{- $context := ternary (min $longest $requested) (max $longest $requested) (and (gt $longest 0) (gt $requested 0)) -}}
 {{- dict "weightsGB" (mulf $size.weightsGB $numbers) "share" $share "fitting" $fitting "tokens" $tokens "context" (min $context $tokens) "longest" $longest | toJson -}}
 {{- else -}}
 {}

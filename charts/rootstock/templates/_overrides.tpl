@@ -1,7 +1,7 @@
 {{/* Additions of `pod` in the values to every pod, and of a component's `pod` to its pods. rootstock.pod.template applies them. */}}
 
-{{/* JSON object of both `pod` blocks. Maps are merged key by key without nulls. Lists are joined; of entries with the same name, the
-component's is used. Other fields are the component's, if set. A security context that is null is left out. Takes a scope. */}}
+{{/* JSON object of both `pod` blocks, merged. Maps are merged key by key without nulls. Lists are joined; of entries with the same name,
+the component's is used. For other fields, the component's value is used if it is set. A security context that is null is left out. Takes a scope. */}}
 {{- define "rootstock.pod.overrides" -}}
 {{- $all := default (dict) .root.Values.pod -}}
 {{- $values := default (dict) .values -}}
@@ -23,8 +23,8 @@ component's is used. Other fields are the component's, if set. A security contex
 {{- if not (kindIs "invalid" $value) }}{{ $_ := set $merged $name $value }}{{ end -}}
 {{- end -}}
 {{- if eq $key "containerSecurityContext" -}}
-{{- $said := or (hasKey (default (dict) (index $all $key)) "readOnlyRootFilesystem") (hasKey (default (dict) (index $own $key)) "readOnlyRootFilesystem") -}}
-{{- if not (or $said (kindIs "invalid" (index $all $key))) -}}
+{{- $isSet := or (hasKey (default (dict) (index $all $key)) "readOnlyRootFilesystem") (hasKey (default (dict) (index $own $key)) "readOnlyRootFilesystem") -}}
+{{- if not (or $isSet (kindIs "invalid" (index $all $key))) -}}
 {{- $_ := set $merged "readOnlyRootFilesystem" (ne (include "rootstock.usesGpu" $) "true") -}}
 {{- end -}}
 {{- end -}}
@@ -48,10 +48,10 @@ component's is used. Other fields are the component's, if set. A security contex
 
 {{/* JSON list of the variables of `env` that the container does not have, ignoring case. Takes {container, env}. */}}
 {{- define "rootstock.pod.missing" -}}
-{{- $there := dict -}}
-{{- range .container.env }}{{ $_ := set $there (lower .name) true }}{{ end -}}
+{{- $present := dict -}}
+{{- range .container.env }}{{ $_ := set $present (lower .name) true }}{{ end -}}
 {{- $missing := list -}}
-{{- range .env }}{{ if not (hasKey $there (lower .name)) }}{{ $missing = append $missing . }}{{ end }}{{ end -}}
+{{- range .env }}{{ if not (hasKey $present (lower .name)) }}{{ $missing = append $missing . }}{{ end }}{{ end -}}
 {{- toJson $missing -}}
 {{- end }}
 

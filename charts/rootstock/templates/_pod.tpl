@@ -44,7 +44,7 @@ init container downloads the model or waits for it. */}}
 {{- end }}
 
 {{/* Delays SIGTERM by 8 s, so that all gateways use the pod's successor before the pod refuses requests: DNS responses are cached for 5 s,
-and gateways look up names every 2 s. A gateway gets SIGTERM at once, because it must fail /ready for load balancers. */}}
+and gateways look up names every 2 s. A gateway gets SIGTERM immediately, because it must fail /ready for load balancers. */}}
 {{- define "rootstock.preStop" -}}
 {{- if ne .component "gateway" -}}
 lifecycle:
@@ -54,7 +54,7 @@ lifecycle:
 {{- end -}}
 {{- end }}
 
-{{/* Probes of a gRPC service. The liveness probe waits two minutes, because a long prefill is no fault. Takes {service, port,
+{{/* Probes of a gRPC service. The liveness probe fails only after two minutes, because a long prefill is not a fault. Takes {service, port,
 startupSeconds}. */}}
 {{- define "rootstock.probes" -}}
 startupProbe:

@@ -1,16 +1,16 @@
 {{/* Autoscaling. Unless noted, helpers take a scope. Queries come from monitoring/_promql.tpl. */}}
 
-{{/* The field `replicas`. With an autoscaler, it has the cluster's current number, so that no pod stops when the autoscaler takes over.
-Without a cluster (helm template), it is then left out (docs/how-to/kubernetes/autoscaling.md). Takes a scope. */}}
+{{/* The field `replicas`. With an autoscaler, it has the cluster's current number, so that an upgrade stops no pod. With an autoscaler but
+without a cluster (helm template), the field is left out (docs/how-to/kubernetes/autoscaling.md). Takes a scope. */}}
 {{- define "rootstock.replicas" -}}
 {{- if not .values.autoscaling.enabled -}}
 replicas: {{ .values.replicas }}
 {{- else -}}
 {{- $target := include "rootstock.scaleTarget" . | fromYaml -}}
 {{- $found := lookup $target.apiVersion $target.kind .root.Release.Namespace $target.name -}}
-{{- $kept := dig "spec" "replicas" "" $found -}}
-{{- if ne (toString $kept) "" -}}
-replicas: {{ int $kept }}
+{{- $current := dig "spec" "replicas" "" $found -}}
+{{- if ne (toString $current) "" -}}
+replicas: {{ int $current }}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -37,7 +37,7 @@ scaleDown:
     - {type: Pods, value: 1, periodSeconds: {{ .values.autoscaling.scaleDownPeriodSeconds }}}
 {{- end }}
 
-{{/* Scaling behavior of workers. Their number at most doubles per cold start, so that workers that are starting count first. */}}
+{{/* Scaling behavior of workers. Their number at most doubles per cold start, so that starting workers take load before more workers are started. */}}
 {{- define "rootstock.scaling.worker" -}}
 {{- $coldStart := int .values.autoscaling.coldStartSeconds -}}
 scaleUp:

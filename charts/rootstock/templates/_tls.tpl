@@ -97,8 +97,8 @@ restart. */}}
 {{/* JSON list of {name, secret}: certificates for external Redis servers that the scope's pods call. */}}
 {{- define "rootstock.tls.external" -}}
 {{- $found := list -}}
-{{- $asked := dict "gateway" (list "redis" "state") "worker" (list "redis") | dig .component (list) -}}
-{{- range $name := $asked -}}
+{{- $called := dict "gateway" (list "redis" "state") "worker" (list "redis") | dig .component (list) -}}
+{{- range $name := $called -}}
 {{- with (index $.root.Values $name).externalTlsSecret -}}
 {{- $found = append $found (dict "name" $name "secret" .) -}}
 {{- end -}}

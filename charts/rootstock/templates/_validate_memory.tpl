@@ -4,7 +4,7 @@
 {{- $memory := include "rootstock.memory" $pool | fromJson -}}
 {{- if $memory -}}
 {{- $at := printf "model %s: %s" .model.name (ternary "worker.prefill" "worker" (eq .mode "prefill")) -}}
-{{- $asked := int64 (default 0 .values.settings.context_len) -}}
+{{- $requested := int64 (default 0 .values.settings.context_len) -}}
 {{- $tokens := int64 $memory.tokens -}}
 {{- $fitting := int64 $memory.fitting -}}
 {{- if eq $fitting 0 -}}
@@ -13,8 +13,8 @@
 {{- if gt $tokens $fitting -}}
   {{- fail (printf "%s.settings.max_total_tokens is %d, and a GPU of %v GB (gpuMemoryGB) has memory for %d tokens of KV next to weights of %v GB. Set it to %d or less, or leave it out." $at (int64 .values.settings.max_total_tokens) .values.gpuMemoryGB $fitting $memory.weightsGB $fitting) -}}
 {{- end -}}
-{{- if gt $asked $tokens -}}
-  {{- fail (printf "%s.settings.context_len is %d, and the KV pool of a GPU of %v GB (gpuMemoryGB) has %d tokens next to weights of %v GB. Set context_len to %d or less, or use a GPU with more memory." $at $asked .values.gpuMemoryGB $tokens $memory.weightsGB $tokens) -}}
+{{- if gt $requested $tokens -}}
+  {{- fail (printf "%s.settings.context_len is %d, and the KV pool of a GPU of %v GB (gpuMemoryGB) has %d tokens next to weights of %v GB. Set context_len to %d or less, or use a GPU with more memory." $at $requested .values.gpuMemoryGB $tokens $memory.weightsGB $tokens) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -18,8 +18,8 @@
 {{- if and $claimed $volume -}}
   {{- fail (printf "%s.files.claimSize and volume are both set: the files have one volume. Set claimSize to 0, or remove volume." $at) -}}
 {{- end -}}
-{{- $lasts := or $claimed (and $volume (not (or (hasKey $volume "emptyDir") (hasKey $volume "ephemeral")))) -}}
-{{- if and $lasts (ne .values.kind "StatefulSet") -}}
+{{- $outlivesPods := or $claimed (and $volume (not (or (hasKey $volume "emptyDir") (hasKey $volume "ephemeral")))) -}}
+{{- if and $outlivesPods (ne .values.kind "StatefulSet") -}}
   {{- fail (printf "%s.files has a volume that outlives its pods, and each worker has a folder with its pod's name there: with worker.kind %s no later pod has that name, and the files are never deleted. Set kind to StatefulSet, or volume to an emptyDir or an ephemeral one." $at .values.kind) -}}
 {{- end -}}
 {{- $files := include "rootstock.tiers.fileBytes" $pool | int64 -}}

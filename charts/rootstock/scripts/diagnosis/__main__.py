@@ -21,8 +21,8 @@ from .install import Install
 from .look import look
 
 PATIENCE_S = float(os.environ.get("DIAGNOSIS_PATIENCE_S", "240"))  # seconds
-SETTLED_S = min(45.0, PATIENCE_S / 2)
-PERIOD_S = min(5.0, PATIENCE_S / 4)
+SETTLED_S = min(45.0, PATIENCE_S / 2)  # seconds without a change after which findings are final
+PERIOD_S = min(5.0, PATIENCE_S / 4)  # seconds between two runs of the checks
 
 
 def watch(install: Install, gateway: str) -> list[Finding]:
@@ -43,8 +43,8 @@ def watch(install: Install, gateway: str) -> list[Finding]:
 
 
 def main() -> int:
-    told = json.loads(Path(sys.argv[1]).read_text())
-    install = Install.of(told)
+    expected = json.loads(Path(sys.argv[1]).read_text())
+    install = Install.of(expected)
     findings = watch(install, sys.argv[2])
     print(report(f"diagnosis of release {install.instance} in namespace {install.namespace}", findings), flush=True)
     return int(any(each.state in (BROKEN, WAITING) for each in findings))

@@ -41,8 +41,8 @@ def secrets(install: Install, facts: Facts) -> Iterator[Finding]:
             yield broken("secrets", f"Secret {name}, which {value} names, does not exist or is empty", make)
         elif missing:
             lacking += 1
-            told = f"Secret {name} ({value}) has no key {', '.join(missing)}; it has {', '.join(sorted(there))}"
-            yield broken("secrets", told, f"add the key, or create the Secret again: {make}")
+            what = f"Secret {name} ({value}) has no key {', '.join(missing)}; it has {', '.join(sorted(there))}"
+            yield broken("secrets", what, f"add the key, or create the Secret again: {make}")
     if not lacking:
         yield ok("secrets", f"{len(install.secrets)} Secrets exist and have their keys")
 

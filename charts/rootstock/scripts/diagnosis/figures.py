@@ -17,8 +17,8 @@ def scrape(install: Install, facts: Facts) -> Iterator[Finding]:
         )
         refused = facts.series.status in (400, 401, 403) or "certificate" in facts.series.why.lower()
         if install.unshown and refused:
-            told = f"Prometheus at {install.prometheus} requires credentials that only KEDA has ({install.unshown}): {facts.series.why}"
-            yield unknown("scrape", told, "see the check scaling for the metrics of ScaledObjects")
+            what = f"Prometheus at {install.prometheus} requires credentials that only KEDA has ({install.unshown}): {facts.series.why}"
+            yield unknown("scrape", what, "see the check scaling for the metrics of ScaledObjects")
             return
         find = broken if install.sure else unknown
         yield find("scrape", f"Prometheus at {install.prometheus} does not respond: {facts.series.why}", mend)
@@ -35,9 +35,9 @@ def scrape(install: Install, facts: Facts) -> Iterator[Finding]:
         )
         yield broken("scrape", f"Prometheus has no series of {', '.join(absent)} in {install.namespace}", mend)
     if down:
-        told = f"Prometheus has the pods of {', '.join(down)} as targets but cannot scrape any of them"
+        what = f"Prometheus has the pods of {', '.join(down)} as targets but cannot scrape any of them"
         yield broken(
-            "scrape", told, "networkPolicy.monitoring must allow Prometheus; by default it allows the namespace `monitoring`"
+            "scrape", what, "networkPolicy.monitoring must allow Prometheus; by default it allows the namespace `monitoring`"
         )
     if not absent and not down:
         yield ok("scrape", f"Prometheus scrapes {', '.join(wanted)}")
@@ -72,16 +72,16 @@ def _adapter(install: Install, facts: Facts) -> Iterator[Finding]:
             yield broken("scaling", f"no API of the cluster serves {group}, so HPAs get no metrics of the models", mend)
             return
     if facts.external.status == 403:
-        told = f"the test may not read external metrics: {facts.external.why}"
+        what = f"the test may not read external metrics: {facts.external.why}"
         yield unknown(
-            "scaling", told, "the tests' Role lacks external.metrics.k8s.io: run helm upgrade with an account that may grant it"
+            "scaling", what, "the tests' Role lacks external.metrics.k8s.io: run helm upgrade with an account that may grant it"
         )
     elif not facts.external.good:
         yield broken("scaling", f"external metrics are missing: {facts.external.why}", f"{mend} and check its pod")
     elif not facts.external.body.get("items"):
-        told = f"the adapter does not serve {install.scaled['metric']}"
+        what = f"the adapter does not serve {install.scaled['metric']}"
         yield broken(
-            "scaling", told, f"its rules belong to another release or to earlier models, or Prometheus has no series: {mend}"
+            "scaling", what, f"its rules belong to another release or to earlier models, or Prometheus has no series: {mend}"
         )
 
 
@@ -92,9 +92,9 @@ def _keda(install: Install, facts: Facts) -> Iterator[Finding]:
     for each in facts.items("scaledobjects"):
         for condition in each.get("status", {}).get("conditions", ()):
             if name_of(each) in install.scaled["names"] and (condition["type"], condition["status"]) == ("Ready", "False"):
-                told = f"ScaledObject {name_of(each)}: {condition.get('reason', '')}: {condition.get('message', '')}"
+                what = f"ScaledObject {name_of(each)}: {condition.get('reason', '')}: {condition.get('message', '')}"
                 yield broken(
                     "scaling",
-                    told,
+                    what,
                     "check autoscaling.prometheusUrl and prometheusAuth; the reason is in kubectl -n keda logs deploy/keda-operator",
                 )

@@ -44,5 +44,5 @@ def report(title: str, findings: Sequence[Finding]) -> str:
         if each.mend:
             lines.append(f"{'':8}  {'':9}  mend: {each.mend}")
     counts = {state: sum(each.state == state for each in findings) for state in order}
-    told = ", ".join(f"{count} {state.lower()}" for state, count in counts.items() if count)
-    return "\n".join([*lines, "", f"{len({each.check for each in findings})} checks: {told}", ""])
+    summary = ", ".join(f"{count} {state.lower()}" for state, count in counts.items() if count)
+    return "\n".join([*lines, "", f"{len({each.check for each in findings})} checks: {summary}", ""])

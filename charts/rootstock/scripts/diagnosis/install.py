@@ -30,7 +30,7 @@ class Answer:
 
 
 UNRESOLVED = "its name does not resolve"
-UNASKED = Answer(error="not asked")
+UNASKED = Answer(error="not requested")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RedisState:
 
     address: str
     error: str = ""  # error of the server or of the connection; "" on success
-    wrote: bool = False  # the server accepted a write
+    wrote: bool = False  # whether the server accepted a write
     policy: str = ""  # eviction policy; "" if unknown
     memory: int = 0  # maxmemory in bytes; 0: unlimited or unknown
     role: str = "master"
@@ -58,17 +58,17 @@ class Install:
     claims: tuple[Object, ...]  # {name, value}
     redis: tuple[str, ...]  # purposes of the Redis servers: index, state
     prometheus: str  # URL
-    sure: bool  # the operator has configured Prometheus, so a missing one is a fault
-    unshown: str  # credentials of KEDA that this test lacks, such as a cloud identity or tls; "" if it has all
-    scrapes: bool  # Prometheus should have the release's series
+    sure: bool  # whether the operator has configured Prometheus, so that an unreachable one is a fault
+    unshown: str  # kinds of KEDA's credentials that this test lacks, such as a cloud identity or tls; "" if it lacks none
+    scrapes: bool  # whether Prometheus should have the release's series
     scaled: Object  # {engine, metric, selector, names}
-    policies: bool  # the chart has NetworkPolicies
+    policies: bool  # whether the chart has NetworkPolicies
     headers: Mapping[str, str]  # headers for Prometheus in addition to those of a Secret
 
     @classmethod
-    def of(cls, told: Object) -> Install:
-        lists = {name: tuple(told[name]) for name in ("secrets", "models", "claims", "redis")}
-        return cls(**{**told, **lists})
+    def of(cls, expected: Object) -> Install:
+        lists = {name: tuple(expected[name]) for name in ("secrets", "models", "claims", "redis")}
+        return cls(**{**expected, **lists})
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,19 @@ class Facts:
     redis: Mapping[str, RedisState] = field(default_factory=dict)  # by purpose
     readiness: Answer = UNASKED  # /readiness of the gateway
     info: Answer = UNASKED  # /server_info of the gateway
-    texts: Mapping[str, Object] = field(default_factory=dict)  # model → round trip of a text through its tokenizer
+    # Model → the round trip of a text through its tokenizer and detokenizer.
+    texts: Mapping[str, Object] = field(default_factory=dict)
     series: Answer = UNASKED  # running targets per component, from Prometheus
 
     def items(self, plural: str) -> list[Object]:
         answer = self.objects.get(plural, UNASKED)
         return list(answer.body.get("items", ())) if answer.good else []
 
-    def events(self, about: str) -> Iterator[str]:
+    def warnings(self, about: str) -> Iterator[str]:
         """Returns messages of warnings about objects whose names begin with `about`, newest first."""
-        return (str(each.get("message", "")) for each in self.told(about) if each.get("type") != "Normal")
+        return (str(each.get("message", "")) for each in self.events_about(about) if each.get("type") != "Normal")
 
-    def told(self, about: str) -> list[Object]:
+    def events_about(self, about: str) -> list[Object]:
         """Returns events about objects whose names begin with `about`, newest first."""
         found = [each for each in self.items("events") if str(each.get("involvedObject", {}).get("name", "")).startswith(about)]
         return sorted(found, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""), reverse=True)

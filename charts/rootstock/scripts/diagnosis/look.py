@@ -1,6 +1,6 @@
 """Collects the state of a release from the API server, the gateway, Prometheus, Redis and the resolver, with short timeouts.
 
-The only change is a Redis key with a lifetime of a minute. A failed call is recorded as a fact.
+It changes nothing except one Redis key, which lives for a minute. A failed call is recorded as a fact.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from pathlib import Path
 from .install import UNASKED, UNRESOLVED, Answer, Facts, Install, Object, RedisState, logs_wanted, pods_of
 from .redis_probe import probe
 
-TIMEOUT_S, NAMES_S = 8.0, 15.0
+TIMEOUT_S = 8.0  # time limit of an HTTP request
+NAMES_S = 15.0  # time limit for resolving all names
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+# Text of the round trip through each model's tokenizer and detokenizer.
 SAMPLE = "Zwölf Boxkämpfer jagen Viktor; 東京 2026 🚀 def f(x): return x**2"
-OPEN = ssl.create_default_context()  # the gateway's certificate has a name for clients outside of the cluster
-OPEN.check_hostname, OPEN.verify_mode = False, ssl.CERT_NONE
-SHOWN = ("bearerToken", "username", "password", "customAuthHeader", "customAuthValue")  # keys of the Secret that are sent to Prometheus
+# Does not verify certificates: the gateway's certificate has a name for clients outside of the cluster.
+UNVERIFIED = ssl.create_default_context()
+UNVERIFIED.check_hostname, UNVERIFIED.verify_mode = False, ssl.CERT_NONE
+# Keys of KEDA's Secret whose values are sent to Prometheus.
+SENT_KEYS = ("bearerToken", "username", "password", "customAuthHeader", "customAuthValue")
 LISTS = {
     "pods": "api/v1",
     "services": "api/v1",
@@ -87,7 +91,7 @@ class ApiServer:
 
     def get(self, path: str) -> Answer:
         if not self._url:
-            return Answer(error="this is no pod of a cluster: there is no KUBERNETES_SERVICE_HOST")
+            return Answer(error="KUBERNETES_SERVICE_HOST is not set, so this process is not in a pod of a cluster")
         return get(f"{self._url}/{path}", self._headers, self._context)
 
 
@@ -109,7 +113,7 @@ def look(install: Install, gateway: str, environ: Mapping[str, str]) -> Facts:
 
     def of_gateway(path: str, body: object = None) -> Answer:
         headers = {**key, "Content-Type": "application/json"}
-        return get(f"{gateway}{path}", headers, OPEN if gateway.startswith("https") else None, body)
+        return get(f"{gateway}{path}", headers, UNVERIFIED if gateway.startswith("https") else None, body)
 
     readiness = of_gateway("/readiness") if not names.get(_host(gateway)) else Answer(error=UNRESOLVED)
     info = of_gateway("/server_info") if readiness.status else readiness
@@ -201,7 +205,7 @@ def resolved(hosts: list[str]) -> dict[str, str]:
     deadline = time.monotonic() + NAMES_S
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0))
-    return {host: found.get(host, f"no answer within {NAMES_S:.0f} s") for host in dict.fromkeys(hosts)}
+    return {host: found.get(host, f"no response of the resolver within {NAMES_S:.0f} s") for host in dict.fromkeys(hosts)}
 
 
 def redis_of(install: Install, environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, RedisState]:
@@ -221,15 +225,15 @@ def series_of(install: Install, environ: Mapping[str, str], names: Mapping[str, 
     query = f'sum by (component) (up{{namespace="{install.namespace}",component=~"rootstock-.+"}})'
     url = f"{install.prometheus.rstrip('/')}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
     folder = Path(environ.get("DIAGNOSIS_SECRETS", "/secrets")) / environ.get("PROMETHEUS_SECRET", "")
-    answer = get(url, prometheus_headers(folder, install.headers), OPEN if url.startswith("https") else None)
+    answer = get(url, prometheus_headers(folder, install.headers), UNVERIFIED if url.startswith("https") else None)
     if answer.good and not (isinstance(answer.body, dict) and answer.body.get("status") == "success"):
-        return Answer(error=f"what answers there is no Prometheus: {str(answer.body)[:100]!r}")
+        return Answer(error=f"the response is not one of Prometheus: {str(answer.body)[:100]!r}")
     return answer
 
 
 def prometheus_headers(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
     """Returns the headers that KEDA makes from the Secret's keys. Client certificates are not used."""
-    files = [folder / key for key in SHOWN]
+    files = [folder / key for key in SENT_KEYS]
     there = {file.name: file.read_text(errors="replace").strip() for file in files if file.is_file()}
     headers = dict(more)
     if "bearerToken" in there:

@@ -26,16 +26,16 @@ def probe(url: str) -> RedisState:
         with _connect(parts) as connection, connection.makefile("rwb") as stream:
             if parts.password is not None:
                 login = [urllib.parse.unquote(each) for each in (parts.username or "", parts.password) if each]
-                _ask(stream, "AUTH", *login)
-            told = _told(stream)
+                _call(stream, "AUTH", *login)
+            info = _info(stream)
             state = RedisState(
                 address,
-                policy=told.get("maxmemory_policy", ""),
-                memory=int(told.get("maxmemory", "0")),
-                role=told.get("role", "master"),
+                policy=info.get("maxmemory_policy", ""),
+                memory=int(info.get("maxmemory", "0")),
+                role=info.get("role", "master"),
             )
-            _ask(stream, "SET", KEY, "1", "EX", LIVES_S)
-            _ask(stream, "DEL", KEY)
+            _call(stream, "SET", KEY, "1", "EX", LIVES_S)
+            _call(stream, "DEL", KEY)
     except (OSError, ValueError, EOFError, Refused) as error:
         return RedisState(address, str(error) or repr(error), policy=state.policy, memory=state.memory, role=state.role)
     return RedisState(address, wrote=True, policy=state.policy, memory=state.memory, role=state.role)
@@ -56,7 +56,7 @@ def _connect(parts: urllib.parse.SplitResult) -> socket.socket:
     return context.wrap_socket(plain, server_hostname=parts.hostname)
 
 
-def _ask(stream: BufferedRWPair, *words: str) -> str:
+def _call(stream: BufferedRWPair, *words: str) -> str:
     encoded = [word.encode() for word in words]
     stream.write(b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%s\r\n" % (len(each), each) for each in encoded))
     stream.flush()
@@ -71,10 +71,10 @@ def _ask(stream: BufferedRWPair, *words: str) -> str:
     return text
 
 
-def _told(stream: BufferedRWPair) -> dict[str, str]:
+def _info(stream: BufferedRWPair) -> dict[str, str]:
     """Returns the fields of INFO; empty if this user may not call INFO."""
     try:
-        return _sections(_ask(stream, "INFO"))
+        return _sections(_call(stream, "INFO"))
     except Refused as refused:
         if "NOPERM" in str(refused) or "unknown command" in str(refused):
             return {}

@@ -9,17 +9,18 @@ from .findings import Finding, broken, ok, unknown, waiting
 from .install import COMPONENT, MODEL, UNRESOLVED, Facts, Install, Object, RedisState, is_ready, labels_of, name_of, pods_of
 
 NETWORK = "docs/reference/kubernetes/values.md#network"
-LIKE = 0.5  # similarity of a text and its round trip; lossy tokenizers are above, tokenizers of other models below
+# Similarity of a text and its round trip below which the tokenizer counts as one of another model. Lossy tokenizers are above it.
+LIKE = 0.5
 
 
 def dns(install: Install, facts: Facts) -> Iterator[Finding]:
-    asked = {host: why for host, why in facts.names.items() if host in install.services}
-    failed = {host: why for host, why in asked.items() if why}
-    if not asked:
+    resolved = {host: why for host, why in facts.names.items() if host in install.services}
+    failed = {host: why for host, why in resolved.items() if why}
+    if not resolved:
         yield unknown("dns", "no name of a Service was looked up", "")
     elif not failed:
-        yield ok("dns", f"{len(asked)} names of Services resolve")
-    elif len(failed) == len(asked):
+        yield ok("dns", f"{len(resolved)} names of Services resolve")
+    elif len(failed) == len(resolved):
         why = next(iter(failed.values()))
         mend = (
             "let pods reach the cluster's DNS: set networkPolicy.dns to its pods or addresses; its port must be 53 or, on"
@@ -47,8 +48,8 @@ def services(install: Install, facts: Facts) -> Iterator[Finding]:
             )
         elif any(found.get(port) != number for port, number in ports.items()):
             wrong += 1
-            told = f"Service {name} has the ports {found or 'none'}; gateways look up {dict(ports)} by name"
-            yield broken("services", told, "restore the chart's ports: run helm upgrade, or undo the patch")
+            what = f"Service {name} has the ports {found or 'none'}; gateways look up {dict(ports)} by name"
+            yield broken("services", what, "restore the chart's ports: run helm upgrade, or undo the patch")
     if not wrong:
         yield ok("services", f"{len(install.services)} Services have their ports")
 
@@ -122,10 +123,10 @@ def _without_info(install: Install, facts: Facts) -> Iterator[Finding]:
     elif facts.info.status in (401, 403):
         yield unknown("models", "the gateway reports its workers only to clients with an API key", "set tests.keySecret")
     else:
-        told = f"the gateway does not report its workers: {facts.info.why}"
+        what = f"the gateway does not report its workers: {facts.info.why}"
         yield waiting(
             "models",
-            told,
+            what,
             f"the reason is in the gateway's log: kubectl -n {install.namespace} logs -l app.kubernetes.io/component=gateway",
         )
     yield from _tokenizers(facts)
@@ -138,13 +139,13 @@ def _unserved(install: Install, model: Object, facts: Facts, states: Sequence[st
         return broken(
             "models",
             f"{len(ready)} workers of model {model['name']} are ready, but the gateway reaches none of them",
-            _of_network(facts, ("gateway", "worker")),
+            _network_remedy(facts, ("gateway", "worker")),
         )
-    told = f"no worker of model {model['name']} is usable" + (f" ({', '.join(sorted(set(states)))})" if states else "")
-    return waiting("models", told, "see the checks pods, gpus and storage")
+    what = f"no worker of model {model['name']} is usable" + (f" ({', '.join(sorted(set(states)))})" if states else "")
+    return waiting("models", what, "see the checks pods, gpus and storage")
 
 
-def _of_network(facts: Facts, components: Sequence[str]) -> str:
+def _network_remedy(facts: Facts, components: Sequence[str]) -> str:
     """Returns a remedy, with the names of NetworkPolicies that select these pods and are not the chart's."""
     others = []
     for policy in facts.items("networkpolicies"):
@@ -166,21 +167,21 @@ def _tokenizers(facts: Facts) -> Iterator[Finding]:
     for component in ("tokenizer", "detokenizer"):
         ready = [pod for pod in pods_of(facts) if labels_of(pod).get(COMPONENT) == component and is_ready(pod)]
         if component in missing and ready:
-            told = f"{len(ready)} {component}s are ready, but the gateway reaches none of them"
-            yield broken("models", told, _of_network(facts, ("gateway", component)))
+            what = f"{len(ready)} {component}s are ready, but the gateway reaches none of them"
+            yield broken("models", what, _network_remedy(facts, ("gateway", component)))
         elif component in missing:
             yield waiting("models", f"no {component} is connected", "see the checks pods and storage")
     for name, trip in facts.texts.items():
         like = SequenceMatcher(None, trip["said"].lower(), trip["read"].lower(), autojunk=False).ratio()
         if like < LIKE or max(trip["ids"], default=0) >= trip["vocab_size"]:
-            told = (
+            what = (
                 f"tokenizers of model {name} belong to another model than its"
                 f" workers: {trip['said'][:40]!r} becomes ids up to"
                 f" {max(trip['ids'], default=0)} of a vocabulary of {trip['vocab_size']}, and these ids become {trip['read'][:40]!r}"
             )
             yield broken(
                 "models",
-                told,
+                what,
                 "use one image or volume: tokenizer, detokenizer and worker must read the same folder (models[].path)",
             )
 

@@ -27,7 +27,7 @@ def storage(install: Install, facts: Facts) -> Iterator[Finding]:
         found += _unbound(name, claim, facts)
         found += _shared(name, claim, facts)
     for pod in (pod for pod in pods_of(facts) if not is_ready(pod)):
-        for message in facts.events(name_of(pod)):
+        for message in facts.warnings(name_of(pod)):
             if "Multi-Attach" in message or "volume node affinity conflict" in message:
                 mend = (
                     "pods on two nodes need a volume of one node: use a StorageClass with"
@@ -41,16 +41,16 @@ def storage(install: Install, facts: Facts) -> Iterator[Finding]:
 def _unbound(name: str, claim: Object, facts: Facts) -> Iterator[Finding]:
     if claim.get("status", {}).get("phase") == "Bound":
         return
-    message = next(facts.events(name), "")
-    asked = claim["spec"].get("storageClassName") or "the default StorageClass"
+    message = next(facts.warnings(name), "")
+    storage_class = claim["spec"].get("storageClassName") or "the default StorageClass"
     if message:
         modes = ", ".join(claim["spec"].get("accessModes", ()))
         mend = f"name a StorageClass that exists and supports {modes} (kubectl get storageclass); delete the claim, because it cannot be changed"
-        yield broken("storage", f"claim {name} of {asked} is not bound: {message}", mend)
+        yield broken("storage", f"claim {name} of {storage_class} is not bound: {message}", mend)
     else:
         yield waiting(
             "storage",
-            f"claim {name} of {asked} is not bound yet",
+            f"claim {name} of {storage_class} is not bound yet",
             "kubectl describe the claim, and check that a StorageClass exists (kubectl get storageclass)",
         )
 
@@ -99,9 +99,9 @@ def gpus(install: Install, facts: Facts) -> Iterator[Finding]:
 
 def _runtime_class(install: Install, model: Object, facts: Facts) -> Iterator[Finding]:
     name = model["runtimeClass"]
-    if not any(_lacking(owner) for plural in OWNERS for owner in facts.items(plural)):
-        return  # the events are old: the pods exist now
-    for message in facts.events(f"{install.release}-"):
+    if not any(_lacks_pods(owner) for plural in OWNERS for owner in facts.items(plural)):
+        return  # the warnings are outdated, because all pods exist
+    for message in facts.warnings(f"{install.release}-"):
         if "RuntimeClass" in message and f'"{name}"' in message:
             mend = "name an existing class (kubectl get runtimeclass); NVIDIA's GPU operator creates nvidia. Or remove worker.runtimeClassName"
             yield broken(
@@ -125,34 +125,34 @@ def _last(text: str, pattern: re.Pattern[str]) -> str:
 
 
 def pods(install: Install, facts: Facts) -> Iterator[Finding]:
-    all_of_them = pods_of(facts)
+    all_pods = pods_of(facts)
     if not facts.objects.get("pods") or not facts.objects["pods"].good:
         return
-    found = [*_refused(install, facts)]
-    for pod in all_of_them:
+    found = [*_uncreated_pods(install, facts)]
+    for pod in all_pods:
         found += _pod(pod, facts)
-    ready = sum(map(is_ready, all_of_them))
-    yield from found or [ok("pods", f"{ready} of {len(all_of_them)} pods are ready")]
+    ready = sum(map(is_ready, all_pods))
+    yield from found or [ok("pods", f"{ready} of {len(all_pods)} pods are ready")]
 
 
-def _refused(install: Install, facts: Facts) -> Iterator[Finding]:
+def _uncreated_pods(install: Install, facts: Facts) -> Iterator[Finding]:
     """Reports pods that their owner could not create."""
     for plural in OWNERS:
         for owner in facts.items(plural):
             wanted, there = owner["spec"].get("replicas", 0), owner.get("status", {}).get("replicas", 0)
-            if not _lacking(owner):
+            if not _lacks_pods(owner):
                 continue
-            message = next(facts.events(name_of(owner)), "")
+            message = next(facts.warnings(name_of(owner)), "")
             if "RuntimeClass" in message or not message:
                 continue  # gpus() reports a missing RuntimeClass
-            yield broken("pods", f"{name_of(owner)} has {there} of {wanted} pods: {message}", _of_refusal(message))
+            yield broken("pods", f"{name_of(owner)} has {there} of {wanted} pods: {message}", _refusal_remedy(message))
 
 
-def _lacking(owner: Object) -> bool:
+def _lacks_pods(owner: Object) -> bool:
     return bool(owner.get("status", {}).get("replicas", 0) < owner["spec"].get("replicas", 0))
 
 
-def _of_refusal(message: str) -> str:
+def _refusal_remedy(message: str) -> str:
     if "PodSecurity" in message:
         return "the namespace's Pod Security refuses it: volumes such as hostPath need another level; or choose another modelCache.type"
     if "quota" in message:
@@ -182,7 +182,7 @@ def _unmounted(pod: Object, facts: Facts) -> str:
     A later event, such as an image pull, means that all volumes are mounted. The uid excludes events of an earlier pod with the name.
     """
     uid = pod["metadata"].get("uid", "")
-    mine = [each for each in facts.told(name_of(pod)) if each["involvedObject"].get("uid", uid) == uid]
+    mine = [each for each in facts.events_about(name_of(pod)) if each["involvedObject"].get("uid", uid) == uid]
     return str(mine[0].get("message", "")) if mine and mine[0].get("reason") == "FailedMount" else ""
 
 
@@ -192,15 +192,15 @@ def _container(pod: str, is_init: bool, each: Object, log: str) -> Iterator[Find
     ended = state.get("terminated") or each.get("lastState", {}).get("terminated") or {}
     last = _last(log, re.compile(r"\S"))
     if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName"):
-        said = state["waiting"].get("message", reason)
+        message = state["waiting"].get("message", reason)
         yield broken(
             "pods",
-            f"pod {pod}: the image of {name} cannot be pulled: {said}",
+            f"pod {pod}: the image of {name} cannot be pulled: {message}",
             "check image.registry, image.tag and image.pullSecrets",
         )
     elif reason == "CreateContainerConfigError":
-        said = state["waiting"].get("message", "")
-        yield broken("pods", f"pod {pod}: {name} cannot be created: {said}", "create the named Secret or add the named key")
+        message = state["waiting"].get("message", "")
+        yield broken("pods", f"pod {pod}: {name} cannot be created: {message}", "create the named Secret or add the named key")
     elif ended.get("reason") == "OOMKilled" and not each.get("ready"):
         yield broken(
             "pods",
