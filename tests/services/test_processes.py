@@ -87,7 +87,7 @@ def is_being_read(pipe: Path) -> bool:
 
 
 @pytest.mark.parametrize("service", FLAGS)
-def test_folder_without_a_model_is_a_one_line_error(service: str, tmp_path: Path) -> None:
+def test_service_prints_one_line_when_the_folder_has_no_model(service: str, tmp_path: Path) -> None:
     process = start(service, *free_ports(2), model=tmp_path)
     try:
         stderr = process.communicate(timeout=30)[1]

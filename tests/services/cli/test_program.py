@@ -202,7 +202,7 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert caught.value.code == 0 and max(map(len, text.splitlines())) <= 80, text
 
 
-def test_page_of_the_client_matches_the_code_and_has_every_status() -> None:
+def test_cli_page_matches_the_code_and_lists_every_exit_status() -> None:
     page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     assert page == reference.render(), "run `make docs`"
     assert [int(line.split()[0]) for line in EXITS.splitlines()[1:]] == [*Exit]

@@ -121,7 +121,7 @@ def byte_ids(tokenizer: HfTokenizer, data: bytes) -> list[int]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_incremental_text_holds_bytes_only_while_a_character_is_possible(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
+def test_incremental_text_buffers_bytes_only_while_a_character_is_possible(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     steps = {
         "four-byte character": ("😀".encode(), ["", "", "", "😀"]),

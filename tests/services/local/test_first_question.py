@@ -77,7 +77,7 @@ def api() -> Iterator[Api]:
         ("embedding", "/v1/embeddings", {"input": QUESTION}, "an embedding of 3 numbers"),
     ],
 )
-def test_first_question_has_the_form_of_the_kind_of_model(kind: Kind, path: str, fields: dict[str, Any], answer: str) -> None:
+def test_first_request_depends_on_the_kind_of_model(kind: Kind, path: str, fields: dict[str, Any], answer: str) -> None:
     written: list[str] = []
     with api() as server:
         assert ask(server.endpoint(), kind, "m", "the-key", written.append) == answer
@@ -89,7 +89,7 @@ def test_first_question_has_the_form_of_the_kind_of_model(kind: Kind, path: str,
 @pytest.mark.parametrize(
     "end", [b"", b'data: {"error": {"message": "gone"}}\n\n', b"data: {"], ids=["cut", "error", "half an event"]
 )
-def test_ask_raises_broken_off_when_the_stream_is_cut(end: bytes) -> None:
+def test_ask_raises_request_failed_when_the_stream_is_cut(end: bytes) -> None:
     with api() as server:
         server.end = end
         with pytest.raises(RequestFailed):
@@ -101,7 +101,7 @@ def test_ask_raises_broken_off_when_the_stream_is_cut(end: bytes) -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [(503, RequestFailed), (500, RequestFailed), (401, RequestRefused), (400, RequestRefused)]
 )
-def test_ask_raises_broken_off_for_5xx_and_no_answer_for_4xx(status: int, error: type[Exception]) -> None:
+def test_ask_raises_request_failed_for_5xx_and_request_refused_for_4xx(status: int, error: type[Exception]) -> None:
     with api() as server:
         server.status = status
         with pytest.raises(error, match=f"the gateway answered {status}: so it is"):

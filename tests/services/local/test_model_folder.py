@@ -147,7 +147,7 @@ def test_model_folder_refuses_a_file(name: str, fault: str, remedy: str, tmp_pat
     assert str(tmp_path / name) in message and fault in message and remedy in message, message
 
 
-def test_model_folder_names_a_near_folder_when_a_path_is_misspelt(folder: Path) -> None:
+def test_model_folder_suggests_a_similar_folder_when_the_path_is_misspelt(folder: Path) -> None:
     message = refusal(folder.with_name("modle"))
     assert f"{folder.with_name('modle')}: this folder does not exist. Did you mean {folder}?" in message
     assert "or a hub id such as Qwen/Qwen3-0.6B." in message
@@ -240,7 +240,7 @@ def test_model_folder_gives_the_hubs_reason(
     ],
     ids=["full", "denied"],
 )
-def test_model_folder_names_the_cache_when_a_download_cannot_be_written(error: str, fault: str, tmp_path: Path) -> None:
+def test_model_folder_names_hf_home_when_a_download_cannot_be_written(error: str, fault: str, tmp_path: Path) -> None:
     setup = f"import huggingface_hub\ndef fail(*a, **k): raise {error}\nhuggingface_hub.snapshot_download = fail"
     assert f"somebody/some-model could not be downloaded: {fault}" in refusal_of_the_hub(
         "http://127.0.0.1:9", tmp_path, setup=setup

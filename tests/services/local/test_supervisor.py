@@ -89,7 +89,7 @@ def test_start_fails_at_once_when_a_process_refuses_flags(tmp_path: Path) -> Non
     assert ended(tmp_path, "raise SystemExit(2)") == ("child ended with code 2.", [])
 
 
-def test_end_of_a_ready_process_does_not_count_against_the_start(tmp_path: Path) -> None:
+def test_supervisor_does_not_count_the_ends_of_a_ready_process(tmp_path: Path) -> None:
     error, lines = ended(tmp_path, "raise SystemExit(1)", ready=True)
     assert not error and len(lines) == 2
 
@@ -199,7 +199,7 @@ def test_plan_has_the_urls_of_the_gateways_own_flags(flags: str, url: str, metri
 
 
 @pytest.mark.parametrize("role", ["--prefill-workers", "--decode-workers"])
-def test_settings_refuse_one_role_without_the_other(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_settings_refuse_one_role_without_the_other(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(LocalSettings, "rootstock-local", [role, "2"])
     assert "prefill_workers and decode_workers must be set together, both to at least 1" in capsys.readouterr().err

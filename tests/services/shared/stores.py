@@ -22,7 +22,7 @@ PART = 1 << 16  # size of a part of an S3 object
 
 
 @dataclass
-class Asked:
+class ReceivedRequest:
     """A received request."""
 
     method: str
@@ -46,15 +46,15 @@ class Answer:
 class Server:
     """The state of an HTTP server."""
 
-    answer: Callable[[Asked], Answer]  # makes the response to a request
-    asked: list[Asked] = field(default_factory=list)  # received requests
-    cut: dict[str, int] = field(default_factory=dict)  # path → bytes after which the connection ends, once
+    answer: Callable[[ReceivedRequest], Answer]  # makes the response to a request
+    received: list[ReceivedRequest] = field(default_factory=list)  # received requests
+    cut: dict[str, int] = field(default_factory=dict)  # path → bytes after which the next response to it is cut off
     paused: set[str] = field(default_factory=set)  # paths whose second half is sent only after `resume` is set
     resume: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
-    def got(self, path: str) -> list[Asked]:
-        return [each for each in self.asked if each.path == path and each.method == "GET"]
+    def got(self, path: str) -> list[ReceivedRequest]:
+        return [each for each in self.received if each.path == path and each.method == "GET"]
 
     def wait_for(self, path: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
@@ -64,7 +64,7 @@ class Server:
 
 
 @contextmanager
-def serve(answer: Callable[[Asked], Answer], context: ssl.SSLContext | None = None) -> Iterator[Server]:
+def serve(answer: Callable[[ReceivedRequest], Answer], context: ssl.SSLContext | None = None) -> Iterator[Server]:
     """Serves HTTP on a free loopback port, with TLS if there is a context."""
     served = Server(answer)
 
@@ -73,28 +73,30 @@ def serve(answer: Callable[[Asked], Answer], context: ssl.SSLContext | None = No
             at = urllib.parse.urlsplit(self.path)
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            asked = Asked(self.command, urllib.parse.unquote(at.path), dict(urllib.parse.parse_qsl(at.query)), headers, body)
-            served.asked.append(asked)
-            self._send(asked, served.answer(asked))
+            received = ReceivedRequest(
+                self.command, urllib.parse.unquote(at.path), dict(urllib.parse.parse_qsl(at.query)), headers, body
+            )
+            served.received.append(received)
+            self._send(received, served.answer(received))
 
         do_POST = do_HEAD = do_GET
 
-        def _send(self, asked: Asked, answer: Answer) -> None:
+        def _send(self, received: ReceivedRequest, answer: Answer) -> None:
             body, status = answer.body, answer.status
-            if (wanted := asked.headers.get("range")) and status == 200:
+            if (wanted := received.headers.get("range")) and status == 200:
                 body, status = body[int(wanted.removeprefix("bytes=").rstrip("-")) :], 206
             self.send_response(status)
             for name, value in answer.headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(body) if answer.size is None else answer.size))
             self.end_headers()
-            if asked.method == "HEAD":
+            if received.method == "HEAD":
                 return
-            if (cut := served.cut.pop(asked.path, None)) is not None:
+            if (cut := served.cut.pop(received.path, None)) is not None:
                 self.wfile.write(body[:cut])
                 self.close_connection = True
                 return
-            half = len(body) // 2 if asked.path in served.paused else len(body)
+            half = len(body) // 2 if received.path in served.paused else len(body)
             self.wfile.write(body[:half])
             self.wfile.flush()
             if half < len(body):
@@ -132,19 +134,19 @@ class Hub:
 
     commits: dict[str, tuple[str, dict[str, bytes]]]  # revision → commit and files
     token: str = ""  # token that requests must have; empty if the models are public
-    elsewhere: str = ""  # URL of another server to which large files are redirected, like a CDN
+    redirect_url: str = ""  # URL of another server to which large files are redirected, like a CDN
 
-    def __call__(self, asked: Asked) -> Answer:
-        if self.token and asked.headers.get("authorization") != f"Bearer {self.token}":
+    def __call__(self, received: ReceivedRequest) -> Answer:
+        if self.token and received.headers.get("authorization") != f"Bearer {self.token}":
             return Answer(401, b"gated: ask for access")
-        parts = asked.path.strip("/").split("/")
+        parts = received.path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             commit, files = self.commits[parts[5]]
             return Answer(body=json.dumps({"sha": commit, "siblings": [self._about(*each) for each in files.items()]}).encode())
         commit, name = parts[3], "/".join(parts[4:])
         (files,) = [files for known, files in self.commits.values() if known == commit]
-        if self.elsewhere and name.endswith(".safetensors"):
-            return Answer(302, headers={"Location": f"{self.elsewhere}/cdn/{name}"})
+        if self.redirect_url and name.endswith(".safetensors"):
+            return Answer(302, headers={"Location": f"{self.redirect_url}/cdn/{name}"})
         return Answer(body=files[name])
 
     def _about(self, name: str, data: bytes) -> dict[str, Any]:
@@ -163,7 +165,7 @@ class Bucket:
     parts: frozenset[str] = frozenset()  # keys of objects that were uploaded in parts
     access: str = ""  # access key that may read
     first: int = PART  # size of the first part
-    knows_parts: bool = True  # whether a response has the length of a part and the number of parts
+    reports_parts: bool = True  # whether a response has the length of a part and the number of parts
 
     def tag(self, key: str) -> str:
         data = self.objects[key]
@@ -176,16 +178,16 @@ class Bucket:
         data = self.objects[key]
         return [data[: self.first], *(data[at : at + PART] for at in range(self.first, len(data), PART))]
 
-    def __call__(self, asked: Asked) -> Answer:
-        if f"Credential={self.access}/" not in asked.headers.get("authorization", f"Credential={self.access}/"):
+    def __call__(self, received: ReceivedRequest) -> Answer:
+        if f"Credential={self.access}/" not in received.headers.get("authorization", f"Credential={self.access}/"):
             return Answer(403, b"<Error><Code>InvalidAccessKeyId</Code></Error>")
-        key = asked.path.partition("/")[2].partition("/")[2]
-        if "list-type" in asked.query:
-            return Answer(body=self._listed(asked.query))
-        if asked.headers.get("if-match", f'"{self.tag(key)}"') != f'"{self.tag(key)}"':
+        key = received.path.partition("/")[2].partition("/")[2]
+        if "list-type" in received.query:
+            return Answer(body=self._listed(received.query))
+        if received.headers.get("if-match", f'"{self.tag(key)}"') != f'"{self.tag(key)}"':
             return Answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         headers = {"ETag": f'"{self.tag(key)}"'}
-        if (number := asked.query.get("partNumber")) and self.knows_parts:
+        if (number := received.query.get("partNumber")) and self.reports_parts:
             parts = self._parts(key)
             return Answer(size=len(parts[int(number) - 1]), headers={**headers, "x-amz-mp-parts-count": str(len(parts))})
         return Answer(body=self.objects[key], headers=headers)
@@ -211,15 +213,15 @@ class GoogleBucket:
     objects: dict[str, bytes]  # by name
     token: str  # bearer token that may read
 
-    def __call__(self, asked: Asked) -> Answer:
-        if asked.headers.get("authorization") != f"Bearer {self.token}":
+    def __call__(self, received: ReceivedRequest) -> Answer:
+        if received.headers.get("authorization") != f"Bearer {self.token}":
             return Answer(401, b"no such token")
-        key = asked.path.partition("/o/")[2]
+        key = received.path.partition("/o/")[2]
         if key:
-            assert asked.query == {"alt": "media", "generation": "7"}
+            assert received.query == {"alt": "media", "generation": "7"}
             return Answer(body=self.objects[key])
-        keys = [key for key in sorted(self.objects) if key.startswith(asked.query["prefix"])]
-        first = int(asked.query.get("pageToken", "0"))
+        keys = [key for key in sorted(self.objects) if key.startswith(received.query["prefix"])]
+        first = int(received.query.get("pageToken", "0"))
         items = [
             {
                 "name": key,

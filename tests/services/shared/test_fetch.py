@@ -26,7 +26,7 @@ from rootstock_llm.services.shared.fetch.files import RemoteFile, Unfetchable
 from rootstock_llm.services.shared.fetch.stores import Folder, signed
 from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer
 from rootstock_llm.services.shared.observe.progress import read
-from tests.services.shared.stores import Answer, Asked, Bucket, GoogleBucket, Hub, serve
+from tests.services.shared.stores import Answer, Bucket, GoogleBucket, Hub, ReceivedRequest, serve
 from tests.services.tokenizer.model_folders import sentencepiece_model
 
 LARGE = bytes(range(256)) * 4096  # 1 MiB
@@ -67,18 +67,18 @@ def other_files(folder: Path) -> set[str]:
 
 class TestHub:
     def test_fetch_downloads_once_and_sends_the_token_to_one_host(self, tmp_path: Path) -> None:
-        with serve(lambda asked: Answer(body=LARGE)) as cdn:
+        with serve(lambda request: Answer(body=LARGE)) as cdn:
             hub = Hub({"main": ("c1", FILES), "v2": ("c2", {"config.json": b"2"})}, "secret", cdn.url)
             with serve(hub) as server:
                 arguments = (tmp_path / "a", "org/a", tmp_path / "b", "org/a@v2")
                 first = fetch(*arguments, HF_ENDPOINT=server.url, HF_TOKEN="secret")
                 assert first.returncode == 0, first.stderr
-                asked = len(server.asked)
+                num_requests = len(server.received)
                 again = fetch(*arguments, HF_ENDPOINT=server.url, HF_TOKEN="secret")
-                assert again.returncode == 0 and len(server.asked) == asked and "has org/a" in again.stdout
+                assert again.returncode == 0 and len(server.received) == num_requests and "has org/a" in again.stdout
         assert files_of(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"org/a"}
         assert files_of(tmp_path / "b") == {"config.json": b"2", ".source": b"org/a@v2"}
-        assert [each.headers.get("authorization") for each in cdn.asked] == [None]
+        assert [each.headers.get("authorization") for each in cdn.received] == [None]
         assert other_files(tmp_path / "a") == {"b", ".b.lock"}
 
     def test_fetch_omits_weights_when_model_files_is_tokenizer(self, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ class TestHub:
 
     def test_fetch_refuses_a_file_with_a_wrong_checksum(self, tmp_path: Path) -> None:
         hub = Hub({"main": ("c1", FILES)})
-        corrupt = lambda asked: Answer(body=b"x" * len(LARGE)) if asked.path.endswith(".safetensors") else hub(asked)  # noqa: E731
+        corrupt = lambda request: Answer(body=b"x" * len(LARGE)) if request.path.endswith(".safetensors") else hub(request)  # noqa: E731
         with serve(corrupt) as server:
             result = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
             assert result.returncode == 1 and "model.safetensors differs from its source: its sha256 is" in result.stderr
@@ -177,7 +177,7 @@ class TestHub:
     def test_fetch_prints_the_refusal_of_the_hub(self, tmp_path: Path) -> None:
         with serve(Hub({"main": ("c1", FILES)}, token="other")) as server:
             result = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
-            assert (result.returncode, len(server.asked)) == (1, 1)
+            assert (result.returncode, len(server.received)) == (1, 1)
         assert "HTTP Error 401" in result.stderr and "gated: ask for access" in result.stderr and "Traceback" not in result.stderr
 
     def test_fetch_refuses_a_file_outside_the_folder(self, tmp_path: Path) -> None:
@@ -202,13 +202,17 @@ class TestHub:
     def test_fetch_uses_a_proxy_for_hosts_outside_no_proxy(self, tmp_path: Path) -> None:
         hub = Hub({"main": ("c1", FILES)})
 
-        def forwarded(asked: Asked) -> Answer:
-            return hub(Asked(asked.method, asked.path.removeprefix("//hub.example.com"), asked.query, asked.headers, asked.body))
+        def forwarded(request: ReceivedRequest) -> Answer:
+            return hub(
+                ReceivedRequest(
+                    request.method, request.path.removeprefix("//hub.example.com"), request.query, request.headers, request.body
+                )
+            )
 
         with serve(forwarded) as proxy:
             environment = {"HF_ENDPOINT": "http://hub.example.com", "HTTP_PROXY": proxy.url, "NO_PROXY": ".svc"}
             assert fetch(tmp_path / "a", "org/a", **environment).returncode == 0
-        assert {each.headers["host"] for each in proxy.asked} == {"hub.example.com"}
+        assert {each.headers["host"] for each in proxy.received} == {"hub.example.com"}
 
 
 OBJECTS = {f"models/a/{name}": data for name, data in FILES.items()} | {"models/ab/config.json": b"of another model"}
@@ -259,7 +263,7 @@ class TestUnservedModels:
         subject = f"{sources[store]} is quantised" if config is FP8 else "CLIPModel is made of several models"
         assert result.returncode == 1 and result.stderr.startswith(subject), result.stderr
         assert result.stderr.count("\n") == 1, "the error is one line"
-        assert not [each.path for each in server.asked if each.path.endswith(".safetensors")]
+        assert not [each.path for each in server.received if each.path.endswith(".safetensors")]
         assert {path.name for path in (tmp_path / "models").iterdir()} == {".a.lock"}, "only the lock file is left"
 
 
@@ -280,7 +284,7 @@ class TestConversion:
             command = [sys.executable, "-c", f"{script}; fetch.main(sys.argv[1:])", str(tmp_path / "a"), "org/a"]
             environment = {**ENVIRONMENT, "HF_ENDPOINT": server.url}
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
-            assert not [each for each in server.asked if "/resolve/" in each.path]
+            assert not [each for each in server.received if "/resolve/" in each.path]
         assert done.returncode == 1 and done.stderr.startswith("org/a: it has qwen.tiktoken but no tokenizer.json, and ")
         assert "modelCache.prefetch.image.repository to rootstock/worker" in done.stderr
 
@@ -316,11 +320,11 @@ class TestS3:
             assert without_key.returncode == 0, "the bucket is public"
         assert files_of(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"s3://store/models/a"}
 
-    @pytest.mark.parametrize(("first", "knows_parts", "compared"), [(1000, True, True), (1 << 16, False, False)])
+    @pytest.mark.parametrize(("first", "reports_parts", "compared"), [(1000, True, True), (1 << 16, False, False)])
     def test_s3_verifies_an_object_of_unequal_parts_when_the_store_lists_its_parts(
-        self, tmp_path: Path, first: int, knows_parts: bool, compared: bool
+        self, tmp_path: Path, first: int, reports_parts: bool, compared: bool
     ) -> None:
-        bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"}), first=first, knows_parts=knows_parts)
+        bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"}), first=first, reports_parts=reports_parts)
         with serve(bucket) as server:
             result = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=server.url)
         assert result.returncode == 0, result.stderr
@@ -331,9 +335,9 @@ class TestS3:
     def test_s3_refuses_an_object_with_a_wrong_etag(self, tmp_path: Path, put_in_parts: bool) -> None:
         bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"} if put_in_parts else ()))
 
-        def corrupt(asked: Asked) -> Answer:
-            answer = bucket(asked)
-            if asked.path.endswith(".safetensors") and asked.method == "GET":
+        def corrupt(request: ReceivedRequest) -> Answer:
+            answer = bucket(request)
+            if request.path.endswith(".safetensors") and request.method == "GET":
                 answer.body = answer.body[:-1] + b"!"
             return answer
 
@@ -354,8 +358,8 @@ class TestS3:
             where = {"AWS_ENDPOINT_URL": server.url, "AWS_ENDPOINT_URL_STS": sts.url}
             result = fetch(tmp_path / "a", "s3://store/models/a", **role, **where)
         assert result.returncode == 0, result.stderr
-        assert len(sts.asked) == 1 and sts.asked[0].body.endswith(b"&WebIdentityToken=of%20the%20pod")
-        assert {each.headers["x-amz-security-token"] for each in server.asked} == {"t"}
+        assert len(sts.received) == 1 and sts.received[0].body.endswith(b"&WebIdentityToken=of%20the%20pod")
+        assert {each.headers["x-amz-security-token"] for each in server.received} == {"t"}
 
     def test_fetch_reads_a_bucket_of_moto(self, tmp_path: Path) -> None:
         """Compares with moto, which has its own listing, ranges and ETags of parts."""
@@ -421,8 +425,8 @@ class TestGoogle:
             result = fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=server.url, GCS_KEY=json.dumps(key))
         assert result.returncode == 0, result.stderr
         assert files_of(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"gs://store/models/a"}
-        (asked,) = tokens.asked
-        text, _, signature = asked.body.decode().rpartition("assertion=")[2].partition("&")[0].rpartition(".")
+        (token_request,) = tokens.received
+        text, _, signature = token_request.body.decode().rpartition("assertion=")[2].partition("&")[0].rpartition(".")
         (tmp_path / "text").write_text(text)
         (tmp_path / "signature").write_bytes(base64.urlsafe_b64decode(signature + "=="))
         verify = ["openssl", "dgst", "-sha256", "-verify", "public.pem", "-signature", "signature", "text"]
@@ -435,7 +439,7 @@ class TestGoogle:
         ):
             host = node.url.removeprefix("http://")
             assert fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=server.url, GCE_METADATA_HOST=host).returncode == 0
-        assert [each.headers["metadata-flavor"] for each in node.asked] == ["Google"]
+        assert [each.headers["metadata-flavor"] for each in node.received] == ["Google"]
 
     def test_fetch_reads_a_bucket_of_gcp_storage_emulator(self, tmp_path: Path) -> None:
         """Compares with gcp-storage-emulator, which has its own listing, checksums and generations."""

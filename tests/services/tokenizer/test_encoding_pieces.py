@@ -62,7 +62,7 @@ def encoders_with_long_pieces(tokenizers: dict[str, HfTokenizer]) -> dict[str, P
 @pytest.mark.parametrize("kind", MAKERS)
 @settings(deadline=None)
 @given(text=TEXTS, add_special_tokens=st.booleans(), max_tokens=st.integers(0, 60), truncates=st.booleans())
-def test_piece_encoder_gives_the_ids_of_the_whole_text(
+def test_piece_encoder_returns_the_ids_of_the_whole_text(
     tokenizers: dict[str, HfTokenizer],
     encoders: dict[str, PieceEncoder],
     encoders_with_long_pieces: dict[str, PieceEncoder],

@@ -62,7 +62,7 @@ def test_queue_joins_waiting_jobs_up_to_the_limits(name: str, jobs: list[tuple[l
     asyncio.run(run())
 
 
-def test_bad_text_fails_only_one_request() -> None:
+def test_queue_fails_only_the_request_with_a_bad_text() -> None:
     async def run() -> None:
         encoder = GatedEncoder()
         with ThreadPoolExecutor(1) as executor:
