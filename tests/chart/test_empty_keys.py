@@ -91,12 +91,12 @@ def without(**values: Any) -> Release:
 EMPTY: dict[str, tuple[dict[str, Any], str]] = {
     "number": (
         {"gateway": {"replicas": None}},
-        "gateway.replicas is empty, which takes its default away, and it needs a value. Set",
+        "gateway.replicas is empty, which removes its default, and it needs a value. Set",
     ),
     "switch that is on": ({"networkPolicy": {"enabled": None}}, "networkPolicy.enabled is empty"),
     "block": (
         {"redis": None},
-        "redis is empty, which takes the defaults of all its keys away, and redis.embedded needs a value.",
+        "redis is empty, which removes the defaults of all its keys, and redis.embedded needs a value.",
     ),
     "list": ({"models": None}, "models is empty"),
     "entry": ({"models": [model(worker={"replicas": None})]}, "models[0].worker.replicas is empty"),

@@ -9,9 +9,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-NS = 'namespace=~"$namespace"'
+NS = 'namespace=~"$namespace"'  # selector for series of the chosen namespaces
 GW = f'{NS},model=~"$model"'  # selector for series with the label `model`
-KEYED = f'{GW},key!=""'
+KEYED = f'{GW},key!=""'  # selector for series of API keys with their own label
 WK = f'{NS},model_name=~"$model"'  # selector for series of workers
 WINDOW = "$__rate_interval"
 WIDTH, HEIGHT = 8, 7  # grid units; a Grafana row has 24 columns
@@ -103,16 +103,16 @@ OVERVIEW = Dashboard(
               quantiles("rootstock_tokenizer_request_seconds", NS)),
         Panel("Time of a detokenizer batch", "Duration of one detokenizer batch, which has all streams of a gateway.", "s",
               quantiles("rootstock_detokenizer_batch_seconds", NS)),
-        Panel("Requests by key", "Started generation requests per second of the ten API keys with most.", "reqps",
+        Panel("Requests by key", "Started generation requests per second of the ten API keys with the most requests.", "reqps",
               {"{{key}}": f"topk(10, {rate(f'{GATEWAY}key_requests_total', NS, 'key')})"}, stack=True),
-        Panel("Tokens by key", "Prompt and output tokens per second of the ten API keys with most.", "short",
+        Panel("Tokens by key", "Prompt and output tokens per second of the ten API keys with the most tokens.", "short",
               {"{{key}}, prompt": f"topk(10, {rate(f'{GATEWAY}prompt_tokens_total', KEYED, 'key')})",
                "{{key}}, output": f"topk(10, {rate(f'{GATEWAY}output_tokens_total', KEYED, 'key')})"}),
         Panel("Time to first token by key", "The 90th percentile of each API key with its own label.", "s",
               {"{{key}}": quantile(0.9, f"{GATEWAY}time_to_first_token_seconds", KEYED, "key")}),
         Panel("Refused by a key's limit", "Requests per second that got 429, by the exceeded limit.", "reqps",
               {"{{limit}}": rate(f"{GATEWAY}rate_limited_total", NS, "limit")}, stack=True),
-        Panel("API key file and shared limits", "1: the file of API keys is valid; gateways share limits in Redis. Minimum of all gateways.", "short",
+        Panel("API key file and shared limits", "1: yes, 0: no, minimum of all gateways. Whether the file of API keys is valid, and whether limits are shared in Redis.", "short",
               {"file": f"min({GATEWAY}key_file_valid{{{NS}}})", "shares": f"min({GATEWAY}key_shares_up{{{NS}}})"}, most=1),
         Panel("Batches", "Running batches, and their lines in flight.", "short",
               {"batches": f"sum({GATEWAY}batches_running{{{NS}}})",
@@ -183,7 +183,7 @@ ENGINE = Dashboard(
                "aborted": rate("sglang:num_grammar_aborted_total", WK)}),
         Panel("Compiling a grammar", "Time from the first request with a grammar until the grammar is compiled.", "s",
               quantiles("sglang:grammar_compilation_time_seconds", WK)),
-        Panel("Draft tokens", "Verified draft tokens per second, and the accepted ones.", "short",
+        Panel("Draft tokens", "Verified and accepted draft tokens per second.", "short",
               {"drafted": rate("rootstock_worker_drafted_tokens_total", WK),
                "accepted": f"sum(rate(rootstock_worker_drafted_tokens_total{{{WK}}}[{WINDOW}]) * sglang:spec_accept_rate{{{WK}}})"}),
         Panel("Accepted draft tokens", "Accepted share of recent draft tokens, and mean tokens per verification.", "short",
@@ -260,7 +260,7 @@ AUTOSCALING = Dashboard(
               {"running, {{model}}": f"rootstock:running_requests{{{GW}}}", "slots, {{model}}": f"rootstock:slots{{{GW}}}"}),
         Panel("Slots in use", "Running requests as a share of all slots. The HPA's target is runningShare.", "percentunit",
               {"{{model}}": f"rootstock:running_requests{{{GW}}} / rootstock:slots{{{GW}}}"}, most=1),
-        Panel("KV pool in use", "Mean of all workers. The HPA's target is tokenUsage.", "percentunit",
+        Panel("KV pool in use", "Share of the KV pool in use, mean of all workers. The HPA's target is tokenUsage.", "percentunit",
               {"{{model_name}}": f"avg by (model_name) (sglang:token_usage{{{WK}}})"}, most=1),
         Panel("Arriving and ending", "Requests per second. If the lines differ, the backlog grows or shrinks.", "reqps",
               {"arriving, {{model}}": f"rootstock:arriving_requests:rate2m{{{GW}}}",
@@ -287,20 +287,20 @@ PREFILL = Dashboard(
     [
         Panel("Waiting", "Tokens of requests in workers' queues. Their number per prefill worker is a target of autoscaling.", "short",
               {"{{engine_type}}": f"sum by (engine_type) (rootstock_worker_waiting_tokens{{{WK}}})"}),
-        Panel("Busy", "Mean share of the time in which a worker computes. The other target of autoscaling for prefill workers.", "percentunit",
+        Panel("Busy", "Mean share of the time in which a worker computes, a target of autoscaling for prefill workers.", "percentunit",
               {"{{engine_type}}": f"avg by (engine_type) (sum by (pod, engine_type) (rate(sglang:forward_execution_seconds_total{{{WK}}}[{WINDOW}])))"}),
-        Panel("KV pool in use", "Mean of all workers. A target of autoscaling for decode workers.", "percentunit",
+        Panel("KV pool in use", "Share of the KV pool in use, mean of all workers, a target of autoscaling for decode workers.", "percentunit",
               {"{{engine_type}}": f"avg by (engine_type) (sglang:token_usage{{{WK}}})"}, most=1),
         Panel("Running", "Running requests.", "short",
               {"{{engine_type}}": f"sum by (engine_type) (sglang:num_running_reqs{{{WK}}})"}),
-        Panel("Prompt tokens computed", "Per second. Decode workers compute short prompts, and prompts for which no prefill worker was free.",
+        Panel("Prompt tokens computed", "Prompt tokens computed per second. Decode workers compute short prompts, and prompts for which no prefill worker was free.",
               "short",
               {"{{engine_type}}": rate("sglang:realtime_tokens_total", f'{WK},mode="prefill_compute"', "engine_type")}),
         Panel("Handed over", "Choices per second that continued on a decode worker: with a KV reservation (room), or without one.", "reqps",
               {"{{source}}": rate(f"{GATEWAY}handovers_total", NS, "source")}, stack=True),
         Panel("KV read", "Tokens of KV per second that were read from prefill workers.", "short",
               {"{{pod}}": rate("rootstock_worker_pulled_tokens_total", WK, "pod")}, stack=True),
-        Panel("Speed of reads", "Recent speed of KV reads from prefill workers. Before the first read, an assumed value.", "Bps",
+        Panel("Speed of reads", "Recent speed of KV reads from prefill workers. Before the first read, it is an assumed value.", "Bps",
               {"{{pod}}": f"rootstock_worker_pull_bytes_per_second{{{WK}}}"}),
         Panel("KV reservations", "Prompts whose KV is reserved for decode workers.", "short",
               {"{{pod}}": f"rootstock_worker_rooms{{{WK}}}"}),
@@ -404,9 +404,9 @@ def written() -> dict[Path, str]:
     """Returns the content of each file. Each panel has one line, so that diffs are readable."""
     out = {}
     for dashboard in DASHBOARDS:
-        whole = dashboard_json(dashboard)
-        panels = ",\n  ".join(json.dumps(panel) for panel in whole.pop("panels"))
-        head = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in whole.items())
+        content = dashboard_json(dashboard)
+        panels = ",\n  ".join(json.dumps(panel) for panel in content.pop("panels"))
+        head = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
         out[HERE / f"{dashboard.name}.json"] = f'{{{head},\n "panels": [\n  {panels}\n ]}}\n'
     return out
 

@@ -58,9 +58,9 @@ its parts of files/empty-keys.yaml; at: its path; blame: path of an empty key ab
 {{- $path := printf "%s%s" $ctx.at $key -}}
 {{- $port := and (eq $key "externalPort") $values.externalUrlSecret -}}
 {{- if and $ctx.blame (not $off) -}}
-  {{- fail (printf "%s is empty, which takes the defaults of all its keys away, and %s needs a value. Set it, or remove %s to have its default, %s." $ctx.blame $path $ctx.blame (toJson $default)) -}}
+  {{- fail (printf "%s is empty, which removes the defaults of all its keys, and %s needs a value. Set it, or remove %s to use its default, %s." $ctx.blame $path $ctx.blame (toJson $default)) -}}
 {{- else if or $port (not $off) -}}
-  {{- fail (printf "%s is empty, which takes its default away, and it needs a value. Set it, or remove the key to have the default, %s." $path (toJson $default)) -}}
+  {{- fail (printf "%s is empty, which removes its default, and it needs a value. Set it, or remove the key to use the default, %s." $path (toJson $default)) -}}
 {{- end -}}
 {{- $_ := set $values $key $default -}}
 {{- end -}}
