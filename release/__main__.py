@@ -20,7 +20,7 @@ import helm_python
 from rootstock_llm.services import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-# Images that are built by default. worker-cuda is not one of them, because compiling its kernels takes hours.
+# Images that are built by default. worker-cuda is built only on request, because compiling its kernels takes hours.
 IMAGES = ("gateway", "tokenizer", "detokenizer", "worker")
 SUMS = "SHA256SUMS"
 PART_BYTES = 1 << 20  # bytes of a file that are hashed at a time

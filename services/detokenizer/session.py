@@ -81,7 +81,7 @@ class _Request:
         self._num_ids = 0  # output ids that this stream has decoded, without replayed ids
         skip_special = opened.skip_special_tokens if opened.HasField("skip_special_tokens") else True
         self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special, opened.kept_tokens)
-        # None if the request has no stop strings; then no text is buffered.
+        # Buffers text that may become a stop string; None if the request has no stop strings.
         self._stops = StopStringBuffer(opened.stop, opened.include_stop) if opened.stop else None
         self._to_skip = opened.emitted_chars  # characters still to skip, because an earlier stream has sent them
         # Text of the replayed ids that no stream has sent. The next push() returns it.

@@ -53,7 +53,8 @@ class Start:
         self._settings, self._model_path, self._parts, self._memory = settings, model_path, started, memory
         self._view = StartView(sys.stdout)
         self._begun = time.monotonic()
-        self._delayed: list[str] | None = None  # reports that are delayed while a completion is printed; None: print at once
+        # Reports that wait until a completion has been printed. None: reports are printed immediately.
+        self._delayed: list[str] | None = None
         self.supervisor = Supervisor(log_folder(settings), self._explain_end, self._report)
 
     def _explain_end(self, child: Child, code: int) -> str:
@@ -109,7 +110,7 @@ class Start:
             ) from None
 
     async def _all_ready(self, children: list[Child]) -> None:
-        """Waits for each process in turn until it is ready. Repeats this if a process was restarted meanwhile."""
+        """Waits for each process in turn until it is ready. Starts over if a process was restarted during the wait."""
         starts = -1
         while starts != self.supervisor.starts:
             starts = self.supervisor.starts

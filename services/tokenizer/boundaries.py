@@ -59,8 +59,8 @@ class _Normalization:
     """The effect of normalization on single characters."""
 
     drops_blank: bool = False  # normalization puts a blank before every text, so a part that begins with a blank must drop it
-    lowers: bool = False  # it converts to lower case
-    ascii_only: bool = False  # its effect on characters outside ASCII is not known
+    lowers: bool = False  # whether normalization converts to lower case
+    ascii_only: bool = False  # whether the effect of normalization is known only for ASCII characters
     replaced: dict[str, str] = field(default_factory=dict)  # replacement of single characters
     pairs: set[tuple[str, str]] = field(default_factory=set)  # neighbouring characters within replaced texts
 

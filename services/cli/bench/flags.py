@@ -72,7 +72,7 @@ def add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--warmup", type=int, default=1, help="requests before the measured ones, with other contents")
     group.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
     group.add_argument("--output-file", type=Path, help="file to which results are appended as JSON lines")
-    group.add_argument("--output-details", action="store_true", help="also write a line for each request to --output-file")
+    group.add_argument("--output-details", action="store_true", help="add a line for each request to --output-file")
     group.add_argument("--allow-errors", action="store_true", help="exit with 0 even if requests failed")
 
 

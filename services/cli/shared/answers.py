@@ -29,7 +29,7 @@ class Answer:
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     tool_calls: bool = False  # whether the answer has tool calls
-    ttft_s: float | None = None  # seconds to the first text or reasoning; None: none was received
+    ttft_s: float | None = None  # seconds to the first text or reasoning; None before it is received
     total_s: float = 0.0  # seconds to the last event
 
     def as_json(self) -> dict[str, Any]:

@@ -115,7 +115,11 @@ def _whole_pairs(text: str) -> str:
 
 
 def with_arguments(call: Any, arguments: dict[str, Any] | str, form: ArgumentsForm) -> Any:
-    """Returns the call with arguments in this form. The arguments are those that arguments_of() returned."""
+    """Returns the call with arguments in this form.
+
+    Args:
+        arguments: the result of arguments_of().
+    """
     value: Any = arguments
     if form == "text" and not isinstance(arguments, str):
         given = call["function"].get("arguments")
@@ -297,7 +301,7 @@ class TemplateForms:
             yield [user], []
 
     def _repairs(self, order: tuple[Shape, ...], tools: bool) -> tuple[Repair, ...] | None:
-        """Returns the fewest repairs with which the template renders as many texts of a small chat as with any repairs.
+        """Returns the fewest repairs with which the template renders the most texts of a small chat.
 
         Returns:
             None if the template refuses the small chat with every combination of repairs.
