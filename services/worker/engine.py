@@ -129,7 +129,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     # All workers share a storage tier in Redis, so its pages are no reason to route a request to this worker. They are not
     # reported.
     reports_storage = settings.hicache_storage_backend != "redis"
-    events = CacheEventLog(info.page_size, block_hash, weights.tree_root, tells_storage=reports_storage) if publishes else None
+    events = CacheEventLog(info.page_size, block_hash, weights.tree_root, reports_storage=reports_storage) if publishes else None
     keys = None
     if info.host_pages or info.reads_peers:
         secret = secrets.token_bytes(SECRET_BYTES) if exchanges.tiers is None else exchanges.tiers.secret

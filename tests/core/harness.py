@@ -160,8 +160,8 @@ class Engine:
         before = self.contexts.get((turn.session_id, parent), [])
         before = before if turn.offset < 0 else before[: turn.offset]
         prompt = np.concatenate([np.array(before, dtype=np.int32), message.prompt_ids])
-        room = max(self.config.context_len - len(prompt), 1)
-        params = replace(message.params, max_new_tokens=min(message.params.max_new_tokens, room))
+        budget = max(self.config.context_len - len(prompt), 1)
+        params = replace(message.params, max_new_tokens=min(message.params.max_new_tokens, budget))
         return replace(message, prompt_ids=prompt, params=params)
 
     def open_session(self, name: str, capacity: int = 0, ttl_s: float = 0.0) -> bool:
@@ -222,14 +222,14 @@ class Engine:
         return busy
 
     def hear_of_left_rooms(self) -> None:
-        while isinstance(self.executor, FakeExecutor) and self.executor.left_rooms:
-            self.core.release_reservation(self.executor.left_rooms.pop())
+        while isinstance(self.executor, FakeExecutor) and self.executor.released_reservations:
+            self.core.release_reservation(self.executor.released_reservations.pop())
             self.check()
 
     def _tell_rooms(self) -> None:
         events = self.core.take_reservation_events()
         if events is not None:
-            self.executor.rooms(events)
+            self.executor.change_reservations(events)
 
     def drain(self, limit: int = 100_000) -> None:
         for _ in range(limit):

@@ -26,15 +26,15 @@ class Pair:
         self.first = worker(**(first or {}))
         self.second = slow(worker(reads_peers=True, page_moved_s=page_moved_s, **second))
         self.second.executor.peers[ADDRESS] = self.first.executor
-        self._rooms = 0
+        self._num_reservations = 0
 
-    def new_room(self) -> KvReservation:
-        self._rooms += 1
-        return KvReservation(self._rooms, EPOCH, self._rooms.to_bytes(16, "little"))
+    def new_reservation(self) -> KvReservation:
+        self._num_reservations += 1
+        return KvReservation(self._num_reservations, EPOCH, self._num_reservations.to_bytes(16, "little"))
 
     def compute(self, handle: int, prompt: list[int], **params: Any) -> Finish:
         """Runs a request on the prefill worker up to its first token."""
-        self.first.submit(handle, prompt, hand_over=self.new_room(), ignore_eos=True, **params)
+        self.first.submit(handle, prompt, hand_over=self.new_reservation(), ignore_eos=True, **params)
         self.first.drain()
         self.first.check_answer(handle)
         return self.first.finishes[handle]
@@ -43,7 +43,7 @@ class Pair:
         """Submits the request to the decode worker with the output of the prefill worker."""
         finish, output = self.first.finishes[handle], self.first.outputs[handle]
         assert finish.reason is FinishReason.HANDED_OVER
-        source = None if finish.room is None else KvSource(finish.room, ADDRESS, finish.room_pages)
+        source = None if finish.reservation is None else KvSource(finish.reservation, ADDRESS, finish.reserved_pages)
         self.second.submit(handle, prompt, output=output, source=source, ignore_eos=True, **params)
 
     def answer(self, handle: int, prompt: list[int], **params: Any) -> Finish:
@@ -59,10 +59,10 @@ class Pair:
         self.first.turn()
         self.second.turn()
 
-    def left(self, room: KvReservation) -> ReservationReleased:
+    def left(self, reservation: KvReservation) -> ReservationReleased:
         """Returns a reader's release of a reservation, with the present opening."""
-        opened = self.first.executor.open_rooms.get(room.number)
-        return ReservationReleased(room, 0 if opened is None else opened.opening)
+        opened = self.first.executor.open_reservations.get(reservation.number)
+        return ReservationReleased(reservation, 0 if opened is None else opened.opening)
 
     def assert_all_is_free(self) -> None:
         """Checks that all pages are free or evictable."""
@@ -99,7 +99,7 @@ class Relayed(Pair):
     def begin(self, handle: int, prompt: list[int], **params: Any) -> None:
         """Submits a request to the prefill worker."""
         self.prompts[handle] = prompt
-        self.first.submit(handle, prompt, hand_over=self.new_room(), ignore_eos=True, **params)
+        self.first.submit(handle, prompt, hand_over=self.new_reservation(), ignore_eos=True, **params)
 
     def turn(self) -> None:
         self.first.turn()
@@ -115,7 +115,10 @@ class Relayed(Pair):
         if told:
             self.second.core.prefetch_more(0, ready, self.second.now)
         else:
-            ids, source = np.array(self.prompts[ready.handle], dtype=np.int32), KvSource(ready.room, ADDRESS, ready.num_pages)
+            ids, source = (
+                np.array(self.prompts[ready.handle], dtype=np.int32),
+                KvSource(ready.reservation, ADDRESS, ready.num_pages),
+            )
             self.second.core.prefetch(Prefetch(0, ready.handle, ids, source), self.second.now)
         told.append(ready)
         self.second.check()

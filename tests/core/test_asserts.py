@@ -259,7 +259,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     (Fault("a retracted request keeps its old key", RequestLifecycle.retract, "request.rekey()", "pass", "known"), retracted),
     (
         Fault(
-            "a row decodes before its last chunk",
+            "a request decodes before its last chunk",
             ExtendPlanner._add,
             "last = start + count == target",
             "last = start + count >= target - 4",
@@ -281,8 +281,8 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "rows get their pages one token late",
             DecodePlanner._candidates,
-            "room <= 0",
-            "room < 0",
+            "spare <= 0",
+            "spare < 0",
             "at most the tokens of its pages",
         ),
         crowd,
@@ -301,8 +301,8 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "a freed request's share is kept",
             WaitingQueue.free,
-            "add(-1, -request.held)",
-            "add(-1, request.held)",
+            "add(-1, -request.blocked_tokens)",
+            "add(-1, request.blocked_tokens)",
             "set aside only for held requests",
         ),
         shared_beginning,
@@ -326,7 +326,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "prompt logprobs have no budget",
             PrefillAdder.chunk,
-            "room = min(room, self._logprobs)",
+            "budget = min(budget, self._logprobs)",
             "pass",
             "max_logprob_tokens",
         ),

@@ -12,12 +12,12 @@ import pytest
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from rootstock_llm.services.worker.core.planning.draft_controller import (
     CROWDED,
-    FEW_HEARD,
     FORGET_AFTER,
     MISSES,
+    MOST_LIMITED,
     MOST_PAUSE,
     PROBE_EVERY,
-    PROBE_EVERY_IN_VAIN,
+    PROBE_EVERY_FUTILE,
     DraftController,
 )
 from tests.core.plans import decode_plan
@@ -204,14 +204,14 @@ def test_draft_controller_asks_for_a_new_request_after_silent_requests() -> None
     assert (world.steps(40)[20:] >= 4).all()
 
 
-def in_vain(cost: Cost, by_model: bool = True, rows: int = FEW_HEARD + 1, most: int = 7) -> World:
+def in_vain(cost: Cost, by_model: bool = True, rows: int = MOST_LIMITED + 1, most: int = 7) -> World:
     """Returns a world in which the draft tokens of many requests, one after another, were rejected."""
     world = World([0.0] * rows, cost, most, by_model=by_model)
     for _ in range(20):
         world.steps(100)
         for slot in world.slots.tolist():
             world.controller.begin(slot)
-    assert world.controller.hears_few is by_model
+    assert world.controller.is_limited is by_model
     return world
 
 
@@ -221,17 +221,17 @@ def test_draft_controller_limits_a_model_when_drafts_are_rejected() -> None:
         world = in_vain(bound_by_weights, by_model)
         world.chances = [1.0] * len(world.chances)
         world.steps(100)
-        assert not world.controller.hears_few, "several accepted draft tokens in a row end the limit"
+        assert not world.controller.is_limited, "several accepted draft tokens in a row end the limit"
 
 
 def test_draft_controller_limits_requests_without_repeated_misses() -> None:
     world = in_vain(bound_by_weights)
     heard = world.slots.tolist()
-    assert not world.controller.hears_another(heard[:FEW_HEARD])
-    assert world.controller.hears_another(heard[1:FEW_HEARD]) and world.controller.hears_another([])
-    world.steps(5 * PROBE_EVERY_IN_VAIN)
-    assert world.controller.hears_another(heard), "after repeated misses, the limited requests make way for another request"
-    assert not world.controller.hears_another([*heard, 0]), "the limit stays at its number of requests"
+    assert not world.controller.may_add_request(heard[:MOST_LIMITED])
+    assert world.controller.may_add_request(heard[1:MOST_LIMITED]) and world.controller.may_add_request([])
+    world.steps(5 * PROBE_EVERY_FUTILE)
+    assert world.controller.may_add_request(heard), "after repeated misses, the limited requests make way for another request"
+    assert not world.controller.may_add_request([*heard, 0]), "the limit stays at its number of requests"
 
 
 def test_draft_controller_keeps_the_limit_when_few_drafts_are_accepted() -> None:
@@ -239,7 +239,7 @@ def test_draft_controller_keeps_the_limit_when_few_drafts_are_accepted() -> None
         world = in_vain(dear_guesses)
         world.chances = [chance] * len(world.chances)
         world.steps(steps)
-        assert world.controller.hears_few is few
+        assert world.controller.is_limited is few
 
 
 def test_draft_controller_sets_no_limit_when_short_outputs_are_mostly_accepted() -> None:
@@ -249,7 +249,7 @@ def test_draft_controller_sets_no_limit_when_short_outputs_are_mostly_accepted()
         world.steps(3)
         for slot in world.slots.tolist():
             world.controller.begin(slot)
-        assert not world.controller.hears_few
+        assert not world.controller.is_limited
 
 
 @pytest.mark.parametrize(("rows", "most"), [(3, 7), (8, 1), (8, 2)])
@@ -257,13 +257,13 @@ def test_draft_controller_lifts_the_limit_when_drafts_are_accepted_again(rows: i
     """Draft tokens of the few allowed requests would not pay, but those of all requests would."""
     for cost in (bound_by_weights, dear_guesses):
         world = in_vain(cost, rows=rows, most=most)
-        world.admit([most] * FEW_HEARD + [0] * (rows - FEW_HEARD))
-        assert (world.steps(4 * PROBE_EVERY_IN_VAIN).max(axis=1) > 0).sum() <= 8, (
+        world.admit([most] * MOST_LIMITED + [0] * (rows - MOST_LIMITED))
+        assert (world.steps(4 * PROBE_EVERY_FUTILE).max(axis=1) > 0).sum() <= 8, (
             "at most eight steps draft, three of them to measure the cost of a draft token again"
         )
         world.chances = [1.0] * rows
         world.steps(100)
-        assert not world.controller.hears_few
+        assert not world.controller.is_limited
         world.admit([most] * rows)
         assert (world.steps(100)[50:].min(axis=1) >= min(most, 2)).mean() > 0.9
 
@@ -271,15 +271,15 @@ def test_draft_controller_lifts_the_limit_when_drafts_are_accepted_again(rows: i
 def test_draft_controller_limits_a_model_when_steps_stay_crowded() -> None:
     controller, slots, most = DraftController(16, 3, by_model=True), np.arange(16), np.full(2, 3)
     for _ in range(CROWDED):
-        assert not controller.hears_few
+        assert not controller.is_limited
         assert not controller.crowded(slots).any()
-    assert controller.hears_few
+    assert controller.is_limited
     controller.choose(slots[:2], most)
-    assert not controller.hears_few, "a step that is not crowded ends the limit"
+    assert not controller.is_limited, "a step that is not crowded ends the limit"
     for _ in range(CROWDED):
         controller.crowded(slots)
     controller.rest()
-    assert not controller.hears_few, "an idle worker ends the limit"
+    assert not controller.is_limited, "an idle worker ends the limit"
 
 
 def test_draft_controller_counts_down_pauses_in_crowded_steps() -> None:
@@ -292,11 +292,11 @@ def test_draft_controller_counts_down_pauses_in_crowded_steps() -> None:
 
 def test_draft_controller_pauses_no_request_while_drafting_is_limited() -> None:
     world = World([0.0, 0.0], bound_by_weights, by_model=True)
-    while not world.controller.hears_few:
+    while not world.controller.is_limited:
         world.steps(40)
         world.controller.begin(1)
     assert world.controller._misses[0] > MISSES and not world.controller._pauses.any()
-    world.steps(5 * PROBE_EVERY_IN_VAIN)
+    world.steps(5 * PROBE_EVERY_FUTILE)
     assert not world.controller._pauses.any()
 
 
@@ -304,7 +304,7 @@ def test_draft_controller_sets_no_limit_when_not_adaptive() -> None:
     controller, slots = DraftController(16, 3, adaptive=False, by_model=True), np.arange(16)
     for _ in range(CROWDED):
         controller.crowded(slots)
-    assert not controller.hears_few
+    assert not controller.is_limited
 
 
 def test_draft_controller_scales_draft_costs_when_all_steps_become_slower() -> None:

@@ -26,7 +26,7 @@ def pulled(engine: Engine) -> list[int]:
     return [len(op.keys) for plan in engine.plans for op in plan.operations if op.kind is OperationKind.PULL]
 
 
-def rooms(pair: Relayed) -> int:
+def num_reservations(pair: Relayed) -> int:
     return len(pair.first.core.reservations)
 
 
@@ -76,8 +76,8 @@ class TestAnnouncements:
         pair.prompts[0] = [*PROMPT, *said]
         pair.until(lambda: 0 in pair.first.finishes)
         output, finish = [*said, *pair.first.outputs[0]], pair.first.finishes[0]
-        assert finish.room is not None and finish.room_pages == 15
-        source = KvSource(finish.room, ADDRESS, finish.room_pages)
+        assert finish.reservation is not None and finish.reserved_pages == 15
+        source = KvSource(finish.reservation, ADDRESS, finish.reserved_pages)
         pair.second.submit(0, PROMPT, output=output, source=source, max_new_tokens=30, ignore_eos=True)
         pair.until(lambda: 0 in pair.second.finishes)
         pair.second.check_answer(0)
@@ -108,8 +108,8 @@ class TestPreemptedPrompts:
     def test_reservation_stands_while_the_request_is_preempted(self) -> None:
         pair = preempting()
         pair.second.executor.peers.clear()  # no page can be read before the request returns
-        room = pair.first.core.reservations
-        assert len(room) == 1 and room.may_end
+        reservations = pair.first.core.reservations
+        assert len(reservations) == 1 and reservations.may_end
         pair.until(lambda: 1 in pair.first.finishes)
         pair.second.executor.peers[ADDRESS] = pair.first.executor
         pair.finish(0, max_new_tokens=4)
@@ -119,11 +119,11 @@ class TestPreemptedPrompts:
 
     def test_reservation_expires_while_the_request_waits(self) -> None:
         pair = preempting(hold_s=0.05)
-        pair.until(lambda: rooms(pair) == 0)
+        pair.until(lambda: num_reservations(pair) == 0)
         assert pair.first.core.stats().expired_rooms_total == 1 and 1 not in pair.first.finishes
         pair.until(lambda: 0 in pair.first.finishes)
         finish = pair.first.finishes[0]
-        assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 10, "a new reservation has the whole prompt"
+        assert finish.reason is FinishReason.HANDED_OVER and finish.reserved_pages == 10, "a new reservation has the whole prompt"
         assert len(pair.told[0]) == 1, "the new reservation is not announced to the decode worker"
         pair.finish(0, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10 and computed_tokens(pair.second) <= 3 + 4
@@ -132,9 +132,9 @@ class TestPreemptedPrompts:
     def test_reservation_that_ends_at_once_is_never_reported_as_open(self) -> None:
         pair = Relayed()
         pair.answer(0, PROMPT, max_new_tokens=2)
-        core, room = pair.first.core, pair.new_room()
+        core, reservation = pair.first.core, pair.new_reservation()
         hit = core.memory.match("", np.array(PROMPT[:24], dtype=np.int32).tobytes(), 24)
-        opened = OpenReservation(room, "", b"", core.memory.tree.pages_to(hit))
+        opened = OpenReservation(reservation, "", b"", core.memory.tree.pages_to(hit))
         for times in (1, 2):
             for _ in range(times):
                 core.reservations.leave_asker((0, 9))
@@ -142,8 +142,8 @@ class TestPreemptedPrompts:
             if times == 1:
                 core.reservations.leave_asker((0, 9))
             events = core.take_reservation_events()
-            assert events is not None and events.closed == (room,)
-            assert [each.room for each in events.opened] == ([room] if times == 2 else []), (
+            assert events is not None and events.closed == (reservation,)
+            assert [each.reservation for each in events.opened] == ([reservation] if times == 2 else []), (
                 "only a reservation that is still open is reported"
             )
 
@@ -151,9 +151,9 @@ class TestPreemptedPrompts:
         pair = preempting(num_pages=20, before=[5] * 8)
         pair.until(lambda: 1 in pair.first.finishes)
         pair.first.check_answer(1)
-        whole = pair.first.finishes[9].room
+        whole = pair.first.finishes[9].reservation
         assert whole is not None and pair.first.core.reservations.stands(whole), "the reservation of a complete prompt stays"
-        assert rooms(pair) == 1 and pair.first.core.stats().expired_rooms_total == 0, (
+        assert num_reservations(pair) == 1 and pair.first.core.stats().expired_rooms_total == 0, (
             "the running request has ended the growing reservation without an expiry"
         )
         pair.first.abort(9)
@@ -171,7 +171,7 @@ class TestPreemptedPrompts:
             pair.until(lambda: bool(pair.told))
         pair.first.now += 5.0
         pair.turn()
-        assert rooms(pair) == 1
+        assert num_reservations(pair) == 1
         pair.finish(0, max_new_tokens=4)
         assert pair.first.core.stats().expired_rooms_total == 0
 
@@ -180,8 +180,8 @@ class TestPreemptedPrompts:
         pair = Relayed()
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: bool(pair.told))
-        pair.first.core.release_reservation(pair.left(pair.told[0][0].room))
-        assert rooms(pair) == 1
+        pair.first.core.release_reservation(pair.left(pair.told[0][0].reservation))
+        assert num_reservations(pair) == 1
         pair.finish(0, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
         pair.assert_all_is_free()
@@ -193,11 +193,11 @@ class TestPreemptedPrompts:
         if since == "grown":
             pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: bool(pair.told.get(0)))
-        word = pair.left(pair.told[0][0].room)
+        word = pair.left(pair.told[0][0].reservation)
         pair.until(lambda: 0 in pair.first.finishes)
         assert pair.first.core.stats().expired_rooms_total == (since == "opened again")
         pair.first.core.release_reservation(word)
-        assert rooms(pair) == 1
+        assert num_reservations(pair) == 1
         pair.finish(0, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
         pair.assert_all_is_free()
@@ -221,7 +221,7 @@ class TestReservationEnds:
                 assert pair.first.prev is not None
                 pair.first.core.fail(pair.first.prev.plan.step_id, "made to fail", pair.first.now)
                 pair.first.prev = None
-        assert rooms(pair) == 0
+        assert num_reservations(pair) == 0
         if how == "flush":
             pair.finish(0, max_new_tokens=4)
             assert pair.second.core.stats().pulled_pages_total == 10, "all pages come from the new reservation"
@@ -238,9 +238,13 @@ class TestReservationEnds:
         pair.until(lambda: bool(pair.told))
         pair.first.control.forget_salt("s", [Tier.DEVICE])
         pair.until(lambda: 0 in pair.first.finishes)
-        assert pair.first.finishes[0].reason is FinishReason.HANDED_OVER and pair.first.finishes[0].room is None
+        assert pair.first.finishes[0].reason is FinishReason.HANDED_OVER and pair.first.finishes[0].reservation is None
         pair.turn()
-        assert rooms(pair) == 0 and not pair.first.executor.open_rooms and not pair.first.core.memory.tree.num_pages
+        assert (
+            num_reservations(pair) == 0
+            and not pair.first.executor.open_reservations
+            and not pair.first.core.memory.tree.num_pages
+        )
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time"])
     def test_prefetched_pages_are_released_when_no_request_comes(self, how: str) -> None:
@@ -329,7 +333,12 @@ class TestPrefetchedPages:
         pair.until(lambda: len(pair.told.get(0, ())) == 2)
         assert 0 not in pair.first.finishes
         first, second = pair.told[0]
-        for ready in (second, first, replace(second, room=pair.new_room(), num_pages=18), PagesReady(77, first.room, 4)):
+        for ready in (
+            second,
+            first,
+            replace(second, reservation=pair.new_reservation(), num_pages=18),
+            PagesReady(77, first.reservation, 4),
+        ):
             pair.second.core.prefetch_more(0, ready, pair.second.now)
             pair.tell(first)
         pair.finish(0, max_new_tokens=4)
@@ -338,10 +347,10 @@ class TestPrefetchedPages:
     def test_prefetch_reads_at_most_the_prompt(self) -> None:
         pair = Relayed()
         pair.compute(0, PROMPT, max_new_tokens=4)
-        room = pair.first.finishes[0].room
-        assert room is not None
+        reservation = pair.first.finishes[0].reservation
+        assert reservation is not None
         ids = np.array(PROMPT[:23], dtype=np.int32)
-        pair.second.core.prefetch(Prefetch(0, 0, ids, KvSource(room, ADDRESS, 1 << 31)), pair.second.now)
+        pair.second.core.prefetch(Prefetch(0, 0, ids, KvSource(reservation, ADDRESS, 1 << 31)), pair.second.now)
         for _ in range(4):
             pair.turn()
         assert pulled(pair.second) == [5] and pair.second.core.stats().pulled_pages_total == 5
@@ -349,10 +358,10 @@ class TestPrefetchedPages:
     def test_prefetched_pages_get_the_rank_of_the_request(self) -> None:
         pair = Relayed(enable_priority_scheduling=True)
         pair.compute(0, PROMPT, max_new_tokens=4)
-        room = pair.first.finishes[0].room
-        assert room is not None
+        reservation = pair.first.finishes[0].reservation
+        assert reservation is not None
         ids, core = np.array(PROMPT, dtype=np.int32), pair.second.core
-        core.prefetch(Prefetch(0, 0, ids, KvSource(room, ADDRESS, 10), priority=5), pair.second.now)
+        core.prefetch(Prefetch(0, 0, ids, KvSource(reservation, ADDRESS, 10), priority=5), pair.second.now)
         for _ in range(4):
             pair.turn()
         hit = core.memory.match("", ids.tobytes(), len(ids))
@@ -410,8 +419,8 @@ class TestPrefetchedPages:
     def test_prefetch_is_ignored_when_not_possible(self, why: str) -> None:
         pair = Relayed()
         pair.compute(0, PROMPT, max_new_tokens=4)
-        room = pair.first.finishes[0].room
-        assert room is not None
+        reservation = pair.first.finishes[0].reservation
+        assert reservation is not None
         prompt, second = list(PROMPT), pair.second
         match why:
             case "too long":
@@ -425,8 +434,8 @@ class TestPrefetchedPages:
             case "settling":
                 second.core.begins_copies = False
         ids, revision = np.array(prompt, dtype=np.int32), "others" if why == "weights" else ""
-        second.core.prefetch(Prefetch(0, 0, ids, KvSource(room, ADDRESS, 10), revision=revision), second.now)
-        second.core.prefetch_more(0, PagesReady(0, room, 11), second.now)
+        second.core.prefetch(Prefetch(0, 0, ids, KvSource(reservation, ADDRESS, 10), revision=revision), second.now)
+        second.core.prefetch_more(0, PagesReady(0, reservation, 11), second.now)
         for _ in range(4):
             second.turn()
         assert not pulled(second)
@@ -434,12 +443,12 @@ class TestPrefetchedPages:
     def test_prefetches_are_limited(self) -> None:
         pair = Relayed()
         pair.compute(0, PROMPT, max_new_tokens=4)
-        room = pair.first.finishes[0].room
-        assert room is not None
+        reservation = pair.first.finishes[0].reservation
+        assert reservation is not None
         ids, tiers = np.array(PROMPT, dtype=np.int32), pair.second.core.tiers
         assert tiers is not None
         for handle in range(MOST_PREFETCHES + 9):
-            pair.second.core.prefetch(Prefetch(0, handle, ids, KvSource(room, ADDRESS, 10)), pair.second.now)
+            pair.second.core.prefetch(Prefetch(0, handle, ids, KvSource(reservation, ADDRESS, 10)), pair.second.now)
         assert len(tiers.prefetches) == MOST_PREFETCHES
         pair.second.core.abort_peer(0, pair.second.now)
         assert not len(tiers.prefetches) and not tiers.waiting()
@@ -491,7 +500,7 @@ def test_prefetches_keep_outputs_right_and_leak_no_page(data: st.DataObject) -> 
                     pair.second.abort(victim)
                     gone.add(victim)
                 case "leave" if pair.told:
-                    pair.first.core.release_reservation(pair.left(next(reversed(pair.told.values()))[-1].room))
+                    pair.first.core.release_reservation(pair.left(next(reversed(pair.told.values()))[-1].reservation))
                 case "flush":
                     pair.first.control.flush_cache()
                 case "flush the other":

@@ -145,7 +145,7 @@ class TestWeights:
         engine.submit(1, [1] * 30, session=SessionTurn("chat"), max_new_tokens=2)
         engine.submit(2, [1] * 30, session=SessionTurn("never"), max_new_tokens=2)
         engine.turn()
-        assert "was forgotten" in engine.finishes[1].message and "is not open here" in engine.finishes[2].message
+        assert "was closed" in engine.finishes[1].message and "is not open on this worker" in engine.finishes[2].message
         assert engine.open_session("chat"), "the name of the forgotten session can be used again"
 
 

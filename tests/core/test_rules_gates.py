@@ -113,11 +113,11 @@ class TestPrefixGate:
         for handle in range(3):
             engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
         engine.turn()
-        assert engine.core.queues.waiting.num_held == 2
+        assert engine.core.queues.waiting.num_blocked == 2
         engine.abort(1)
-        assert engine.core.queues.waiting.num_held == 1
+        assert engine.core.queues.waiting.num_blocked == 1
         engine.drain()
-        assert engine.core.queues.waiting.num_held == 0
+        assert engine.core.queues.waiting.num_blocked == 0
         check_run(engine)
 
     @pytest.mark.by_day(one_in=2)
@@ -134,7 +134,7 @@ class TestPrefixGate:
         for handle in range(2, 6):
             engine.submit(handle, [1] * 40 + [3] * 60 + [handle] * 8, max_new_tokens=4, ignore_eos=True)
         engine.core.plan(engine.now)
-        assert engine.core.queues.waiting.num_held == 4
+        assert engine.core.queues.waiting.num_blocked == 4
         nodes = engine.core.memory.tree.nodes()
         assert [(node, node.stamp, node.hits, len(node.pages)) for node in nodes] == before
 
@@ -274,7 +274,7 @@ def watch(engine: Engine) -> None:
     def look() -> None:
         ended()
         for request in core.queues.waiting:
-            if not request.held:
+            if not request.blocked_tokens:
                 continue
             hit = core.memory.peek(request.namespace, request.kv.token_key, request.prefix_limit())[1]
             most, waited = seen.get(request.seq, (-1, 0))

@@ -198,8 +198,8 @@ def test_chunks_are_whole_when_no_row_decodes(overlap: bool) -> None:
 def test_chunks_are_whole_for_requests_that_are_handed_over() -> None:
     timed = Timed(overlap=True, adaptive_chunk_s=0.25)
     for number in range(4):
-        room = KvReservation(number + 1, 1, bytes(RESERVATION_SECRET_BYTES))
-        timed.engine.submit(number, range(number * 1500, number * 1500 + 1500), max_new_tokens=90, hand_over=room)
+        reservation = KvReservation(number + 1, 1, bytes(RESERVATION_SECRET_BYTES))
+        timed.engine.submit(number, range(number * 1500, number * 1500 + 1500), max_new_tokens=90, hand_over=reservation)
     steps = timed.run(20)
     assert [extended(plan) for plan, _ in steps if plan.num_extend] == [SIZE] * 5 + [6000 - 5 * SIZE]
     assert "EEE" in "".join(plan.mode.name[0] for plan, _ in steps), (

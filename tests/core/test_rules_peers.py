@@ -36,8 +36,8 @@ class TestHandover:
         for max_new in (2, 200):
             engine = worker(page_size=4, context_len=250, chunked_prefill_size=96, max_prefill_tokens=96)
             for handle in range(12):
-                room = KvReservation(handle + 1, EPOCH, handle.to_bytes(16, "little"))
-                engine.submit(handle, [handle + 1] * 24, hand_over=room, max_new_tokens=max_new)
+                reservation = KvReservation(handle + 1, EPOCH, handle.to_bytes(16, "little"))
+                engine.submit(handle, [handle + 1] * 24, hand_over=reservation, max_new_tokens=max_new)
             turns[max_new] = 0
             while not engine.core.idle or engine.prev is not None:
                 engine.turn()
@@ -56,15 +56,15 @@ class TestHandover:
         engine.submit(9, [99] * 24, hand_over=KvReservation(1, EPOCH, bytes(16)), max_new_tokens=2)
         while 9 not in engine.finishes:
             engine.turn()
-        assert engine.finishes[9].room_pages == 6 and not engine.finishes[9].retractions
+        assert engine.finishes[9].reserved_pages == 6 and not engine.finishes[9].retractions
 
     def test_pages_of_an_ended_reservation_are_copied_to_the_host(self) -> None:
         """The last chunk completes no page, so that the reservation has all pages before the request ends."""
         engine = worker(num_pages=32, host_pages=64, chunked_prefill_size=16, disaggregation_hold_s=5.0)
         engine.submit(0, list(range(100, 133)), hand_over=KvReservation(1, EPOCH, bytes(16)), max_new_tokens=2)
         engine.drain()
-        opened = engine.executor.open_rooms[1]
-        engine.core.release_reservation(ReservationReleased(opened.room, opened.opening))
+        opened = engine.executor.open_reservations[1]
+        engine.core.release_reservation(ReservationReleased(opened.reservation, opened.opening))
         for _ in range(20):
             engine.turn()
         assert engine.core.stats().host_pages_used == 8
@@ -73,7 +73,7 @@ class TestHandover:
         pair = Pair()
         finish = pair.compute(0, [*PROMPT, 1, 2], max_new_tokens=8)
         assert finish.reason is FinishReason.HANDED_OVER and finish.completion_tokens == 1
-        assert finish.room is not None and finish.room.epoch == EPOCH and finish.room_pages == 10
+        assert finish.reservation is not None and finish.reservation.epoch == EPOCH and finish.reserved_pages == 10
         memory = pair.first.core.memory
         assert memory.num_available == memory.pages.num_pages - 10, "the reservation pins the ten pages"
         assert pair.first.core.memory.slots.num_leased == 0, "the ended request has no slot"
@@ -113,7 +113,7 @@ class TestHandover:
     def test_prompt_of_less_than_a_page_has_no_reservation(self) -> None:
         pair = Pair()
         finish = pair.compute(0, [1, 2, 3], max_new_tokens=4)
-        assert finish.reason is FinishReason.HANDED_OVER and finish.room is None
+        assert finish.reason is FinishReason.HANDED_OVER and finish.reservation is None
         pair.go_on(0, [1, 2, 3], max_new_tokens=4)
         pair.second.drain()
         pair.second.check_answer(0)
@@ -124,12 +124,12 @@ class TestHandover:
         first.submit(0, PROMPT, max_new_tokens=12, ignore_eos=True)
         first.drain()
         said = first.outputs[0][:6]
-        pair.first.submit(0, PROMPT, hand_over=pair.new_room(), output=said, max_new_tokens=12, ignore_eos=True)
+        pair.first.submit(0, PROMPT, hand_over=pair.new_reservation(), output=said, max_new_tokens=12, ignore_eos=True)
         pair.first.drain()
         finish = pair.first.finishes[0]
-        assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 11 and finish.room is not None
+        assert finish.reason is FinishReason.HANDED_OVER and finish.reserved_pages == 11 and finish.reservation is not None
         output = [*said, *pair.first.outputs[0]]
-        source = KvSource(finish.room, ADDRESS, finish.room_pages)
+        source = KvSource(finish.reservation, ADDRESS, finish.reserved_pages)
         pair.second.submit(0, PROMPT, output=output, source=source, max_new_tokens=12, ignore_eos=True)
         pair.second.drain()
         pair.second.check_answer(0)
@@ -151,10 +151,10 @@ class TestHandover:
         alone.drain()
         said = alone.outputs[0][:20]  # in the middle of a run of forced tokens
         pair.first.book.ready.add(runs)
-        pair.first.submit(0, PROMPT, hand_over=pair.new_room(), output=said, max_new_tokens=60, grammar=runs)
+        pair.first.submit(0, PROMPT, hand_over=pair.new_reservation(), output=said, max_new_tokens=60, grammar=runs)
         pair.first.drain()
         finish = pair.first.finishes[0]
-        assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 15
+        assert finish.reason is FinishReason.HANDED_OVER and finish.reserved_pages == 15
         assert pair.first.outputs[0] == alone.outputs[0][20:21]
 
     def test_logprobs_are_sent_once_over_a_handover(self) -> None:
@@ -172,7 +172,7 @@ class TestHandover:
         pair.first.open_session("s")
         session = SessionTurn("s") if what == "session" else None
         params = {"embedding": EmbeddingParams()} if what == "embedding" else {}
-        pair.first.submit(0, PROMPT, hand_over=pair.new_room(), session=session, max_new_tokens=4, **params)
+        pair.first.submit(0, PROMPT, hand_over=pair.new_reservation(), session=session, max_new_tokens=4, **params)
         pair.first.drain()
         finish = pair.first.finishes[0]
         assert (finish.error, finish.field) == (ErrorCode.INVALID_ARGUMENT, "hand_over")
@@ -192,7 +192,7 @@ class TestReservation:
     def test_reservation_ends_at_the_time_limit(self) -> None:
         pair = Pair(first={"disaggregation_hold_s": 2.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
-        until = pair.first.core.reservations.next_look
+        until = pair.first.core.reservations.next_expiry
         assert pair.first.now + 1.9 < until <= pair.first.now + 2.0
         pair.first.core.plan(until - 0.01)
         assert len(pair.first.core.reservations) == 1
@@ -207,12 +207,12 @@ class TestReservation:
         for handle in (0, 1):
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
             pair.first.now += 1.0
-        rooms = pair.first.core.reservations
-        first = rooms.next_look
+        reservations = pair.first.core.reservations
+        first = reservations.next_expiry
         pair.first.core.plan(first)
-        assert len(rooms) == 1 and first + 0.9 < rooms.next_look < first + 2.0
+        assert len(reservations) == 1 and first + 0.9 < reservations.next_expiry < first + 2.0
         pair.first.core.plan(first + 2.0)
-        assert rooms.expired_total == 2 and not len(rooms)
+        assert reservations.expired_total == 2 and not len(reservations)
 
     def test_reservation_ends_with_the_gateway_stream(self) -> None:
         pair = Pair()
@@ -222,7 +222,7 @@ class TestReservation:
         pair.first.core.abort_peer(0, pair.first.now)
         pair.first.turn()
         pair.assert_all_is_free()
-        assert not pair.first.executor.open_rooms
+        assert not pair.first.executor.open_reservations
 
     def test_reservation_ends_when_the_request_is_aborted(self) -> None:
         pair = Pair()
@@ -253,17 +253,21 @@ class TestReservation:
             pair.first.control.replace_weights("other")
         pair.first.turn()
         pair.assert_all_is_free()
-        assert not pair.first.executor.open_rooms
+        assert not pair.first.executor.open_reservations
 
     def test_reservation_ignores_the_release_of_another_reservation(self) -> None:
         pair = Pair()
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
-        assert finish.room is not None
-        for other in (replace(finish.room, epoch=EPOCH + 1), replace(finish.room, secret=bytes(16)), pair.new_room()):
+        assert finish.reservation is not None
+        for other in (
+            replace(finish.reservation, epoch=EPOCH + 1),
+            replace(finish.reservation, secret=bytes(16)),
+            pair.new_reservation(),
+        ):
             pair.first.core.release_reservation(pair.left(other))
         assert len(pair.first.core.reservations) == 1
-        pair.first.core.release_reservation(pair.left(finish.room))
-        pair.first.core.release_reservation(pair.left(finish.room))
+        pair.first.core.release_reservation(pair.left(finish.reservation))
+        pair.first.core.release_reservation(pair.left(finish.reservation))
         assert not len(pair.first.core.reservations)
 
     def test_request_does_not_end_while_a_reservation_may_free_pages(self) -> None:
@@ -281,7 +285,7 @@ class TestReservation:
         """The request does not wait until a running request ends."""
         pair = Pair(first={"num_pages": 32, "disaggregation_hold_s": 1.0 if how == "its time is over" else 100.0})
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
-        assert finish.room is not None
+        assert finish.reservation is not None
         pair.first.submit(1, [7] * 8, max_new_tokens=12, ignore_eos=True)
         for _ in range(3):
             pair.first.turn()
@@ -290,7 +294,7 @@ class TestReservation:
         assert pair.first.core.queues.batch_is_full
         pair.first.now += 1.0
         if how == "its reader leaves":
-            pair.first.core.release_reservation(pair.left(finish.room))
+            pair.first.core.release_reservation(pair.left(finish.reservation))
         pair.first.turn()
         assert sorted(r.handle for r in pair.first.core.queues.extending + pair.first.core.queues.decoding) == [1, 2]
         pair.first.drain()
@@ -313,8 +317,8 @@ class TestReservation:
         pair = Pair()
         pair.answer(0, PROMPT, max_new_tokens=4)
         finish = pair.compute(1, PROMPT, max_new_tokens=4)
-        assert finish.room is not None and finish.room_pages == 10
-        source = KvSource(finish.room, ADDRESS, finish.room_pages)
+        assert finish.reservation is not None and finish.reserved_pages == 10
+        source = KvSource(finish.reservation, ADDRESS, finish.reserved_pages)
         pair.second.submit(1, [*PROMPT, *range(8)], output=[1], source=source, max_new_tokens=4, ignore_eos=True)
         assert not pair.second.core.queues.importing
 
@@ -341,13 +345,13 @@ class TestPull:
         pair = Pair()
         mine = pair.compute(0, PROMPT, max_new_tokens=4)
         other = pair.compute(1, [9] * 40, max_new_tokens=4)
-        assert mine.room is not None and other.room is not None
-        for handle, room, salt in (
-            (10, replace(mine.room, secret=other.room.secret), ""),
-            (11, mine.room, "salt"),
-            (12, other.room, ""),
+        assert mine.reservation is not None and other.reservation is not None
+        for handle, reservation, salt in (
+            (10, replace(mine.reservation, secret=other.reservation.secret), ""),
+            (11, mine.reservation, "salt"),
+            (12, other.reservation, ""),
         ):
-            source, output = KvSource(room, ADDRESS, 10), pair.first.outputs[0]
+            source, output = KvSource(reservation, ADDRESS, 10), pair.first.outputs[0]
             pair.second.submit(handle, PROMPT, output=output, source=source, salt=salt, ignore_eos=True, max_new_tokens=4)
             pair.second.drain()
             pair.second.check_answer(handle)
@@ -388,8 +392,8 @@ class TestPull:
         late.pages_moved = lambda operation: (
             0 if operation.pull and operation.pull.source.address == "other" else len(operation.keys)
         )
-        room = pair.new_room()
-        pair.second.submit(7, [5] * 40, output=[1], source=KvSource(room, "other", 10), max_new_tokens=3, ignore_eos=True)
+        reservation = pair.new_reservation()
+        pair.second.submit(7, [5] * 40, output=[1], source=KvSource(reservation, "other", 10), max_new_tokens=3, ignore_eos=True)
         pair.answer(0, PROMPT, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
 
@@ -414,7 +418,7 @@ class TestPull:
         executor.facts = not_of_late_ones  # type: ignore[method-assign]
         for handle in (0, 1):
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
-        source = KvSource(pair.new_room(), "other", 10)
+        source = KvSource(pair.new_reservation(), "other", 10)
         pair.second.submit(7, [7] * 40, output=[1], source=source, max_new_tokens=3, ignore_eos=True)
         pair.second.turn()
         pair.second.now += 0.3
@@ -472,9 +476,9 @@ class TestPull:
         pair = Pair(page_moved_s=0.05)
         for handle in (0, 1):
             pair.compute(handle, PROMPT, max_new_tokens=4, seed=handle)
-        room = pair.first.finishes[0].room
-        assert room is not None
-        pair.first.core.release_reservation(pair.left(room))
+        reservation = pair.first.finishes[0].reservation
+        assert reservation is not None
+        pair.first.core.release_reservation(pair.left(reservation))
         pair.first.turn()
         for handle in (0, 1):
             pair.go_on(handle, PROMPT, max_new_tokens=4, seed=handle)
@@ -549,8 +553,8 @@ class TestPull:
     def test_worker_without_reads_computes_the_prompt(self, host_pages: int) -> None:
         pair, alone = Pair(), worker(host_pages=host_pages)
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
-        assert finish.room is not None
-        source = KvSource(finish.room, ADDRESS, finish.room_pages)
+        assert finish.reservation is not None
+        source = KvSource(finish.reservation, ADDRESS, finish.reserved_pages)
         alone.submit(0, PROMPT, output=pair.first.outputs[0], source=source, max_new_tokens=4, ignore_eos=True)
         alone.drain()
         alone.check_answer(0)
@@ -585,7 +589,7 @@ def test_pulls_keep_outputs_right_and_leak_no_page(data: st.DataObject) -> None:
     for handle in range(draw(st.integers(1, 8))):
         head, tail = draw(st.integers(0, 1)), draw(st.integers(0, 9))
         prompts[handle] = [head] * draw(st.integers(3, 30)) + [handle] * tail
-        pair.first.submit(handle, prompts[handle], hand_over=pair.new_room(), max_new_tokens=6, ignore_eos=True)
+        pair.first.submit(handle, prompts[handle], hand_over=pair.new_reservation(), max_new_tokens=6, ignore_eos=True)
         for _ in range(draw(st.integers(0, 6))):
             waiting += _step(pair, draw(st.sampled_from(["turn", "turn", "abort", "flush", "clock"])), prompts)
     for _ in range(10_000):  # a turn takes 10 ms; a page may take 300 ms, and pages are read one after another

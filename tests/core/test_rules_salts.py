@@ -169,7 +169,7 @@ def test_reservation_of_a_deleted_salt_is_not_read(turns: int) -> None:
     """The salt is deleted on both workers. The request continues without the pages, and no request finds them."""
     pair = Pair()
     for handle, salt in enumerate("ab"):
-        pair.first.submit(handle, prompt(0), hand_over=pair.new_room(), ignore_eos=True, max_new_tokens=4, salt=salt)
+        pair.first.submit(handle, prompt(0), hand_over=pair.new_reservation(), ignore_eos=True, max_new_tokens=4, salt=salt)
     for _ in range(turns):
         pair.first.turn()
     assert len(pair.first.core.reservations) == (2 if turns > 1 else 0)

@@ -141,8 +141,8 @@ class TestRefusals:
     @pytest.mark.parametrize("what", ["output", "hand_over"])
     def test_score_is_refused_when_another_worker_takes_part(self, what: str) -> None:
         engine = make()
-        room = KvReservation(1, 1, bytes(RESERVATION_SECRET_BYTES))
-        more: dict[str, Any] = {"output": [1]} if what == "output" else {"hand_over": room}
+        reservation = KvReservation(1, 1, bytes(RESERVATION_SECRET_BYTES))
+        more: dict[str, Any] = {"output": [1]} if what == "output" else {"hand_over": reservation}
         engine.submit(0, PROMPT, **SCORE, **more)
         engine.drain()
         field = {"output": "output_ids", "hand_over": "hand_over"}[what]

@@ -105,7 +105,7 @@ def test_answer_bits_equal_an_executor_without_drafts_when_few_requests_are_draf
     drafting: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with and without drafts take over each other's slots, pages and cached prefixes."""
-    monkeypatch.setattr(draft_controller, "IN_VAIN", 2.0)
+    monkeypatch.setattr(draft_controller, "FUTILE", 2.0)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     expected = strings(World(), drafting.plain, target, range(1))
     told: list[bool] = []

@@ -23,11 +23,11 @@ from rootstock_llm.services.worker.core.contracts.transfers import (
     UNASKED,
     Deleted,
     Fact,
-    KeptBlock,
     OperationKind,
     PageOperation,
     Pull,
     Selection,
+    TierBlock,
 )
 from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
 from rootstock_llm.services.worker.exec.kernel_set import copies
@@ -271,7 +271,7 @@ class Elsewhere:
     def read(self, pull: Pull, count: int, out: memoryview) -> int:
         if pull.source.address == "slow" and not self.going.wait(DEADLINE_S):
             raise AssertionError("the test did not permit the read")
-        out[:] = bytes([pull.source.room.number]) * len(out)
+        out[:] = bytes([pull.source.reservation.number]) * len(out)
         return 0 if pull.source.address == "gone" else count
 
     def leave(self, source: KvSource) -> None:
@@ -359,7 +359,7 @@ def test_mover_reports_stored_pages_at_the_start(tmp_path: Path) -> None:
 
 def test_mover_reports_stored_blocks_at_the_start(tmp_path: Path) -> None:
     """A block is reported if its last page was stored, until the storage is cleared."""
-    blocks = (KeptBlock(b"firstone", bytes(8), tuple(KEYS[:2])), KeptBlock(b"the next", bytes(8), (KEYS[2], KEYS[7])))
+    blocks = (TierBlock(b"firstone", bytes(8), tuple(KEYS[:2])), TierBlock(b"the next", bytes(8), (KEYS[2], KEYS[7])))
 
     def started() -> tuple[Moving, list[Fact]]:
         made = Moving(tmp_path / "pages")

@@ -67,7 +67,7 @@ class Apart:
         self._prompts: dict[int, list[int]] = {}  # by the first executor's handle
         self._ahead: dict[int, int] = {}  # handles of the second executor's prefetches, by the first executor's handle
         self._left: queue.SimpleQueue[ReservationReleased] = queue.SimpleQueue()
-        self._rooms = 0
+        self._num_reservations = 0
         self.first = Served(
             *build(folder, POOL_PAGES, None, peers=PeerOptions(open_server=self._serve), **options), poisoned=True
         )
@@ -104,14 +104,16 @@ class Apart:
             else:
                 ids = np.array(self._prompts[ready.handle], dtype=np.int32)
                 self._ahead[ready.handle] = self.second.reserve()
-                source = KvSource(ready.room, self.address, ready.num_pages)
+                source = KvSource(ready.reservation, self.address, ready.num_pages)
                 self.second.core.prefetch(Prefetch(0, self._ahead[ready.handle], ids, source, revision="r1"), now)
         self.first.ready.clear()
 
     def compute(self, ids: list[int], seed: int) -> int:
-        self._rooms += 1
-        room = KvReservation(self._rooms, 1, self._rooms.to_bytes(RESERVATION_SECRET_BYTES, "little"))
-        handle = self.first.submit(ids, seed, hand_over=room, **SAMPLED)
+        self._num_reservations += 1
+        reservation = KvReservation(
+            self._num_reservations, 1, self._num_reservations.to_bytes(RESERVATION_SECRET_BYTES, "little")
+        )
+        handle = self.first.submit(ids, seed, hand_over=reservation, **SAMPLED)
         self._prompts[handle] = ids
         return handle
 
@@ -133,8 +135,8 @@ class Apart:
         assert answer.finish is not None
         if answer.finish.reason is not FinishReason.HANDED_OVER:
             return None
-        room = answer.finish.room
-        source = None if room is None else KvSource(room, self.address, answer.finish.room_pages)
+        reservation = answer.finish.reservation
+        source = None if reservation is None else KvSource(reservation, self.address, answer.finish.reserved_pages)
         ahead = self._ahead.pop(handle, None)
         return self.second.submit(ids, seed, output=answer.tokens, source=source, handle=ahead, **SAMPLED)
 

@@ -182,7 +182,7 @@ class Served:
     def _tell_rooms(self) -> None:
         events = self.core.take_reservation_events()
         if events is not None:
-            self.executor.rooms(events)
+            self.executor.change_reservations(events)
 
     def _poison(self) -> None:
         """Fills free pages. No step is in flight, and a free page that a load still writes belongs to no request."""

@@ -57,7 +57,7 @@ AREAS: dict[str, tuple[str, ...]] = {
             f"tests/core/test_{name}.py"
             for name in (
                 "rules_tiers",
-                "rules_kept_blocks",
+                "rules_tier_blocks",
                 "rules_salts",
                 "rules_imports",
                 "rules_import_limits",

@@ -182,7 +182,7 @@ def test_decode_worker_caches_read_pages() -> None:
 
 def test_handover_log_keeps_prompt_figures_of_first_worker() -> None:
     log = HandoverLog(2)
-    handed = Finish(FinishReason.HANDED_OVER, 1, "one", cached_tokens=64, queue_s=0.5, room_pages=3)
+    handed = Finish(FinishReason.HANDED_OVER, 1, "one", cached_tokens=64, queue_s=0.5, reserved_pages=3)
     log.handed_over(handed, 1.0)
     log.add_outputs([0, 1], 1.25)
     log.handed_over(replace(handed, cached_tokens=320, queue_s=0.0), 2.0)  # the decode worker died

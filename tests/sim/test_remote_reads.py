@@ -21,7 +21,7 @@ from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, Fac
 
 PAGE_SIZE, PAGE_BYTES = 4, 1000
 WIRE = Wire(bytes_per_s=10_000.0, latency_s=0.5)
-ROOM = KvReservation(7, 1, b"s" * 16)
+RESERVATION = KvReservation(7, 1, b"s" * 16)
 TOKENS = np.arange(40, dtype=np.int32).tobytes()
 TREE = "a tree"
 
@@ -35,13 +35,13 @@ class Reading:
         self.reads = RemoteReads(
             "c", self.reservations, wire, PAGE_BYTES, PAGE_SIZE, lambda source, at: self.left.append((source.address, at))
         )
-        opened = OpenReservation(ROOM, TREE, TOKENS, np.arange(10, dtype=np.int32))
+        opened = OpenReservation(RESERVATION, TREE, TOKENS, np.arange(10, dtype=np.int32))
         for address in ("a", "b"):
             self.reservations.update(address, ReservationEvents(opened=(opened,)))
 
     def begin(self, op_id: int, count: int, address: str = "a", first: int = 0, at: float = 0.0, **changes: Any) -> None:
-        source = KvSource(replace(ROOM, **changes), address, 10)
-        pull = Pull(source, first, proof(ROOM.secret, TREE, TOKENS[: (first + count) * PAGE_SIZE * 4]))
+        source = KvSource(replace(RESERVATION, **changes), address, 10)
+        pull = Pull(source, first, proof(RESERVATION.secret, TREE, TOKENS[: (first + count) * PAGE_SIZE * 4]))
         keys = tuple(bytes([op_id, number]) for number in range(count))
         operation = PageOperation(op_id, OperationKind.PULL, keys, np.arange(count, dtype=np.int32), NO_PAGES, pull=pull)
         self.reads.begin([operation], at)
@@ -72,7 +72,9 @@ def test_reads_run_in_sequence_per_address() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        pytest.param(lambda r: r.reservations.update("a", ReservationEvents(closed=(ROOM,))), id="its room is closed"),
+        pytest.param(
+            lambda r: r.reservations.update("a", ReservationEvents(closed=(RESERVATION,))), id="its reservation is closed"
+        ),
         pytest.param(lambda r: r.reservations.drop("a"), id="its worker is gone"),
     ],
 )
@@ -87,7 +89,7 @@ def test_read_fails_when_reservation_ends_early(spoil: Callable[[Reading], None]
     "other",
     [
         pytest.param({"epoch": 2}, id="of a worker's other start"),
-        pytest.param({"number": 8}, id="no such room"),
+        pytest.param({"number": 8}, id="no such reservation"),
         pytest.param({"secret": b"t" * 16}, id="another secret"),
         pytest.param({"address": "d"}, id="no such worker"),
     ],
@@ -100,7 +102,7 @@ def test_read_fails_when_reservation_is_unknown(other: dict[str, Any]) -> None:
 
 def test_read_fails_when_proof_is_wrong() -> None:
     reading = Reading()
-    pull = Pull(KvSource(ROOM, "a", 10), 0, proof(ROOM.secret, TREE, b"x" * 16))
+    pull = Pull(KvSource(RESERVATION, "a", 10), 0, proof(RESERVATION.secret, TREE, b"x" * 16))
     reading.reads.begin([PageOperation(1, OperationKind.PULL, (b"k",), np.zeros(1, np.int32), NO_PAGES, pull=pull)], 0.0)
     assert reading.facts(1.0) == [Fact(1)]
 
@@ -121,5 +123,7 @@ def test_read_fails_after_the_timeout(wire: Wire) -> None:
 def test_release_follows_the_reads_from_the_same_address() -> None:
     reading = Reading()
     reading.begin(1, 5)
-    reading.reads.rooms(ReservationEvents(left=(KvSource(ROOM, "a", 10), KvSource(ROOM, "b", 10))), 0.25)
+    reading.reads.change_reservations(
+        ReservationEvents(released=(KvSource(RESERVATION, "a", 10), KvSource(RESERVATION, "b", 10))), 0.25
+    )
     assert reading.left == [("a", 1.0), ("b", 0.25)]

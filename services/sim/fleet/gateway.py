@@ -233,7 +233,7 @@ class FleetGateway:
         """Moves a request whose prompt and next token the worker has computed."""
         request = self._open[finish.handle]
         request.prefilled = True
-        request.source = None if finish.room is None else KvSource(finish.room, worker.name, finish.room_pages)
+        request.source = None if finish.reservation is None else KvSource(finish.reservation, worker.name, finish.reserved_pages)
         self._move(request)
 
     def _more_ready(self, worker: FleetWorker, request: OpenRequest, ready: PagesReady) -> None:
@@ -246,7 +246,7 @@ class FleetGateway:
             request.reader, request.ahead_tokens = replace(pick, reason=READER), request.tokens
             self._view.ahead(pick.row, request.ahead_tokens)
             self._picked(pick.row, request)
-            source, message = KvSource(ready.room, worker.name, ready.num_pages), request.message
+            source, message = KvSource(ready.reservation, worker.name, ready.num_pages), request.message
             tokens = np.concatenate([message.prompt_ids, self._script.output(message.handle)[: request.num_outputs]])
             prefetch = Prefetch(self.number, message.handle, tokens, source, message.salt, message.lora)
             self._send_prefetch(pick.row, replace(prefetch, priority=message.priority))

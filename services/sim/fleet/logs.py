@@ -65,7 +65,7 @@ class HandoverLog:
 
     def handed_over(self, finish: Finish, now: float) -> None:
         self.count[finish.handle] += 1
-        self.pages += finish.room_pages
+        self.pages += finish.reserved_pages
         self._first.setdefault(finish.handle, finish)
         self._since[finish.handle] = now
 

@@ -111,7 +111,7 @@ class FleetSimulation:
         self._clock.at(at + roles.wire.latency_s, self._deliver_release, source)
 
     def _deliver_release(self, source: KvSource) -> None:
-        self.workers[self._row_at[source.address]].release_reservation(source.room)
+        self.workers[self._row_at[source.address]].release_reservation(source.reservation)
 
     def _pump(self) -> None:
         """Sends the requests that are due, each to a random gateway, and schedules the next call."""

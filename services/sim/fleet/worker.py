@@ -127,9 +127,9 @@ class FleetWorker:
             self._inbox.append(message)
             self._wake_soon()
 
-    def release_reservation(self, room: KvReservation) -> None:
+    def release_reservation(self, reservation: KvReservation) -> None:
         """Releases a KV reservation that its reader has finished with."""
-        left = self._reads.release_here(room) if self.alive and self._reads is not None else None
+        left = self._reads.release_here(reservation) if self.alive and self._reads is not None else None
         if left is not None:
             self._inbox.append(left)
             self._wake_soon()
@@ -233,7 +233,7 @@ class FleetWorker:
         self._asleep = True
         if read_at is not None:
             self._wake_at(read_at)
-        elif self._reads is not None and self._reads.num_rooms:
+        elif self._reads is not None and self._reads.num_reservations:
             self._wake_at(self._clock.now + IDLE_CHECK_S)
 
     def _commit(self, run: SimRun) -> None:

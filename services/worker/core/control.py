@@ -28,7 +28,7 @@ class Range:
     """A range of numbers. Infinity and NaN are in no range."""
 
     least: float = 0
-    above: bool = False  # whether `least` itself is excluded
+    above: bool = False  # whether numbers must be above `least`; otherwise they may equal it
     most: float = math.inf
 
     def __contains__(self, number: float) -> bool:
@@ -52,7 +52,7 @@ RANGES: Mapping[str, Range | None] = {
     "lpm_fallback_threshold": COUNT,
     "priority_preemption_threshold": COUNT,
     "schedule_conservativeness": POSITIVE,
-    "max_running_requests": Range(1),  # at most the value at the worker's start, which _retuned() checks
+    "max_running_requests": Range(1),  # _retuned() also checks that it is at most the value at the worker's start
     "max_queued_requests": COUNT,
     "max_prefill_tokens": Range(1),
     "chunked_prefill_size": Range(UNCHUNKED),
@@ -74,7 +74,7 @@ RANGES: Mapping[str, Range | None] = {
 class SchedulerControl:
     """The operators' calls on one scheduler: pause, retune, flush, replace weights, check and trace.
 
-    The loop's thread calls it between two calls of the scheduler. It has no state.
+    The loop's thread makes these calls between two calls of the scheduler. The object has no state of its own.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -151,11 +151,13 @@ class SchedulerControl:
     def _retire(self, salt: str, number: int) -> int:
         """Hides the device pages of a salt from new requests, and frees the unused pages. Returns the number of freed pages."""
         scheduler, tree = self._scheduler, self._scheduler.memory.tree
-        mine = [request for request in scheduler.queues.by_key.values() if _is_of(request.namespace, salt)]
-        names = dict.fromkeys([name for name in tree.names() if _is_of(name, salt)] + [request.namespace for request in mine])
+        requests = [request for request in scheduler.queues.by_key.values() if _has_salt(request.namespace, salt)]
+        names = dict.fromkeys(
+            [name for name in tree.names() if _has_salt(name, salt)] + [request.namespace for request in requests]
+        )
         for name in names:
             tree.retire(name, retired_name(name, number))
-        for request in mine:
+        for request in requests:
             request.namespace = retired_name(request.namespace, number)
         if scheduler.tiers is not None:
             scheduler.tiers.retired(names)
@@ -216,17 +218,17 @@ class SchedulerControl:
         scheduler.reconfigure(config)
 
     def trace(self, request_id: str) -> list[TraceEvent]:
-        """Returns the events of a request that are still in the ring, oldest first."""
+        """Returns the events of a request that the trace log still has, oldest first."""
         return self._scheduler.trace.of(request_id)
 
     def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """Returns the number of events since the start, and the events after the first `count` that are still in the ring."""
+        """Returns the number of events since the start, and those after the first `count` that the trace log still has."""
         return self._scheduler.trace.since(count)
 
     def self_check(self) -> list[str]:
         """Returns one sentence per broken invariant; empty if all invariants hold.
 
-        After a violation, an idle and settled scheduler forgets all pages.
+        If an invariant is broken and the scheduler is idle and settled, the scheduler forgets all pages.
         """
         scheduler, memory = self._scheduler, self._scheduler.memory
         found = violations(scheduler.queues, memory, scheduler.sessions, scheduler.tiers)
@@ -283,5 +285,5 @@ def _checked(config: SchedulerConfig, name: str, value: Tunable) -> Tunable:
     return int(value) if isinstance(old, int) else float(value)
 
 
-def _is_of(tree: str, salt: str) -> bool:
+def _has_salt(tree: str, salt: str) -> bool:
     return not is_retired(tree) and salt_of_tree(tree) == salt

@@ -12,7 +12,7 @@ from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 from rootstock_llm.services.worker.core.requests.queues import RequestQueues
 from rootstock_llm.services.worker.core.requests.request import Phase
 from rootstock_llm.services.worker.core.requests.sessions import SessionTable
-from rootstock_llm.services.worker.core.requests.waiting_queue import HeldCapacity
+from rootstock_llm.services.worker.core.requests.waiting_queue import ReservedCapacity
 
 
 def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, tiers: OtherTiers | None) -> list[str]:
@@ -20,7 +20,7 @@ def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, 
     return (
         _page_states(queues, memory)
         + _leases(queues, memory)
-        + _held(queues)
+        + _blocked(queues)
         + _shares(queues)
         + _tree(memory)
         + _sessions(queues, memory, sessions)
@@ -54,16 +54,18 @@ def _leases(queues: RequestQueues, memory: KVMemory) -> list[str]:
     if len(set(slots)) != len(slots):
         out.append("two requests have the same slot")
     if len(slots) + memory.slots.num_free != len(memory.slots.num_pages):
-        out.append("the number of leased slots is not that of the running requests")
+        out.append("free slots and slots of requests do not add up to all slots")
     running = queues.running()
     for request in queues.by_key.values():
         holds = request.kv.lease is not None
         if holds != (request.phase in (Phase.EXTEND, Phase.DECODE)) or holds != any(request is r for r in running):
-            out.append(f"request {request.request_id} in {request.phase.name}: lease and queues disagree")
+            out.append(
+                f"request {request.request_id} in the phase {request.phase.name}: its lease does not fit its phase or its queue"
+            )
     if len(running) + queues.num_waiting != len(queues.by_key):
-        out.append("a request is in no queue or in two queues")
+        out.append("the queues together do not have each request once")
     if queues.waiting_tokens != sum(r.queued_tokens for r in queues.by_key.values() if r.kv.lease is None):
-        out.append("the queues miscount their tokens")
+        out.append("waiting_tokens is not the sum over the requests without a lease")
     for slot in slots:
         row = memory.slots.page_table[slot, : memory.slots.num_pages[slot]]
         if len(np.unique(row)) != len(row):
@@ -71,17 +73,17 @@ def _leases(queues: RequestQueues, memory: KVMemory) -> list[str]:
     return out
 
 
-def _held(queues: RequestQueues) -> list[str]:
-    """Checks that gates hold only requests of the waiting queue, and that the KV set aside for these requests is counted."""
+def _blocked(queues: RequestQueues) -> list[str]:
+    """Checks that blocked requests are in the waiting queue, and that the KV reserved for them is counted."""
     queue, out = queues.waiting, []
-    held = [request for request in queue if request.held]
-    if len(held) != queue.num_held or len(held) != sum(request.held > 0 for request in queues.by_key.values()):
-        out.append("a held request is not in the queue, or is not counted")
-    kept: dict[int, HeldCapacity] = {}
-    for request in held:
-        kept.setdefault(request.rank, HeldCapacity()).add(1, request.held)
-    if kept != queue.kept_by_rank():
-        out.append("the queue miscounts the slots and the KV set aside for held requests")
+    blocked = [request for request in queue if request.blocked_tokens]
+    if len(blocked) != queue.num_blocked or len(blocked) != sum(request.blocked_tokens > 0 for request in queues.by_key.values()):
+        out.append("a request that a gate blocks is not in the waiting queue, or is not counted")
+    reserved: dict[int, ReservedCapacity] = {}
+    for request in blocked:
+        reserved.setdefault(request.rank, ReservedCapacity()).add(1, request.blocked_tokens)
+    if reserved != queue.reserved_by_rank():
+        out.append("the queue miscounts the slots and the KV reserved for blocked requests")
     return out
 
 
@@ -90,11 +92,11 @@ def _shares(queues: RequestQueues) -> list[str]:
     pending = [r for r in queues.by_key.values() if r.phase in (Phase.WAITING, Phase.EXTEND)]
     out = []
     if Counter(request.payer for request in pending) != queues.shares.pending():
-        out.append("flows miscount their requests")
+        out.append("a flow's number of requests is not that of its waiting and extending requests")
     if any((request.flow is not None) != (request in pending) for request in queues.by_key.values()):
-        out.append("the requests in flows are not those with prompt tokens to plan")
+        out.append("the requests in flows are not the waiting and extending requests")
     if queues.shares.num_flows != len(queues.shares.pending()):
-        out.append("the number of flows is wrong")
+        out.append("num_flows is not the number of flows with requests")
     return out
 
 
@@ -113,14 +115,14 @@ def _tree(memory: KVMemory) -> list[str]:
         if node.parent is not None:
             below[node.parent] += node.lock_ref
     if any(parent.lock_ref < locks for parent, locks in below.items()):
-        out.append("a locked node's parent has fewer locks")
+        out.append("a node has fewer locks than its children together")
     for node in nodes:
         parent = node.parent
         assert parent is not None
         if node.gone:
             out.append("an evicted node is in the tree")
         if node.depth != parent.depth + len(node.pages):
-            out.append("a node's depth is wrong")
+            out.append("a node's depth is not its parent's depth plus its pages")
         if not node.pages.size:
             out.append("a node has no pages")
     return out
@@ -130,8 +132,8 @@ def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -
     """Checks that the tree's holds are those of the sessions' turns, and that running turns belong to present requests."""
     out = []
     expected: Counter[TreeNode] = Counter()
-    for held in sessions.held_nodes():
-        walk: TreeNode | None = held
+    for node in sessions.turn_nodes():
+        walk: TreeNode | None = node
         while walk is not None:
             expected[walk] += 1
             walk = walk.parent
@@ -139,9 +141,9 @@ def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -
         out.append("a node's holds are not those of the sessions' turns")
     here = {(r.session_number, r.request_id) for r in queues.by_key.values() if r.session is not None}
     if sessions.running_turns() - here:
-        out.append("a session waits for a turn that has ended")
+        out.append("a session has a running turn whose request has ended")
     if sessions.num_tokens != sessions.count_tokens():
-        out.append("the sessions miscount their tokens")
+        out.append("num_tokens of the sessions is not the sum over their turns")
     if sessions.overfull():
         out.append("a session has more tokens than its capacity")
     return out
@@ -155,7 +157,7 @@ def _tiers(queues: RequestQueues, memory: KVMemory, tiers: OtherTiers | None) ->
     if len(memory.quarantined) != tiers.num_quarantined:
         out.append("the quarantined pages are not those of the running operations")
     if set(queues.importing) != tiers.waiting():
-        out.append("the requests that wait for imports are not those of the queue `importing`")
+        out.append("the requests that wait for imports are not those in the queue `importing`")
     if any(request.phase is not Phase.GATED for request in queues.importing.values()):
-        out.append("a request waits for an import and is in the grammar gate")
+        out.append("a request in the queue `importing` is not in the phase GATED")
     return out

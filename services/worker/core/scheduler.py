@@ -1,8 +1,8 @@
 """The scheduler core. It takes messages and step results, and returns plans and outputs.
 
-It has no clock, no I/O, no threads and no tensors, so that the same calls give the same plans. One caller, the loop, calls it in
-each turn: with messages, for a plan, and after the launch of the plan with the result of the previous step. At most one step is
-uncommitted when a plan is made. docs/design/scheduler.md has the rules.
+It has no clock, no I/O, no threads and no tensors, so that the same calls give the same plans. Its only caller is the worker's
+loop. In each turn, the loop passes messages, gets a plan, launches the plan, and then passes the result of the previous step. At
+most one step is uncommitted when a plan is made. docs/design/scheduler.md has the rules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rootstock_llm.services.worker.core.requests.request import Outputs, Phase, 
 from rootstock_llm.services.worker.core.requests.reservations import KvReservations
 from rootstock_llm.services.worker.core.requests.sessions import SessionTable
 from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys
-from rootstock_llm.services.worker.core.tiers.prefetches import wanted_ahead
+from rootstock_llm.services.worker.core.tiers.prefetches import wanted_of_prefetch
 from rootstock_llm.services.worker.core.tiers.tiers import TierLimits, Tiers
 
 TIER_FIELDS = tuple(field.name for field in fields(TierStats))
@@ -103,9 +103,9 @@ class Scheduler:
         self._ended_at = 0.0
         self._next_seq = 0
         self.paused = False
-        self.begins_copies = True  # whether copies to other tiers and prefetches may begin
+        self.begins_copies = True  # whether copies to other tiers and prefetches may begin; the loop sets it
         self.num_retirements = 0  # deletions of a salt on the device, which make the names of retired trees unique
-        self.closed = ""  # reason for refusing new requests; empty if they are accepted
+        self.closed = ""  # reason why new requests are refused; empty: they are accepted
         self.revision = revision  # requests for another revision are refused
 
     def reconfigure(self, config: SchedulerConfig) -> None:
@@ -146,9 +146,9 @@ class Scheduler:
         resolved = self._resolve(message, now)
         if not isinstance(resolved, Submit):
             self.lifecycle.refuse(message.peer, message.handle, message.request_id, resolved)
-            self._leave_prefetch((message.peer, message.handle))
+            self._cancel_prefetch((message.peer, message.handle))
             if message.source is not None and self.config.reads_peers:
-                self.reservations.done_with(message.source)
+                self.reservations.release_source(message.source)
             return
         self._next_seq += 1
         request = make_request(resolved, self._next_seq, self.config, now, self.revision)
@@ -160,45 +160,45 @@ class Scheduler:
     def prefetch(self, message: Prefetch, now: float) -> None:
         """Begins to read pages of a prefill worker for a request that will arrive later, if reading is faster than computing.
 
-        The message is a hint: it is ignored if it is for other weights or if a request has its handle already.
+        The message is ignored if it is for other weights or if a request has its handle already. A request never depends on it.
         """
         is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.queues.by_key
         if self.tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:
             return
         self._next_seq += 1
-        wanted = wanted_ahead(message, self._next_seq, self.config, self.revision)
+        wanted = wanted_of_prefetch(message, self._next_seq, self.config, self.revision)
         self.tiers.prefetches.begin((message.peer, message.handle), wanted, self.memory, now)
 
     def prefetch_more(self, peer: int, ready: PagesReady, now: float) -> None:
-        """Begins to read further pages for a prefetch. Ignored if the prefetch has ended."""
+        """Begins to read further pages for a prefetch. Does nothing if the prefetch has ended."""
         if self.tiers is not None and self.begins_copies:
-            asker = peer, ready.handle
-            self.tiers.prefetches.more(asker, ready.room, ready.num_pages, self.memory, now)
+            request_key = peer, ready.handle
+            self.tiers.prefetches.read_more(request_key, ready.reservation, ready.num_pages, self.memory, now)
 
     def abort(self, peer: int, handle: int, now: float) -> None:
         """Ends a request in any phase and frees its memory.
 
-        If no request has this handle, the request has ended or has not arrived. Then its reservation and its prefetched pages are
-        released.
+        If no request has this handle, the request has ended or has not arrived. The call then releases its reservation and its
+        prefetched pages.
         """
         request = self.queues.by_key.get((peer, handle))
         if request is not None:
             self.lifecycle.end(request, CANCELLED, now)
         else:
-            self.reservations.leave_asker((peer, handle))
-            self._leave_prefetch((peer, handle))
+            self.reservations.end_of_request((peer, handle))
+            self._cancel_prefetch((peer, handle))
 
-    def turned_away(self, peer: int, handle: int, source: KvSource | None, now: float) -> None:
+    def release_refused(self, peer: int, handle: int, source: KvSource | None, now: float) -> None:
         """Releases the prefetched pages and the KV source of a request that was refused before submit()."""
         self.abort(peer, handle, now)
         if source is not None and self.config.reads_peers:
-            self.reservations.done_with(source)
+            self.reservations.release_source(source)
 
     def abort_peer(self, peer: int, now: float) -> None:
         """Ends the requests, reservations and prefetches of a gateway whose stream has ended."""
-        self.reservations.leave_peer(peer)
+        self.reservations.end_of_gateway(peer)
         if self.tiers is not None:
-            self.tiers.prefetches.leave_peer(peer)
+            self.tiers.prefetches.cancel_of_gateway(peer)
         for request in [r for r in self.queues.by_key.values() if r.peer == peer]:
             self.lifecycle.end(request, CANCELLED, now)
 
@@ -209,10 +209,13 @@ class Scheduler:
             self.lifecycle.end(request, ending, now)
 
     def grammar_ready(self, spec: GrammarSpec) -> None:
-        """Queues the requests that wait for a compiled grammar. If the grammar was dropped since, it is compiled again."""
+        """Queues the requests that wait for a grammar, which is compiled now.
+
+        If the cache of compiled grammars has dropped the grammar since, it is compiled again, and the requests wait.
+        """
         for request in self.queues.gate.compiled(spec):
             self.lifecycle.ungate(request)
-            self._look_elsewhere(request)
+            self._begin_import(request)
 
     def grammar_failed(self, spec: GrammarSpec, reason: str, now: float, busy: bool = False) -> None:
         """Ends the requests that wait for a grammar.
@@ -221,17 +224,17 @@ class Scheduler:
             spec: the grammar.
             reason: message to the clients.
             now: present time.
-            busy: whether the compiler's queue was full. Then requests with given output continue to wait, and the grammar is
-                submitted again.
+            busy: whether the compiler's queue was full. If so, requests with given output continue to wait, and the grammar is
+                submitted again later.
         """
         error = ErrorCode.QUEUE_FULL if busy else ErrorCode.INVALID_ARGUMENT
         ending = refused(reason, "" if busy else "grammar", error)
         gate = self.queues.gate
-        for request in gate.put_off(spec, now) if busy else gate.waiting_for(spec):
+        for request in gate.postpone(spec, now) if busy else gate.waiting_for(spec):
             self.lifecycle.end(request, ending, now)
 
     def open_session(self, session_id: str, capacity: int, ttl_s: float, now: float) -> str:
-        """Opens a session, see SessionTable.open(). Returns the reason if it cannot be opened, otherwise an empty text."""
+        """Opens a session, see SessionTable.open(). Returns the reason if it cannot be opened, and an empty string otherwise."""
         return self.sessions.open(session_id, capacity, ttl_s, now)
 
     def close_session(self, session_id: str) -> bool:
@@ -243,7 +246,7 @@ class Scheduler:
         """Returns the next step to launch, or None if nothing can run before the step in flight is committed."""
         assert len(self._flight) <= 1, "at most one step is uncommitted"
         self.trace.now = now
-        if now >= self.reservations.next_look and self.reservations.expire(now):
+        if now >= self.reservations.next_expiry and self.reservations.expire(now):
             self.queues.batch_is_full = False
         operations = self._plan_operations(now) if self.tiers is not None else ()
         step = self._plan_step(now)
@@ -260,10 +263,10 @@ class Scheduler:
             self.lifecycle.end(request, Finish(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
         self.sessions.expire(self.memory, now)
         self.memory.forget_empty()
-        for request in self.queues.gate.ask_again(now):
+        for request in self.queues.gate.resubmit(now):
             self.lifecycle.ungate(request)
-            self._look_elsewhere(request)
-        for request in self.queues.gate.follow():
+            self._begin_import(request)
+        for request in self.queues.gate.replay():
             self.lifecycle.ungate(request)
             self._begin_waiting(request, now)
         if self.idle:
@@ -284,7 +287,7 @@ class Scheduler:
         return operations
 
     def ended(self, fact: Fact, now: float) -> None:
-        """Applies the fact of an operation."""
+        """Applies a fact: the end of an operation, or changes of a storage."""
         assert self.tiers is not None, "only workers with tiers have facts"
         if self.tiers.ended(fact, now):
             self.queues.batch_is_full = False
@@ -295,11 +298,11 @@ class Scheduler:
         began = self._began[0]
         step = self._take_flight(result.step_id)
         if self.tiers is not None or self.config.adaptive_chunk_s:
-            self._took(step.plan, began, now)
+            self._record_time(step.plan, began, now)
         self._ended_at = now
         self._committer.commit(step, result, now)
 
-    def _took(self, plan: BatchPlan, began: float, now: float) -> None:
+    def _record_time(self, plan: BatchPlan, began: float, now: float) -> None:
         seconds = now - max(began, self._ended_at)
         if self.tiers is not None and self.tiers.loads_since(began):
             self.tiers.step_ended(0, 0, 0.0, now)
@@ -343,8 +346,8 @@ class Scheduler:
         """Returns the messages to gateways since the last call, at most one per gateway stream."""
         return self._outputs.take()
 
-    def release_reservation(self, left: ReservationReleased) -> None:
-        self.reservations.leave(left)
+    def release_reservation(self, released: ReservationReleased) -> None:
+        self.reservations.release(released)
 
     def take_reservation_events(self) -> ReservationEvents | None:
         """Returns the changes of reservations since the last call, or None.
@@ -405,20 +408,21 @@ class Scheduler:
         """
         if request.progress.num_given and request.phase is Phase.WAITING:
             self._committer.take_given(request, now)
-        self._look_elsewhere(request)
+        self._begin_import(request)
 
-    def _leave_prefetch(self, asker: tuple[int, int]) -> None:
+    def _cancel_prefetch(self, request_key: tuple[int, int]) -> None:
         if self.tiers is not None:
-            self.tiers.prefetches.leave(asker)
+            self.tiers.prefetches.cancel(request_key)
 
-    def _look_elsewhere(self, request: Request) -> None:
+    def _begin_import(self, request: Request) -> None:
         if self.tiers is not None and request.phase is Phase.WAITING:
             self.lifecycle.begin_import(request)
 
     def _resolve(self, message: Submit, now: float) -> Submit | Finish:
-        """Returns the message, with the session's context before its prompt, or the ending of a request that is refused.
+        """Returns the message with the session's context before its prompt, or the ending if the request is refused.
 
-        A full queue accepts a request with given output, as it accepts retracted requests, because the client has seen output.
+        A full queue accepts a request with given output, because the client has seen output already. The queue accepts retracted
+        requests for the same reason.
         """
         if self.closed:
             return refused(self.closed, error=ErrorCode.UNAVAILABLE)
@@ -430,7 +434,7 @@ class Scheduler:
                 known = message.session.session_id in self.sessions
                 return refused(resolved, "session" if known else "session.session_id")
             message = resolved
-        if found := refusal(message, self.config, self.queues.gate.is_offered):
+        if found := refusal(message, self.config, self.queues.gate.offers_grammars):
             return found
         full = self.queues.num_waiting >= self.config.max_queued_requests
         if full and not message.output_ids and not self._displace(message, now):
@@ -451,7 +455,7 @@ class Scheduler:
         last = max(fresh, key=lambda request: (request.rank, request.seq), default=None)
         if last is None or self.config.rank(message.priority) >= last.rank:
             return False
-        text = "the queue was full, and a more urgent request arrived"
+        text = "the request queue was full, and a more urgent request took this request's place"
         ending = Finish(FinishReason.ABORT, error=ErrorCode.QUEUE_FULL, message=text)
         self.lifecycle.end(last, ending, now)
         return True

@@ -127,14 +127,14 @@ class DeviceExecutor:
     def kv_server(self) -> KvServer | None:
         return self._server
 
-    def rooms(self, events: ReservationEvents) -> None:
+    def change_reservations(self, events: ReservationEvents) -> None:
         if self._server is not None:
             if events.closed:
                 self._server.shut(events.closed)
-            for room in events.opened:
-                self._server.open(room)
+            for opened in events.opened:
+                self._server.open(opened)
         if self._mover is not None:
-            for source in events.left:
+            for source in events.released:
                 self._mover.leave(source)
 
     def apply(self, operation: Operation) -> None:

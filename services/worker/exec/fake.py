@@ -183,8 +183,8 @@ class FakeExecutor:
         self.host: dict[int, I32] = {}  # tokens of a page by host page
         self.storage: dict[bytes, I32] = {}
         self.peers: dict[str, FakeExecutor] = {}  # remote workers by the address at which their KV is read
-        self.open_rooms: dict[int, OpenReservation] = {}
-        self.left_rooms: list[ReservationReleased] = []  # reservations that their readers have released
+        self.open_reservations: dict[int, OpenReservation] = {}
+        self.released_reservations: list[ReservationReleased] = []  # reservations that their readers have released
         self._moving: list[tuple[float, PageOperation]] = []
         self._moving_until = 0.0
         self._landing: list[tuple[float, PageOperation, int]] = []  # loads with an early fact: end time and number of pages
@@ -329,15 +329,15 @@ class FakeExecutor:
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
         """Does nothing, because the clock alone decides when an operation ends."""
 
-    def rooms(self, events: ReservationEvents) -> None:
-        for room in events.closed:
-            self.open_rooms.pop(room.number, None)
-        self.open_rooms |= {opened.room.number: opened for opened in events.opened}
-        for source in events.left:
+    def change_reservations(self, events: ReservationEvents) -> None:
+        for closed in events.closed:
+            self.open_reservations.pop(closed.number, None)
+        self.open_reservations |= {opened.reservation.number: opened for opened in events.opened}
+        for source in events.released:
             peer = self.peers.get(source.address)
-            opened = None if peer is None else peer.open_rooms.get(source.room.number)
-            if peer is not None and opened is not None and opened.room == source.room:
-                peer.left_rooms.append(ReservationReleased(opened.room, opened.opening))
+            opened = None if peer is None else peer.open_reservations.get(source.reservation.number)
+            if peer is not None and opened is not None and opened.reservation == source.reservation:
+                peer.released_reservations.append(ReservationReleased(opened.reservation, opened.opening))
 
     def facts(self) -> list[Fact]:
         self._land(NO_PAGES)
@@ -384,13 +384,13 @@ class FakeExecutor:
 
     def _pulled(self, pull: Pull, pages: I32) -> int:
         """Copies pages from another fake worker. Returns the number of copied pages: all or 0."""
-        peer, room = self.peers.get(pull.source.address), pull.source.room
-        opened = None if peer is None else peer.open_rooms.get(room.number)
-        if peer is None or opened is None or opened.room != room:
+        peer, reservation = self.peers.get(pull.source.address), pull.source.reservation
+        opened = None if peer is None else peer.open_reservations.get(reservation.number)
+        if peer is None or opened is None or opened.reservation != reservation:
             return 0
         end = pull.first + len(pages)
         tokens = opened.tokens[: end * self._page_size * self.kv.itemsize]
-        if end > len(opened.pages) or proof(room.secret, opened.tree, tokens) != pull.proof:
+        if end > len(opened.pages) or proof(reservation.secret, opened.tree, tokens) != pull.proof:
             return 0
         self.kv[pages] = peer.kv[opened.pages[pull.first : end]]
         return len(pages)

@@ -42,5 +42,5 @@ async def drain(outbox: StreamOutbox, load: LoadReport, scheduler: SchedulerThre
 
 async def _wait_until_idle(outbox: StreamOutbox, load: LoadReport) -> None:
     await outbox.wait_empty()
-    while load.num_rooms:
+    while load.num_reservations:
         await asyncio.sleep(POLL_S)

@@ -249,7 +249,7 @@ class LoadReport:
         return 0 if self.stats is None else self.stats.num_running + self.stats.num_waiting
 
     @property
-    def num_rooms(self) -> int:
+    def num_reservations(self) -> int:
         """Number of open KV reservations after the loop's last iteration. Readable from any thread."""
         return 0 if self.stats is None else self.stats.num_rooms
 
@@ -366,7 +366,10 @@ def output_to_pb(output: PeerOutput) -> worker_pb2.StepOutput:
         predicted_handles=[handle for handle, _ in output.predicted],
         accepted_prediction_tokens=[verified.right_predicted for _, verified in output.predicted],
         rejected_prediction_tokens=[verified.predicted - verified.right_predicted for _, verified in output.predicted],
-        ready=[worker_pb2.PagesReady(handle=each.handle, room=_room_to_pb(each.room, each.num_pages)) for each in output.ready],
+        ready=[
+            worker_pb2.PagesReady(handle=each.handle, room=_reservation_to_pb(each.reservation, each.num_pages))
+            for each in output.ready
+        ],
     )
 
 
@@ -417,12 +420,12 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
     )
     if finish.message:
         pb.message = worded(finish.field, finish.element, finish.message)
-    if finish.room is not None:
-        pb.room.CopyFrom(_room_to_pb(finish.room, finish.room_pages))
+    if finish.reservation is not None:
+        pb.room.CopyFrom(_reservation_to_pb(finish.reservation, finish.reserved_pages))
     if finish.matched_token >= 0:
         pb.matched_token = finish.matched_token
     return pb
 
 
-def _room_to_pb(room: KvReservation, pages: int) -> worker_pb2.KvRoom:
-    return worker_pb2.KvRoom(room=room.number, epoch=room.epoch, secret=room.secret, pages=pages)
+def _reservation_to_pb(reservation: KvReservation, pages: int) -> worker_pb2.KvRoom:
+    return worker_pb2.KvRoom(room=reservation.number, epoch=reservation.epoch, secret=reservation.secret, pages=pages)

@@ -182,7 +182,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._refuse(peer, stream, message, unavailable(message.handle, self._outbox.closed))
             return
         try:
-            submit = submit_from_pb(message, peer, self._model, secrets.randbits(64), self._new_room(message))
+            submit = submit_from_pb(message, peer, self._model, secrets.randbits(64), self._new_reservation(message))
         except InvalidRequest as error:
             logger.info("refused: %s", error, extra=fields(**_request_fields(message)))
             self._refuse(peer, stream, message, refusal_to_pb(message, error))
@@ -206,7 +206,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             source = None  # the core cannot release an invalid KV source
         self._inbox.put(TurnedAway(peer, message.handle, source))
 
-    def _new_room(self, message: worker_pb2.Submit) -> KvReservation | None:
+    def _new_reservation(self, message: worker_pb2.Submit) -> KvReservation | None:
         if not message.hand_over or not self._info.kv_port:
             return None
         return KvReservation(secrets.randbits(63), self._info.generation, secrets.token_bytes(RESERVATION_SECRET_BYTES))

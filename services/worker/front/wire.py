@@ -69,7 +69,7 @@ class ModelLimits:
 
 
 def submit_from_pb(
-    message: worker_pb2.Submit, peer: int, model: ModelLimits, random_seed: int, room: KvReservation | None = None
+    message: worker_pb2.Submit, peer: int, model: ModelLimits, random_seed: int, reservation: KvReservation | None = None
 ) -> Submit:
     """Returns a checked Submit with every default resolved.
 
@@ -78,7 +78,7 @@ def submit_from_pb(
         peer: number of the gateway stream.
         model: the model's limits.
         random_seed: 64-bit seed for a request without a seed.
-        room: KV reservation for a request that a decode worker continues; None if this worker has no KV port.
+        reservation: KV reservation for a request that a decode worker continues; None if this worker has no KV port.
 
     Raises:
         InvalidRequest: a field is invalid.
@@ -110,7 +110,7 @@ def submit_from_pb(
         tenant=message.tenant,
         batch=message.batch,
         weight=message.tenant_weight or 1.0,
-        hand_over=_hand_over(message, room),
+        hand_over=_hand_over(message, reservation),
         source=_source_from_pb(message),
         prediction=_prediction_from_pb(message, model),
     )
@@ -130,17 +130,17 @@ def prefetch_from_pb(message: worker_pb2.Prefetch, peer: int, model: ModelLimits
 
 def ready_from_pb(message: worker_pb2.PagesReady) -> PagesReady:
     """Returns checked PagesReady. Raises InvalidRequest if a field is invalid."""
-    return PagesReady(message.handle, _room_from_pb(message.room, "room"), message.room.pages)
+    return PagesReady(message.handle, _reservation_from_pb(message.room, "room"), message.room.pages)
 
 
-def _hand_over(message: worker_pb2.Submit, room: KvReservation | None) -> KvReservation | None:
+def _hand_over(message: worker_pb2.Submit, reservation: KvReservation | None) -> KvReservation | None:
     if not message.hand_over:
         return None
     if message.HasField("session") or _is_measured(message):
         raise InvalidRequest("hand_over", "cannot be combined with session, embedding or score")
-    if room is None:
+    if reservation is None:
         raise InvalidRequest("hand_over", "this worker reserves no KV for other workers")
-    return room
+    return reservation
 
 
 def _source_from_pb(message: worker_pb2.Submit) -> KvSource | None:
@@ -156,10 +156,10 @@ def source_from_pb(message: worker_pb2.Submit) -> KvSource | None:
 
 def _kv_source_from_pb(source: worker_pb2.KvSource) -> KvSource:
     check_limit(len(source.address), limits.MAX_ADDRESS_CHARS, "source.address", "characters")
-    return KvSource(_room_from_pb(source.room, "source.room"), source.address, source.room.pages)
+    return KvSource(_reservation_from_pb(source.room, "source.room"), source.address, source.room.pages)
 
 
-def _room_from_pb(room: worker_pb2.KvRoom, field: str) -> KvReservation:
+def _reservation_from_pb(room: worker_pb2.KvRoom, field: str) -> KvReservation:
     if len(room.secret) != RESERVATION_SECRET_BYTES:
         raise InvalidRequest(f"{field}.secret", f"must have {RESERVATION_SECRET_BYTES} bytes, not {len(room.secret)}")
     if not room.pages:
@@ -306,10 +306,10 @@ def _scalar(message: pb.SamplingParams | pb.Dry, field: str, row: SamplingParame
     return row.resolved(value)
 
 
-def _max_new_tokens(message: pb.SamplingParams, room: int) -> int:
+def _max_new_tokens(message: pb.SamplingParams, budget: int) -> int:
     if not message.HasField("max_new_tokens"):
-        return max(room, 1)
-    return min(message.max_new_tokens, max(room, 1))
+        return max(budget, 1)
+    return min(message.max_new_tokens, max(budget, 1))
 
 
 def _listed_ids(message: pb.SamplingParams, row: SamplingParameter, model: ModelLimits) -> tuple[int, ...]:

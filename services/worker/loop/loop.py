@@ -231,7 +231,7 @@ class Loop:
         """
         events = self._core.take_reservation_events()
         if events is not None:
-            self._executor.rooms(events)
+            self._executor.change_reservations(events)
 
     def _take_facts(self) -> None:
         for fact in self._executor.facts():
@@ -295,7 +295,7 @@ class Loop:
             case Abort(peer, handle):
                 core.abort(peer, handle, now)
             case TurnedAway(peer, handle, source):
-                core.turned_away(peer, handle, source, now)
+                core.release_refused(peer, handle, source, now)
             case PeerGone(peer):
                 core.abort_peer(peer, now)
             case GrammarReady(spec):

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from rootstock_llm.services.shared.observe.histogram import Histogram
 from rootstock_llm.services.shared.observe.readings import Reading, Value
-from rootstock_llm.services.worker.core.contracts.counters import StepStats, Told, told
+from rootstock_llm.services.worker.core.contracts.counters import ExportedAs, StepStats, exported_fields
 from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
@@ -272,12 +272,12 @@ class LoopCounts:
 LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
 
 
-def _figure(field: str, mark: Told, counts: LoopCounts) -> float:
+def _figure(field: str, mark: ExportedAs, counts: LoopCounts) -> float:
     value = float(getattr(counts.stats, field))
     return value * counts.page_size if mark.in_pages else value
 
 
-def _of_stats(field: str, mark: Told) -> Reading[LoopCounts]:
+def _of_stats(field: str, mark: ExportedAs) -> Reading[LoopCounts]:
     family = Counter if field.endswith("_total") else Gauge
     return Reading(family, mark.metric, mark.text, partial(_figure, field, mark))
 
@@ -311,7 +311,7 @@ def _keys_by_requests(requests: Sequence[int]) -> Value:
 
 BLOCKS = "rootstock_worker_cache_blocks_"
 ROWS: tuple[Reading[LoopCounts], ...] = (
-    *(_of_stats(field, mark) for field, mark in told().items()),
+    *(_of_stats(field, mark) for field, mark in exported_fields().items()),
     Reading(Gauge, "sglang:num_queue_reqs", "Requests that wait for admission, without those at the gate.", _waiting),
     Reading(Gauge, "sglang:num_paused_reqs", "Running requests while the scheduler is paused, otherwise 0.", _paused),
     Reading(

@@ -77,11 +77,11 @@ def reservation(number: int, pages: Sequence[int], tree: str = TREE) -> OpenRese
 
 def proof_of(opened: OpenReservation, end: int) -> bytes:
     """Returns the proof of the pages before `end`."""
-    return proof(opened.room.secret, opened.tree, opened.tokens[: end * PAGE_SIZE * 4])
+    return proof(opened.reservation.secret, opened.tree, opened.tokens[: end * PAGE_SIZE * 4])
 
 
 def read_request(opened: OpenReservation, first: int, count: int) -> PageRequest:
-    return PageRequest(RequestKind.READ, opened.room, first, count, proof_of(opened, first + count))
+    return PageRequest(RequestKind.READ, opened.reservation, first, count, proof_of(opened, first + count))
 
 
 class Served:
@@ -111,7 +111,7 @@ class Served:
 
     @property
     def left(self) -> list[KvReservation]:
-        return [word.room for word in self.words]
+        return [word.reservation for word in self.words]
 
     @property
     def refused(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ class Served:
         return made
 
     def source(self, opened: OpenReservation) -> KvSource:
-        return KvSource(opened.room, self.address, len(opened.pages))
+        return KvSource(opened.reservation, self.address, len(opened.pages))
 
 
 class Asking:

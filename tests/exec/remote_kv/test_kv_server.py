@@ -75,24 +75,24 @@ class TestPages:
 
 
 REFUSED = {
-    "a zero secret": (replace(READ, reservation=replace(OURS.room, secret=bytes(16))), Status.NO_RESERVATION),
+    "a zero secret": (replace(READ, reservation=replace(OURS.reservation, secret=bytes(16))), Status.NO_RESERVATION),
     "a secret with another last byte": (
-        replace(READ, reservation=replace(OURS.room, secret=secret_of(1)[:-1] + b"!")),
+        replace(READ, reservation=replace(OURS.reservation, secret=secret_of(1)[:-1] + b"!")),
         Status.NO_RESERVATION,
     ),
     "the secret of another reservation": (
-        replace(READ, reservation=replace(OURS.room, secret=OTHERS.room.secret)),
+        replace(READ, reservation=replace(OURS.reservation, secret=OTHERS.reservation.secret)),
         Status.NO_RESERVATION,
     ),
-    "the number of another reservation": (replace(READ, reservation=replace(OURS.room, number=2)), Status.NO_RESERVATION),
-    "another epoch": (replace(READ, reservation=replace(OURS.room, epoch=EPOCH + 1)), Status.NO_RESERVATION),
-    "a reservation that was never open": (replace(READ, reservation=replace(OURS.room, number=99)), Status.NO_RESERVATION),
+    "the number of another reservation": (replace(READ, reservation=replace(OURS.reservation, number=2)), Status.NO_RESERVATION),
+    "another epoch": (replace(READ, reservation=replace(OURS.reservation, epoch=EPOCH + 1)), Status.NO_RESERVATION),
+    "a reservation that was never open": (replace(READ, reservation=replace(OURS.reservation, number=99)), Status.NO_RESERVATION),
     "the largest number": (
         replace(READ, reservation=KvReservation((1 << 64) - 1, (1 << 64) - 1, b"\xff" * 16)),
         Status.NO_RESERVATION,
     ),
     "a zero secret, and pages out of range": (
-        replace(READ, reservation=replace(OURS.room, secret=bytes(16)), first=99),
+        replace(READ, reservation=replace(OURS.reservation, secret=bytes(16)), first=99),
         Status.NO_RESERVATION,
     ),
     "a page beyond": (read_request(OURS, 4, 2), Status.OUT_OF_RANGE),
@@ -103,7 +103,10 @@ REFUSED = {
     "a proof of fewer pages": (replace(READ, proof=proof_of(OURS, 2)), Status.OTHER_PROMPT),
     "a proof of more pages": (replace(READ, proof=proof_of(OURS, 4)), Status.OTHER_PROMPT),
     "a proof of another tree": (replace(READ, proof=proof_of(reservation(1, PAGES, TREE + "!"), 3)), Status.OTHER_PROMPT),
-    "a proof by another secret": (replace(READ, proof=proof_of(replace(OURS, room=OTHERS.room), 3)), Status.OTHER_PROMPT),
+    "a proof by another secret": (
+        replace(READ, proof=proof_of(replace(OURS, reservation=OTHERS.reservation), 3)),
+        Status.OTHER_PROMPT,
+    ),
     "more than is read at once": (read_request(OURS, 0, 5), Status.TOO_LARGE),
     "the largest count": (replace(READ, count=(1 << 32) - 1), Status.TOO_LARGE),
 }
@@ -269,7 +272,7 @@ class TestConnections:
                 until(lambda: served.pool.reads)
                 until(lambda: served.server.counts().num_connections == 0)
                 assert served.server.counts().served_bytes == 0
-                until(lambda: served.left == [OURS.room])
+                until(lambda: served.left == [OURS.reservation])
                 served.server.shut_all()
 
 
@@ -281,7 +284,7 @@ class TestShutting:
         with Asking(served.server.port) as asking:
             asked = Running(lambda: asking.ask(READ))
             assert copying.wait(60)
-            served.server.shut([OURS.room])
+            served.server.shut([OURS.reservation])
             assert not asked.is_done
             shut.set()
             assert asked.result() == (Status.NO_RESERVATION, b"")
@@ -290,7 +293,7 @@ class TestShutting:
 
     def test_server_discards_a_copy_when_the_reservation_was_opened_again(self, served: Served) -> None:
         def shut_and_open() -> None:
-            served.server.shut([OURS.room])
+            served.server.shut([OURS.reservation])
             served.server.open(OURS)
 
         served.pool.after = shut_and_open
@@ -300,7 +303,7 @@ class TestShutting:
     def test_server_refuses_reads_of_a_shut_reservation(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
-            served.server.shut([OURS.room, OURS.room, KvReservation(77, EPOCH, secret_of(77))])
+            served.server.shut([OURS.reservation, OURS.reservation, KvReservation(77, EPOCH, secret_of(77))])
             assert asking.ask(READ) == (Status.NO_RESERVATION, b"")
             assert len(served.pool.reads) == 1
             assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
@@ -322,7 +325,7 @@ class TestShutting:
             asked = [Running(lambda: one.ask(READ)), Running(lambda: other.ask(read_request(OTHERS, 0, 1)))]
             until(lambda: len(served.pool.reads) == 2)
             shutting = Running(shut_all)
-            until(lambda: served.server._reservations.find(OURS.room) is None)
+            until(lambda: served.server._reservations.find(OURS.reservation) is None)
             assert not shutting.is_done
             go_on.set()
             assert shutting.result() == 2
@@ -331,31 +334,31 @@ class TestShutting:
 
 
 class TestLeaving:
-    LEAVE = frames.pack_request(PageRequest(RequestKind.LEAVE, OURS.room))
+    LEAVE = frames.pack_request(PageRequest(RequestKind.LEAVE, OURS.reservation))
 
     def test_released_reservation_is_reported_once_and_stays_open(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
             asking.socket.sendall(self.LEAVE * 2)
             assert asking.ask(READ)[0] is Status.OK
-            assert served.left == [OURS.room]
+            assert served.left == [OURS.reservation]
         until(lambda: served.server.counts().num_connections == 0)
         served.server.close()  # ends its threads
-        assert served.left == [OURS.room]
+        assert served.left == [OURS.reservation]
 
     def test_growing_reservation_can_be_released_once_per_version(self, served: Served) -> None:
         """A release names the version that the reader knew."""
         whole = replace(reservation(7, (3, 8, 13)), opening=5)
         served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
-        leave = frames.pack_request(PageRequest(RequestKind.LEAVE, whole.room))
+        leave = frames.pack_request(PageRequest(RequestKind.LEAVE, whole.reservation))
         with Asking(served.server.port) as asking:
             assert asking.ask(read_request(whole, 1, 2))[0] is Status.OUT_OF_RANGE
             assert asking.ask(read_request(whole, 0, 2)) == (Status.OK, served.pool.bytes_of([3, 8]))
             asking.socket.sendall(leave)
-            until(lambda: served.left == [whole.room])
+            until(lambda: served.left == [whole.reservation])
             served.server.open(whole)
             assert asking.ask(read_request(whole, 1, 2)) == (Status.OK, served.pool.bytes_of([8, 13]))
             asking.socket.sendall(leave * 2)
-            until(lambda: served.words == [ReservationReleased(whole.room, 4), ReservationReleased(whole.room, 5)])
+            until(lambda: served.words == [ReservationReleased(whole.reservation, 4), ReservationReleased(whole.reservation, 5)])
             assert asking.ask(read_request(whole, 0, 1))[0] is Status.OK
 
     def test_reader_of_an_older_version_releases_nothing_when_disconnecting(self, served: Served) -> None:
@@ -369,7 +372,7 @@ class TestLeaving:
         with Asking(served.server.port) as after:
             assert after.ask(read_request(whole, 0, 3))[0] is Status.OK
             assert served.words == []
-        until(lambda: served.words == [ReservationReleased(whole.room, 5)])
+        until(lambda: served.words == [ReservationReleased(whole.reservation, 5)])
 
     def test_end_of_a_connection_releases_the_reservations_of_the_last_reads(self, served: Served) -> None:
         first, last = Asking(served.server.port), Asking(served.server.port)
@@ -377,15 +380,15 @@ class TestLeaving:
         assert last.ask(READ)[0] is Status.OK
         until(lambda: served.server.counts().served_bytes == 5 * PAGE_BYTES)
         first.socket.close()
-        until(lambda: served.left == [OTHERS.room])
+        until(lambda: served.left == [OTHERS.reservation])
         last.socket.close()
-        until(lambda: served.left == [OTHERS.room, OURS.room])
+        until(lambda: served.left == [OTHERS.reservation, OURS.reservation])
 
     @pytest.mark.parametrize("by", ["its end", "a word"])
     def test_shut_reservation_is_not_reported_as_released(self, served: Served, by: str) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
-            served.server.shut([OURS.room])
+            served.server.shut([OURS.reservation])
             if by == "a word":
                 asking.socket.sendall(self.LEAVE)
         until(lambda: served.server.counts().num_connections == 0)

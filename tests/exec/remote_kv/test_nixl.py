@@ -79,7 +79,7 @@ class Tapping(Asking):
     def __init__(self, served: Served, own: KeptCarrier) -> None:
         super().__init__(served.server.port)
         self.opened = served.opened(pages=PAGES)
-        status, payload = self.ask(PageRequest(RequestKind.STAGE, self.opened.room))
+        status, payload = self.ask(PageRequest(RequestKind.STAGE, self.opened.reservation))
         assert status is Status.OK
         self.area_message = pb.StagingArea.FromString(payload)
         self._area: CarriedArea = own.area(staging_shape(PAGE_BYTES).slot_bytes, time.monotonic() + PATIENCE_S)
@@ -126,7 +126,7 @@ def test_server_wipes_a_slot_after_the_mark_of_the_reader(both: tuple[KeptCarrie
             assert tapping.socket.recv(1) == FILLED
             assert tapping.slot(slot) == served.pool.bytes_of(PAGES[slot * AT_ONCE : (slot + 1) * AT_ONCE])
         assert len(served.pool.reads) == staging.SLOTS, "a slot is not overwritten before the reader frees it"
-        served.server.shut([tapping.opened.room])
+        served.server.shut([tapping.opened.reservation])
         tapping.socket.sendall(FREE * staging.SLOTS)
         until(lambda: not any(any(tapping.slot(slot)) for slot in range(staging.SLOTS)))
         tapping.stop()
@@ -156,7 +156,7 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
 
             def shut(last: int = last) -> None:
                 if len(served.pool.reads) == last:
-                    served.server.shut([reservation(1, PAGES).room])
+                    served.server.shut([reservation(1, PAGES).reservation])
 
             served.pool.after = shut
             assert pull(one, served.source(opened), opened, 0, POOL_PAGES) is None
@@ -166,7 +166,7 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
             assert one.read_bytes() == {"nixl": rounds * ALL}
         one.close()
     with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
-        served.pool.after = lambda: served.server.shut([tapping.opened.room])
+        served.pool.after = lambda: served.server.shut([tapping.opened.reservation])
         assert tapping.ask(read_request(tapping.opened, 0, AT_ONCE)) == (Status.NO_RESERVATION, b"")
         assert served.pool.bytes_of(PAGES[:1]) not in tapping.slot(0), "pages of a shut reservation are not readable in the area"
         tapping.stop()
@@ -175,10 +175,10 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
 def test_server_stages_once_per_connection_for_a_known_reservation(
     fakes: tuple[KeptCarrier, KeptCarrier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unknown = PageRequest(RequestKind.STAGE, reservation(2, PAGES).room)
+    unknown = PageRequest(RequestKind.STAGE, reservation(2, PAGES).reservation)
     folder = SocketFolder(tmp_path / "kv")
     with Served(carrier=fakes[0], folder=folder) as served:
-        stage = PageRequest(RequestKind.STAGE, served.opened().room)
+        stage = PageRequest(RequestKind.STAGE, served.opened().reservation)
         with Asking(served.server.port) as asking:
             assert asking.ask(unknown) == (Status.NO_RESERVATION, b"")
             assert asking.ask(stage)[0] is Status.OK
@@ -195,7 +195,7 @@ def test_server_stages_once_per_connection_for_a_known_reservation(
         one.close()
     with Served() as served, Asking(served.server.port) as asking:
         opened = served.opened(pages=PAGES)
-        assert asking.ask(PageRequest(RequestKind.STAGE, opened.room)) == (Status.NO_AREA, b"") and not served.refused
+        assert asking.ask(PageRequest(RequestKind.STAGE, opened.reservation)) == (Status.NO_AREA, b"") and not served.refused
         assert asking.ask(read_request(opened, 0, 1)) == (Status.OK, served.pool.bytes_of(PAGES[:1]))
     with carrier("fake") as its, Served(carrier=its) as served:
         monkeypatch.setattr(limits, "MAX_STAGING_AREAS", 1)
@@ -291,7 +291,7 @@ AREAS: dict[str, bytes] = {
     "slots beyond one's own": _area(slot_bytes=SLOT_BYTES + PAGE_BYTES).SerializeToString(),
     "slots of no bytes": _area(slot_bytes=0).SerializeToString(),
     "no nonce": _area(nonce=b"").SerializeToString(),
-    "a nonce beyond its room": _area(nonce=bytes(staging.NONCE_BYTES + 1)).SerializeToString(),
+    "a nonce above its size": _area(nonce=bytes(staging.NONCE_BYTES + 1)).SerializeToString(),
     "beyond all addresses": _area(addresses=[(1 << 64) - 1]).SerializeToString(),
 }
 

@@ -54,7 +54,7 @@ class TestReads:
             assert sum(one.read_bytes().values()) == 10 * PAGE_BYTES
             assert served.server.counts().num_connections == 1
             one.close()
-            until(lambda: served.left == [opened.room])
+            until(lambda: served.left == [opened.reservation])
 
     def test_reader_keeps_the_connection_after_a_refusal(self, caplog: pytest.LogCaptureFixture) -> None:
         with Served() as served:
@@ -93,7 +93,7 @@ class TestReads:
             opened, one = served.opened(), reader()
             assert pull(one, served.source(opened), opened, 0, 1)
             one.leave(served.source(opened))
-            until(lambda: served.left == [opened.room])
+            until(lambda: served.left == [opened.reservation])
             assert served.server.counts().num_connections == 1
             one.close()
 
@@ -101,7 +101,7 @@ class TestReads:
         with Served() as served:
             opened, one = served.opened(), reader()
             one.leave(served.source(opened))
-            until(lambda: served.left == [opened.room])
+            until(lambda: served.left == [opened.reservation])
             assert served.pool.reads == [] and served.refused == {}
             one.close()
 
@@ -109,7 +109,7 @@ class TestReads:
         with Served() as first, Served() as second, Served() as third:
             one, opened = reader(max_peers=2), reservation(1, PAGES)
             for served in (first, second, first, third):
-                if opened.room not in [each.version.room for each in served.server._reservations._offered.values()]:
+                if opened.reservation not in [each.version.reservation for each in served.server._reservations._offered.values()]:
                     served.server.open(opened)
                 assert pull(one, served.source(opened), opened, 0, 1)
             until(lambda: second.server.counts().num_connections == 0)
@@ -136,7 +136,7 @@ class TestReconnects:
                 assert pull(one, served.source(opened), opened, 0, 1)
                 until(lambda: served.server.counts().num_connections == 0)
             one.leave(served.source(other))
-            until(lambda: served.left == [opened.room, other.room])
+            until(lambda: served.left == [opened.reservation, other.reservation])
             one.close()
 
     ENDS: ClassVar = {
@@ -149,7 +149,7 @@ class TestReconnects:
     def test_reader_reconnects_once_when_the_connection_has_ended(self, case: str) -> None:
         answers = sick_peers.answers_once(b"p" * PAGE_BYTES, **self.ENDS[case])
         with SickPeer(answers) as peer:
-            one, source = reader(), KvSource(OURS.room, peer.address, 5)
+            one, source = reader(), KvSource(OURS.reservation, peer.address, 5)
             for _ in range(3):
                 assert pull(one, source, OURS, 0, 1) == b"p" * PAGE_BYTES
             assert peer.num_connections == 3
@@ -158,7 +158,7 @@ class TestReconnects:
     def test_reader_gives_no_second_try_to_a_new_connection_without_answer(self) -> None:
         with SickPeer(sick_peers.NOTHING) as peer:
             one = reader()
-            assert pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2) is None
+            assert pull(one, KvSource(OURS.reservation, peer.address, 5), OURS, 0, 2) is None
             assert peer.num_connections == 1
             one.close()
 
@@ -190,7 +190,7 @@ class TestFaultyServers:
         with SickPeer(ENDED[case]) as peer:
             one = reader()
             for _ in range(2):
-                assert pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2) is None
+                assert pull(one, KvSource(OURS.reservation, peer.address, 5), OURS, 0, 2) is None
             assert len(warnings(caplog)) == 1 and sum(one.read_bytes().values()) == 0
             one.close()
 
@@ -199,7 +199,7 @@ class TestFaultyServers:
         """The full answer would take longer than any timeout."""
         with SickPeer(SILENT[case]) as peer:
             one = reader(read_timeout_s=0.3)
-            asked = Running(lambda: pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2))
+            asked = Running(lambda: pull(one, KvSource(OURS.reservation, peer.address, 5), OURS, 0, 2))
             assert asked.result() is None
             one.close()
 
@@ -208,7 +208,7 @@ class TestFaultyServers:
     def test_close_ends_waiting_reads(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
         with SickPeer(SILENT[case]) as peer:
             one = reader(read_timeout_s=600.0, connect_timeout_s=600.0)
-            asked = Running(lambda: pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2))
+            asked = Running(lambda: pull(one, KvSource(OURS.reservation, peer.address, 5), OURS, 0, 2))
             assert peer.asked.wait(60)
             one.close()
             assert asked.result() is None
@@ -218,7 +218,7 @@ class TestFaultyServers:
         with SickPeer(sick_peers.silent) as peer:
             one = reader(connect_timeout_s=600.0)
             begun = time.monotonic()
-            Running(lambda: one.leave(KvSource(OURS.room, peer.address, 5))).result()
+            Running(lambda: one.leave(KvSource(OURS.reservation, peer.address, 5))).result()
             assert time.monotonic() - begun < 60.0, "a release waits for much less than connect_timeout_s, 600 s"
             one.close()
 
@@ -228,8 +228,8 @@ class TestFaultyServers:
             one = reader(read_timeout_s=0.3)
             begun = time.monotonic()
             for _ in range(20):
-                assert pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2) is None
-                one.leave(KvSource(OURS.room, peer.address, 5))
+                assert pull(one, KvSource(OURS.reservation, peer.address, 5), OURS, 0, 2) is None
+                one.leave(KvSource(OURS.reservation, peer.address, 5))
             assert time.monotonic() - begun < peer_reader.REST_S
             assert peer.num_connections == 1, "releases open no connection during the pause, either"
             one.close()
@@ -243,14 +243,14 @@ class TestFaultyServers:
             port = served.server.port
         one = reader()
         for _ in range(2):
-            one.leave(KvSource(OURS.room, f"127.0.0.1:{port}", 5))
-            assert pull(one, KvSource(OURS.room, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
+            one.leave(KvSource(OURS.reservation, f"127.0.0.1:{port}", 5))
+            assert pull(one, KvSource(OURS.reservation, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
         assert len(warnings(caplog)) == 1
         with Served(port=port) as served:
             opened = served.opened()
             assert pull(one, served.source(opened), opened, 0, 2)
         assert [each.message for each in caplog.records if each.name == LINES][1:] == ["a remote worker can be read again"]
-        assert pull(one, KvSource(OURS.room, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
+        assert pull(one, KvSource(OURS.reservation, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
         assert len(warnings(caplog)) == 2
         one.close()
 
@@ -260,16 +260,16 @@ class TestFaultyServers:
         with pytest.raises(ValueError):
             parse_address(address)
         one = reader()
-        assert pull(one, KvSource(OURS.room, address, 5), OURS, 0, 2) is None
-        one.leave(KvSource(OURS.room, address, 5))
+        assert pull(one, KvSource(OURS.reservation, address, 5), OURS, 0, 2) is None
+        one.leave(KvSource(OURS.reservation, address, 5))
         assert warnings(caplog) == [f"{address!r} is no host:port"]
         one.close()
 
     def test_reader_reads_nothing_when_the_reservation_fits_no_frame(self) -> None:
         with Served() as served:
             one = reader()
-            for too_large in (replace(OURS.room, number=1 << 64), replace(OURS.room, secret=b"short")):
-                opened = replace(OURS, room=too_large)
+            for too_large in (replace(OURS.reservation, number=1 << 64), replace(OURS.reservation, secret=b"short")):
+                opened = replace(OURS, reservation=too_large)
                 assert pull(one, served.source(opened), opened, 0, 1) is None
                 one.leave(served.source(opened))
             assert served.refused == {}
@@ -288,7 +288,7 @@ def test_reader_reads_nothing_after_close() -> None:
         assert pull(one, served.source(opened), opened, 0, 1)
         one.close()
         assert pull(one, served.source(opened), opened, 0, 1) is None
-        until(lambda: served.left == [opened.room])
+        until(lambda: served.left == [opened.reservation])
 
 
 @pytest.mark.needs("openssl")
@@ -303,7 +303,7 @@ class TestTls:
                 assert pull(one, served.source(opened), opened, 0, 5, page_bytes) == served.pool.bytes_of(PAGES)
             assert served.server.counts().num_connections == 1
             one.leave(served.source(opened))
-            until(lambda: served.left == [opened.room])
+            until(lambda: served.left == [opened.reservation])
             one.close()
 
     def test_server_refuses_a_reader_without_tls(self, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_reader_gets_pages_in_pieces_over_one_connection(served: Served, folder:
     until(lambda: served.server.counts().served_bytes == total)
     assert served.server.counts().num_connections == 1
     one.close()
-    until(lambda: served.left == [opened.room])
+    until(lambda: served.left == [opened.reservation])
 
 
 @pytest.mark.by_day(one_in=2, seed=15)
@@ -67,7 +67,7 @@ def test_reader_discards_pages_of_a_reservation_that_is_shut_during_the_read(
     served: Served, folder: SocketFolder, piece: int
 ) -> None:
     opened, other, one = served.opened(1, PAGES), served.opened(2, PAGES), reader(folder=folder)
-    served.pool.after = lambda: served.server.shut([opened.room]) if len(served.pool.reads) == piece + 1 else None
+    served.pool.after = lambda: served.server.shut([opened.reservation]) if len(served.pool.reads) == piece + 1 else None
     assert pull(one, served.source(opened), opened, 0, POOL_PAGES) is None
     assert len(served.pool.reads) == piece + 1
     assert pull(one, served.source(other), other, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
@@ -82,7 +82,7 @@ def test_server_ends_the_connection_when_the_reader_frees_no_slot(folder: Socket
         silent.connect(str(folder.path(served.server.port)))
         silent.sendall(frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)))
         silent.recv(frames.ANSWER_BYTES, socket.MSG_WAITALL)
-        asked = PageRequest(RequestKind.READ, opened.room, 0, POOL_PAGES, proof_of(opened, POOL_PAGES))
+        asked = PageRequest(RequestKind.READ, opened.reservation, 0, POOL_PAGES, proof_of(opened, POOL_PAGES))
         silent.sendall(frames.pack_request(asked))
         until(lambda: len(served.pool.reads) == shared_ring.SLOTS)
         until(lambda: served.server.counts().num_connections == 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rootstock_llm.services.worker.core.contracts.transfers import KeptBlock
+from rootstock_llm.services.worker.core.contracts.transfers import TierBlock
 from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES
 from rootstock_llm.services.worker.exec.tiers import block_log
 from rootstock_llm.services.worker.exec.tiers.block_log import BlockLog
@@ -18,20 +18,20 @@ from rootstock_llm.services.worker.exec.tiers.disk import Disk
 IDENTITY = bytes(range(32))
 
 
-def block(number: int, pages: int = 4) -> KeptBlock:
+def block(number: int, pages: int = 4) -> TierBlock:
     keys = tuple(number.to_bytes(4, "big") + page.to_bytes(KEY_BYTES - 4, "big") for page in range(pages))
-    return KeptBlock(b"name%04d" % number, b"revision", keys)
+    return TierBlock(b"name%04d" % number, b"revision", keys)
 
 
 BLOCKS = [block(1), block(2, 1), block(3, 64), block(4)]
 
 
-def log_of(folder: Path, blocks: Sequence[KeptBlock], identity: bytes = IDENTITY, disk: Disk | None = None) -> BlockLog:
+def log_of(folder: Path, blocks: Sequence[TierBlock], identity: bytes = IDENTITY, disk: Disk | None = None) -> BlockLog:
     """Returns the log of a store that has the pages of these blocks."""
     return BlockLog(folder / "blocks", identity, lambda: [key for each in blocks for key in each.keys], disk)
 
 
-def found(folder: Path, blocks: Sequence[KeptBlock], identity: bytes = IDENTITY) -> list[KeptBlock]:
+def found(folder: Path, blocks: Sequence[TierBlock], identity: bytes = IDENTITY) -> list[TierBlock]:
     log = log_of(folder, blocks, identity)
     try:
         return log.read()
@@ -39,7 +39,7 @@ def found(folder: Path, blocks: Sequence[KeptBlock], identity: bytes = IDENTITY)
         log.close()
 
 
-def written(folder: Path, blocks: Sequence[KeptBlock] = BLOCKS) -> Path:
+def written(folder: Path, blocks: Sequence[TierBlock] = BLOCKS) -> Path:
     log = log_of(folder, blocks)
     assert log.read() == []
     for each in blocks:
@@ -103,7 +103,7 @@ def test_sweep_removes_names_of_deleted_pages(tmp_path: Path) -> None:
 
 def test_log_stays_small_when_blocks_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_log, "SPARE_BYTES", 2000)
-    held: list[KeptBlock] = []
+    held: list[TierBlock] = []
     log = BlockLog(tmp_path / "blocks", IDENTITY, lambda: [key for each in held for key in each.keys])
     for number in range(500):
         held = [*held[-5:], block(number)]

@@ -64,7 +64,7 @@ LOADS = (
     *of(
         "loads",
         "services/worker/core/tiers/lanes.py",
-        ("has_its_turn = lane != HOST.lane or not self.num_landing", "has_its_turn = True"),
+        ("can_be_late = lane != HOST.lane or not self.num_landing", "can_be_late = True"),
         ("        self._rates.moved(Tier.HOST, pages, seconds)\n", ""),
         ("        if any(running.place is HOST for running in self):", "        if HOST.lane in self._free_at:"),
     ),

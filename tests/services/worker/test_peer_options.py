@@ -16,7 +16,7 @@ TLS = ("disaggregation_tls_cert_file", "disaggregation_tls_key_file", "disaggreg
 
 
 def options_of(**changes: Any) -> object:
-    return peer_options(WorkerSettings(model="fake", **changes), lambda room: None)
+    return peer_options(WorkerSettings(model="fake", **changes), lambda released: None)
 
 
 def test_unified_worker_has_no_peer_options() -> None:

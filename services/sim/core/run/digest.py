@@ -141,8 +141,8 @@ NAMES: dict[type, dict[str, str | Callable[[Any], object]]] = {
         "label_logprobs": "label_logprobs",
         "field": "field",
         "element": "element",
-        "kv_reservation": "room",
-        "kv_reservation_pages": "room_pages",
+        "kv_reservation": "reservation",
+        "kv_reservation_pages": "reserved_pages",
     },
     Verified: {
         "rows": "rows",

@@ -102,9 +102,9 @@ class SimExecutor:
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
         """Does nothing: operations end by the clock."""
 
-    def rooms(self, events: ReservationEvents) -> None:
+    def change_reservations(self, events: ReservationEvents) -> None:
         assert self._reads is not None, "only workers with remote reads have KV reservations"
-        self._reads.rooms(events, self._clock.now)
+        self._reads.change_reservations(events, self._clock.now)
 
     def apply(self, operation: Operation) -> None:
         raise OperationRefused("a simulated worker has no memory to release and no device to profile")

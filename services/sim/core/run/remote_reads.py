@@ -48,37 +48,37 @@ class OpenReservations:
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[str, dict[int, OpenReservation]] = {}
+        self._opened_at: dict[str, dict[int, OpenReservation]] = {}
 
     def update(self, address: str, events: ReservationEvents) -> None:
-        rooms = self._rooms.setdefault(address, {})
-        for room in events.closed:
-            rooms.pop(room.number, None)
-        rooms |= {opened.room.number: opened for opened in events.opened}
+        reservations = self._opened_at.setdefault(address, {})
+        for closed in events.closed:
+            reservations.pop(closed.number, None)
+        reservations |= {opened.reservation.number: opened for opened in events.opened}
 
     def count(self, address: str) -> int:
-        return len(self._rooms.get(address, ()))
+        return len(self._opened_at.get(address, ()))
 
     def drop(self, address: str) -> None:
         """Removes the reservations of a dead worker."""
-        self._rooms.pop(address, None)
+        self._opened_at.pop(address, None)
 
-    def find(self, address: str, room: KvReservation) -> OpenReservation | None:
+    def find(self, address: str, reservation: KvReservation) -> OpenReservation | None:
         """Returns the current state of a reservation, or None if it has ended."""
-        opened = self._rooms.get(address, {}).get(room.number)
-        return opened if opened is not None and opened.room == room else None
+        opened = self._opened_at.get(address, {}).get(reservation.number)
+        return opened if opened is not None and opened.reservation == reservation else None
 
     def allows(self, pull: Pull, count: int, page_size: int) -> bool:
         """Returns whether a pull may read `count` pages.
 
         The reservation must exist, and the pull must prove that it has the prompt's tokens.
         """
-        opened = self.find(pull.source.address, pull.source.room)
+        opened = self.find(pull.source.address, pull.source.reservation)
         if opened is None:
             return False
         end = pull.first + count
         tokens = opened.tokens[: end * page_size * TOKEN_BYTES]
-        return end <= len(opened.pages) and proof(opened.room.secret, opened.tree, tokens) == pull.proof
+        return end <= len(opened.pages) and proof(opened.reservation.secret, opened.tree, tokens) == pull.proof
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +120,20 @@ class RemoteReads:
         self.read_bytes = 0  # bytes read since the start
 
     @property
-    def num_rooms(self) -> int:
+    def num_reservations(self) -> int:
         """Number of KV reservations at this worker."""
         return self._reservations.count(self._address)
 
-    def rooms(self, events: ReservationEvents, now: float) -> None:
+    def change_reservations(self, events: ReservationEvents, now: float) -> None:
         self._reservations.update(self._address, events)
-        for source in events.left:
+        for source in events.released:
             lane = self._lanes.get(source.address)
             self._send_release(source, lane[-1].end if lane else now)
 
-    def release_here(self, room: KvReservation) -> ReservationReleased | None:
+    def release_here(self, reservation: KvReservation) -> ReservationReleased | None:
         """Returns the release of a reservation of this worker, or None if it has ended."""
-        opened = self._reservations.find(self._address, room)
-        return None if opened is None else ReservationReleased(room, opened.opening)
+        opened = self._reservations.find(self._address, reservation)
+        return None if opened is None else ReservationReleased(reservation, opened.opening)
 
     def begin(self, operations: Sequence[PageOperation], at: float) -> None:
         """Queues reads that begin at `at`, when all steps that were launched before have ended."""

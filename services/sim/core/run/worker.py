@@ -109,7 +109,7 @@ class SimWorker:
     def _pass_reservations(self) -> None:
         events = self.core.take_reservation_events()
         if events is not None:
-            self._executor.rooms(events)
+            self._executor.change_reservations(events)
 
 
 def submit_message(trace: Trace, script: Script, index: int, peer: int = 0) -> Submit:

@@ -84,20 +84,20 @@ class ClosedLoop:
             raise ValueError("concurrency must be at least 1")
         self._turns = Turns(trace)
         self._ready = deque(self._turns.first)
-        self._room = concurrency
+        self._num_free = concurrency
         self.num_unsent = len(trace.requests)
 
     def due(self, now: float) -> list[int]:
-        out = [self._ready.popleft() for _ in range(min(self._room, len(self._ready)))]
-        self._room -= len(out)
+        out = [self._ready.popleft() for _ in range(min(self._num_free, len(self._ready)))]
+        self._num_free -= len(out)
         self.num_unsent -= len(out)
         return out
 
     def ended(self, index: int, now: float) -> None:
-        self._room += 1
+        self._num_free += 1
         after = self._turns.after(index)
         if after is not None:
             self._ready.appendleft(after)
 
     def next_at(self) -> float | None:
-        return 0.0 if self._room and self._ready else None
+        return 0.0 if self._num_free and self._ready else None

@@ -9,7 +9,7 @@ from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimit
 from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
 
 GB = 10**9
-UNCHUNKED = -1  # SGLang's value of chunked_prefill_size for "prompts are never cut"; the same as 0
+UNCHUNKED = -1  # SGLang's chunked_prefill_size for prompts that are never cut into chunks; this scheduler treats it as 0
 
 
 class SchedulePolicy(enum.StrEnum):
@@ -44,52 +44,59 @@ class SchedulerConfig:
     context_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int  # beginning-of-sequence token, dropped from later turns of a session; -1: the tokenizer has none
+    bos_token_id: int  # beginning-of-sequence token, removed from the second and later turns of a session; -1: none
     max_running_requests: int
     max_queued_requests: int
     max_prefill_tokens: int
     chunked_prefill_size: int  # 0: prompts are never cut
     adaptive_chunk_rows: int  # number of decode rows at which the chunk size is halved; 0: the chunk size is constant
-    adaptive_chunk_s: float  # target of the time between two decode steps while prompts are computed, see ChunkPace; 0: none
-    max_extend_steps: int  # extend steps in a row while decode rows wait; 0: only adaptive_chunk_s limits them
-    prefill_max_requests: int  # extend rows of one step; 0: no limit
-    max_prompt_logprob_tokens: int  # prompt tokens with logprobs in one step, which limits their memory
+    # Target in seconds for the time between two decode steps while prompts are computed, see ChunkPace. 0: no target.
+    adaptive_chunk_s: float
+    # Largest number of consecutive extend steps while decode rows wait. 0: only adaptive_chunk_s limits them.
+    max_extend_steps: int
+    prefill_max_requests: int  # largest number of extend rows in one step; 0: no limit
+    # Largest number of prompt tokens whose logprobs one step computes. It limits the memory for these logprobs.
+    max_prompt_logprob_tokens: int
     enable_mixed_chunk: bool
-    whole_prompts: bool  # the model needs each prompt in one row of one step; no setting that cuts prompts may be on
+    whole_prompts: bool  # whether the model needs each prompt in one row of one step, so that no setting may cut prompts
     enable_radix_cache: bool
     eviction_policy: EvictionPolicy
     schedule_policy: SchedulePolicy
     lpm_fallback_threshold: int  # number of waiting requests above which the policy `lpm` serves in order of arrival
     enable_priority_scheduling: bool
     schedule_low_priority_values_first: bool
-    priority_preemption_threshold: int  # a waiting request may displace a running one whose priority is worse by more than this
-    schedule_conservativeness: float  # factor of the initial new-token ratio
-    pooling_reuses_prefix: bool  # a vector can be computed from the tokens after a cached prefix (last-token pooling)
+    # A waiting request may displace a running request if their priorities differ by more than this threshold.
+    priority_preemption_threshold: int
+    schedule_conservativeness: float  # factor by which the initial new-token ratio is multiplied, see NewTokenRatio
+    # Whether an embedding can be computed from the tokens after a cached prefix, as with last-token pooling.
+    pooling_reuses_prefix: bool
     max_sessions: int
-    session_capacity: int  # default and largest number of a session's tokens
+    session_capacity: int  # default capacity and largest capacity of a session in tokens
     session_ttl_s: float  # default lifetime of a session after its last turn
-    waiting_timeout_s: float  # limit from arrival to the first admission; 0: no limit
-    running_timeout_s: float  # limit from the first admission to the end; 0: no limit
-    graph_rows: int  # rows of the executor's largest graph, see GraphLimits.rows
+    waiting_timeout_s: float  # time limit from a request's arrival to its first admission; 0: no limit
+    running_timeout_s: float  # time limit from a request's first admission to its end; 0: no limit
+    graph_rows: int  # number of rows of the executor's largest CUDA graph, see GraphLimits.rows
     graph_rereads: int  # see GraphLimits.rereads
     eager_step_cost: float  # see GraphLimits.eager_cost
-    max_drafts: int  # largest number of draft tokens of a decode row; 0: the executor does not draft
-    speculative_adaptive: bool  # the scheduler chooses the number of draft tokens by throughput; otherwise it is max_drafts
-    drafts_by_model: bool  # a draft model drafts, and has to compute every token of the requests that get draft tokens
-    host_pages: int  # size of the tier in host memory; 0: the worker has no tiers
-    has_storage: bool  # a storage tier is below the host tier
+    max_drafts: int  # largest number of draft tokens of a decode row; 0: the executor has no drafter
+    # Whether the scheduler chooses the number of draft tokens by measured throughput. If not, each row gets max_drafts.
+    speculative_adaptive: bool
+    # Whether a draft model proposes the draft tokens. It must compute every token of the requests that get draft tokens.
+    drafts_by_model: bool
+    host_pages: int  # number of pages of the tier in host memory; 0: the worker has neither a host tier nor a storage tier
+    has_storage: bool  # whether a storage tier is below the host tier
     page_bytes: int  # bytes of one page's KV
     hicache_write_policy: WritePolicy
     hicache_salt_quota: float  # GB of the host tier for one cache salt; 0: no limit
     hicache_storage_salt_quota: float  # GB of the storage tier for one cache salt; 0: no limit
-    reads_peers: bool  # requests may name a KV source in another worker
-    disaggregation_hold_s: float  # lifetime of a reservation, and of prefetched pages
-    retract_interval: int  # for tests: one request is retracted at this interval of decode steps; 0: never
+    reads_peers: bool  # whether requests may name a KV source in another worker
+    disaggregation_hold_s: float  # time limit of KV reservations, and of prefetched pages whose request does not arrive
+    retract_interval: int  # for tests: number of decode steps after which one request is retracted; 0: never
     random_seed: int  # seed of the policy `random`
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.num_pages < 1 or self.max_running_requests < 1:
-            raise ValueError("page_size, num_pages and max_running_requests are at least 1")
+            raise ValueError("page_size, num_pages and max_running_requests must be at least 1")
         if self.chunked_prefill_size and self.chunked_prefill_size < self.page_size:
             raise ValueError(f"chunked_prefill_size {self.chunked_prefill_size} is below page_size {self.page_size}")
         if self.max_prefill_tokens < self.page_size:
@@ -97,14 +104,16 @@ class SchedulerConfig:
         if self.max_prompt_logprob_tokens < self.page_size:
             raise ValueError(f"max_prompt_logprob_tokens {self.max_prompt_logprob_tokens} is below page_size {self.page_size}")
         if self.context_len < 2:
-            raise ValueError("context_len is at least 2: one prompt token and one output token")
+            raise ValueError(
+                f"context_len is {self.context_len}; it must be at least 2, for one prompt token and one output token"
+            )
         if min(self.graph_rows, self.graph_rereads, self.eager_step_cost) < 0:
-            raise ValueError("graph_rows, graph_rereads and eager_step_cost are not negative")
+            raise ValueError("graph_rows, graph_rereads and eager_step_cost must not be negative")
         for quota in (self.hicache_salt_quota, self.hicache_storage_salt_quota):
             if quota and self.page_bytes and not self.pages_within(quota):
-                raise ValueError(f"a quota of {quota} GB for each salt is smaller than a page of {self.page_bytes} bytes")
+                raise ValueError(f"the salt quota of {quota} GB is smaller than one page of {self.page_bytes} bytes")
         if self.max_drafts < 0:
-            raise ValueError("max_drafts is not negative")
+            raise ValueError(f"max_drafts is {self.max_drafts}; it must not be negative")
 
     @property
     def max_pages_per_request(self) -> int:

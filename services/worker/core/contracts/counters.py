@@ -1,7 +1,7 @@
 """The scheduler's counters and gauges, for metrics, load reports and the simulator.
 
-A field that is exported as a metric is annotated with Told. The core does not import Prometheus: the metrics exporter reads the
-annotations by told().
+A field that is exported as a metric is annotated with ExportedAs. The worker's metrics exporter reads the annotations by
+exported_fields(), because the core does not import Prometheus.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Annotated, get_type_hints
 class Counters:
     """Counts of the scheduler's events since the start of the process.
 
-    The component that causes an event increments its counter. StepStats has a field of the same name for each one.
+    The component that causes an event increments the counter. StepStats has a field of the same name for each counter.
     """
 
     requests_total: int = 0  # received requests, refused ones included
-    resumed_total: int = 0  # requests that arrived with output from another worker
+    resumed_total: int = 0  # requests that arrived with output that another worker had sampled
     aborts_total: int = 0  # requests that ended with an error or a cancellation
     prompt_tokens_total: int = 0  # prompt tokens of requests at their first admission
     cached_tokens_total: int = 0  # prompt tokens that a prefix hit covered at the first admission
     generated_tokens_total: int = 0  # output tokens, including tokens that a grammar forced
     retractions_total: int = 0  # running requests that lost their lease for lack of memory
-    retracted_input_tokens_total: int = 0  # prompt tokens of retracted requests, at each retraction
-    retracted_output_tokens_total: int = 0  # output tokens of retracted requests, at each retraction
+    retracted_input_tokens_total: int = 0  # prompt tokens of retracted requests, counted at each retraction
+    retracted_output_tokens_total: int = 0  # output tokens of retracted requests, counted at each retraction
     preemptions_total: int = 0  # running requests that a more urgent request displaced
     grammars_total: int = 0  # requests with a grammar
     grammar_hits_total: int = 0  # requests whose grammar was compiled when they arrived
@@ -40,172 +40,191 @@ COUNTER_NAMES = tuple(field.name for field in fields(Counters))
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ExportedAs:
     """The metric that exports a field of StepStats."""
 
     metric: str  # name without the suffix _total of counters
     text: str  # help text
-    in_pages: bool = False  # the field counts pages, and the exporter converts it to tokens
+    in_pages: bool = False  # whether the field counts pages, which the exporter converts to tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """Current values of the gauges and the counters. A counter's name ends in _total. Memory is in pages."""
 
-    num_running: Annotated[int, Told("sglang:num_running_reqs", "Running requests.")]
-    max_running_requests: Annotated[int, Told("rootstock_worker_max_running_requests", "Largest number of running requests.")]
+    num_running: Annotated[int, ExportedAs("sglang:num_running_reqs", "Running requests.")]
+    max_running_requests: Annotated[
+        int, ExportedAs("rootstock_worker_max_running_requests", "Largest number of running requests.")
+    ]
     num_waiting: int
-    num_gated: Annotated[int, Told("sglang:num_grammar_queue_reqs", "Requests that wait for their grammar.")]
-    num_retracted: Annotated[int, Told("sglang:num_retracted_reqs", "Retracted requests that wait for admission.")]
-    waiting_tokens: Annotated[int, Told("rootstock_worker_waiting_tokens", "Prompt and output tokens of waiting requests.")]
+    num_gated: Annotated[int, ExportedAs("sglang:num_grammar_queue_reqs", "Requests that wait for their grammar.")]
+    num_retracted: Annotated[int, ExportedAs("sglang:num_retracted_reqs", "Retracted requests that wait for admission.")]
+    waiting_tokens: Annotated[int, ExportedAs("rootstock_worker_waiting_tokens", "Prompt and output tokens of waiting requests.")]
     pages_leased: int
     pages_cached: int
-    pages_evictable: Annotated[int, Told("sglang:kv_evictable_tokens", "Tokens of cached KV that can be evicted.", True)]
-    pages_free: Annotated[int, Told("sglang:kv_available_tokens", "Tokens of free KV.", True)]
-    new_token_ratio: Annotated[float, Told("sglang:new_token_ratio", "Share of the remaining output that admission reserves.")]
+    pages_evictable: Annotated[int, ExportedAs("sglang:kv_evictable_tokens", "Tokens of cached KV that can be evicted.", True)]
+    pages_free: Annotated[int, ExportedAs("sglang:kv_available_tokens", "Tokens of free KV.", True)]
+    new_token_ratio: Annotated[
+        float, ExportedAs("sglang:new_token_ratio", "Share of the remaining output that admission reserves.")
+    ]
     batch_is_full: bool
     paused: bool
     refuses_new: bool  # whether max_queued_requests is 0
     running_by_key: tuple[int, ...]  # running requests per routing key; keys without running requests are left out
     requests_by_key: tuple[int, ...]  # running and waiting requests per routing key; keys without requests are left out
-    num_sessions: Annotated[int, Told("rootstock_worker_sessions", "Open sessions.")]
-    session_tokens: Annotated[int, Told("rootstock_worker_session_tokens", "Tokens of context that sessions store.")]
-    requests_total: Annotated[int, Told("sglang:num_requests", "Received requests.")]
-    aborts_total: Annotated[int, Told("sglang:num_aborted_requests", "Requests that ended with an error or a cancellation.")]
-    prompt_tokens_total: Annotated[int, Told("sglang:prompt_tokens", "Prompt tokens of admitted requests.")]
-    cached_tokens_total: Annotated[int, Told("sglang:cached_tokens", "Prompt tokens that a prefix hit covered.")]
-    generated_tokens_total: Annotated[int, Told("sglang:generation_tokens", "Output tokens.")]
-    retractions_total: Annotated[int, Told("sglang:num_retracted_requests", "Retractions of running requests.")]
+    num_sessions: Annotated[int, ExportedAs("rootstock_worker_sessions", "Open sessions.")]
+    session_tokens: Annotated[int, ExportedAs("rootstock_worker_session_tokens", "Tokens of context that sessions store.")]
+    requests_total: Annotated[int, ExportedAs("sglang:num_requests", "Received requests.")]
+    aborts_total: Annotated[
+        int, ExportedAs("sglang:num_aborted_requests", "Requests that ended with an error or a cancellation.")
+    ]
+    prompt_tokens_total: Annotated[int, ExportedAs("sglang:prompt_tokens", "Prompt tokens of admitted requests.")]
+    cached_tokens_total: Annotated[int, ExportedAs("sglang:cached_tokens", "Prompt tokens that a prefix hit covered.")]
+    generated_tokens_total: Annotated[int, ExportedAs("sglang:generation_tokens", "Output tokens.")]
+    retractions_total: Annotated[int, ExportedAs("sglang:num_retracted_requests", "Retractions of running requests.")]
     retracted_input_tokens_total: Annotated[
-        int, Told("sglang:num_retracted_input_tokens", "Prompt tokens of retracted requests.")
+        int, ExportedAs("sglang:num_retracted_input_tokens", "Prompt tokens of retracted requests.")
     ]
     retracted_output_tokens_total: Annotated[
-        int, Told("sglang:num_retracted_output_tokens", "Output tokens of retracted requests.")
+        int, ExportedAs("sglang:num_retracted_output_tokens", "Output tokens of retracted requests.")
     ]
-    grammars_total: Annotated[int, Told("sglang:num_grammar", "Requests with a grammar.")]
+    grammars_total: Annotated[int, ExportedAs("sglang:num_grammar", "Requests with a grammar.")]
     grammar_hits_total: Annotated[
-        int, Told("sglang:num_grammar_cache_hit", "Requests whose grammar was compiled when they arrived.")
+        int, ExportedAs("sglang:num_grammar_cache_hit", "Requests whose grammar was compiled when they arrived.")
     ]
     grammar_aborts_total: Annotated[
         int,
-        Told(
+        ExportedAs(
             "sglang:num_grammar_aborted",
             "Requests with a grammar that ended with an error or a cancellation, including refused grammars.",
         ),
     ]
-    preemptions_total: Annotated[int, Told("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.")]
-    resumed_total: Annotated[
-        int, Told("rootstock_worker_resumed_requests", "Requests that arrived with output from another worker.")
+    preemptions_total: Annotated[
+        int, ExportedAs("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.")
     ]
-    verified_rows_total: Annotated[int, Told("sglang:spec_verify_calls", "Decode rows with draft tokens.")]
-    drafted_tokens_total: Annotated[int, Told("rootstock_worker_drafted_tokens", "Draft tokens that were verified.")]
-    accepted_tokens_total: Annotated[int, Told("rootstock_worker_accepted_tokens", "Draft tokens that were accepted.")]
-    evicted_pages_total: Annotated[int, Told("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
+    resumed_total: Annotated[
+        int, ExportedAs("rootstock_worker_resumed_requests", "Requests that arrived with output from another worker.")
+    ]
+    verified_rows_total: Annotated[int, ExportedAs("sglang:spec_verify_calls", "Decode rows with draft tokens.")]
+    drafted_tokens_total: Annotated[int, ExportedAs("rootstock_worker_drafted_tokens", "Draft tokens that were verified.")]
+    accepted_tokens_total: Annotated[int, ExportedAs("rootstock_worker_accepted_tokens", "Draft tokens that were accepted.")]
+    evicted_pages_total: Annotated[int, ExportedAs("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
 
-    # In field and metric names, "room" means KV reservation.
-    num_rooms: Annotated[int, Told("rootstock_worker_rooms", "Open KV reservations for decode workers.")]
-    rooms_total: Annotated[int, Told("rootstock_worker_rooms_opened", "KV reservations that were opened for decode workers.")]
-    expired_rooms_total: Annotated[int, Told("rootstock_worker_rooms_expired", "KV reservations that reached their time limit.")]
+    # In these public names of fields and metrics, "room" means KV reservation.
+    num_rooms: Annotated[int, ExportedAs("rootstock_worker_rooms", "Open KV reservations for decode workers.")]
+    rooms_total: Annotated[
+        int, ExportedAs("rootstock_worker_rooms_opened", "KV reservations that were opened for decode workers.")
+    ]
+    expired_rooms_total: Annotated[
+        int, ExportedAs("rootstock_worker_rooms_expired", "KV reservations that reached their time limit.")
+    ]
 
     pages_quarantined: Annotated[
-        int, Told("rootstock_worker_quarantined_tokens", "Tokens of KV that imports from other tiers are writing.", True)
+        int, ExportedAs("rootstock_worker_quarantined_tokens", "Tokens of KV that imports from other tiers are writing.", True)
     ] = 0
-    host_pages: Annotated[int, Told("sglang:hicache_host_total_tokens", "Size of the host tier in tokens.", True)] = 0
-    host_pages_used: Annotated[int, Told("sglang:hicache_host_used_tokens", "Tokens of KV in the host tier.", True)] = 0
-    host_salts: Annotated[int, Told("rootstock_worker_host_salts", "Cache salts with KV in the host tier.")] = 0
+    host_pages: Annotated[int, ExportedAs("sglang:hicache_host_total_tokens", "Size of the host tier in tokens.", True)] = 0
+    host_pages_used: Annotated[int, ExportedAs("sglang:hicache_host_used_tokens", "Tokens of KV in the host tier.", True)] = 0
+    host_salts: Annotated[int, ExportedAs("rootstock_worker_host_salts", "Cache salts with KV in the host tier.")] = 0
     host_over_quota_pages_total: Annotated[
         int,
-        Told(
+        ExportedAs(
             "rootstock_worker_host_over_quota_tokens",
             "Tokens of KV evicted from the host tier because their cache salt was at its quota.",
             True,
         ),
     ] = 0
-    storage_pages: Annotated[int, Told("rootstock_worker_storage_tokens", "Tokens of KV in the storage tier.", True)] = 0
+    storage_pages: Annotated[int, ExportedAs("rootstock_worker_storage_tokens", "Tokens of KV in the storage tier.", True)] = 0
     storage_bytes: Annotated[
-        int, Told("rootstock_worker_storage_bytes", "Bytes of the pages in the storage tier that this worker can read.")
+        int, ExportedAs("rootstock_worker_storage_bytes", "Bytes of the pages in the storage tier that this worker can read.")
     ] = 0
-    storage_salts: Annotated[int, Told("rootstock_worker_storage_salts", "Cache salts with KV in the storage tier.")] = 0
+    storage_salts: Annotated[int, ExportedAs("rootstock_worker_storage_salts", "Cache salts with KV in the storage tier.")] = 0
     storage_over_quota_pages_total: Annotated[
         int,
-        Told(
+        ExportedAs(
             "rootstock_worker_storage_over_quota_tokens",
             "Tokens of KV removed from the storage tier because their cache salt was at its quota.",
             True,
         ),
     ] = 0
     storage_deleted_pages_total: Annotated[
-        int, Told("rootstock_worker_storage_deleted_tokens", "Tokens of KV deleted from the storage tier on demand.", True)
+        int, ExportedAs("rootstock_worker_storage_deleted_tokens", "Tokens of KV deleted from the storage tier on demand.", True)
     ] = 0
     num_importing: Annotated[
-        int, Told("rootstock_worker_importing_requests", "Requests that wait for a prefix from another tier.")
+        int, ExportedAs("rootstock_worker_importing_requests", "Requests that wait for a prefix from another tier.")
     ] = 0
-    backed_up_pages_total: Annotated[int, Told("sglang:hicache_backup_tokens", "Tokens of KV copied to the host tier.", True)] = 0
-    stored_pages_total: Annotated[int, Told("sglang:backuped_tokens", "Tokens of KV written to the storage tier.", True)] = 0
+    backed_up_pages_total: Annotated[
+        int, ExportedAs("sglang:hicache_backup_tokens", "Tokens of KV copied to the host tier.", True)
+    ] = 0
+    stored_pages_total: Annotated[
+        int, ExportedAs("sglang:backuped_tokens", "Tokens of KV written to the storage tier.", True)
+    ] = 0
     lost_pages_total: Annotated[
-        int, Told("rootstock_worker_lost_tokens", "Tokens of KV evicted before their copy to the host tier.", True)
+        int, ExportedAs("rootstock_worker_lost_tokens", "Tokens of KV evicted before their copy to the host tier.", True)
     ] = 0
     unstored_pages_total: Annotated[
         int,
-        Told(
+        ExportedAs(
             "rootstock_worker_unstored_tokens",
             "Tokens of KV that were not written to the storage tier because it failed or was too slow.",
             True,
         ),
     ] = 0
-    loaded_pages_total: Annotated[int, Told("sglang:load_back_tokens", "Tokens of KV read from the host tier.", True)] = 0
-    fetched_pages_total: Annotated[int, Told("sglang:prefetched_tokens", "Tokens of KV read from the storage tier.", True)] = 0
+    loaded_pages_total: Annotated[int, ExportedAs("sglang:load_back_tokens", "Tokens of KV read from the host tier.", True)] = 0
+    fetched_pages_total: Annotated[
+        int, ExportedAs("sglang:prefetched_tokens", "Tokens of KV read from the storage tier.", True)
+    ] = 0
     pulled_pages_total: Annotated[
-        int, Told("rootstock_worker_pulled_tokens", "Tokens of KV read from prefill workers.", True)
+        int, ExportedAs("rootstock_worker_pulled_tokens", "Tokens of KV read from prefill workers.", True)
     ] = 0
     prefetched_pages_total: Annotated[
         int,
-        Told(
+        ExportedAs(
             "rootstock_worker_prefetched_tokens",
             "Tokens of KV read from prefill workers that were still computing the rest of the prompt.",
             True,
         ),
     ] = 0
     refused_pulls_total: Annotated[
-        int, Told("rootstock_worker_refused_pulls", "Reads from prefill workers that returned no page.")
+        int, ExportedAs("rootstock_worker_refused_pulls", "Reads from prefill workers that returned no page.")
     ] = 0
     load_bytes_s: Annotated[
         float,
-        Told(
+        ExportedAs(
             "rootstock_worker_load_bytes_per_second",
             "Rate of recent reads from the host tier; before the first read, an assumed rate.",
         ),
     ] = 0.0
     fetch_bytes_s: Annotated[
         float,
-        Told(
+        ExportedAs(
             "rootstock_worker_fetch_bytes_per_second",
             "Rate of recent reads from the storage tier; before the first read, an assumed rate.",
         ),
     ] = 0.0
     pull_bytes_s: Annotated[
-        float, Told("rootstock_worker_pull_bytes_per_second", "Rate of recent reads from the fastest prefill worker.")
+        float, ExportedAs("rootstock_worker_pull_bytes_per_second", "Rate of recent reads from the fastest prefill worker.")
     ] = 0.0
-    # Estimates for LOOKED_AT_PAGES pages (core/tiers/tiers.py).
-    pulls_lose: bool = False  # reading them from the fastest remote worker is slower than computing them
-    host_saves: float | None = None  # share (0 to 1) of the computing time that reading from the host saves, or None if unknown
-    storage_saves: float | None = None  # the same for reading from the storage
+    # Estimates for a prefix of LOOKED_AT_PAGES pages (core/tiers/tiers.py).
+    pulls_lose: bool = False  # whether reading it from the fastest remote worker is slower than computing it
+    # Share (0 to 1) of the prefix's computing time that a read from the tier saves; None: no step was measured yet.
+    host_saves: float | None = None
+    storage_saves: float | None = None
     recomputed_pages_total: Annotated[
         int,
-        Told(
+        ExportedAs(
             "rootstock_worker_recomputed_tokens",
             "Tokens whose KV was computed although another tier had it when their request was admitted.",
             True,
         ),
     ] = 0
     given_up_operations_total: Annotated[
-        int, Told("rootstock_worker_late_imports", "Reads from another tier for which requests stopped waiting.")
+        int, ExportedAs("rootstock_worker_late_imports", "Reads from another tier for which requests stopped waiting.")
     ] = 0
     failed_operations_total: Annotated[
-        int, Told("rootstock_worker_failed_copies", "Copies between tiers that moved only some or none of their pages.")
+        int, ExportedAs("rootstock_worker_failed_copies", "Copies between tiers that moved only some or none of their pages.")
     ] = 0
     host_evicted_pages_total: Annotated[
-        int, Told("rootstock_worker_host_evicted_tokens", "Tokens of KV evicted from the host tier.", True)
+        int, ExportedAs("rootstock_worker_host_evicted_tokens", "Tokens of KV evicted from the host tier.", True)
     ] = 0
 
     @property
@@ -214,11 +233,11 @@ class StepStats:
         return self.pages_leased + self.pages_cached - self.pages_evictable
 
 
-def told() -> dict[str, Told]:
+def exported_fields() -> dict[str, ExportedAs]:
     """Returns the annotation of each StepStats field that is exported as a metric."""
 
-    def marks() -> Iterator[tuple[str, Told]]:
+    def marks() -> Iterator[tuple[str, ExportedAs]]:
         for name, hint in get_type_hints(StepStats, include_extras=True).items():
-            yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Told))
+            yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, ExportedAs))
 
     return dict(marks())

@@ -1,6 +1,6 @@
 """Structured output: the grammars of requests, and the interface of their matchers. The core compiles no grammar.
 
-A request with a grammar waits in the phase GATED until its grammar is compiled. The loop reports that by
+A request with a grammar waits in the phase GATED until its grammar is compiled. The loop then calls
 Scheduler.grammar_ready().
 """
 
@@ -27,7 +27,7 @@ class GrammarPart:
     pointer: str  # JSON pointer to this part in the structural tag, such as #/format/tags/0
     # JSON pointer, without the #, to the part's schema in the schema that the client sent; empty if it is that whole schema.
     within: str = ""
-    partial: bool = False  # whether keywords of the schema that no grammar supports are ignored
+    partial: bool = False  # whether the grammar ignores keywords of the schema that grammars cannot express
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class GrammarSpec:
 
     @property
     def label(self) -> str:
-        """The name of the grammar in errors for the client. If a gateway made the structural tag, the client does not know it."""
+        """The name of the grammar in errors for the client. It hides the kind if a gateway made the structural tag."""
         return "the grammar" if self.parts else self.kind
 
 
@@ -57,9 +57,9 @@ class Reason(str):
 
 
 class Matcher(Protocol):
-    """The position of one request in its grammar. Only accept() and forced() change it.
+    """The position of one request in its grammar. Only accept() and forced() change the position.
 
-    The request owns its matcher, also while it is retracted.
+    A retracted request keeps its matcher.
     """
 
     @property
@@ -91,7 +91,7 @@ class GrammarBook(Protocol):
     def open(self, spec: GrammarSpec, tenant: bytes = b"") -> Matcher | None:
         """Returns a new matcher, or None if the grammar is not compiled yet.
 
-        In the second case, the call starts the compilation, whose result arrives as Scheduler.grammar_ready() or
+        If it returns None, the call has started the compilation. The loop reports the result by Scheduler.grammar_ready() or
         grammar_failed(). Tenants get equal shares of the compiler.
         """
         ...

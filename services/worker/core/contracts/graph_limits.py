@@ -39,7 +39,7 @@ class GraphLimits:
 def rereads(start: int, count: int) -> int:
     """Returns the number of KV tokens that graph rows at the positions start to start + count - 2 read.
 
-    The row at the last position, start + count - 1, would read its context in an eager step, too, and does not count.
+    The row at the last position, start + count - 1, does not count, because an eager step would also read that row's context.
     """
     return (count - 1) * start + count * (count - 1) // 2
 
@@ -53,31 +53,31 @@ def step_rereads(starts: I32, num_tokens: I32) -> int:
 def strides(limits: GraphLimits, starts: Sequence[int], left: Sequence[int], num_rows: int) -> list[int] | None:
     """Returns the number of known tokens that each row computes in the next step, so that a graph can replay the step.
 
-    Each row computes at least one token. If the graph has fewer rows than there are known tokens, earlier rows of the list get
-    more tokens than later ones.
+    Each row computes at least one token. If the graph has too few rows for all known tokens, rows at the beginning of `starts`
+    get more tokens than rows at its end.
 
     The result is None if an eager step that computes all known tokens at once is better. This is the case if
 
     - `num_rows` is larger than the largest graph;
-    - computing all known tokens would reread more than `limits.rereads` KV tokens; or
-    - sum(ceil(left / stride) - 1), the steps that these rows save by an eager step, exceeds eager_cost * num_rows, the time by
-      which the eager step delays all sequences.
+    - computing all known tokens in a graph would reread more than `limits.rereads` KV tokens; or
+    - the number of steps that one eager step saves, sum(ceil(left / stride) - 1), exceeds eager_cost * num_rows, which is the
+      delay of all sequences by the eager step, in decode steps.
 
     Args:
         limits: limits of the executor's graphs.
         starts: first position of each row.
-        left: number of known tokens of each row that are not computed.
+        left: number of known tokens of each row that have no KV yet.
         num_rows: number of all sequences in the step, including these rows.
     """
-    assert len(starts) == len(left) <= num_rows, "these rows are among the step's sequences"
-    room = limits.rows - num_rows
-    if room < 0 or sum(map(rereads, starts, left)) > limits.rereads:
+    assert len(starts) == len(left) <= num_rows, "num_rows includes the given rows"
+    free_rows = limits.rows - num_rows
+    if free_rows < 0 or sum(map(rereads, starts, left)) > limits.rereads:
         return None
     taken = []
     for known in left:
-        count = 1 + min(known - 1, room)
-        room -= count - 1
+        count = 1 + min(known - 1, free_rows)
+        free_rows -= count - 1
         taken.append(count)
-    assert room >= 0 and min(taken, default=1) > 0, "a graph computes at least one token of each row"
+    assert free_rows >= 0 and min(taken, default=1) > 0, "a graph computes at least one token of each row"
     saved = sum(-(-known // count) - 1 for known, count in zip(left, taken, strict=True))
     return None if saved > limits.eager_cost * num_rows else taken

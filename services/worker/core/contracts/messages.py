@@ -1,4 +1,4 @@
-"""The messages between gateways and the core, and the trace events, as plain data. plan.py has the messages to the executor.
+"""The messages between gateways and the core, and the trace events. plan.py has the messages between core and executor.
 
 The pair (peer, handle) identifies a request: `peer` is the worker's number for a gateway stream, `handle` is the gateway's number
 for the request.
@@ -47,13 +47,13 @@ class SessionTurn:
     session_id: str
     parent: str = ""  # request id of an earlier turn; empty for the latest turn, or for the start of a new session
     offset: int = -1  # number of the parent's tokens that the turn continues; the parent's later tokens are dropped; -1: all
-    replace: bool = False  # whether the other turns that continue the parent are deleted when this turn ends
+    replace: bool = False  # whether the end of this turn deletes all other turns that continue the same parent
     drop_previous_output: bool = False  # whether the turn continues the parent's prompt without the parent's output
 
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """Page keys of a prompt's whole pages. The core ignores them if the prompt belongs to another radix tree than `tree`."""
+    """Page keys of a prompt's whole pages. The core ignores them if the request's radix tree is not `tree`."""
 
     tree: str  # name of the radix tree for which the keys were computed
     keys: tuple[bytes, ...]
@@ -80,9 +80,10 @@ class Submit:
     tenant: bytes = b""  # tenant whose share pays for the prompt tokens; empty for none
     batch: int = 0  # number of a batch of prompts from this gateway stream; 0 for a single prompt
     weight: float = 1.0  # weight of the tenant's share, above 0
-    # Page keys, computed by the thread that reads gateway messages; or None, and then the core computes the page keys.
+    # Page keys, computed by the thread that reads gateway messages. None: the core computes them.
     page_keys: PromptKeys | None = None
-    hand_over: KvReservation | None = None  # reservation for the decode worker; the request ends here after one token
+    # Reservation for the decode worker that continues the request after its first token here. None: no handover.
+    hand_over: KvReservation | None = None
     source: KvSource | None = None  # reservation in another worker with the first pages of the prompt
     # int32[n], the client's prediction of the output, from which draft tokens are taken.
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)
@@ -96,7 +97,7 @@ class Prefetch:
     handle: int
     prompt_ids: NDArray[np.int32]  # int32[n], n >= 1
     source: KvSource  # reservation in the prefill worker, with the number of pages that can be read now
-    # The following fields have the meaning of Submit's fields.
+    # Submit explains the following fields.
     salt: str = ""
     lora: str = ""
     revision: str = ""
@@ -106,10 +107,10 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class PagesReady:
-    """A notice that the first `num_pages` pages of a prompt are computed and can be read from the reservation."""
+    """Reports to a gateway that the first `num_pages` pages of a prompt can be read from the reservation."""
 
     handle: int
-    room: KvReservation
+    reservation: KvReservation
     num_pages: int
 
 
@@ -119,7 +120,7 @@ class Verified:
 
     rows: int = 0  # decode rows with draft tokens
     drafted: int = 0  # draft tokens in these rows
-    accepted: int = 0  # draft tokens that verification accepted
+    accepted: int = 0  # draft tokens that were accepted
     predicted: int = 0  # draft tokens that came from the request's prediction
     right_predicted: int = 0  # accepted draft tokens that came from the prediction
 
@@ -147,7 +148,7 @@ NOTHING_VERIFIED = Verified()
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a request, which is the last output of the request.
+    """The terminal output of a request.
 
     The code that ends the request sets the reason and its details. RequestLifecycle sets the other fields.
     """
@@ -163,15 +164,15 @@ class Finish:
     queue_s: float = 0.0  # seconds from arrival to the first admission, or to the end if the request was never admitted
     retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
-    room: KvReservation | None = None  # with HANDED_OVER: reservation of the computed pages, or None if no page is reserved
-    room_pages: int = 0  # number of pages in the reservation
+    reservation: KvReservation | None = None  # reservation of the computed pages; set with HANDED_OVER if a page is reserved
+    reserved_pages: int = 0  # number of pages in the reservation
     # Details of the reason
     matched_stop: str = ""  # the stop string or stop pattern that the output matches
     matched_token: int = -1  # the stop token that was sampled; -1 for none
     error: ErrorCode = ErrorCode.NONE
     message: str = ""  # reason of an error, without the field's name, which the gRPC server puts before it
-    embedding: NDArray[np.float32] | None = None  # float32[dimensions] with EMBEDDED
-    label_logprobs: NDArray[np.float32] | None = None  # float32[labels] with SCORED, see ScoreParams
+    embedding: NDArray[np.float32] | None = None  # float32[dimensions]; set with EMBEDDED
+    label_logprobs: NDArray[np.float32] | None = None  # float32[labels], see ScoreParams; set with SCORED
     field: str = ""  # with INVALID_ARGUMENT: the invalid field of the request; empty if the error concerns several fields
     element: int | None = None  # index of the invalid element if `field` is a list
 
@@ -186,15 +187,15 @@ class PeerOutput:
     tokens: list[int] = field(default_factory=list)  # the new tokens of all requests, flat, in the order of handles
     finishes: list[Finish] = field(default_factory=list)
     logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)  # (handle, logprobs of its new tokens)
-    # (handle, logprobs of the prompt positions that follow those in the request's previous message), ascending.
+    # (handle, logprobs of the next prompt positions). The first position follows the last one of the request's previous message.
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
-    # (handle, results of the request from its start), for requests with a prediction.
+    # (handle, results of all verifications of the request so far), for requests with a prediction.
     predicted: list[tuple[int, Verified]] = field(default_factory=list)
-    ready: list[PagesReady] = field(default_factory=list)  # readable pages of prompts that are not completely computed
+    ready: list[PagesReady] = field(default_factory=list)  # readable pages of prompts that the worker is still computing
 
 
 class PauseMode(enum.StrEnum):
-    """The effect of a pause on the worker's requests. Requests that arrive during the pause wait until it ends."""
+    """The effect of a pause on the requests that the worker has. Requests that arrive during the pause wait for its end."""
 
     ABORT = "abort"  # requests end with an error
     RETRACT = "retract"  # running requests free their memory and wait; their cached prefixes may be flushed

@@ -1,7 +1,7 @@
 """The messages between the scheduler core and an executor: BatchPlan and StepResult, and the sampling parameters of slots.
 
-The messages have columns, not row objects. All are immutable once built. Arrays are numpy int32 unless a comment says otherwise,
-and belong to the plan. The executor may read them from its own thread until the step's result is committed.
+The messages have one array per attribute of rows, and no row objects. They are immutable. Arrays are numpy int32 unless a comment
+says otherwise, and belong to the plan. The executor may read them from its own thread until the step's result is committed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
 from rootstock_llm.services.worker.core.contracts.transfers import PageOperation
 
 I32 = NDArray[np.int32]
-# Largest number of tokens, draft tokens included, of a decode step with draft tokens. Up to this size, reading the weights
-# dominates the time of a step, so that draft tokens cost little.
+# Largest number of tokens of a decode step with draft tokens, including these. Up to this number, reading the weights dominates
+# the time of a step, so that draft tokens add little time.
 VERIFIED_TOKENS = 16
-# Tokens per message to the gateway. Requests that stream have the first interval unless they name another one. Requests that do
-# not stream have the second one, which saves messages.
-DEFAULT_STREAM_INTERVAL = 1
-FORCE_STREAM_INTERVAL = 50  # named as in SGLang
+# Output tokens per message to the gateway.
+DEFAULT_STREAM_INTERVAL = 1  # for requests that stream and name no interval
+FORCE_STREAM_INTERVAL = 50  # for requests that do not stream, to save messages; named as in SGLang
 NO_STEP = 0  # steps are numbered from 1
 _NO_TOKENS: I32 = np.empty(0, dtype=np.int32)
 
@@ -89,16 +88,16 @@ class SamplingParams:
     # 64 bits. Seed and absolute token position determine each draw, so that a request samples the same tokens in any batch.
     seed: int = 0
     top_logprobs: int = -1  # -1: no logprobs of outputs; 0: only the sampled token's
-    logprob_token_ids: tuple[int, ...] = ()  # further ids whose logprobs are returned with all other logprobs
-    # Position of the first prompt token whose logprob is returned, at least 1, because nothing predicts the token at 0; -1: no
-    # logprobs of the prompt. top_logprobs and logprob_token_ids apply to them, too.
+    logprob_token_ids: tuple[int, ...] = ()  # token ids whose logprobs are returned at each position with logprobs
+    # Position of the first prompt token whose logprob is returned; at least 1, because no token predicts the token at 0. -1: no
+    # logprobs of the prompt. top_logprobs and logprob_token_ids apply to prompt positions as well.
     prompt_logprobs_from: int = -1
     grammar: GrammarSpec | None = None
     embedding: EmbeddingParams | None = None
     score: ScoreParams | None = None
     stream_interval: int = DEFAULT_STREAM_INTERVAL
     skip_special_tokens: bool = True
-    speculative: bool = True  # draft tokens may be verified for this request, if the worker drafts
+    speculative: bool = True  # whether the request may get draft tokens, if the worker has a drafter
 
     @property
     def samples(self) -> bool:
@@ -118,9 +117,10 @@ class SlotParams:
     """The data of a request that the executor stores for its slot, until another request is admitted to the slot."""
 
     slot: int
-    num_prompt_tokens: int  # tokens of the client's prompt; output from before a retraction does not count
+    num_prompt_tokens: int  # tokens of the client's prompt, without output that was sampled before a retraction
     params: SamplingParams
-    stop_token_ids: tuple[int, ...]  # not sampled before output token min_new_tokens; includes EOS unless ignore_eos is set
+    # Stop tokens, including EOS unless ignore_eos is set. The sampler masks them in the first min_new_tokens output tokens.
+    stop_token_ids: tuple[int, ...]
     history: I32  # int32[n], prompt and output so far; empty unless penalties or the drafter need it
     prediction: I32 = field(default_factory=no_tokens)  # int32[n], the client's prediction of the output, for the drafter
     drafted_for: bool = False  # whether the decode rows of the slot may have draft tokens
@@ -140,14 +140,14 @@ class BatchPlan:
     mode: ForwardMode
     num_extend: int
     slots: I32  # [rows]
-    # [rows]. If the previous step, which is not committed, has draft tokens, this is the position for the case that all of them
+    # [rows], first position of each row. If the uncommitted previous step has draft tokens, the position assumes that all of them
     # are accepted.
     starts: I32
     num_tokens: I32  # [rows]
     # Tokens of the extend rows, flat, in row order. A decode row takes its one input token from FutureMap[slot].
     input_ids: I32
-    # bool[rows], whether the row ends its request's known tokens; False for all chunks of a prompt but the last. No token is
-    # sampled for requests that do not sample, even if it is True.
+    # bool[rows], whether the row has the request's last known token, so that the next token is sampled; False for all chunks of a
+    # prompt but the last. For requests that do not sample (SamplingParams.samples), no token is sampled even if it is True.
     sample: NDArray[np.bool_]
     mask_rows: I32  # rows with `sample` set that need a grammar mask for sampling
     prompt_logprob_rows: I32  # extend rows with logprobs of prompt tokens
@@ -159,8 +159,8 @@ class BatchPlan:
     table_firsts: I32  # [updates]
     table_counts: I32  # [updates]
     table_pages: I32  # flat
-    # [rows], empty unless the executor drafts: largest number of draft tokens of a decode row, which computes 1 + drafts
-    # positions. Their first position depends on the tokens that the previous step accepts, which only the executor knows.
+    # [rows], largest number of draft tokens of a row; empty if the executor has no drafter. A decode row computes 1 + drafts
+    # positions. Only the executor knows the first of them, because it depends on the tokens that the previous step accepts.
     drafts: I32 = field(default_factory=no_tokens)
     # Operations that begin when all previously launched steps have ended. A plan with operations and no rows is IDLE: it is not
     # launched and has no result.
@@ -192,7 +192,8 @@ class RowLogprobs:
 class PromptLogprobs:
     """Natural log probabilities of n consecutive prompt tokens of a row.
 
-    The position p of a row gives the logprobs of the token at p + 1. A row's last position gives none if the prompt ends there.
+    The position p of a row gives the logprobs of the token at p + 1. If the prompt ends with the row, the row's last position
+    gives no logprobs.
     """
 
     values: NDArray[np.float32]  # [n]
@@ -203,22 +204,22 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of one step. Dictionaries have the row as key unless a comment says otherwise.
+    """The results of one step. Dictionaries map rows to values unless a comment says otherwise.
 
-    They have entries only for rows whose request asks for the value.
+    A dictionary has entries only for rows whose request needs the value.
     """
 
     step_id: int
-    # [rows], valid if plan.sample is set and the request samples. If `counts` is set, the array is flat: row r has counts[r]
-    # tokens, which are the accepted draft tokens and the token that was sampled after them.
+    # [rows], sampled tokens; valid for rows with plan.sample whose request samples. If `counts` is set, the array is flat: row r
+    # has counts[r] tokens, which are its accepted draft tokens and the token that was sampled after them.
     tokens: I32
     faults: dict[int, RowFault] = field(default_factory=dict)  # fault of the row's last token
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by index in tokens
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # float32[dimensions]
     label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # float32[labels], see ScoreParams
-    counts: I32 | None = None  # [rows], 1 or more
-    drafted: I32 | None = None  # [rows], draft tokens of each row, at most the planned number
+    counts: I32 | None = None  # [rows], number of tokens of each row, 1 or more; None: each row has one token
+    drafted: I32 | None = None  # [rows], number of draft tokens of each row, at most plan.drafts; None: no row has draft tokens
     # bool[rows], whether the row's draft tokens came from the client's prediction, or None if no row has such tokens.
     predicted: NDArray[np.bool_] | None = None
-    seconds: float = 0.0  # time in which the executor computed the step, without waiting for its turn; 0 if not measured
+    seconds: float = 0.0  # computing time of the step, without the time in which it waited for earlier work; 0: not measured

@@ -1,4 +1,4 @@
-"""KV reservations: pages of a prompt that a prefill worker keeps until a decode worker has read them.
+"""KV reservations: pages of a prompt that a prefill worker pins until a decode worker has read them.
 
 A reservation pins the prompt's pages in the radix tree. It opens with the first computed pages and grows with each chunk. A
 reader that sends number, epoch and secret may read these pages, and no others, while the reservation is open.
@@ -32,42 +32,43 @@ class KvReservation:
 class KvSource:
     """A reservation in another worker, from which the first pages of a prompt can be read."""
 
-    room: KvReservation
+    reservation: KvReservation
     address: str  # host:port of the other worker's KV port
-    num_pages: int  # number of first pages that can be read
+    num_pages: int  # number of the prompt's first pages that can be read now
 
 
 @dataclass(frozen=True, slots=True)
 class OpenReservation:
     """The pages of a reservation that just opened or grew."""
 
-    room: KvReservation
+    reservation: KvReservation
     tree: str  # name of the tree that has the pages
-    tokens: bytes  # prompt tokens as bytes of int32, at least up to the end of the last page
+    tokens: bytes  # prompt tokens as bytes of int32, from the beginning to the end of the last page or beyond
     pages: I32  # int32[n], in the order of the prompt
-    opening: int = 0  # counts the openings and growths of all reservations of this worker; set by KvReservations
+    # Number of this opening or growth, unique and rising over all reservations of this worker. KvReservations sets it.
+    opening: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationReleased:
     """The release of a reservation by its reader, or the notice that the reader has disconnected."""
 
-    room: KvReservation
-    opening: int  # opening that the reader has read; the release has no effect after a later opening
+    reservation: KvReservation
+    opening: int  # number of the opening that the reader has read; if the reservation has grown since, the release has no effect
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationEvents:
     """Changes of reservations since the last call, to be applied in the order of the fields.
 
-    - `closed` may have reservations that were never reported as opened, or that open again with other pages.
-    - `opened` may have reservations that are open already and now have more pages.
+    - `closed` may have reservations that were never reported as opened, or that `opened` opens again with other pages.
+    - `opened` may have reservations that the executor has open already and that now have more pages.
     - The executor must close a reservation before it launches a step that may write its pages.
     """
 
     closed: Sequence[KvReservation] = ()  # reservations of this worker
     opened: Sequence[OpenReservation] = ()  # reservations of this worker
-    left: Sequence[KvSource] = ()  # reservations of other workers that this worker no longer reads
+    released: Sequence[KvSource] = ()  # reservations of other workers that this worker no longer reads
 
 
 class Prover:

@@ -19,8 +19,8 @@ from rootstock_llm.services.worker.core.contracts.reservations import KvSource
 
 I32 = NDArray[np.int32]
 NO_PAGES: I32 = np.empty(0, dtype=np.int32)
-# Seconds. A load's fact is reported as soon as the remaining bytes probably take less than this. A step that reads the pages may
-# then wait on the device for up to this time.
+# Seconds. The fact of a load is reported when the load's remaining bytes are expected within this time. A step that reads the
+# pages may then wait on the device for this time.
 EARLY_S = 0.02
 UNASKED = -1  # op_id of a fact that reports changes of a storage and belongs to no operation
 
@@ -45,9 +45,9 @@ class OperationKind(enum.IntEnum):
 class WritePolicy(enum.StrEnum):
     """The pages that are copied to lower tiers, and the time of their copies (SGLang's --hicache-write-policy)."""
 
-    WRITE_BACK = "write_back"  # unused pages, in the order in which their last request ended
-    WRITE_THROUGH = "write_through"  # all pages, when they are computed
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # pages that a second request uses
+    WRITE_BACK = "write_back"  # pages that no request uses, copied in the order in which their last request ended
+    WRITE_THROUGH = "write_through"  # all pages, copied when they are computed
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # pages of prefixes, copied when a second request uses them
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBlock:
-    """A block of the prefix index with the keys of its pages, for the tiers below the device."""
+class TierBlock:
+    """A block of the prefix index in a tier below the device, with the keys of its pages."""
 
     name: bytes  # hash of the block
     weights: bytes  # bytes[8], digest of the weights that computed the block
@@ -79,7 +79,8 @@ class PageOperation:
     host_pages: I32  # pages of the host tier; empty for FETCH and PULL
     group: int = 0  # cache group of the pages
     pull: Pull | None = None  # source of the pages; set for PULL only
-    blocks: tuple[KeptBlock, ...] = ()  # for STORE only: blocks that end in these pages, stored for a restart
+    # For STORE only: blocks whose last page is in `keys`. The storage keeps them, so that a restarted worker can report them.
+    blocks: tuple[TierBlock, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.pull is not None) == (self.kind is OperationKind.PULL), "a PULL, and no other operation, has a source"
@@ -105,14 +106,14 @@ class Deleted:
 
     pages: int  # deleted pages
     dropped: tuple[bytes, ...] = ()  # keys of deleted pages that this worker had
-    pending: str = ""  # reason why some pages are not deleted yet; empty if all are
+    pending: str = ""  # reason why some selected pages are not deleted yet; empty if all of them are deleted
 
 
 @dataclass(frozen=True, slots=True)
 class StorageUse:
     """The size of a storage when it was last measured, and its counters since it was opened."""
 
-    num_bytes: int = 0  # bytes of its pages and their metadata
+    num_bytes: int = 0  # bytes of all pages and their metadata
     num_salts: int = 0  # salts with a page in the storage
     over_quota_pages: int = 0  # pages that were removed because of the quota of a salt
     deleted_pages: int = 0  # pages that operators deleted
@@ -126,11 +127,13 @@ class Fact:
     """The result of an operation, or a report of a storage's changes (op_id UNASKED)."""
 
     op_id: int
-    count: int = 0  # number of the operation's first pages that were moved; for STORE, number of its pages in the storage now
+    # Number of the operation's first pages that were moved. For STORE: number of the operation's pages that the storage now has.
+    count: int = 0
     seconds: float = 0.0  # duration of the copy
     stored: tuple[bytes, ...] = ()  # keys that the storage has gained
     dropped: tuple[bytes, ...] = ()  # keys that the storage has lost
     use: StorageUse | None = None  # current size and counters of the storage, or None if nothing has changed
-    blocks: tuple[KeptBlock, ...] = ()  # blocks that were stored with pages before the worker's start
-    early: bool = False  # a load's last bytes have not arrived; a later fact with `loaded` reports their arrival
-    loaded: tuple[int, float] | None = None  # pages and seconds of the oldest early load, which is now complete
+    blocks: tuple[TierBlock, ...] = ()  # blocks that the storage had stored with pages before this worker started
+    early: bool = False  # whether a load's last bytes have not arrived; a later fact with `loaded` reports their arrival
+    # (pages, seconds) of the oldest load with an early fact, whose last bytes have arrived now. None: no such load is complete.
+    loaded: tuple[int, float] | None = None

@@ -1,6 +1,6 @@
-"""The nodes of the radix tree that wait to be copied to lower tiers, in the order in which they were offered.
+"""The nodes of the radix tree that wait to be copied to lower tiers, in the order in which RadixCache added them.
 
-RadixCache offers nodes. Backups takes them from the queue and copies their pages.
+Backups takes nodes from the queue and copies their pages. To offer a node means to add it unless it is in the queue already.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 
 class BackupQueue:
-    """The queue of nodes to copy, and the nodes of which all pages are in lower tiers."""
+    """The queue of nodes to copy, and the record of completely copied nodes."""
 
     def __init__(self, unlocked: bool, appended: bool, hits: int) -> None:
-        """Starts empty.
+        """Starts empty. The arguments follow from the WritePolicy.
 
         Args:
-            unlocked: whether nodes are offered when their last user leaves.
-            appended: whether new nodes are offered.
-            hits: number of admissions on its path after which a node is offered; 0: hits do not offer nodes.
+            unlocked: whether a node is offered when its last lock ends.
+            appended: whether a new node is offered.
+            hits: number of admissions on its path after which a node is offered; 0: admissions offer no nodes.
         """
         self._when_unlocked, self._when_appended, self._hits = unlocked, appended, hits
         self._nodes: deque[TreeNode] = deque()
@@ -31,7 +31,7 @@ class BackupQueue:
         return len(self._nodes)
 
     def unlocked(self, node: TreeNode) -> None:
-        """Offers a node that has lost its last lock. A copied node is offered, too, because its copy may have been evicted."""
+        """Offers a node that has lost its last lock, even if it was copied, because its copy may have been evicted."""
         if self._when_unlocked or self._when_appended or node.backed:
             self._offer(node)
 
@@ -40,7 +40,10 @@ class BackupQueue:
             self._offer(node)
 
     def hit(self, node: TreeNode) -> None:
-        """Offers a node if this admission brings its hits to the limit. Called before the admission is counted."""
+        """Offers a node if the admission of a request with this hit brings the node's hits to the limit.
+
+        Called before node.hits counts the admission.
+        """
         if self._hits and node.hits + 1 >= self._hits:
             self._offer(node)
 
@@ -54,7 +57,7 @@ class BackupQueue:
 
         Args:
             node: the node.
-            needed: whether the node was evicted because other data needs its pages. Then pages without a copy count as lost.
+            needed: whether it was evicted because other data needs its pages. Its pages then count as lost if they have no copy.
         """
         if node.page_keys and self.backed.get(node.page_keys[-1]) is node:
             del self.backed[node.page_keys[-1]]
@@ -71,7 +74,7 @@ class BackupQueue:
         return None
 
     def drop(self, node: TreeNode) -> None:
-        """Removes the first node, which must be `node`. Its next use offers it again."""
+        """Removes the first node, which must be `node`. The next use of the node can offer it again."""
         assert self._nodes[0] is node, "only the first node is dropped"
         self._nodes.popleft()
         node.offered = False

@@ -2,7 +2,7 @@
 
 A block has BLOCK_TOKENS tokens. Its name is a hash over its tokens and the name of the previous block, so that no token ids leave
 the worker. On the device, a block belongs to the tree edge with its last token. It is removed with this edge, because eviction
-removes suffixes first. KeptBlocks reports the blocks of the lower tiers.
+removes suffixes first. TierBlocks reports the blocks of the lower tiers.
 """
 
 from __future__ import annotations
@@ -16,41 +16,43 @@ from rootstock_llm.services.shared.index.prefix_index import BlockTier
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 BLOCK_TOKENS = 64
-MOST_TOLD = 4096  # largest number of changes per message
+MOST_CHANGES = 4096  # largest number of changed blocks in one CacheEvents
 _TOKEN_BYTES = 4
 
 BlockHasher = Callable[[bytes, bytes], bytes]
-"""Makes a block's hash from the hash of the block before (or of the root) and the block's tokens as little-endian int32."""
+"""Makes a block's hash from the previous block's hash (or the root hash) and the block's tokens as little-endian int32."""
 
 RootHasher = Callable[[str], bytes]
-"""Makes the hash that the first block of a prompt is chained to, from the namespace (cache salt, adapter)."""
+"""Makes the root hash, which precedes the first block of a prompt, from the namespace (cache salt, adapter)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
     """Changes of the cached blocks. The tuples have block hashes, and no hash is in two tuples."""
 
-    cleared: bool  # all earlier events are void; to be applied before the other fields
-    stored: tuple[bytes, ...]  # on the device
-    removed: tuple[bytes, ...]  # in no tier
-    host: tuple[bytes, ...] = ()  # in the host tier and not on the device
-    storage: tuple[bytes, ...] = ()  # in the storage tier and not above it
+    cleared: bool  # whether the reader drops all blocks of this worker before it applies the other fields
+    stored: tuple[bytes, ...]  # blocks that are now on the device
+    removed: tuple[bytes, ...]  # blocks that are now in no tier
+    host: tuple[bytes, ...] = ()  # blocks that are now in the host tier and not on the device
+    storage: tuple[bytes, ...] = ()  # blocks that are now in the storage tier, and neither in the host tier nor on the device
 
 
 class CacheEventLog:
-    """The changes that were not sent to the prefix index. RadixCache and KeptBlocks record them, and the publisher takes them."""
+    """The changes that were not sent to the prefix index yet. RadixCache and TierBlocks record them; the publisher takes them."""
 
-    def __init__(self, page_size: int, block_hash: BlockHasher, root_hash: RootHasher, tells_storage: bool = True) -> None:
-        # Whether blocks in the storage are reported. It is False if other workers read the same storage, because then these
-        # blocks do not matter for routing.
-        self.tells_storage = tells_storage
+    def __init__(self, page_size: int, block_hash: BlockHasher, root_hash: RootHasher, reports_storage: bool = True) -> None:
+        # Whether blocks in the storage are reported. False if other workers read the same storage, because these blocks then do
+        # not favour this worker.
+        self.reports_storage = reports_storage
         self._page_size = page_size
         self._block_hash = block_hash
         self._root_hash = root_hash
         self._cleared = False
-        self._held: Counter[bytes] = Counter()  # number of edges that have a block; above 1 if pages are larger than blocks
+        self._num_edges: Counter[bytes] = (
+            Counter()
+        )  # number of tree edges with each device block; can exceed 1 if pages are larger than blocks
         self._below: dict[bytes, BlockTier] = {}  # slowest tier of each block that the lower tiers have completely
-        # Changed blocks, each with its tier in the last message, or None if it was in no tier.
+        # Changed blocks, each with the tier that the last message reported, or None if it reported no tier.
         self._changed: dict[bytes, BlockTier | None] = {}
 
     @property
@@ -59,7 +61,7 @@ class CacheEventLog:
         return self._cleared or bool(self._changed)
 
     def stored(self, node: TreeNode) -> None:
-        """Computes the names of the blocks that end in a new edge, and records these blocks."""
+        """Computes the names of the blocks that end in a new edge, and records the blocks as cached on the device."""
         parent = node.parent
         assert parent is not None
         begin = parent.depth * self._page_size
@@ -71,19 +73,19 @@ class CacheEventLog:
         for at in range(0, len(tokens) - size + 1, size):
             link = self._block_hash(link, tokens[at : at + size])
             names.append(link)
-            if link not in self._held:
-                self._changes(link)
-            self._held[link] += 1
+            if link not in self._num_edges:
+                self._record_change(link)
+            self._num_edges[link] += 1
         node.blocks = tuple(names)
 
     def removed(self, node: TreeNode) -> None:
         for name in node.blocks:
-            assert self._held[name] > 0, "only blocks of an edge are removed"
-            if self._held[name] > 1:
-                self._held[name] -= 1
+            assert self._num_edges[name] > 0, "only blocks of an edge are removed"
+            if self._num_edges[name] > 1:
+                self._num_edges[name] -= 1
                 continue
-            self._changes(name)
-            del self._held[name]
+            self._record_change(name)
+            del self._num_edges[name]
 
     def below(self, name: bytes, tier: BlockTier | None) -> None:
         """Records where the tiers below the device have a block.
@@ -94,40 +96,40 @@ class CacheEventLog:
         """
         if self._below.get(name) is tier:
             return
-        self._changes(name)
+        self._record_change(name)
         if tier is None:
             del self._below[name]
         else:
             self._below[name] = tier
 
     def tier_below(self, name: bytes) -> BlockTier | None:
-        """Returns the tier of the last call of below() for the block, or None."""
+        """Returns the tier that the last call of below() recorded for the block, or None."""
         return self._below.get(name)
 
     def cleared(self) -> None:
         """Records that the device has lost all blocks. The blocks of the lower tiers are reported again."""
-        self._held.clear()
-        self._begin_anew()
+        self._num_edges.clear()
+        self._report_anew()
 
     def flushed(self) -> None:
         """Shortens the pending events after a flush.
 
-        If more blocks were removed than are left, a reset and the blocks that are left replace the list of removed blocks.
+        If the flush removed more blocks than are left, the events become a reset and the list of the blocks that are left.
         """
         gone = sum(before is not None and self._tier(name) is None for name, before in self._changed.items())
-        if gone > len(self._held.keys() | self._below.keys()):
-            self._begin_anew()
+        if gone > len(self._num_edges.keys() | self._below.keys()):
+            self._report_anew()
 
     def split(self, names: tuple[bytes, ...], upper_depth: int, lower_depth: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Divides the blocks of an edge that is split.
 
         Args:
             names: blocks that end in the edge.
-            upper_depth: page at the end of the upper part.
-            lower_depth: page at the end of the lower part.
+            upper_depth: number of pages from the root to the end of the upper part.
+            lower_depth: number of pages from the root to the end of the lower part.
 
         Returns:
-            The blocks that end in the upper part, and those that end in the lower part.
+            The blocks that end in the upper part, and the blocks that end in the lower part.
         """
         size = self._page_size
         below = lower_depth * size // BLOCK_TOKENS - upper_depth * size // BLOCK_TOKENS
@@ -136,33 +138,33 @@ class CacheEventLog:
         return names[:cut], names[cut:]
 
     def take(self) -> CacheEvents | None:
-        """Returns up to MOST_TOLD changes that no earlier call has returned, or None."""
-        told: dict[BlockTier | None, list[bytes]] = {BlockTier.DEVICE: [], BlockTier.HOST: [], BlockTier.STORAGE: [], None: []}
+        """Returns up to MOST_CHANGES changes that no earlier call has returned, or None."""
+        by_tier: dict[BlockTier | None, list[bytes]] = {BlockTier.DEVICE: [], BlockTier.HOST: [], BlockTier.STORAGE: [], None: []}
         count = 0
-        for name in list(islice(self._changed, MOST_TOLD)):
+        for name in list(islice(self._changed, MOST_CHANGES)):
             tier = self._tier(name)
             if self._changed.pop(name) is not tier:
-                told[tier].append(name)
+                by_tier[tier].append(name)
                 count += 1
         if not (self._cleared or count):
             return None
         cleared, self._cleared = self._cleared, False
         stored, removed, host, storage = (
-            tuple(told[tier]) for tier in (BlockTier.DEVICE, None, BlockTier.HOST, BlockTier.STORAGE)
+            tuple(by_tier[tier]) for tier in (BlockTier.DEVICE, None, BlockTier.HOST, BlockTier.STORAGE)
         )
         return CacheEvents(cleared, stored, removed, host, storage)
 
     def _tier(self, name: bytes) -> BlockTier | None:
-        return BlockTier.DEVICE if name in self._held else self._below.get(name)
+        return BlockTier.DEVICE if name in self._num_edges else self._below.get(name)
 
-    def _changes(self, name: bytes) -> None:
-        """Records that the tier of a block is about to change, with its present tier."""
+    def _record_change(self, name: bytes) -> None:
+        """Records the present tier of a block that is about to move to another tier."""
         if name not in self._changed:
             self._changed[name] = self._tier(name)
 
-    def _begin_anew(self) -> None:
+    def _report_anew(self) -> None:
         self._cleared = True
-        self._changed = dict.fromkeys([*self._held, *self._below])
+        self._changed = dict.fromkeys([*self._num_edges, *self._below])
 
     def _tokens_before(self, node: TreeNode, count: int) -> bytes:
         """Returns the last `count` tokens of the path to `node`."""

@@ -2,8 +2,8 @@
 
 Every page is free, leased by one slot, cached in the tree, or quarantined while an operation writes it; free + leased + cached +
 quarantined = total. A freed page may be allocated again at once, because one forward stream orders all steps
-(docs/design/scheduler.md#steps-and-streams), and an operation begins after all earlier steps. Writes to page tables are recorded;
-take_table_updates() returns them for the next plan.
+(docs/design/scheduler.md#steps-and-streams), and an operation begins after all earlier steps. Each write to a page table is
+recorded, and take_table_updates() returns the writes for the next plan.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class TokenToKVPool:
 class ReqToTokenPool:
     """Slots and their page tables, named as in SGLang.
 
-    Row s of page_table (int32[slots, pages per request]) is valid for its first num_pages[s] entries. The first num_shared[s]
-    of these pages belong to the radix tree, the others to the slot's lease.
+    In row s of page_table (int32[slots, pages per request]), the first num_pages[s] entries are valid. Of these pages, the first
+    num_shared[s] belong to the radix tree, and the other pages belong to the slot's lease.
     """
 
     def __init__(self, num_slots: int, pages_per_request: int) -> None:
@@ -95,7 +95,7 @@ class Lease:
 
     slot: int
     node: TreeNode  # tree node at the end of the table's pages that belong to the tree
-    rank: int = 0  # rank of the request; nodes with its pages get this rank, see TreeNode.rank
+    rank: int = 0  # rank of the request; nodes that publish its pages get this rank, see TreeNode.rank
     page_keys: tuple[bytes, ...] = ()  # page keys of the first pages; keys of later pages are unknown
 
 
@@ -141,8 +141,8 @@ class KVMemory:
         self._updates: list[TableUpdates] = []
         self._runs: list[tuple[int, int, int]] = []  # (slot, first entry, number of entries) of writes after those in _updates
         self._run_pages: list[I32] = []
-        self._num_updates = 0  # number of writes in _updates and _runs; a write is of one slot
-        self._ended: dict[int, int] = {}  # slots that were freed since the last plan, with the number of writes at that time
+        self._num_updates = 0  # number of writes in _updates and _runs; each write is to one slot
+        self._ended: dict[int, int] = {}  # for each slot that was freed since the last plan: _num_updates at that time
 
     @property
     def num_available(self) -> int:
@@ -163,7 +163,10 @@ class KVMemory:
         return node, num_pages * self.page_size
 
     def forget_empty(self) -> None:
-        """Forgets empty namespaces, and unused pages of retired namespaces. Called between turns, see RadixCache.forget_empty."""
+        """Forgets empty namespaces, and unused pages of retired namespaces.
+
+        RadixCache.forget_empty() explains when it may be called.
+        """
         if self.tree.has_retired:
             self.forget_retired()
         self.tree.forget_empty()
@@ -195,7 +198,7 @@ class KVMemory:
         Args:
             hit: the locked end of the hit. The lease takes over its lock.
             rank: rank of the request.
-            page_keys: page keys of the first pages, as far as they are known.
+            page_keys: known page keys, from the first page on.
         """
         assert hit.lock_ref > 0, "the caller has locked the hit"
         pages = self.tree.pages_to(hit)
@@ -215,7 +218,7 @@ class KVMemory:
         slot = lease.slot
         have = int(self.slots.num_pages[slot])
         want = min(-(-num_tokens // self.page_size) - have, self.num_available)
-        assert self.slots.num_shared[slot] <= have, "a slot shares pages that it has not"
+        assert self.slots.num_shared[slot] <= have, "the shared pages of a slot are among its pages"
         if want > 0:
             assert have + want <= self.slots.page_table.shape[1], "a slot has at most the pages of a context"
             pages = self._alloc(want)
@@ -274,13 +277,13 @@ class KVMemory:
     def release(self, lease: Lease, key: bytes) -> None:
         """Ends the lease: publishes `key`, which may be empty, and frees the other pages and the slot.
 
-        Sets lease.node to the end of the published pages. The node is valid until the next call that may evict pages, or as long
-        as it is held.
+        Sets lease.node to the end of the published pages. The node is valid until the next call that may evict pages, or until
+        unhold() if the caller holds it.
         """
         self.publish(lease, key)
         slot = lease.slot
         shared, have = int(self.slots.num_shared[slot]), int(self.slots.num_pages[slot])
-        assert shared <= have, "a slot shares pages that it has not"
+        assert shared <= have, "the shared pages of a slot are among its pages"
         self.pages.free(self.slots.page_table[slot, shared:have].copy())
         self.tree.unlock(lease.node)
         self.slots.free(slot)
@@ -318,7 +321,7 @@ class KVMemory:
     def publish_quarantined(
         self, node: TreeNode, key: bytes, pages: I32, rank: int, page_keys: tuple[bytes, ...], backed: bool
     ) -> TreeNode:
-        """Moves quarantined pages into the tree below `node`. Pages whose tokens the tree has already are freed.
+        """Moves quarantined pages into the tree below `node`. Frees pages for whose tokens the tree has other pages already.
 
         Args:
             node: the pinned node before the tokens.
@@ -326,7 +329,7 @@ class KVMemory:
             pages: the written pages, with the KV of these tokens.
             rank: rank of the request for which the pages were read.
             page_keys: page keys of the pages.
-            backed: whether the tier from which the pages were read still has them.
+            backed: whether the pages were read from a lower tier of this worker, which still has them.
 
         Returns:
             The node at the end of the tokens.
@@ -354,7 +357,7 @@ class KVMemory:
     def take_table_updates(self) -> TableUpdates:
         """Returns the writes to the page tables of leased slots since the last call.
 
-        No two writes change the same entry, so that they may be applied in any order.
+        No two writes change the same entry, so that the writes may be applied in any order.
         """
         self._gather_runs()
         if not self._updates:
@@ -369,7 +372,7 @@ class KVMemory:
         return self._without_ended(updates) if self._ended else updates
 
     def _without_ended(self, updates: TableUpdates) -> TableUpdates:
-        """Drops the writes of leases that have ended. A later lease of the same slot has its own, later writes."""
+        """Drops the writes of ended leases. Writes of a later lease of the same slot stay."""
         slots, firsts, counts, pages = updates
         until = np.zeros(len(self.slots.num_pages), dtype=np.int64)
         until[list(self._ended)] = list(self._ended.values())

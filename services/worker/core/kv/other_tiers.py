@@ -10,7 +10,7 @@ from typing import Protocol
 from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 
-Asker = tuple[int, int]
+RequestKey = tuple[int, int]
 """(peer, handle) of a request."""
 
 
@@ -18,7 +18,7 @@ class PeerSource(Protocol):
     """A reservation in another worker; KvSource implements it."""
 
     @property
-    def room(self) -> object:
+    def reservation(self) -> object:
         """The identity of the reservation. Equal values mean the same reservation."""
 
     @property
@@ -35,18 +35,20 @@ class Wanted:
     seq: int  # number of the request or prefetch
     tree: str  # name of the prompt's radix tree
     tokens: bytes  # tokens of the prompt as bytes of int32
-    limit: int  # number of first pages that may be read
+    limit: int  # number of the prompt's first pages that may be read
     rank: int = 0  # see TreeNode
-    keys: list[bytes] = field(default_factory=list)  # page keys of the first pages; missing keys are made when they are needed
+    keys: list[bytes] = field(
+        default_factory=list
+    )  # page keys of the prompt's first pages; further keys are computed when needed
     arrived: Counter[str] = field(default_factory=Counter)  # pages that arrived while the request waited, by tier
-    let_go: bool = False  # whether the request has stopped waiting for further pages
-    source: PeerSource | None = None  # reservation with the first pages in another worker
-    ahead: bool = False  # whether the pages are for a prefetch, whose request has not arrived
+    given_up: bool = False  # whether no further operation begins for it, so that the next plan() ends the wait
+    source: PeerSource | None = None  # reservation in another worker with the prompt's first pages; None: there is none
+    is_prefetch: bool = False  # whether the pages are for a prefetch, whose request has not arrived
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Gauges and counters. StepStats has a field of the same name for each of them, and explains it."""
+    """Gauges and counters of the tiers. For each field, StepStats has a field of the same name with an explanation."""
 
     host_pages: int
     host_pages_used: int
@@ -92,7 +94,7 @@ class OtherTiers(Protocol):
 
     @property
     def num_quarantined(self) -> int:
-        """Number of device pages that these operations write."""
+        """Number of device pages that running operations write."""
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
         """Begins an import if the lower tiers have more of the prompt than the tree, and reading it is faster than computing it.
@@ -107,14 +109,18 @@ class OtherTiers(Protocol):
     def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
         """Releases the pins of a request that is admitted with a prefix hit of `hit` pages. `keys` are its first page keys."""
 
-    def leave(self, seq: int) -> None:
+    def cancel(self, seq: int) -> None:
         """Releases the pins and ends the wait of a request that has ended."""
 
-    def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
-        """Passes the pins of prefetched pages to the request `seq`, which has arrived. Returns the number of pages by tier."""
+    def take_prefetched(self, request_key: RequestKey, seq: int) -> Counter[str]:
+        """Passes the pins of prefetched pages to the request `seq`, which has arrived.
 
-    def let_go(self) -> bool:
-        """Releases the pins of waiting requests, because running requests need pages. Returns whether there were any."""
+        Returns:
+            The number of prefetched pages by tier.
+        """
+
+    def release_pins(self) -> bool:
+        """Releases the pins of waiting requests, because running requests need pages. Returns whether a request had a pin."""
 
     def retired(self, names: Collection[str]) -> None:
         """Discards the imports of trees whose salt was deleted. `names` are the names of the trees before the deletion."""

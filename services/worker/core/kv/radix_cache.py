@@ -5,8 +5,8 @@ otherwise. Locks and holds are counted along the whole path to the root, so that
 Unlocked leaves are evicted in the order of the policy. Recency is a counter, not a time. KVMemory is the owner.
 
 Each namespace and revision of the weights has a separate tree, whose name consists of both. After a replacement of the weights,
-requests therefore do not find pages of the old weights. When a salt is deleted, its tree is retired: it is renamed, so that only
-requests that use it already can continue to use it, and its pages are not copied to other tiers.
+requests therefore do not find pages of the old weights. When a salt is deleted, its trees are retired. A retired tree gets a new
+name, so that later requests do not find it, and its pages are not copied to other tiers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RadixCache:
             page_size: tokens of a page.
             policy: eviction order of unlocked leaves.
             events: log of cached blocks; None: blocks are not hashed.
-            backups: queue of nodes to copy to lower tiers; None if the worker has no tiers.
+            backups: queue of nodes to copy to lower tiers; None if the worker has no lower tiers.
         """
         self._page_bytes = page_size * TOKEN_BYTES
         self._eviction_key = _EVICTION_KEYS[policy]
@@ -107,8 +107,8 @@ class RadixCache:
     def forget_empty(self) -> None:
         """Forgets empty namespaces, so that they do not accumulate.
 
-        The caller must not use a root afterwards that it has neither locked nor held. Otherwise the namespace would get a second
-        root, and pages that are inserted below the first root would be lost.
+        After this call, the caller must not use a root that it got before and has neither locked nor held. The namespace may have
+        another root by then, and pages that are inserted below the forgotten root would be lost.
         """
         for root in self._empty_roots:
             if _is_empty(root) and self._roots.get(name := root.key.decode()) is root:
@@ -122,7 +122,7 @@ class RadixCache:
     def retire(self, namespace: str, name: str) -> None:
         """Renames a namespace to `name` (see retired_name), so that later requests find nothing in it.
 
-        The next forget_retired() drops its unlocked nodes, including held nodes.
+        The next forget_retired() drops the unlocked nodes of the namespace, including nodes with holds.
         """
         root = self._roots.pop(namespace, None)
         if root is None:
@@ -199,11 +199,11 @@ class RadixCache:
             key: the tokens as bytes, in whole pages.
             pages: int32[n], the pages of the tokens.
             rank: rank of the request.
-            page_keys: page keys of the first pages, as far as they are known.
+            page_keys: known page keys, from the first page on.
 
         Returns:
-            The node at the end of the tokens, and the tree's pages for them as int32[n]. If the tree had some of the tokens
-            already, its pages for these tokens differ from `pages`, and the caller still owns the entries of `pages`.
+            The node at the end of the tokens, and the tree's pages for the tokens as int32[n]. If the tree had some of the tokens
+            already, the result has the tree's pages for these tokens, and the caller still owns their pages in `pages`.
         """
         assert len(key) == len(pages) * self._page_bytes, "each page of tokens has a page id"
         end = node.depth + len(pages)
@@ -235,7 +235,7 @@ class RadixCache:
         assert self.num_evictable >= 0, "num_evictable is not negative"
 
     def unlock(self, node: TreeNode, used: bool = True) -> None:
-        """Undoes one lock(). If `used` is True, because a request computed or read the pages, offers them for a backup."""
+        """Undoes one lock(). If `used` is True, a request computed or read the pages, and they are offered for a backup."""
         self.num_locks -= 1
         if self._backups is not None and used and node.lock_ref == 1:
             self._backups.unlocked(node)
@@ -252,7 +252,7 @@ class RadixCache:
         assert self.num_evictable <= self.num_pages, "at most all pages are evictable"
 
     def hold(self, node: TreeNode) -> None:
-        """Makes eviction take this path last. unhold() of the same node undoes it, even if the node has been evicted."""
+        """Makes eviction take the nodes of this path last, until unhold(). The caller calls unhold() even after an eviction."""
         walk: TreeNode | None = node
         while walk is not None:
             walk.holds += 1
@@ -294,7 +294,7 @@ class RadixCache:
 
         Args:
             num_pages: number of pages to drop.
-            needed: whether other data needs the pages. Then pages without a copy count as lost.
+            needed: whether other data needs the pages. If so, evicted pages without a copy count as lost.
 
         Returns:
             The dropped pages.
@@ -333,7 +333,7 @@ class RadixCache:
         Splits the last edge if only its first pages are equal.
 
         Returns:
-            The last node, the number of matched bytes, and the pages on the path.
+            The last node, the number of matched bytes, and the pages of the nodes below the start node.
         """
         self._clock += 1
         pages: list[I32] = []
@@ -358,7 +358,7 @@ class RadixCache:
         """Cuts a node after `num_pages` pages, and returns the new node of the upper part. The node itself is the lower part."""
         cut = num_pages * self._page_bytes
         parent = node.parent
-        assert parent is not None and 0 < num_pages < len(node.pages), "an edge is cut inside"
+        assert parent is not None and 0 < num_pages < len(node.pages), "the cut is inside of the edge"
         upper = TreeNode(parent, node.key[:cut], node.pages[:num_pages], parent.depth + num_pages)
         upper.lock_ref, upper.holds, upper.hits = node.lock_ref, node.holds, node.hits
         upper.born, upper.stamp, upper.rank = node.born, node.stamp, node.rank
@@ -470,7 +470,7 @@ def salt_of_tree(name: str) -> str:
 
 
 def retired_name(name: str, number: int) -> str:
-    """Returns the unique name of a retired tree. `number` is the number of the deletion."""
+    """Returns the unique name of a retired tree. `number` counts the deletions of salts (Scheduler.num_retirements)."""
     assert not is_retired(name), "a tree is retired at most once"
     return f"{_RETIRED}{number}{_END}{_namespace_of(name)}"
 

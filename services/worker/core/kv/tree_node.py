@@ -1,4 +1,4 @@
-"""A node of the radix tree. Only RadixCache writes it, apart from the fields of CacheEventLog and the backups."""
+"""A node of the radix tree. RadixCache writes it; CacheEventLog and the backups write only the fields for their own use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN_BYTES = 4
 class TreeNode:
     """A node of the radix tree, with the edge that leads to it."""
 
-    parent: TreeNode | None  # unset for a root; stays set after the node's eviction, so that holds can be undone
+    parent: TreeNode | None  # None for a root. It stays set after the node's eviction, so that unhold() can follow the path.
     key: bytes  # tokens of the edge as bytes; the namespace for a root
     pages: I32  # int32[n], one for each page of tokens in `key`
     depth: int  # pages from the root to the end of this node
@@ -24,11 +24,11 @@ class TreeNode:
     holds: int = 0  # holds of sessions on this node and its descendants
     hits: int = 0  # admissions on a path through this node
     born: int = 0  # the tree's clock when the node was created
-    stamp: int = 0  # the tree's clock at the last use
+    stamp: int = 0  # the tree's clock when the node was last matched or inserted
     rank: int = 0  # lowest, most urgent rank of the requests that inserted this path
     blocks: tuple[bytes, ...] = ()  # hashes of the blocks whose last token is in this edge
-    page_keys: tuple[bytes, ...] = ()  # page keys of the first pages; the others are computed when they are needed
+    page_keys: tuple[bytes, ...] = ()  # page keys of the node's first pages; the other page keys are computed when needed
     offered: bool = False  # whether the node is in the backup queue
     backed: bool = False  # whether a lower tier has the whole node
-    entry: int = 0  # number of its valid entry in the eviction queue; 0 if it has none
+    entry: int = 0  # number of the node's valid entry in the eviction queue; 0: the queue has no valid entry for the node
     gone: bool = False  # whether the node was evicted

@@ -1,7 +1,7 @@
 """Applies the result of a step to requests, columns, memory and outputs.
 
-If a row's request has ended since the plan, the row's result is dropped. If the request was retracted since then, the sampled
-token counts.
+If a row's request has ended since the plan, the row's result is dropped. If the request was retracted since the plan, the row's
+sampled token still counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_SCORE = Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the st
 
 
 class Intake:
-    """Appends tokens to requests, and decides which requests end. Uses no slots and no pages."""
+    """Appends tokens to requests, and decides which requests end. Changes neither slots nor pages."""
 
     def __init__(self, vocab_size: int, rules: TextRules, counters: Counters) -> None:
         self._vocab_size = vocab_size
@@ -46,7 +46,7 @@ class Intake:
         self,
         requests: list[Request],
         tokens: NDArray[np.int32],
-        look: Mask,
+        may_end: Mask,
         rows: I64,
         result: StepResult,
     ) -> tuple[dict[int, Finish], list[int]]:
@@ -55,18 +55,18 @@ class Intake:
         Args:
             requests: the requests.
             tokens: int32[n], the next token of each request.
-            look: bool[n], whether the token may end the request or has to advance a grammar. Otherwise it is only appended.
-            rows: int64[n], the index by which `result` has faults, logprobs, vectors and scores of the request.
+            may_end: bool[n], whether the token may end the request or must advance a grammar. If False, it is only appended.
+            rows: int64[n], the request's index in the dictionaries of `result`.
             result: the step's result.
 
         Returns:
             The endings by index in `requests`, and the indices of the requests whose grammar has added tokens.
         """
-        assert len(requests) == len(tokens) == len(look) == len(rows), "the columns have equal lengths"
+        assert len(requests) == len(tokens) == len(may_end) == len(rows), "the columns have equal lengths"
         endings: dict[int, Finish] = {}
         jumped: list[int] = []
-        looked = np.flatnonzero(look).tolist()
-        for at in looked:
+        checked = np.flatnonzero(may_end).tolist()
+        for at in checked:
             ending = self._before_output(requests[at], int(tokens[at]), int(rows[at]), result)
             if ending is not None:
                 endings[at] = ending
@@ -82,7 +82,7 @@ class Intake:
             for at, row in enumerate(rows.tolist()):
                 if requests[at].wants_logprobs and at not in endings and row in result.logprobs:
                     requests[at].progress.logprobs.append(result.logprobs[row])
-        for at in looked:
+        for at in checked:
             if at not in endings:
                 ending, has_jumped = self._after_output(requests[at])
                 if ending is not None:
@@ -94,20 +94,20 @@ class Intake:
     def take_given(self, request: Request) -> Finish | None:
         """Applies the given output of a request as if its last token had just been sampled.
 
-        If the request has a grammar, its matcher is set and accepts the tokens that GrammarGate.follow() has not given to it.
+        If the request has a grammar, its matcher must be set. The matcher accepts the tokens that GrammarGate.replay() has left.
 
         Returns:
             The ending, or None if the request continues.
         """
-        ids, num_followed = request.progress.output_ids, request.progress.num_followed
-        assert num_followed < len(ids), "the matcher has not accepted the last token"
+        ids, num_replayed = request.progress.output_ids, request.progress.num_replayed
+        assert num_replayed < len(ids), "replay() leaves at least the last token"
         matcher = request.matcher
-        if matcher is not None and not all(matcher.accept(token) for token in ids[num_followed:-1]):
+        if matcher is not None and not all(matcher.accept(token) for token in ids[num_replayed:-1]):
             ending: Finish | None = _refused(matcher, _GIVEN_OUTSIDE_GRAMMAR)
         else:
             ending, _ = self._after_output(request, _GIVEN_OUTSIDE_GRAMMAR)
         if matcher is not None:
-            matcher.take_cost()  # so that many resumed requests do not count as one slow step
+            matcher.take_cost()  # so that this CPU time does not count as the time of a step
         return ending
 
     def take_one(self, request: Request, token: int, row: int, result: StepResult) -> tuple[Finish | None, bool]:
@@ -121,7 +121,10 @@ class Intake:
         return endings.get(0), bool(jumped)
 
     def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> Finish | None:
-        """Returns the ending of a request that gets no token, because of a fault or because it ends with its prompt, or None."""
+        """Returns the ending of a request that gets no token, because of a fault or because it ends with its prompt.
+
+        Returns None if the request gets its token.
+        """
         params = request.params
         if params.samples:
             return check_fault(token, self._vocab_size, result.faults.get(row))
@@ -140,10 +143,10 @@ class Intake:
 
         Args:
             request: the request.
-            outside: Finish of a request whose newest token the grammar does not allow.
+            outside: ending if the grammar does not allow the newest token.
 
         Returns:
-            The Finish, or None if the request continues; and whether the grammar has forced further tokens into the output.
+            The ending, or None if the request continues; and whether the grammar has forced tokens into the output.
         """
         matcher = request.matcher
         if matcher is None:
@@ -159,13 +162,13 @@ class Intake:
         """Appends the tokens that the grammar forces, until a token ends the request.
 
         Returns:
-            The Finish, or None if the request continues; and whether tokens were appended to the output.
+            The ending, or None if the request continues; and whether tokens were appended to the output.
         """
         forced = matcher.forced()
-        for place, token in enumerate(forced, 1):
+        for index, token in enumerate(forced, 1):
             request.progress.output_ids.append(token)
             self._counters.generated_tokens_total += 1
-            ending = check_finished(request, self._rules, place == len(forced) and matcher.terminated)
+            ending = check_finished(request, self._rules, index == len(forced) and matcher.terminated)
             if ending is not None:
                 return ending, True
         return None, bool(forced)
@@ -179,13 +182,13 @@ def _refused(matcher: Matcher, outside: Finish) -> Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """The tokens of a step with draft tokens. The tokens of one row, one or more, are its run."""
+    """The tokens of a step with draft tokens. A row's run is its accepted draft tokens and the token sampled after them."""
 
-    counts: I64  # [rows], tokens of each run
+    counts: I64  # [rows], number of tokens of each run
     firsts: I64  # [rows], index in result.tokens of each run's first token
-    drafted: I64  # [rows], draft tokens of each row
-    predicted: Mask  # [rows], see StepResult
-    result: StepResult  # the keys of faults, embeddings and label_logprobs are indices in `tokens`, and not rows
+    drafted: I64  # [rows], number of draft tokens of each row
+    predicted: Mask  # [rows], see StepResult.predicted
+    result: StepResult  # the step's result; here, faults, embeddings and label_logprobs map indices in `tokens`, not rows
 
     @classmethod
     def of(cls, plan: BatchPlan, result: StepResult) -> TokenRuns:
@@ -197,24 +200,24 @@ class TokenRuns:
         assert (counts[: plan.num_extend] == 1).all(), "extend rows have one token"
         drafted = np.zeros_like(counts) if result.drafted is None else result.drafted.astype(np.int64)
         assert not len(plan.drafts) or (drafted <= plan.drafts).all(), "the executor drafts at most the planned number"
-        assert (counts <= drafted + 1).all(), "a run has at most the draft tokens and one more"
+        assert (counts <= drafted + 1).all(), "a run has at most one token more than the row's draft tokens"
         predicted = np.zeros(len(counts), dtype=np.bool_) if result.predicted is None else result.predicted
-        assert (drafted[predicted] > 0).all(), "tokens of a prediction are draft tokens"
+        assert (drafted[predicted] > 0).all(), "a row whose draft tokens came from a prediction has draft tokens"
         faults = {int(firsts[row] + counts[row]) - 1: fault for row, fault in result.faults.items()}
         embeddings = {int(firsts[row]): vector for row, vector in result.embeddings.items()}
         scores = {int(firsts[row]): values for row, values in result.label_logprobs.items()}
         result = replace(result, faults=faults, embeddings=embeddings, label_logprobs=scores)
         return cls(counts, firsts, drafted, predicted, result)
 
-    def places(self, row: int) -> range:
+    def indices(self, row: int) -> range:
         """Returns the indices in result.tokens of the row's run."""
         first = int(self.firsts[row])
         return range(first, first + int(self.counts[row]))
 
-    def note(self, request: Request, row: int, walked: int) -> None:
-        """Adds a row's draft tokens to the request's verification results. `walked` tokens of the run were applied."""
+    def record_drafts(self, request: Request, row: int, num_applied: int) -> None:
+        """Adds a row's draft tokens to the request's verification results. The request took `num_applied` tokens of the run."""
         if drafted := int(self.drafted[row]):
-            request.progress.verified = request.progress.verified.and_row(drafted, walked - 1, bool(self.predicted[row]))
+            request.progress.verified = request.progress.verified.and_row(drafted, num_applied - 1, bool(self.predicted[row]))
 
 
 class Committer:
@@ -252,7 +255,7 @@ class Committer:
         self._commit_prompt_logprobs(step, result, sound)
         if not live.all():
             assert (columns.epoch[plan.slots] >= step.epochs).all(), "an epoch only rises"
-            self._commit_gone(step, result, run, ~live, now)
+            self._commit_without_lease(step, result, run, ~live, now)
         self._publish_extends(step, sound)
         fresh = plan.sample & live
         redundant = fresh & columns.redundant[plan.slots]
@@ -275,7 +278,7 @@ class Committer:
             self._lifecycle.end(request, ending, now)
 
     def _publish_extends(self, step: Step, sound: Mask) -> None:
-        """Publishes the computed pages of prompts. Rows with a fault publish nothing."""
+        """Publishes the pages of the step's extend rows in the radix tree. Rows with a fault publish nothing."""
         for row in range(step.plan.num_extend):
             request = step.requests[row]
             if sound[row] and request.kv.lease is not None:
@@ -288,8 +291,8 @@ class Committer:
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
         """Adds the logprobs of prompt tokens to the outputs.
 
-        If the request was retracted since the plan, they count if its sampled token counts. Otherwise they are dropped, because
-        the request will compute this chunk again.
+        If the request was retracted since the plan, they are added only if its sampled token counts. If it does not, the request
+        will compute this chunk again.
         """
         for row in step.plan.prompt_logprob_rows.tolist():
             request = step.requests[row]
@@ -303,13 +306,13 @@ class Committer:
                 self._outputs.add_prompt_logprobs(request, values)
 
     def _end_unsampled(self, step: Step, result: StepResult, rows: Mask, now: float) -> None:
-        """Ends each request with a fault in a chunk other than its last chunk."""
+        """Ends the requests with a fault in a row that samples no token."""
         for row, fault in result.faults.items():
             if rows[row] and (ending := check_fault(0, 1, fault)):
                 self._lifecycle.end(step.requests[row], ending, now)
 
     def _drop_redundant(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
-        """Drops sampled tokens that were already known, because the grammar forced them. A fault still ends the row's request."""
+        """Drops sampled tokens that the output already has, because the grammar forced them. A fault still ends the request."""
         self._columns.redundant[step.plan.slots[rows]] = False
         for row in rows.tolist():
             if row in result.faults and (ending := check_fault(0, 1, result.faults[row])):
@@ -318,19 +321,19 @@ class Committer:
     def _commit_lengths(self, step: Step, run: TokenRuns, live: Mask, sound: Mask) -> None:
         """Advances the committed lengths of a step with runs.
 
-        The plan assumed that all draft tokens are accepted. This subtracts the rejected tokens from `computed` and `planned_out`.
+        The plan has counted all draft tokens in `computed` and `planned_out`. This subtracts the rejected draft tokens.
         """
         plan, columns, extends = step.plan, self._columns, step.plan.num_extend
         slots = plan.slots[:extends][sound[:extends]]
         columns.committed[slots] = (plan.starts + plan.num_tokens)[:extends][sound[:extends]]
         slots, counts = plan.slots[extends:], run.counts[extends:]
-        whole, kept = sound[extends:], live[extends:]
-        columns.committed[slots[whole]] += counts[whole]
-        short = (plan.num_tokens[extends:] - counts)[kept]
-        columns.computed[slots[kept]] -= short
-        columns.planned_out[slots[kept]] -= short
-        asked = plan.drafts[extends:] > 0 if len(plan.drafts) else np.zeros(len(kept), dtype=np.bool_)
-        rows = extends + np.flatnonzero(kept & asked)
+        sound_rows, live_rows = sound[extends:], live[extends:]
+        columns.committed[slots[sound_rows]] += counts[sound_rows]
+        short = (plan.num_tokens[extends:] - counts)[live_rows]
+        columns.computed[slots[live_rows]] -= short
+        columns.planned_out[slots[live_rows]] -= short
+        drafting = plan.drafts[extends:] > 0 if len(plan.drafts) else np.zeros(len(live_rows), dtype=np.bool_)
+        rows = extends + np.flatnonzero(live_rows & drafting)
         if self._draft_controller is not None:
             self._draft_controller.learn(
                 plan, plan.slots[rows].astype(np.int64), run.drafted[rows], run.counts[rows] - 1, run.result.seconds
@@ -350,27 +353,27 @@ class Committer:
         goes_on = np.ones(len(rows), dtype=np.bool_)
         endings: dict[int, Finish] = {}
         jumped: list[int] = []
-        walked = np.zeros(len(rows), dtype=np.int64)
-        for place in range(int(counts.max())):
-            at = np.flatnonzero(goes_on & (counts > place))
+        num_applied = np.zeros(len(rows), dtype=np.int64)
+        for index in range(int(counts.max())):
+            at = np.flatnonzero(goes_on & (counts > index))
             if not len(at):
                 break
-            places, here = firsts[at] + place, slots[at]
+            indices, here = firsts[at] + index, slots[at]
             count = columns.num_out[here] + 1
-            tokens = run.result.tokens[places]
-            look = self._may_end(here, tokens, count)
+            tokens = run.result.tokens[indices]
+            may_end = self._may_end(here, tokens, count)
             if run.result.faults:
-                look |= np.isin(places, list(run.result.faults))
-            ended_here, jumped_here = self._intake.take([requests[i] for i in at.tolist()], tokens, look, places, run.result)
+                may_end |= np.isin(indices, list(run.result.faults))
+            ended_here, jumped_here = self._intake.take([requests[i] for i in at.tolist()], tokens, may_end, indices, run.result)
             columns.num_out[here] = count
-            walked[at] += 1
+            num_applied[at] += 1
             endings |= {int(at[i]): ending for i, ending in ended_here.items()}
             jumped += [int(at[i]) for i in jumped_here]
             goes_on[at[[*ended_here, *jumped_here]]] = False
         for i in np.flatnonzero(run.drafted[rows]).tolist():
-            run.note(requests[i], int(rows[i]), int(walked[i]))
+            run.record_drafts(requests[i], int(rows[i]), int(num_applied[i]))
         cut = np.flatnonzero(~goes_on)
-        for i in cut.tolist():  # the KV of dropped tokens does not count
+        for i in cut.tolist():  # the KV of the dropped tokens is not committed
             known = requests[i].num_prompt_tokens + int(columns.num_out[slots[i]])
             columns.committed[slots[i]] = min(int(columns.committed[slots[i]]), known - 1)
         for i in jumped:
@@ -382,7 +385,7 @@ class Committer:
             self._lifecycle.end(requests[i], ending, now)
 
     def _may_end(self, slots: NDArray[np.int32], tokens: NDArray[np.int32], count: I64) -> Mask:
-        """Returns whether each row may end with its new token, judged by the columns of its slot.
+        """Returns whether each row's request may end with its new token, by the columns of its slot, as bool[rows].
 
         Args:
             slots: slot of each row.
@@ -390,10 +393,10 @@ class Committer:
             count: output tokens of each row, including the new one.
         """
         columns = self._columns
-        look: Mask = (count >= columns.max_new[slots]) | columns.special[slots]
-        look |= (columns.stop_ids[slots] == tokens[:, None]).any(axis=1) & (count >= columns.min_new[slots])
-        look |= (tokens < 0) | (tokens >= self._vocab_size)
-        return look
+        may_end: Mask = (count >= columns.max_new[slots]) | columns.special[slots]
+        may_end |= (columns.stop_ids[slots] == tokens[:, None]).any(axis=1) & (count >= columns.min_new[slots])
+        may_end |= (tokens < 0) | (tokens >= self._vocab_size)
+        return may_end
 
     def _commit_tokens(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
         """Applies the sampled token of each row in `rows`."""
@@ -402,10 +405,10 @@ class Committer:
         tokens = result.tokens[rows]
         requests = step.requests if len(rows) == len(step.requests) else [step.requests[r] for r in rows.tolist()]
         count = columns.num_out[slots] + 1
-        look = self._may_end(slots, tokens, count)
+        may_end = self._may_end(slots, tokens, count)
         if result.faults:
-            look |= np.isin(rows, list(result.faults))
-        endings, jumped = self._intake.take(requests, tokens, look, rows, result)
+            may_end |= np.isin(rows, list(result.faults))
+        endings, jumped = self._intake.take(requests, tokens, may_end, rows, result)
         columns.num_out[slots] = count
         for at in jumped:
             self._lifecycle.extend_again(requests[at])
@@ -423,7 +426,7 @@ class Committer:
         requests: list[Request],
         endings: dict[int, Finish],
     ) -> None:
-        """Emits the first token of each row that continues, and afterwards its new tokens every `interval` tokens."""
+        """Adds new tokens of continuing requests to the outputs: a request's first token, and then every `interval` tokens."""
         assert len(slots) == len(tokens) == len(count) == len(requests), "the columns have equal lengths"
         columns = self._columns
         sent = columns.sent[slots]
@@ -451,23 +454,23 @@ class Committer:
             for i in np.flatnonzero(columns.predicted[slots]).tolist():
                 self._outputs.add_predicted(requests[int(at[i])])
 
-    def _commit_gone(self, step: Step, result: StepResult, run: TokenRuns | None, gone: Mask, now: float) -> None:
-        """Applies the tokens of requests that were retracted while the step was in flight. Drops the tokens of ended requests."""
+    def _commit_without_lease(self, step: Step, result: StepResult, run: TokenRuns | None, gone: Mask, now: float) -> None:
+        """Applies the rows of requests that were retracted while the step was in flight. Drops the rows of ended requests."""
         for row in np.flatnonzero(gone & step.plan.sample).tolist():
             request = step.requests[row]
             progress = request.progress
             if request.phase is not Phase.WAITING or progress.flight_step != result.step_id:
                 continue
             progress.flight_step = -1
-            told, places = (result, range(row, row + 1)) if run is None else (run.result, run.places(row))
-            walked = 0
-            for place in places:
-                ending, has_jumped = self._intake.take_one(request, int(told.tokens[place]), place, told)
-                walked += 1
+            applied, indices = (result, range(row, row + 1)) if run is None else (run.result, run.indices(row))
+            num_applied = 0
+            for index in indices:
+                ending, has_jumped = self._intake.take_one(request, int(applied.tokens[index]), index, applied)
+                num_applied += 1
                 if ending is not None or has_jumped:
                     break
             if run is not None:
-                run.note(request, row, walked)
+                run.record_drafts(request, row, num_applied)
             request.rekey()
             if ending is not None:
                 self._lifecycle.end(request, ending, now)

@@ -1,6 +1,6 @@
 """Plans the extend rows of a step: first the started extends, then waiting requests in the policy's order.
 
-A started extend is a request that was admitted and has known tokens that are not planned.
+A started extend is an admitted request with known tokens that no step has planned yet.
 
 docs/design/scheduler.md#which-rows-a-step-has and #admission-and-budgets have the rules.
 """
@@ -53,9 +53,9 @@ class ExtendPlanner:
         self._draft_controller = draft_controller
         self._random = np.random.default_rng(config.random_seed)
         self._prefixes = PrefixGate(config.page_size, memory, columns, queues.waiting)
-        self._gates: list[Gate] = [PoolGate(config).look]
+        self._gates: list[Gate] = [PoolGate(config).check]
         if config.enable_radix_cache:
-            self._gates.append(self._prefixes.look)
+            self._gates.append(self._prefixes.check)
         self.running_limit = config.max_running_requests  # largest number of running requests, at most the number of slots
         self._pace = ChunkPace()
         self._adder = PrefillAdder(config.page_size)
@@ -64,7 +64,7 @@ class ExtendPlanner:
         """Adds extend rows to the next step.
 
         Args:
-            rows: the rows of the step. If decode rows share the step, they are in it already.
+            rows: the rows of the step, with the decode rows if these share the step.
             now: present time.
             ratio: the new-token ratio.
             flight: the uncommitted step, or None.
@@ -77,27 +77,27 @@ class ExtendPlanner:
         self._begin_budgets(ratio, num_decode_tokens)
         may_admit &= not self._queues.batch_is_full
         several = self._queues.shares.num_flows > 1
-        started = sorted(self._queues.extending, key=_fair_turn if several else _turn)
-        before = may_admit and bool(started) and (several or self._prefixes.concerns_anybody or self._outranked(started[0]))
+        started = sorted(self._queues.extending, key=_by_share if several else _by_arrival)
+        before = may_admit and bool(started) and (several or self._prefixes.has_waits or self._outranked(started[0]))
         if before:
             self._prefixes.begin(_extending(flight) + started)
             self._admit_before(started, rows, now, step_id)
-            started.sort(key=_fair_turn if several else _turn)  # admissions have changed the turns of the flows
-        held = self._strides(num_decode_tokens, may_admit) if started and not rows.extends else {}
+            started.sort(key=_by_share if several else _by_arrival)  # admissions have changed the order of the flows
+        limits = self._strides(num_decode_tokens, may_admit) if started and not rows.extends else {}
         while started:
             request = started.pop(0)
-            going = request.kv.lease is None or self._continue(request, rows, held.get(request.seq))
-            if not going and not rows.extends and flight is None:
-                self._relieve(request, now, step_id)
+            has_pages = request.kv.lease is None or self._continue(request, rows, limits.get(request.seq))
+            if not has_pages and not rows.extends and flight is None:
+                self._free_pages(request, now, step_id)
             if several and rows.extends and not self._adder.exhausted:
-                started = self._fairly_again(started, rows, now, step_id, may_admit)
+                started = self._admit_between(started, rows, now, step_id, may_admit)
         if before:
             self._prefixes.end_pass()
         if may_admit and not self._queues.extending:
             self._prefixes.begin(_extending(flight) + rows.extends)
             order = service_order(self.config, self._queues.waiting, self._queues.decoding, self._memory, self._random, several)
             full = self._admit_waiting(order, rows, now, step_id)
-            self._queues.batch_is_full = full and self._queues.num_running > 0 and not self._queues.waiting.num_held
+            self._queues.batch_is_full = full and self._queues.num_running > 0 and not self._queues.waiting.num_blocked
             self._prefixes.end_pass()
             self._prefixes.freed.clear()
 
@@ -106,7 +106,7 @@ class ExtendPlanner:
         config = self.config
         if config.adaptive_chunk_s:
             least = max(paced_chunk(config.chunked_prefill_size, config.page_size, 0) // 2, 1)
-            self._pace.took(extended, rows, seconds, least)
+            self._pace.record(extended, rows, seconds, least)
 
     @property
     def steps_in_a_row(self) -> int:
@@ -150,7 +150,7 @@ class ExtendPlanner:
         Args:
             ratio: the new-token ratio.
             num_decode_tokens: tokens of the decode rows in the same step.
-            gone: seqs of running requests for whose output no KV is reserved, as if they had ended.
+            gone: seqs of running requests that are treated as ended, so that no KV is reserved for their output.
         """
         config = self.config
         self._adder.begin(
@@ -178,10 +178,10 @@ class ExtendPlanner:
     def _strides(self, num_decode_rows: int, may_admit: bool) -> dict[int, int]:
         """Returns the largest number of tokens of each started extend, by seq, with which a graph can replay the step.
 
-        Empty if an eager step is better: if prompt tokens are to be computed now, or if strides() says so.
+        Empty if an eager step is better: if prompt tokens are computed now, or if strides() returns None.
         """
         limits = self.config.graphs
-        begins = may_admit and len(self._queues.waiting) > self._queues.waiting.num_held
+        begins = may_admit and len(self._queues.waiting) > self._queues.waiting.num_blocked
         if not limits.rows or begins or not self._queues.extending:
             return {}
         slots = [r.kv.lease.slot for r in self._queues.extending if r.kv.lease]
@@ -210,11 +210,11 @@ class ExtendPlanner:
         count = self._adder.chunk(start, min(remaining, at_most or remaining), _computes_logprobs(request))
         return count <= 0 or self._add(request, start, count, rows)
 
-    def _relieve(self, request: Request, now: float, step_id: int) -> None:
-        """Frees pages for a started extend that found no page, while no step is in flight.
+    def _free_pages(self, request: Request, now: float, step_id: int) -> None:
+        """Frees pages for a started extend that found no page, while no step is in flight. The first case that applies decides:
 
         - If requests decode, this does nothing, because DecodePlanner frees pages.
-        - If waiting requests have pins, these are released.
+        - If waiting requests have pins, the pins are released.
         - If several requests extend, one of them is retracted.
         - A single extending request ends with an error, unless an operation or a reservation may free pages.
         """
@@ -228,7 +228,7 @@ class ExtendPlanner:
     # Waiting requests
 
     def preempt(self, ratio: float, flight: Step | None, step_id: int) -> None:
-        """Retracts less urgent running requests if the most urgent waiting request does not fit otherwise.
+        """Retracts less urgent running requests if the first waiting request that gates admit does not fit without this.
 
         Called before any row of the step is planned.
         """
@@ -238,19 +238,19 @@ class ExtendPlanner:
         first = self._queues.waiting.first()
         if first is None or not preemptible(self.config, first, self._queues.running()):
             return
-        for request in self._queues.waiting.in_turn():
-            verdict = self._ask(request).verdict
+        for request in self._queues.waiting.in_order():
+            verdict = self._check_gates(request).verdict
             if verdict is Verdict.ADMIT and (victims := preemptible(self.config, request, self._queues.running())):
                 self._displace(request, victims, ratio, flight.plan.step_id if flight else -1, step_id)
             if verdict is not Verdict.WAIT:
                 return
 
     def _displace(self, request: Request, victims: list[Request], ratio: float, flight_step: int, step_id: int) -> None:
-        """Retracts victims in order until the request fits. If it would not fit without all victims, changes nothing."""
+        """Retracts victims in order until the request fits. Changes nothing if retracting all of them would not suffice."""
         hit = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
         self._memory.lock(hit)  # so that the pages of the hit do not count as available for the rest of the prompt
-        if self._could_be_let_in(request, hit, victims, ratio):
-            while not self._has_room(request, hit, ratio):
+        if self._fits_without(request, hit, victims, ratio):
+            while not self._fits_now(request, hit, ratio):
                 if self._free_slots(request) > 0 and self._lifecycle.release_pins():
                     continue
                 if not victims:
@@ -259,15 +259,15 @@ class ExtendPlanner:
             self._queues.batch_is_full = False
         self._memory.unlock(hit)
 
-    def _could_be_let_in(self, request: Request, hit: TreeNode, victims: list[Request], ratio: float) -> bool:
+    def _fits_without(self, request: Request, hit: TreeNode, victims: list[Request], ratio: float) -> bool:
         """Returns whether the request would be admitted if the victims were retracted.
 
-        Pages that victims share with each other or with other requests do not count as free.
+        A page in the tree counts as free only if it becomes evictable without the victims' locks.
         """
         memory = self._memory
-        kept = self._queues.waiting.kept_from(request.rank)
+        reserved = self._queues.waiting.reserved_before(request.rank)
         stay = self._queues.num_running - len(victims)
-        if min(memory.slots.num_free + len(victims), self.running_limit - stay) <= kept.slots:
+        if min(memory.slots.num_free + len(victims), self.running_limit - stay) <= reserved.slots:
             return False
         if not stay:
             return True  # admission always accepts a request if no other request runs
@@ -278,58 +278,58 @@ class ExtendPlanner:
         for lease in leases:
             memory.tree.lock(lease.node)
         self._begin_budgets(ratio, 0, frozenset(victim.seq for victim in victims))
-        available = pages * self.config.page_size - kept.tokens
-        return self._asked(request, hit, available)[0] is not AddResult.NO_TOKEN
+        available = pages * self.config.page_size - reserved.tokens
+        return self._check_budgets(request, hit, available)[0] is not AddResult.NO_TOKEN
 
     def _own_pages(self, request: Request) -> int:
-        """Returns the number of the request's pages that are not shared, or all of its pages if they are in a reservation.
+        """Returns the number of pages that the request's lease owns, or of all its pages if they are in a reservation.
 
-        The reservation, which ends if pages are needed, counts as the only other user of these pages.
+        The reservation pins the pages, but ends if running requests need them.
         """
         if request.kv.lease is None:
             return 0
         slots, slot = self._memory.slots, request.kv.lease.slot
         return int(slots.num_pages[slot]) - (0 if request.kv.num_announced else int(slots.num_shared[slot]))
 
-    def _has_room(self, request: Request, hit: TreeNode, ratio: float) -> bool:
+    def _fits_now(self, request: Request, hit: TreeNode, ratio: float) -> bool:
         """Returns whether the request would be admitted now. `hit` is locked."""
         if self._free_slots(request) <= 0:
             return False
         self._begin_budgets(ratio, 0)
-        return self._may_add(request, hit)[0] is not AddResult.NO_TOKEN
+        return self._may_admit(request, hit)[0] is not AddResult.NO_TOKEN
 
     def _free_slots(self, request: Request) -> int:
-        """Returns the number of free slots without the slots that more urgent held requests need."""
+        """Returns the number of free slots, minus the slots that are reserved for more urgent blocked requests."""
         queues = self._queues
         free = min(self._memory.slots.num_free, self.running_limit - queues.num_running)
-        return free - queues.waiting.kept_from(request.rank).slots if queues.waiting.num_held else free
+        return free - queues.waiting.reserved_before(request.rank).slots if queues.waiting.num_blocked else free
 
     def _admit_before(self, started: list[Request], rows: StepRows, now: float, step_id: int) -> None:
-        """Admits the waiting requests that precede the next chunk of the started extends, which may have many chunks left.
+        """Admits waiting requests before the next chunks of the started extends, which may have many chunks left.
 
-        These are more urgent requests, requests of flows with an earlier turn, and requests that arrived before a started extend
-        and whose wait for a prefix has ended. They do not get the KV that the started extends need. If they find no KV,
+        These are more urgent requests, requests of flows with a lower sort key, and requests that arrived before a started extend
+        and whose wait for a prefix has ended. The KV that the started extends need stays free. If a request finds no KV,
         batch_is_full stays False.
         """
-        turn = max(map(_turn, started))
-        overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
-        order = chain(sorted(overtaken, key=_turn), self._due_before(started[0]))
+        turn = max(map(_by_arrival, started))
+        overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _by_arrival(r) < turn]
+        order = chain(sorted(overtaken, key=_by_arrival), self._due_before(started[0]))
         self._admit_beside(order, started, rows, now, step_id)
 
-    def _fairly_again(self, started: list[Request], rows: StepRows, now: float, step_id: int, may_admit: bool) -> list[Request]:
-        """Admits waiting requests between two chunks of started extends, because each planned chunk changes the turns of flows.
+    def _admit_between(self, started: list[Request], rows: StepRows, now: float, step_id: int, may_admit: bool) -> list[Request]:
+        """Admits waiting requests between two chunks of started extends, because each planned chunk changes the order of flows.
 
         Returns:
-            The started extends without a chunk in this step, in the order of their turns.
+            The started extends without a chunk in this step, in the order of _by_share().
         """
-        left = sorted((request for request in started if request.kv.lease is not None), key=_fair_turn)
+        left = sorted((request for request in started if request.kv.lease is not None), key=_by_share)
         if left and may_admit:
             self._admit_beside(self._due_before(left[0]), left, rows, now, step_id)
-            left.sort(key=_fair_turn)
+            left.sort(key=_by_share)
         return left
 
     def _admit_beside(self, order: Iterable[Request], started: list[Request], rows: StepRows, now: float, step_id: int) -> None:
-        """Admits requests to the KV that the started extends do not need."""
+        """Admits requests to the KV that is left after the needs of the started extends."""
         self._adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
         self._admit_waiting(order, rows, now, step_id)
         self._adder.set_aside = 0
@@ -337,12 +337,12 @@ class ExtendPlanner:
     def _due_before(self, first: Request) -> Iterator[Request]:
         """Yields the waiting requests that precede `first`, the next started extend.
 
-        The caller admits or holds each request before it takes the next one.
+        The caller admits or blocks each request before it takes the next one.
         """
         if self._queues.shares.num_flows > 1:
             yield from due_before(self._queues.waiting, first)
         elif self._outranked(first):
-            yield from takewhile(lambda request: request.rank < first.rank, self._queues.waiting.in_turn())
+            yield from takewhile(lambda request: request.rank < first.rank, self._queues.waiting.in_order())
 
     def _outranked(self, first: Request) -> bool:
         """Returns whether a waiting request is more urgent than the most urgent started extend."""
@@ -355,43 +355,45 @@ class ExtendPlanner:
         The pass stops at a request that does not fit, at a request that this plan has retracted, and when a budget is exhausted.
 
         Returns:
-            Whether a request found no slot or no KV. The batch is then full, unless gates hold requests, because the gates may
-            free these before a running request ends.
+            Whether a request found no slot or no KV. The batch is then full, unless gates block requests. Gates may unblock these
+            before a running request ends.
         """
         has_tiers = self._lifecycle.has_tiers
         for request in order:
-            assert request.phase is Phase.WAITING and not request.held, "a request to admit waits and is not held"
-            if self._adder.exhausted or request.progress.parked_step == step_id:
+            assert request.phase is Phase.WAITING and not request.blocked_tokens, (
+                "an admitted request waits, and no gate blocks it"
+            )
+            if self._adder.exhausted or request.progress.retraction_step == step_id:
                 return False
             if self._free_slots(request) <= 0:
                 return True
             if has_tiers and self._lifecycle.begin_import(request):
                 continue
-            answer = self._ask(request)
-            if answer.ending is not None:
-                self._lifecycle.end(request, answer.ending, now)
-            if answer is not ADMIT:
+            decision = self._check_gates(request)
+            if decision.ending is not None:
+                self._lifecycle.end(request, decision.ending, now)
+            if decision is not ADMIT:
                 continue
             result = self._admit(request, rows, now)
             if result is not AddResult.CONTINUE:
                 return result is AddResult.NO_TOKEN
         return False
 
-    def _ask(self, request: Request) -> GateDecision:
-        """Returns the first gate's result that is not ADMIT, or ADMIT. If the result is WAIT, holds the request."""
+    def _check_gates(self, request: Request) -> GateDecision:
+        """Returns the first result of a gate that is not ADMIT, or ADMIT if there is none. A WAIT also blocks the request."""
         for gate in self._gates:
-            answer = gate(request)
-            if answer is ADMIT:
+            decision = gate(request)
+            if decision is ADMIT:
                 continue
-            if answer.verdict is Verdict.WAIT:
-                self._queues.waiting.hold(request, self._most_kv(request, len(request.kv.token_key) // TOKEN_BYTES))
-            return answer
+            if decision.verdict is Verdict.WAIT:
+                self._queues.waiting.block(request, self._most_kv(request, len(request.kv.token_key) // TOKEN_BYTES))
+            return decision
         return ADMIT
 
     def _most_kv(self, request: Request, extend: int) -> int:
         """Returns the tokens of KV that admission needs for `extend` tokens, the output and one more page.
 
-        PrefillAdder reserves this additional page, too.
+        PrefillAdder reserves the additional page as well.
         """
         page_size = self.config.page_size
         left = request.most_outputs - len(request.progress.output_ids)
@@ -404,10 +406,10 @@ class ExtendPlanner:
         return int(self._columns.target[request.kv.lease.slot] - self._columns.computed[request.kv.lease.slot])
 
     def _admit(self, request: Request, rows: StepRows, now: float) -> AddResult:
-        """Locks the prefix hit, and admits the request if its other tokens fit. Otherwise unlocks the hit."""
+        """Admits a request if the tokens after its prefix hit fit. If they do not fit, no lock on the hit is left."""
         hit = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
         self._memory.lock(hit)
-        result, count = self._may_add(request, hit)
+        result, count = self._may_admit(request, hit)
         if result is not AddResult.CONTINUE:
             self._memory.unlock(hit)
             return result
@@ -415,30 +417,32 @@ class ExtendPlanner:
         added = self._add(request, hit.depth * self.config.page_size, count, rows)
         assert added, "an admitted request gets a first page"
         rows.admit(request, lease.slot, self._gets_drafts(lease.slot))
-        self._prefixes.note(request)
+        self._prefixes.add_extend(request)
         return result
 
     def _gets_drafts(self, slot: int) -> bool:
-        """Returns whether the request that was admitted to the slot gets draft tokens, and sets the column `draftable`."""
+        """Decides whether the request that was admitted to the slot gets draft tokens, and records it in `draftable`."""
         draftable = self._columns.draftable
         if self._draft_controller is None or not draftable[slot]:
             return False
         self._draft_controller.begin(slot)
-        if self._draft_controller.hears_few:
+        if self._draft_controller.is_limited:
             running = [r.kv.lease.slot for r in (*self._queues.extending, *self._queues.decoding) if r.kv.lease is not None]
-            draftable[slot] = self._draft_controller.hears_another([each for each in running if draftable[each] and each != slot])
+            draftable[slot] = self._draft_controller.may_add_request(
+                [each for each in running if draftable[each] and each != slot]
+            )
         return bool(draftable[slot])
 
-    def _may_add(self, request: Request, hit: TreeNode) -> tuple[AddResult, int]:
-        """Returns the result of the budgets and the number of tokens that they allow. `hit` is locked."""
+    def _may_admit(self, request: Request, hit: TreeNode) -> tuple[AddResult, int]:
+        """Returns the result of the budgets and the number of tokens to compute in this step. `hit` is locked."""
         available = self._memory.num_available * self.config.page_size
-        if self._queues.waiting.num_held:
-            available -= self._queues.waiting.kept_from(request.rank).tokens
-        result, count = self._asked(request, hit, available)
+        if self._queues.waiting.num_blocked:
+            available -= self._queues.waiting.reserved_before(request.rank).tokens
+        result, count = self._check_budgets(request, hit, available)
         if result is AddResult.NO_TOKEN and not self._queues.num_running:
-            # No request runs, so none can end and free memory. This request must therefore be admitted now. submit() has checked
-            # that its prompt fits into the pool. If no page is available, operations in flight hold the pages, and the request
-            # waits for these operations.
+            # No running request can end and free memory. This request must therefore be admitted now. submit() has checked that
+            # its prompt fits into the pool. If no page is available, running operations use the pages, and the request waits for
+            # their end.
             self._lifecycle.release_pins()
             if self._memory.num_available:
                 start = hit.depth * self.config.page_size
@@ -446,7 +450,7 @@ class ExtendPlanner:
                 return AddResult.CONTINUE, self._adder.chunk(start, extend, _computes_logprobs(request))
         return result, count
 
-    def _asked(self, request: Request, hit: TreeNode, available: int) -> tuple[AddResult, int]:
+    def _check_budgets(self, request: Request, hit: TreeNode, available: int) -> tuple[AddResult, int]:
         """Returns the result of the budgets for a given number of available tokens of KV."""
         start = hit.depth * self.config.page_size
         extend = len(request.kv.token_key) // TOKEN_BYTES - start
@@ -486,13 +490,13 @@ def _extending(flight: Step | None) -> list[Request]:
     return flight.requests[: flight.plan.num_extend] if flight else []
 
 
-def _turn(request: Request) -> tuple[int, int]:
+def _by_arrival(request: Request) -> tuple[int, int]:
     return request.rank, request.seq
 
 
-def _fair_turn(request: Request) -> tuple[int, float, float, int]:
+def _by_share(request: Request) -> tuple[int, float, float, int]:
     assert request.flow is not None, "an extending request has prompt tokens to plan"
-    return request.rank, *request.flow.turn, request.seq
+    return request.rank, *request.flow.sort_key, request.seq
 
 
 def _computes_logprobs(request: Request) -> bool:

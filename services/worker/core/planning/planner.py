@@ -52,7 +52,7 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self._floor)
 
     def raise_on_retract(self, num_decoded: int, batch_size: int, sum_max_new: int) -> None:
-        """Sets the ratio after a retraction, by the rows that were not retracted.
+        """Sets the ratio after a retraction to the share that the rows that were not retracted need.
 
         Args:
             num_decoded: sum of these rows' output tokens.
@@ -99,7 +99,7 @@ class DecodePlanner:
         """
         self._retract_for_test(flight_step, step_id)
         before = self._counters.retractions_total
-        requests, slots, need = self._make_room(now, flight_step, step_id)
+        requests, slots, need = self._free_pages(now, flight_step, step_id)
         if self._counters.retractions_total > before:
             self._raise_ratio()
         if not requests:
@@ -124,9 +124,9 @@ class DecodePlanner:
         if not more.all():
             requests = [r for r, m in zip(requests, more.tolist(), strict=True) if m]
             slots = slots[more]
-        room = self._memory.slots.num_pages[slots] * self.config.page_size - columns.computed[slots]
-        need = slots[room <= 0]
-        assert not len(need) or room[room.argmin()] == 0, "a row computes at most the tokens of its pages"
+        spare = self._memory.slots.num_pages[slots] * self.config.page_size - columns.computed[slots]
+        need = slots[spare <= 0]
+        assert not len(need) or spare[spare.argmin()] == 0, "a row computes at most the tokens of its pages"
         return requests, slots, need.astype(np.int32)
 
     def _drafts(self, slots: NDArray[np.int64], draft_controller: DraftController) -> NDArray[np.int32]:
@@ -150,13 +150,13 @@ class DecodePlanner:
         columns.planned_out[slots] += drafts
         return drafts.astype(np.int32)
 
-    def _make_room(
+    def _free_pages(
         self, now: float, flight_step: int, step_id: int
     ) -> tuple[list[Request], NDArray[np.int64], NDArray[np.int32]]:
         """Frees pages until there are enough for the next decode step.
 
-        Releases the pins of waiting requests, and then retracts decoding and extending requests. The last request is not
-        retracted: it waits while a step, an operation or a reservation may free pages, and otherwise ends with an error.
+        Releases the pins of waiting requests, and then retracts decoding and extending requests until one is left. This request
+        waits while a step, an operation or a reservation may free pages, and otherwise ends with an error.
 
         Returns:
             The requests of the decode rows, their slots, and the slots that need one more page.
@@ -253,7 +253,7 @@ class Planner:
 
     def _plan_both(self, rows: StepRows, now: float, flight: Step | None, flight_step: int) -> None:
         """Plans extend rows. Plans decode rows if they share the step, or if there are no extend rows."""
-        # If all extends are of requests that decoded before, decode rows share the step, so that it does not delay them.
+        # If an extending request has output already, decode rows share the step, so that they are not delayed.
         shared = self.config.enable_mixed_chunk or any(r.progress.output_ids for r in self._queues.extending)
         before = self._counters.retractions_total
         if shared:
@@ -265,7 +265,7 @@ class Planner:
             self._decodes.plan(rows, now, flight_step, self._step_id)
 
     def _decodes_are_due(self) -> bool:
-        """Returns whether decode rows have waited for the allowed number of extend steps."""
+        """Returns whether decode rows have waited for the largest allowed number of consecutive extend steps."""
         if not self._extends_in_a_row:
             return False
         return 0 < self.extends.steps_in_a_row <= self._extends_in_a_row and self._decodes.num_candidates > 0

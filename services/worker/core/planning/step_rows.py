@@ -30,7 +30,7 @@ from rootstock_llm.services.worker.core.requests.request import Request, SlotCol
 CLIP_MAX_NEW_TOKENS = 4096
 MIN_CHUNK_SHARE = 8  # a chunk has at least 1/8 of its full size
 MIN_PACED_SHARE = 32  # a paced chunk has at least 1/32 of its full size
-FADES = 0.7  # factor of the earlier sums of tokens and seconds when a new time is added
+FADES = 0.7  # factor of earlier measurements when a new one is added
 OUTLIER = 4.0  # a time above this multiple of the average counts as this multiple
 BUCKETS = 32  # classes of decode steps, by the bit length of the number of rows
 MOST_TOKENS = 1 << 30  # value of a budget without a limit, in tokens
@@ -56,7 +56,7 @@ class Step:
 
     plan: BatchPlan
     requests: list[Request]  # request of each row
-    epochs: NDArray[np.int64]  # [rows], epoch of each slot when the step was planned
+    epochs: NDArray[np.int64]  # [rows], epoch of each row's slot when the step was planned, see SlotColumns.epoch
 
     def extends(self) -> list[Extend]:
         """Returns the extend rows of the step."""
@@ -97,7 +97,7 @@ class StepRows:
         Args:
             request: the request.
             slot: its slot.
-            drafted_for: whether it may get draft tokens. If so, the drafter gets its tokens and its prediction.
+            drafted_for: whether it may get draft tokens. The drafter then gets its tokens and its prediction.
         """
         params = request.params
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
@@ -208,8 +208,8 @@ class AddResult(enum.IntEnum):
 class RunningRows:
     """The running requests as parallel columns."""
 
-    remaining: NDArray[np.int64]  # [n], largest number of further output tokens
-    held: NDArray[np.int64]  # [n], tokens of KV that become free when the request ends
+    remaining: NDArray[np.int64]  # [n], largest number of output tokens that are left
+    kv_tokens: NDArray[np.int64]  # [n], tokens of KV that become available when the request ends
     ignore_eos: NDArray[np.bool_]  # [n]
 
 
@@ -219,8 +219,8 @@ NO_ROWS = RunningRows(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 
 class PrefillAdder:
     """The remaining budgets of the step that is being planned.
 
-    Decode rows of the same step use the input and chunk budgets, too. At least one page of each budget is left for extends, so
-    that decode rows never starve them.
+    Decode rows of the same step also use the input and chunk budgets. At least one page of each budget is left for extends, so
+    that decode rows never starve extends.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -245,10 +245,10 @@ class PrefillAdder:
             max_prefill_tokens: input budget.
             chunked_prefill_size: chunk budget; 0: prompts are not cut.
             num_decode_rows: tokens of the decode rows in the same step.
-            max_requests: extend rows of the step; 0 for no limit.
+            max_requests: largest number of extend rows of the step; 0 for no limit.
             max_logprob_tokens: logprob budget.
         """
-        assert len(rows.remaining) == len(rows.held) == len(rows.ignore_eos), "the columns have equal lengths"
+        assert len(rows.remaining) == len(rows.kv_tokens) == len(rows.ignore_eos), "the columns have equal lengths"
         self._rows = rows
         self._ratio = new_token_ratio
         self._added: list[tuple[int, int, bool]] = []  # (remaining output, KV, ignore_eos) of this step's rows
@@ -260,7 +260,7 @@ class PrefillAdder:
         self._requests_left = max_requests or None
         self._pending = 0
         self._empty = True
-        self.set_aside = 0  # tokens of KV that admissions must leave for started extends
+        self.set_aside = 0  # tokens of KV that admit() must leave free for started extends
 
     def chunk(self, start: int, remaining: int, logprobs: bool) -> int:
         """Returns the number of tokens of an extend that fit into this step: all, a part that ends at a page boundary, or 0.
@@ -275,12 +275,12 @@ class PrefillAdder:
             return 0
         if self._chunk is None and not logprobs:
             return remaining if remaining <= self._input or self._empty else 0
-        room = self._input if self._chunk is None else min(self._input, self._chunk)
+        budget = self._input if self._chunk is None else min(self._input, self._chunk)
         if logprobs:
-            room = min(room, self._logprobs)
-        if remaining <= room:
+            budget = min(budget, self._logprobs)
+        if remaining <= budget:
             return remaining
-        end = (start + room) // self._page_size * self._page_size
+        end = (start + budget) // self._page_size * self._page_size
         return max(end - start, 0)
 
     def admit(
@@ -341,19 +341,20 @@ class PrefillAdder:
         return self._input <= 0 or (self._chunk is not None and self._chunk <= 0) or self._requests_left == 0
 
     def _fits_until_finishes(self, available: int, extend: int, max_new: int) -> bool:
-        """Simulates the output of all requests until the last one ends, and returns whether the KV suffices at each end.
+        """Returns whether the KV suffices at the end of each request, if all requests decode in parallel until they end.
 
-        A request that may stop early is assumed to end after the share `new_token_ratio` of its remaining output.
+        A request that may stop early is assumed to end after the share `new_token_ratio` of its remaining output. Each end makes
+        the request's KV available to the others.
         """
         running = self._rows
         left = np.where(running.ignore_eos, running.remaining, (running.remaining * self._ratio).astype(np.int64))
-        added = [(more if ignores else int(more * self._ratio), held) for more, held, ignores in self._added]
+        added = [(more if ignores else int(more * self._ratio), kv_tokens) for more, kv_tokens, ignores in self._added]
         late = np.array([*added, (max_new, extend)], dtype=np.int64)
         steps = np.concatenate([left, late[:, 0]])
         order = np.argsort(steps, kind="stable")
-        steps, held = steps[order], np.concatenate([running.held, late[:, 1]])[order]
+        steps, kv_tokens = steps[order], np.concatenate([running.kv_tokens, late[:, 1]])[order]
         alive = np.arange(len(steps), 0, -1)
-        free = available - self._pending - self._ceil(extend) + np.cumsum(held) - held
+        free = available - self._pending - self._ceil(extend) + np.cumsum(kv_tokens) - kv_tokens
         return bool((free - steps * alive > alive * self._page_size).all())
 
     def _ceil(self, tokens: int) -> int:
@@ -363,7 +364,7 @@ class PrefillAdder:
 def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, half_at: int) -> int:
     """Returns the chunk size while `num_decoding` rows wait for their next token.
 
-    The size is at least one page and ends at a page boundary. With `half_at` decoding rows, it is half of `chunked_prefill_size`.
+    The size is in whole pages and at least one page. With `half_at` decoding rows, it is half of `chunked_prefill_size`.
     If `chunked_prefill_size` or `half_at` is 0, the result is `chunked_prefill_size`.
     """
     if not chunked_prefill_size or not half_at:
@@ -392,10 +393,10 @@ class ChunkPace:
     """
 
     def __init__(self) -> None:
-        self._extended = self._seconds = 0.0  # sums with fading weights; larger steps have more weight
-        self._decode_s = [0.0] * BUCKETS  # seconds of a step without extends, by bucket; 0: unknown
+        self._extended = self._seconds = 0.0  # sums of extended tokens and of their seconds, with fading weights
+        self._decode_s = [0.0] * BUCKETS  # mean seconds of a step without extends, by bucket; 0: unknown
 
-    def took(self, extended: int, rows: int, seconds: float, least: int) -> None:
+    def record(self, extended: int, rows: int, seconds: float, least: int) -> None:
         """Records the time of a step.
 
         Args:
@@ -412,7 +413,7 @@ class ChunkPace:
             now = FADES * before + (1 - FADES) * min(seconds, OUTLIER * before) if before else seconds
             self._decode_s[rows.bit_length()] = now
         elif extended >= least:
-            own = seconds - min(self._alone_s(rows) if rows else self._least_s(), seconds / 2)
+            own = seconds - min(self._decode_step_s(rows) if rows else self._shortest_step_s(), seconds / 2)
             if self._extended:
                 own = min(own, OUTLIER * extended * self._seconds / self._extended)
             self._extended, self._seconds = FADES * self._extended + extended, FADES * self._seconds + own
@@ -427,28 +428,28 @@ class ChunkPace:
 
         The time per token must be known.
         """
-        step_s = size * self._seconds / self._extended + self._least_s()
-        return max(math.ceil(min((within_s - self._alone_s(decoding)) / step_s, MOST_TOKENS)), 1)
+        step_s = size * self._seconds / self._extended + self._shortest_step_s()
+        return max(math.ceil(min((within_s - self._decode_step_s(decoding)) / step_s, MOST_TOKENS)), 1)
 
     def tokens(self, within_s: float, decoding: int, steps: int) -> int:
         """Returns the size of extend steps in tokens, so that `steps` of them and one decode step take at most `within_s`.
 
-        If that would leave less time for the extends than for the decode rows, the extends get as much time as the decode rows,
-        but at most `within_s`, because shorter chunks would only add steps. The time per token must be known.
+        If the extends would get less time than the decode rows, they get as much time as the decode rows, but at most `within_s`,
+        because shorter chunks would only add steps. The time per token must be known.
 
         Args:
             within_s: time limit in seconds.
             decoding: number of decode rows.
             steps: number of extend steps before the decode step; 0 if the extends share the step of the decode rows.
         """
-        alone = self._alone_s(decoding)
-        left = max(within_s - alone - steps * self._least_s(), min(alone, within_s))
+        alone = self._decode_step_s(decoding)
+        left = max(within_s - alone - steps * self._shortest_step_s(), min(alone, within_s))
         return int(min(left / max(steps, 1) / self._seconds * self._extended, MOST_TOKENS))
 
-    def _alone_s(self, rows: int) -> float:
-        """Returns the time of a step with `rows` decode rows. If it is unknown, that of fewer rows; if all are unknown, 0."""
+    def _decode_step_s(self, rows: int) -> float:
+        """Returns the seconds of a step of `rows` decode rows; if unknown, those for fewer rows; if none is known, 0."""
         return next((seconds for seconds in self._decode_s[rows.bit_length() : 0 : -1] if seconds), 0.0)
 
-    def _least_s(self) -> float:
-        """Returns the shortest known time of a step; 0 if none is known."""
+    def _shortest_step_s(self) -> float:
+        """Returns the shortest known seconds of a step without extends; 0 if none is known."""
         return min((seconds for seconds in self._decode_s if seconds), default=0.0)

@@ -12,9 +12,8 @@ reason:
 7. The output matches a stop regex.
 8. The request is to be handed over to another worker.
 
-Code outside of this module aborts requests, before the next token is examined. The order is that of SGLang's check_finished with
-one exception: SGLang examines the vocabulary after the length. Here, a token outside of the vocabulary is never output
-(docs/design/scheduler.md#finish-order).
+Aborts come from code outside of this module. The order is that of SGLang's check_finished with one exception: SGLang examines the
+vocabulary after the length. Here, a token outside of the vocabulary is never output (docs/design/scheduler.md#finish-order).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _HANDED_OVER = Finish(FinishReason.HANDED_OVER)
 
 
 def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> Finish:
-    """Returns an ending with an error. If `message` is a Reason, the ending has the index of the invalid element, too."""
+    """Returns an ending with an error. If `message` is a Reason and `field` is set, it also names the invalid element."""
     element = message.part if isinstance(message, Reason) and field else None
     return Finish(FinishReason.ABORT, error=error, message=message, field=field, element=element)
 
@@ -72,24 +71,30 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
     if length + min(outputs, 1) > config.context_len:
         return refused(f"the prompt has {length} tokens; the model's context is {config.context_len} tokens")
     if length + outputs > config.context_len:
-        return refused("prompt and max_new_tokens together exceed the model's context")
+        return refused(
+            f"prompt and max_new_tokens have {length + outputs} tokens; the model's context is {config.context_len} tokens"
+        )
     if length + given > config.context_len:
-        return refused("prompt and output_ids together exceed the model's context", "output_ids")
+        text = f"prompt and output_ids have {length + given} tokens; the model's context is {config.context_len} tokens"
+        return refused(text, "output_ids")
     alone = message.session is not None or message.params.embedding is not None or message.params.score is not None
     if given and alone:
-        return refused("neither in a session nor for an embedding or a score", "output_ids")
+        return refused("must be empty for a request in a session, an embedding or a score", "output_ids")
     if message.hand_over and alone:
-        return refused("neither in a session nor for an embedding or a score", "hand_over")
+        return refused("must be unset for a request in a session, an embedding or a score", "hand_over")
     if -(-(length + given) // config.page_size) > config.num_pages:
         size = config.num_pages * config.page_size
-        return refused(f"the prompt has {length + given} tokens; the KV pool holds {size}", error=ErrorCode.OUT_OF_MEMORY)
+        return refused(
+            f"prompt and output_ids together have {length + given} tokens; the KV pool has {size} tokens",
+            error=ErrorCode.OUT_OF_MEMORY,
+        )
     if message.params.grammar is not None and not offers_grammars:
         return refused("this worker offers no structured output", "grammar")
     return None
 
 
 def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> Finish | None:
-    """Returns the error of a row fault or of a token outside of the vocabulary, or None."""
+    """Returns the ending for a row fault or a token outside of the vocabulary, or None if the row has neither."""
     if fault is RowFault.NAN_LOGITS:
         return Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the model's logits for this request were not finite")
     if fault is RowFault.FAILED:
@@ -155,8 +160,8 @@ def _check_text(request: Request, rules: TextRules) -> Finish | None:
 def _tail_text(request: Request, rules: TextRules) -> str:
     """Returns the end of the output, long enough to contain any stop string that the newest token completes.
 
-    Decodes an estimated number of tokens, and doubles the number until the text is long enough, because tokens differ in their
-    number of characters. A special token that is skipped has none.
+    Decodes an estimated number of tokens, and doubles the number until the text is long enough. Tokens differ in their number of
+    characters, and a skipped special token has none.
     """
     ids, count, skip = request.progress.output_ids, request.tail_tokens, request.params.skip_special_tokens
     enough = max(map(len, request.params.stop)) + len(rules.decode(ids[-1:], skip)) + 4  # U+FFFDs of a cut character
@@ -168,10 +173,10 @@ def _tail_text(request: Request, rules: TextRules) -> str:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> str | None:
-    """Returns the stop string that begins first in `text`, or None. If several begin together, returns the first in the list.
+    """Returns the stop string that begins first in `text`, or None. Of those that begin together, returns the first in `stops`.
 
-    This is SGLang's rule for the reason that a response reports. The detokenizer's StopStringBuffer searches again by another
-    rule: it cuts streamed text at the stop string that ends first, because it must not wait for longer ones.
+    This is SGLang's rule for the stop string that a response reports. The detokenizer's StopStringBuffer uses another rule. It
+    cuts streamed text at the stop string that ends first, because it must not wait for longer stop strings.
     """
     best: tuple[int, str] | None = None
     for stop in stops:

@@ -3,10 +3,10 @@
 An admission pass asks the pool gate and then the prefix gate about each waiting request. The first result other than ADMIT
 decides:
 
-- WAIT holds the request in the queue. This and later passes skip it until its gate frees it (WaitingQueue.free).
+- WAIT blocks the request: this and later passes skip it until its gate unblocks it (WaitingQueue.unblock).
 - REJECT ends the request.
 
-These two gates allocate nothing and do not change the radix tree. The grammar gate holds requests outside of the waiting queue,
+These two gates allocate nothing and do not change the radix tree. Requests of the grammar gate wait outside of the waiting queue,
 where they delay no other request.
 """
 
@@ -24,12 +24,12 @@ from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNod
 from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
 from rootstock_llm.services.worker.core.requests.waiting_queue import IN_BATCH_DEPRIORITIZE_THRESHOLD, WaitingQueue
 
-MAX_PASSES = 8  # admission passes without progress of an extend, after which a request stops waiting for the extend
-ASK_AGAIN_S = 0.25  # seconds after which a grammar is submitted again if the compiler's queue was full
-# Limits of GrammarGate.follow(), by which matchers take over given output, per turn of the loop.
-FOLLOW_TOKENS = 1024  # tokens of all requests together
-FOLLOW_S = 0.01  # CPU seconds
-FOLLOW_AT_ONCE = 32  # tokens between two checks of FOLLOW_S
+MAX_PASSES = 8  # admission passes without progress of an extend after which a request stops waiting for that extend
+RESUBMIT_S = 0.25  # seconds after which a grammar is submitted again if the compiler's queue was full
+# Limits of one call of GrammarGate.replay(), in which matchers accept given output. The loop calls it once per turn.
+REPLAY_TOKENS = 1024  # tokens of all requests together
+REPLAY_S = 0.01  # CPU seconds of all requests together
+REPLAY_AT_ONCE = 32  # tokens between two checks of REPLAY_S
 
 
 class Verdict(enum.Enum):
@@ -63,17 +63,17 @@ class PoolGate:
         self._most_bytes = config.num_pages * config.page_size * TOKEN_BYTES
         self._rejection = GateDecision(Verdict.REJECT, too_small(config))
 
-    def look(self, request: Request) -> GateDecision:
+    def check(self, request: Request) -> GateDecision:
         return ADMIT if len(request.kv.token_key) <= self._most_bytes else self._rejection
 
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A request that waits until an extend has computed their common prefix."""
+    """A request that waits until an extend has computed the prefix that both have."""
 
     request: Request
-    limit: int  # number of bytes of its token key that a prefix hit may cover
-    since: int  # number of the pass after which passes without progress are counted
+    limit: int  # number of bytes of the request's token key that a prefix hit may cover
+    since: int  # number of passes when the extend last made progress; later passes count against MAX_PASSES
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class _Lead:
     request: Request
     slot: int
     epoch: int  # epoch of the slot when the first wait began; a different epoch means that the extend has ended
-    committed: int  # number of bytes of its token key, in whole pages, that were committed when begin() last read it
+    committed: int  # number of committed bytes of its token key, in whole pages, when begin() last read it
     due: int  # number of the first pass in which a wait may end for lack of progress
     waits: list[_Wait] = field(default_factory=list)
 
@@ -99,9 +99,10 @@ class PrefixGate:
     def __init__(self, page_size: int, memory: KVMemory, columns: SlotColumns, waiting: WaitingQueue) -> None:
         self._memory, self._columns, self._waiting = memory, columns, waiting
         self._page_bytes = page_size * TOKEN_BYTES
-        # A request waits for an extend only if both token keys agree for this number of bytes after the request's hit.
+        # A request waits for an extend only if the extend's token key equals the request's for this many bytes after its hit.
         self._cut = max(IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES, self._page_bytes)
-        self._leads: dict[int, _Lead] = {}
+        self._leads: dict[int, _Lead] = {}  # by seq of the extend
+        # Extends by the node at the end of their lease, and by the next `_cut` bytes of their token key.
         self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
         self._computing: list[Request] = []  # extends that are not listed in _extends yet
         self.num_passes = 0  # admission passes that have ended
@@ -109,32 +110,32 @@ class PrefixGate:
         self.freed: dict[int, Request] = {}
 
     @property
-    def concerns_anybody(self) -> bool:
+    def has_waits(self) -> bool:
         """Whether a request waits, or its wait has ended after the last pass over the whole queue."""
         return bool(self._leads or self.freed)
 
     def begin(self, computing: Iterable[Request]) -> None:
-        """Begins a pass, and frees the requests whose wait has ended.
+        """Begins a pass, and unblocks the requests whose wait has ended.
 
         Args:
             computing: the extending requests: those in the uncommitted step, those in the step that is being planned, and those
-                that are between two chunks. A request may occur twice.
+                between two chunks. A request may occur twice.
         """
         self._extends.clear()
         self._computing = list(computing)
         for lead in list(self._leads.values()):
-            self._follow(lead)
+            self._update_lead(lead)
 
     def end_pass(self) -> None:
         """Ends a pass."""
         self.num_passes += 1
 
-    def note(self, request: Request) -> None:
+    def add_extend(self, request: Request) -> None:
         """Adds a request that has just been admitted, so that later requests of the pass may wait for it."""
         self.freed.pop(request.seq, None)
         self._computing.append(request)
 
-    def look(self, request: Request) -> GateDecision:
+    def check(self, request: Request) -> GateDecision:
         """Returns WAIT if a running extend computes enough of the request's prefix after its hit (see `_cut`), else ADMIT."""
         if self._computing:
             self._list_extends()
@@ -162,7 +163,7 @@ class PrefixGate:
         return WAIT
 
     def _list_extends(self) -> None:
-        """Lists each extend under the node where its own hit ends, because it computes the tokens after that node."""
+        """Lists each extend under the node at the end of its lease, because it computes the tokens after that node."""
         for request in self._computing:
             if request.kv.lease is not None:
                 node = request.kv.lease.node
@@ -173,13 +174,13 @@ class PrefixGate:
         self._computing.clear()
 
     def _extend_of(self, node: TreeNode | None, key: bytes, hit: int, end: int) -> Request | None:
-        """Returns an extend whose token key begins with key[:end], or None.
+        """Returns an extend whose token key begins with key[:end], or None if there is none.
 
         Args:
-            node: node in which the request's hit ends. The extend is listed at a node of the path to this node.
+            node: node in which the request's hit ends. Extends at the nodes of the path to it are compared.
             key: token key of the request.
             hit: length of the hit in bytes.
-            end: number of first bytes of the token keys that must be equal.
+            end: number of first bytes in which both token keys must be equal.
         """
         while node is not None:
             at = node.depth * self._page_bytes
@@ -200,8 +201,8 @@ class PrefixGate:
     def _committed(self, slot: int) -> int:
         return int(self._columns.committed[slot]) * TOKEN_BYTES // self._page_bytes * self._page_bytes
 
-    def _follow(self, lead: _Lead) -> None:
-        """Frees requests that share no uncommitted token with the extend, or have waited MAX_PASSES passes without progress."""
+    def _update_lead(self, lead: _Lead) -> None:
+        """Unblocks requests that share no uncommitted token with the extend, or have waited MAX_PASSES passes in vain."""
         if lead.request.kv.lease is None or self._columns.epoch[lead.slot] != lead.epoch:
             self._free_all(lead)
             return
@@ -210,7 +211,7 @@ class PrefixGate:
         if committed == before and self.num_passes < lead.due:
             return
         end = committed + self._cut
-        beyond = lead.request.kv.token_key[before:end]  # the keys before this part were compared when the waits began
+        beyond = lead.request.kv.token_key[before:end]  # the token keys were compared up to `before` already
         waits, lead.waits = lead.waits, []
         lead.committed, lead.due = committed, self.num_passes + MAX_PASSES
         for wait in waits:
@@ -220,7 +221,7 @@ class PrefixGate:
             vain = self.num_passes - wait.since
             if vain >= MAX_PASSES or end > wait.limit or request.kv.token_key[before:end] != beyond:
                 self._free(wait)
-            elif request.held:
+            elif request.blocked_tokens:
                 lead.due = min(lead.due, wait.since + MAX_PASSES)
                 lead.waits.append(wait)
         if not lead.waits:
@@ -232,22 +233,22 @@ class PrefixGate:
         del self._leads[lead.request.seq]
 
     def _free(self, wait: _Wait) -> None:
-        """Ends a wait, and lets passes look at the request again if it is still in the queue."""
+        """Ends a wait, and unblocks the request if it is still in the queue."""
         wait.request.kv.prefix_passes = self.num_passes - wait.since
-        if wait.request.held:
-            self._waiting.free(wait.request)
+        if wait.request.blocked_tokens:
+            self._waiting.unblock(wait.request)
             self.freed[wait.request.seq] = wait.request
 
 
 class GrammarGate:
-    """The requests that wait until their grammar is compiled, or until their matcher has accepted output from another worker."""
+    """The requests that wait until their grammar is compiled, or until their matcher has accepted their given output."""
 
-    def __init__(self, book: GrammarBook | None, follow_tokens: int = FOLLOW_TOKENS) -> None:
+    def __init__(self, book: GrammarBook | None, replay_tokens: int = REPLAY_TOKENS) -> None:
         self._book = book  # unset if the worker offers no structured output
-        self._follow_tokens = follow_tokens
+        self._follow_tokens = replay_tokens
         self._waiting: dict[GrammarSpec, dict[int, Request]] = {}
-        self._following: dict[int, Request] = {}
-        self._put_off: dict[GrammarSpec, float] = {}  # postponed grammars, with the times at which they are submitted again
+        self._replaying: dict[int, Request] = {}
+        self._postponed: dict[GrammarSpec, float] = {}  # postponed grammars, with the times at which they are submitted again
         self._size = 0
         self.num_tokens = 0  # prompt and output tokens of the waiting requests
 
@@ -258,18 +259,18 @@ class GrammarGate:
         """Yields the requests in any order."""
         for waiting in self._waiting.values():
             yield from waiting.values()
-        yield from self._following.values()
+        yield from self._replaying.values()
 
     @property
-    def is_offered(self) -> bool:
+    def offers_grammars(self) -> bool:
         return self._book is not None
 
     def admits(self, request: Request) -> bool:
         """Sets the matcher of a request with a grammar.
 
         Returns:
-            Whether the request may enter the waiting queue. It may not if its grammar is not compiled, or if its matcher must
-            first accept given output. The caller then calls wait().
+            Whether the request may enter the waiting queue. If its grammar is not compiled, or if its matcher must first accept
+            given output, it may not, and the caller calls wait().
         """
         spec = request.params.grammar
         if spec is None:
@@ -282,13 +283,13 @@ class GrammarGate:
         self._size += 1
         request.queued_tokens = request.num_prompt_tokens + len(request.progress.output_ids)
         self.num_tokens += request.queued_tokens
-        self._hold(request)
+        self._list(request)
 
     def leave(self, request: Request) -> None:
         self._size -= 1
         self.num_tokens -= request.queued_tokens
         assert 0 <= self._size <= self.num_tokens, "each waiting request has at least one token"
-        if self._following.pop(request.seq, None) is None:
+        if self._replaying.pop(request.seq, None) is None:
             self._unlist(request)
 
     def compiled(self, spec: GrammarSpec) -> list[Request]:
@@ -299,67 +300,67 @@ class GrammarGate:
                 free.append(request)
             elif request.matcher is not None:
                 self._unlist(request)
-                self._hold(request)
+                self._list(request)
         return free
 
     def waiting_for(self, spec: GrammarSpec) -> list[Request]:
         """Returns the requests that wait for the grammar, in order of arrival."""
         return list(self._waiting.get(spec, {}).values())
 
-    def put_off(self, spec: GrammarSpec, now: float) -> list[Request]:
+    def postpone(self, spec: GrammarSpec, now: float) -> list[Request]:
         """Postpones a grammar, because the compiler is full.
 
         Returns:
-            The requests without given output, which the caller refuses. Requests with given output wait.
+            The requests without given output. The caller refuses them, while requests with given output wait.
         """
         waiting = self.waiting_for(spec)
         if any(request.progress.num_given for request in waiting):
-            self._put_off[spec] = now + ASK_AGAIN_S
+            self._postponed[spec] = now + RESUBMIT_S
         return [request for request in waiting if not request.progress.num_given]
 
-    def ask_again(self, now: float) -> list[Request]:
-        """Submits the postponed grammars again that have waited for ASK_AGAIN_S.
+    def resubmit(self, now: float) -> list[Request]:
+        """Submits the postponed grammars again that have waited for RESUBMIT_S.
 
         Returns:
             The requests that may leave because their grammar is compiled. The caller calls leave() for each of them.
         """
-        if not self._put_off:
+        if not self._postponed:
             return []
-        due = [spec for spec, until in self._put_off.items() if until <= now]
+        due = [spec for spec, until in self._postponed.items() if until <= now]
         for spec in due:
-            del self._put_off[spec]
+            del self._postponed[spec]
         return [request for spec in due for request in self.compiled(spec)]
 
-    def follow(self) -> list[Request]:
-        """Makes matchers accept given output, up to the token before the last, or up to a token that the grammar does not allow.
+    def replay(self) -> list[Request]:
+        """Makes matchers accept given output, except its last token, until they are done or refuse a token.
 
-        Stops at FOLLOW_TOKENS or FOLLOW_S; the next call continues. Takes the CPU time from the matchers (Matcher.take_cost), so
-        that it does not count as the time of a step.
+        Stops at REPLAY_TOKENS or REPLAY_S; the next call continues. Calls Matcher.take_cost(), so that this CPU time does not
+        count as the time of a step.
 
         Returns:
-            The requests whose matchers have finished. The caller calls leave() for each of them.
+            The requests whose matchers are done. The caller calls leave() for each of them.
         """
-        if not self._following:
+        if not self._replaying:
             return []
         free = []
         left, spent_s = self._follow_tokens, 0.0
-        for request in self._following.values():
+        for request in self._replaying.values():
             last, fits = len(request.progress.output_ids) - 1, True
-            while fits and request.progress.num_followed < last and left > 0 and spent_s < FOLLOW_S:
-                before = request.progress.num_followed
-                fits, cost_s = _follow(request, min(last, before + min(left, FOLLOW_AT_ONCE)))
-                left -= request.progress.num_followed - before + (not fits)
+            while fits and request.progress.num_replayed < last and left > 0 and spent_s < REPLAY_S:
+                before = request.progress.num_replayed
+                fits, cost_s = _replay(request, min(last, before + min(left, REPLAY_AT_ONCE)))
+                left -= request.progress.num_replayed - before + (not fits)
                 spent_s += cost_s
-            if not fits or request.progress.num_followed == last:
+            if not fits or request.progress.num_replayed == last:
                 free.append(request)
-            if left <= 0 or spent_s >= FOLLOW_S:
+            if left <= 0 or spent_s >= REPLAY_S:
                 break
         return free
 
-    def _hold(self, request: Request) -> None:
+    def _list(self, request: Request) -> None:
         assert request.params.grammar is not None
         if request.matcher is not None:
-            self._following[request.seq] = request
+            self._replaying[request.seq] = request
         else:
             self._waiting.setdefault(request.params.grammar, {})[request.seq] = request
 
@@ -371,7 +372,7 @@ class GrammarGate:
             del self._waiting[request.params.grammar]
 
 
-def _follow(request: Request, end: int) -> tuple[bool, float]:
+def _replay(request: Request, end: int) -> tuple[bool, float]:
     """Makes the matcher accept the output tokens before index `end`.
 
     Returns:
@@ -380,8 +381,8 @@ def _follow(request: Request, end: int) -> tuple[bool, float]:
     matcher = request.matcher
     assert matcher is not None
     assert end < len(request.progress.output_ids), "a matcher accepts the last token when the request enters the queue"
-    while request.progress.num_followed < end:
-        if not matcher.accept(request.progress.output_ids[request.progress.num_followed]):
+    while request.progress.num_replayed < end:
+        if not matcher.accept(request.progress.output_ids[request.progress.num_replayed]):
             return False, matcher.take_cost()
-        request.progress.num_followed += 1
+        request.progress.num_replayed += 1
     return True, matcher.take_cost()

@@ -1,7 +1,7 @@
 """The moves of requests between the queues, with their effects on memory, columns, trace events and outputs.
 
-Every queued request ends by end(), which frees its memory and emits its terminal output. The time limits of waiting and running
-requests are here, too.
+Every queued request ends by end(), which frees its memory and emits its terminal output. This module also has the time limits of
+waiting and running requests.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from rootstock_llm.services.worker.core.requests.reservations import KvReservati
 from rootstock_llm.services.worker.core.requests.sessions import SessionTable
 
 MAX_EVENTS = 16384  # events of the trace log
-MAX_TIER_LOOKUPS = 2  # searches of other tiers per wait of a request: when the wait begins, and before the admission
+# Largest number of searches of other tiers per wait of a request: one when the wait begins, and one before the admission.
+MAX_TIER_LOOKUPS = 2
 
 
 class Deadlines:
-    """The time limits of all requests. The limit of an ended request stays until it is due or keep() drops it."""
+    """The time limits of all requests. The limit of an ended request stays until its time is reached or keep() drops it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, tuple[int, int]]] = []  # (absolute time, seq, (peer, handle))
@@ -43,14 +44,14 @@ class Deadlines:
         heapq.heappush(self._heap, (at, request.seq, (request.peer, request.handle)))
 
     def due(self, now: float, requests: Mapping[tuple[int, int], Request]) -> list[tuple[float, Request]]:
-        """Removes the limits that have been reached.
+        """Removes the time limits that have been reached.
 
         Args:
             now: present time.
             requests: the requests that have not ended, by (peer, handle).
 
         Returns:
-            (time limit, request) for those of `requests` whose limit was removed, earliest limit first.
+            (time limit, request) for each removed limit whose request is in `requests`, earliest limit first.
         """
         out = []
         while self._heap and self._heap[0][0] <= now:
@@ -67,7 +68,7 @@ class Deadlines:
 
 
 class TraceLog:
-    """The latest trace events of all requests, in one ring. They show why a request was slow."""
+    """The latest MAX_EVENTS trace events of all requests. They show why a request was slow."""
 
     def __init__(self) -> None:
         self.now = 0.0  # time of the next events; Scheduler.submit(), plan() and commit() set it
@@ -79,11 +80,11 @@ class TraceLog:
         self._count += 1
 
     def of(self, request_id: str) -> list[TraceEvent]:
-        """Returns the events of a request that are in the ring, oldest first."""
+        """Returns the events of a request that the log still has, oldest first."""
         return [event for event in self._events if event.request_id == request_id]
 
     def since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """Returns the number of events since the start, and the events after the first `count` that are still in the ring.
+        """Returns the number of events since the start, and the events after the first `count` that the log still has.
 
         The events are sorted, oldest first.
         """
@@ -124,7 +125,7 @@ class RequestLifecycle:
 
     @property
     def pages_may_come_back(self) -> bool:
-        """Whether pages may become free without a step: an operation uses pages, or a reservation has a time limit."""
+        """Whether pages may become free without a step, because an operation uses pages or a reservation has a time limit."""
         return self._reservations.may_end or (self._tiers is not None and self._tiers.num_running > 0)
 
     def enqueue(self, request: Request) -> None:
@@ -158,7 +159,7 @@ class RequestLifecycle:
         assert self._adds_up, "each request is in one queue"
 
     def begin_import(self, request: Request) -> bool:
-        """Moves a waiting request to the imports if another tier has more of its prefix than the tree, and reading is faster.
+        """Moves a waiting request to the imports if another tier has more of its prefix, and reading is faster than computing.
 
         Returns:
             Whether the request has left the waiting queue.
@@ -180,18 +181,18 @@ class RequestLifecycle:
     def end_import(self, seq: int) -> None:
         """Moves a request from the imports back to the waiting queue. Its imported pages are pinned; it computes the others."""
         request = self._queues.end_import(seq)
-        self._leave_source(request)
+        self._release_source(request)
         self._trace.add(request.request_id, TraceKind.IMPORTED, sum(request.kv.imported.values()) * self.config.page_size)
         assert self._adds_up, "each request is in one queue"
 
     def release_pins(self) -> bool:
-        """Releases the pins of waiting requests on imported pages and on their reservations, because running requests need pages.
+        """Releases pins because running requests need pages: those of waiting requests, and of reservations in the state WAITING.
 
         Returns:
-            Whether any pin was released.
+            Whether a pin was released.
         """
-        imported = self._tiers is not None and self._tiers.let_go()
-        return self._reservations.let_go() or imported
+        imported = self._tiers is not None and self._tiers.release_pins()
+        return self._reservations.end_waiting() or imported
 
     def admit(self, request: Request, hit: TreeNode, now: float) -> Lease:
         """Allocates a slot for a waiting request. The lease takes over the lock of `hit`, the end of its prefix hit."""
@@ -201,14 +202,14 @@ class RequestLifecycle:
         if self._tiers is not None:
             self._tiers.admitted(request.seq, kv.page_keys, hit.depth)
         if kv.source is not None:
-            self._leave_source(request)
+            self._release_source(request)
         cached = hit.depth * self.config.page_size
         self._trace.add(request.request_id, TraceKind.ADMITTED, cached)
         self._columns.begin(lease.slot, request, cached)
         progress.flight_step = -1
         kv.prefix_seen, kv.prefix_passes = -1, 0
         if kv.reservation is not None:
-            self._reservations.go_on(kv.reservation)
+            self._reservations.resume(kv.reservation)
             self.announce(request)
         if progress.queue_s < 0:
             self._note_first_admission(request, cached, now)
@@ -218,31 +219,32 @@ class RequestLifecycle:
     def announce(self, request: Request) -> None:
         """Adds the computed pages of a prompt to its reservation, and reports the number of pages to the gateway.
 
-        Does nothing if no page is new, or if the reservation has ended since it was opened.
+        Does nothing if no page has been added since the last call, or if the reservation was opened and has ended.
         """
-        room, lease = request.kv.reservation, request.kv.lease
-        assert room is not None and lease is not None, "pages are announced for running requests with a reservation"
+        reservation, lease = request.kv.reservation, request.kv.lease
+        assert reservation is not None and lease is not None, "pages are announced for running requests with a reservation"
         count = int(self._memory.slots.num_shared[lease.slot])
-        if count <= request.kv.num_announced or (request.kv.num_announced and not self._reservations.stands(room)):
+        if count <= request.kv.num_announced or (request.kv.num_announced and not self._reservations.is_open(reservation)):
             return
         pages = self._memory.slots.page_table[lease.slot, :count].copy()
-        opened = OpenReservation(room, request.namespace, request.kv.token_key, pages)
+        opened = OpenReservation(reservation, request.namespace, request.kv.token_key, pages)
         self._reservations.open(opened, (request.peer, request.handle), lease.node, self._memory)
         request.kv.num_announced = count
-        self._outputs.add_ready(request.peer, PagesReady(request.handle, room, count))
+        self._outputs.add_ready(request.peer, PagesReady(request.handle, reservation, count))
 
     def decode(self, request: Request) -> None:
         """Moves a request from the extend phase (prefill) to the decode phase. The caller has planned its last chunk."""
         assert request.kv.lease is not None
         computed = int(self._columns.computed[request.kv.lease.slot])
-        assert computed == self._columns.target[request.kv.lease.slot], "a row decodes before its last chunk is planned"
+        assert computed == self._columns.target[request.kv.lease.slot], "a request decodes after its last chunk is planned"
         self._trace.add(request.request_id, TraceKind.PREFILLED, computed)
         self._queues.decode(request)
 
     def extend_again(self, request: Request) -> None:
         """Moves a request from the decode phase to the extend phase, because its grammar has added tokens without KV.
 
-        A step in flight still counts for the request, unless it may have draft tokens at the positions of the added tokens.
+        The result of a step in flight still counts for the request, unless the executor drafts. Draft tokens of that step may be
+        at the positions of the added tokens.
         """
         assert request.kv.lease is not None
         slot, columns, output_ids = request.kv.lease.slot, self._columns, request.progress.output_ids
@@ -257,7 +259,7 @@ class RequestLifecycle:
         assert columns.computed[slot] < columns.target[slot], "the KV of the added tokens is not computed"
 
     def retract(self, request: Request, flight_step: int, plan_step: int, preempted: bool = False) -> None:
-        """Takes the lease of a running request. The request keeps its output, and its computed pages stay cached.
+        """Ends the lease of a running request and queues it again. Its output and its cached pages stay.
 
         Args:
             request: an extending or decoding request.
@@ -274,7 +276,7 @@ class RequestLifecycle:
         self._queues.retract(request)
         request.rekey()
         progress.flight_step = flight_step if sampled_in_flight else -1
-        progress.parked_step = plan_step
+        progress.retraction_step = plan_step
         progress.logprob_planned = progress.logprob_done
         progress.num_retractions += 1
         kind = TraceKind.PREEMPTED if preempted else TraceKind.RETRACTED
@@ -292,18 +294,18 @@ class RequestLifecycle:
     def end(self, request: Request, ending: Finish, now: float) -> None:
         """Ends a request in any phase but FINISHED, frees its memory and emits its terminal output."""
         assert request.phase is not Phase.FINISHED, "a request ends once"
-        node, room_pages = None, 0
+        node, reserved_pages = None, 0
         if (lease := request.kv.lease) is not None:
             self._release(request, lease)
             node = lease.node
         self._queues.remove(request)
         if self._tiers is not None:
-            self._tiers.leave(request.seq)
-        self._leave_source(request)
+            self._tiers.cancel(request.seq)
+        self._release_source(request)
         if ending.reason is FinishReason.HANDED_OVER:
-            room_pages = self._open_room(request, now)
+            reserved_pages = self._complete_reservation(request, now)
         elif request.kv.num_announced:
-            self._reservations.leave_asker((request.peer, request.handle))
+            self._reservations.end_of_request((request.peer, request.handle))
         self._trace.add(request.request_id, TraceKind.ENDED, len(request.progress.output_ids))
         assert self._adds_up, "an ended request is in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
@@ -311,7 +313,7 @@ class RequestLifecycle:
         self._counters.grammar_aborts_total += aborted and request.params.grammar is not None
         if request.session is not None:
             self._sessions.end(request, None if aborted else self._context_end(request, node), self._memory, now)
-        self._outputs.add_finish(request, _finish(request, ending, now, room_pages))
+        self._outputs.add_finish(request, _finish(request, ending, now, reserved_pages))
 
     def expired(self, now: float) -> list[tuple[Request, str]]:
         """Returns the requests that have reached a time limit, each with the message to its client."""
@@ -337,47 +339,48 @@ class RequestLifecycle:
             self._watch(request.deadline, request)
 
     def _cached_from(self, request: Request) -> dict[Tier, int]:
-        """Returns the number of tokens of the prefix hit by the tier from which they came."""
+        """Returns the number of tokens of the first prefix hit by the tier from which they were read."""
         left, found = request.progress.num_cached_tokens, {}
         for tier, pages in request.kv.imported.items():
             found[Tier(tier)] = min(left, pages * self.config.page_size)
             left -= found[Tier(tier)]
         return {Tier.DEVICE: left} | found
 
-    def _open_room(self, request: Request, now: float) -> int:
+    def _complete_reservation(self, request: Request, now: float) -> int:
         """Completes the reservation of a request for the decode worker that continues it. An ended reservation opens again.
 
         Returns:
-            The number of reserved pages; 0 if no page is cached, for example because the request's salt was deleted.
+            The number of reserved pages; 0 if no page is cached or the request's salt was deleted.
         """
-        room, tokens = request.kv.reservation, request.tokens().tobytes()
-        assert room is not None, "a request that is handed over has a reservation"
+        reservation, tokens = request.kv.reservation, request.tokens().tobytes()
+        assert reservation is not None, "a request that is handed over has a reservation"
         if is_retired(request.namespace):
-            self._reservations.leave_asker((request.peer, request.handle))
+            self._reservations.end_of_request((request.peer, request.handle))
             return 0
         node = self._memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
         if node.depth:
-            opened = OpenReservation(room, request.namespace, tokens, self._memory.tree.pages_to(node).copy())
+            opened = OpenReservation(reservation, request.namespace, tokens, self._memory.tree.pages_to(node).copy())
             self._reservations.open(opened, (request.peer, request.handle), node, self._memory)
-            self._reservations.complete(room, now)
+            self._reservations.complete(reservation, now)
         return node.depth
 
-    def _leave_source(self, request: Request) -> None:
+    def _release_source(self, request: Request) -> None:
         if request.kv.source is not None:
-            self._reservations.done_with(request.kv.source)
+            self._reservations.release_source(request.kv.source)
             request.kv.source = None
 
     def _context_end(self, request: Request, node: TreeNode | None) -> TreeNode:
         """Returns the node at the end of a finished turn's cached context.
 
-        It is the end of the lease, or the end of the prefix hit if the turn ended while it waited.
+        This is `node`, the end of the lease. If the turn ended while it waited, it had no lease, and this is the end of its
+        prefix hit.
         """
         if node is not None:
             return node
         return self._memory.match(request.namespace, request.kv.token_key, request.reuse_limit)
 
     def _release(self, request: Request, lease: Lease) -> None:
-        """Frees the slot and the pages of a request. Its committed pages stay in the tree."""
+        """Frees the slot of a request and publishes its committed pages in the tree. Frees its other pages."""
         request.progress.num_sent = int(self._columns.sent[lease.slot])
         committed = int(self._columns.committed[lease.slot])
         assert committed <= request.num_prompt_tokens + len(request.progress.output_ids), "KV is of prompt and output tokens"
@@ -395,7 +398,7 @@ class RequestLifecycle:
             self._deadlines.keep({r.seq for r in self._queues.by_key.values()})
 
 
-def _finish(request: Request, ending: Finish, now: float, room_pages: int) -> Finish:
+def _finish(request: Request, ending: Finish, now: float, reserved_pages: int) -> Finish:
     """Adds the request and its counts to an ending."""
     progress = request.progress
     return replace(
@@ -409,6 +412,6 @@ def _finish(request: Request, ending: Finish, now: float, room_pages: int) -> Fi
         queue_s=progress.queue_s if progress.queue_s >= 0 else now - request.arrival,
         retractions=progress.num_retractions,
         verified=progress.verified,
-        room=request.kv.reservation if room_pages else None,
-        room_pages=room_pages,
+        reservation=request.kv.reservation if reserved_pages else None,
+        reserved_pages=reserved_pages,
     )

@@ -38,9 +38,9 @@ class RequestQueues:
         self.extending: list[Request] = []  # EXTEND, in the order of admission
         self.decoding: list[Request] = []  # DECODE, in the order of their last chunks
         self.shares = Shares()
-        # Whether no request is admitted until a running request ends (docs/design/scheduler.md#admission-and-budgets).
+        # Whether admission passes are skipped until memory may have become free (docs/design/scheduler.md#admission-and-budgets).
         self.batch_is_full = False
-        self._slots: NDArray[np.int64] | None = None
+        self._slots: NDArray[np.int64] | None = None  # slots of `decoding`; None after a change of `decoding`
 
     @property
     def num_waiting(self) -> int:
@@ -65,7 +65,7 @@ class RequestQueues:
         """Returns the slots of `decoding`, in its order, as int64[n]."""
         if self._slots is None:
             self._slots = np.array([r.kv.lease.slot for r in self.decoding if r.kv.lease], dtype=np.int64)
-            assert len(self._slots) == len(self.decoding), "a row decodes without a slot"
+            assert len(self._slots) == len(self.decoding), "each decoding request has a slot"
         return self._slots
 
     def adds_up(self, num_leased: int) -> bool:
@@ -73,7 +73,7 @@ class RequestQueues:
         return self.num_waiting + self.num_running == len(self.by_key) and self.num_running == num_leased
 
     def add(self, request: Request) -> bool:
-        """Adds a new request to the waiting queue, or to the grammar gate if its grammar or its given output is not ready.
+        """Adds a new request to the waiting queue, or to the grammar gate if it must wait for its grammar or for its matcher.
 
         Returns:
             Whether the request is in the waiting queue.
@@ -176,7 +176,7 @@ class RequestQueues:
     def _share(self, request: Request) -> None:
         """Adds the request to its flow.
 
-        Resets batch_is_full if the flow was empty, because a request of this flow may be the next to be admitted.
+        Resets batch_is_full if the flow had no request, because fair shares may let this flow's request be admitted next.
         """
         assert request.flow is None, "a request is in at most one flow"
         request.flow = self.shares.enter(request.payer, request.weight)
@@ -184,6 +184,6 @@ class RequestQueues:
             self.batch_is_full = False
 
     def _unshare(self, request: Request) -> None:
-        assert request.flow is not None, "a request that leaves a flow is in one"
+        assert request.flow is not None, "a request that leaves its flow is in it"
         self.shares.leave(request.flow)
         request.flow = None

@@ -50,7 +50,7 @@ class Phase(enum.IntEnum):
     EXTEND = 1
     DECODE = 2
     FINISHED = 3
-    GATED = 4  # a gate makes it wait outside of the queue
+    GATED = 4  # it waits for its grammar or an import, outside of the waiting queue
 
 
 _LEGAL: dict[Phase, tuple[Phase, ...]] = {
@@ -67,37 +67,40 @@ class RequestProgress:
     """The output tokens of one request with their logprobs, and the counters of the request."""
 
     output_ids: list[int] = field(default_factory=list)
-    num_given: int = 0  # first output tokens, which another worker sampled
-    num_followed: int = 0  # given tokens that the matcher has accepted
+    num_given: int = 0  # number of first output tokens that another worker has sampled (given output)
+    num_replayed: int = 0  # number of given tokens that the matcher has accepted
     num_sent: int = 0  # output tokens sent to the gateway; SlotColumns.sent counts them while the request runs
     # Logprobs of the output tokens that were sampled here, if the client asks for logprobs.
     logprobs: list[RowLogprobs] = field(default_factory=list)
-    logprob_planned: int = 0  # a planned step computes the logprobs of all prompt positions below this one
-    logprob_done: int = 0  # the logprobs of all prompt positions below this one are committed
+    logprob_planned: int = 0  # first prompt position whose logprob no planned step computes
+    logprob_done: int = 0  # first prompt position whose logprob is not committed
     queue_s: float = -1.0  # seconds from arrival to the first admission; -1 before the first admission
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit covered at the first admission
     num_retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
-    flight_step: int = -1  # step in flight when the request was retracted; its sampled token counts at the commit. -1: none
-    parked_step: int = -1  # step whose plan retracted this request; that plan must not admit it again. -1: none
+    # Step in flight that had sampled a token for the request when the request was retracted. The token counts at the commit. -1:
+    # none.
+    flight_step: int = -1
+    retraction_step: int = -1  # step whose plan last retracted this request and must not admit it again; -1: none
 
 
 @dataclass(slots=True, eq=False)
 class RequestKv:
     """The state of one request's KV: token key, lease, imports and reservation."""
 
-    token_key: bytes = b""  # tokens as bytes, which the radix tree compares; set by Request.rekey()
+    token_key: bytes = b""  # prompt and output as bytes, by which the radix tree is searched; set by Request.rekey()
     lease: Lease | None = None  # set exactly in the phases EXTEND and DECODE
-    page_keys: list[bytes] = field(default_factory=list)  # page keys of the first pages
+    page_keys: list[bytes] = field(default_factory=list)  # known page keys of the token key's first pages
     num_tier_lookups: int = 0  # searches of other tiers since the request last began to wait
-    imported: Counter[str] = field(default_factory=Counter)  # pages that arrived from each tier
-    cached_from: dict[Tier, int] = field(default_factory=dict)  # num_cached_tokens by the tier from which they came
-    # For PrefixGate: largest number of bytes of token_key that were cached while the request waited; -1: it never waited.
+    imported: Counter[str] = field(default_factory=Counter)  # number of pages that were read for the request, by tier
+    cached_from: dict[Tier, int] = field(default_factory=dict)  # num_cached_tokens, by the tier from which they were read
+    # For PrefixGate: largest number of first bytes of token_key that were cached or committed while the request waited; -1: it
+    # has not waited since its last admission.
     prefix_seen: int = -1
     prefix_passes: int = 0  # admission passes that the request has waited since prefix_seen last rose
     source: KvSource | None = None  # reservation in another worker from which pages may still be read
-    reservation: KvReservation | None = None  # reservation for a decode worker; unset if the request decodes here
-    num_announced: int = 0  # number of pages in the reservation
+    reservation: KvReservation | None = None  # reservation for a decode worker; None: the request decodes here
+    num_announced: int = 0  # number of pages that were added to the reservation; 0: it was never opened
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +120,7 @@ class Request:
     arrival: float
     deadline: float  # time limit, absolute; inf: none; running_timeout_s may lower it at the first admission
     tail_tokens: int  # number of last output tokens in which stop strings are searched first, see finish.py
-    reuse_limit: int  # number of tokens that a prefix hit may cover
+    reuse_limit: int  # largest number of tokens that a prefix hit may cover; 0: the request cannot use cached KV
     routing_key: str = ""
     session: SessionTurn | None = None
     session_number: int = 0  # unique number of the session, whose name another session may reuse
@@ -126,11 +129,11 @@ class Request:
     weight: float = 1.0  # weight of the tenant's share
     phase: Phase = Phase.WAITING
     matcher: Matcher | None = None
-    flow: Flow | None = None  # set while the request waits or extends and some of its tokens are not planned
+    flow: Flow | None = None  # set in the phases WAITING and EXTEND, in which the request has tokens to plan
     queued_tokens: int = 0  # prompt and output tokens when the request last began to wait
-    # Tokens of KV that less urgent requests leave free for this request while a gate makes it wait inside the waiting queue (a
-    # request in the phase GATED waits outside). 0: no gate holds it.
-    held: int = 0
+    # Tokens of KV that less urgent requests leave free for this request while a gate blocks it in the waiting queue. 0: no gate
+    # blocks it. (Requests in the phase GATED wait outside of the waiting queue.)
+    blocked_tokens: int = 0
     progress: RequestProgress = field(default_factory=RequestProgress)
     kv: RequestKv = field(default_factory=RequestKv)
 
@@ -153,7 +156,7 @@ class Request:
         """Whether tokens that the grammar forces are appended without sampling.
 
         Forced tokens have no logprobs, and penalties, biases and sets of allowed tokens do not apply to them. A request that uses
-        one of these features samples each token. A request that is handed over gets its forced tokens on the other worker.
+        one of these features therefore samples each token. If a request is handed over, the other worker appends forced tokens.
         """
         params = self.params
         steered = params.banned_token_ids or params.allowed_token_ids or params.logit_bias
@@ -167,7 +170,7 @@ class Request:
         self.phase = phase
 
     def tokens(self) -> NDArray[np.int32]:
-        """Returns prompt and committed output as int32[n]. Admission treats them as the prompt."""
+        """Returns prompt and committed output as int32[n]. A new admission computes both like a prompt."""
         if not self.progress.output_ids:
             return self.prompt_ids
         return np.concatenate([self.prompt_ids, np.asarray(self.progress.output_ids, dtype=np.int32)])
@@ -177,7 +180,7 @@ class Request:
         self.kv.token_key = self.tokens().tobytes()
 
     def prefix_limit(self) -> int:
-        """Returns the number of tokens that a prefix hit may cover at the next admission. The model must compute later tokens."""
+        """Returns the largest number of tokens that a prefix hit may cover at the next admission."""
         if self.params.prompt_logprobs_from >= 0 and self.progress.logprob_done < self.num_prompt_tokens:
             return min(self.reuse_limit, self.progress.logprob_done - 1)
         return self.reuse_limit
@@ -239,7 +242,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
 
 
 def _tail_tokens(stops: Sequence[str]) -> int:
-    """Returns an estimate of the number of tokens of the longest stop string, plus 4."""
+    """Returns the estimated number of tokens of the longest stop string, plus 4."""
     return max((len(stop) for stop in stops), default=0) // CHARS_PER_TOKEN + 4
 
 
@@ -265,10 +268,10 @@ class SlotColumns:
         self.interval = column()
         self.peer = column()
         self.handle = np.zeros(num_slots, dtype=np.uint64)
-        self.draftable = np.zeros(num_slots, dtype=np.bool_)  # may get draft tokens
-        # Whether the end of the request depends on more than the columns stop_ids and the lengths, such as stop strings.
+        self.draftable = np.zeros(num_slots, dtype=np.bool_)  # the request may get draft tokens
+        # Whether the end of the request depends on more than stop_ids and the numbers of tokens, for example on stop strings.
         self.special = np.zeros(num_slots, dtype=np.bool_)
-        self.masked = np.zeros(num_slots, dtype=np.bool_)  # sampling needs the grammar's mask
+        self.masked = np.zeros(num_slots, dtype=np.bool_)  # sampling needs the mask of the request's grammar
         self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)  # the client wants logprobs of output tokens
         self.predicted = np.zeros(num_slots, dtype=np.bool_)  # the client has sent a prediction
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
@@ -308,7 +311,7 @@ class SlotColumns:
             self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]
 
     def drop_flight(self, slot: int) -> None:
-        """Makes the commit of the step in flight ignore the slot's row."""
+        """Makes the commit of the step in flight ignore the slot's row, and undoes the row's effect on the columns."""
         self.epoch[slot] += 1
         self.computed[slot] = self.committed[slot]
         self.planned_out[slot] = self.num_out[slot]

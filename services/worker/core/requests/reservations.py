@@ -1,4 +1,4 @@
-"""The KV reservations that this worker offers, and the remote reservations that it no longer reads.
+"""The KV reservations of this worker's pages, and the reservations in other workers that this worker no longer reads.
 
 A reservation pins the pages of a prompt and has no slot. RequestLifecycle is the owner. The states are:
 
@@ -18,8 +18,8 @@ A reservation pins the pages of a prompt and has no slot. RequestLifecycle is th
   any ──► ENDED          the request ends without a handover or is aborted later, its gateway stream ends, its salt is deleted,
                          or the device pages are reset
 
-Each addition of pages is an opening with a number. A reader's release names the opening that was read, and has no effect after a
-later opening.
+Each addition of pages is an opening with a number. A reader's release names the opening that it has read. It has no effect if
+there was a later opening.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _Live:
     """A reservation in any state but ENDED."""
 
-    room: KvReservation
+    reservation: KvReservation
     opening: int  # number of the last opening
-    asker: tuple[int, int]  # (peer, handle) of its request
-    node: TreeNode  # end of its pages in the tree
+    request_key: tuple[int, int]  # (peer, handle) of the request whose prompt it has
+    node: TreeNode  # pinned node of the tree at the end of its pages
     memory: KVMemory
     until: float  # time limit, absolute; inf in the state GROWING
-    whole: bool  # True in the state COMPLETE
+    is_complete: bool  # True in the state COMPLETE
 
 
 class KvReservations:
@@ -58,90 +58,92 @@ class KvReservations:
     def __init__(self, hold_s: float) -> None:
         """Starts empty. `hold_s` is the time limit of reservations in seconds."""
         self._hold_s = hold_s
-        self._held: dict[int, _Held] = {}  # by number
+        self._live: dict[int, _Live] = {}  # by number
         self._opened: list[OpenReservation] = []
         self._closed: list[KvReservation] = []
-        self._left: list[KvSource] = []  # remote reservations that this worker no longer reads
+        self._released_sources: list[KvSource] = []  # reservations in other workers that this worker no longer reads
         self._freed = False  # whether a reservation has ended since the last expire()
-        self._openings = 0
-        self.next_look = inf  # expire() has nothing to do before this time
+        self._openings = 0  # number of openings so far
+        self.next_expiry = inf  # expire() has nothing to do before this time
         self.opened_total = 0
         self.expired_total = 0  # reservations that reached their time limit
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._live)
 
     @property
     def may_end(self) -> bool:
         """Whether a reservation has a time limit, so that its pages may become evictable without a step."""
-        return any(held.until < inf for held in self._held.values())
+        return any(live.until < inf for live in self._live.values())
 
-    def stands(self, room: KvReservation) -> bool:
-        return room.number in self._held
+    def is_open(self, reservation: KvReservation) -> bool:
+        return reservation.number in self._live
 
-    def open(self, opened: OpenReservation, asker: tuple[int, int], node: TreeNode, memory: KVMemory) -> None:
+    def open(self, opened: OpenReservation, request_key: tuple[int, int], node: TreeNode, memory: KVMemory) -> None:
         """Opens a reservation with the first pages of a prompt, or adds pages to an open one.
 
         Args:
             opened: the reservation with all of its pages.
-            asker: peer and handle of its request.
+            request_key: peer and handle of its request.
             node: end of the pages in the tree.
             memory: the owner of the pages.
         """
         assert node.depth == len(opened.pages) > 0, "a reservation has the pages up to its node"
         memory.pin(node)
         self._openings += 1
-        held = self._held.get(opened.room.number)
-        if held is None:
-            self._held[opened.room.number] = _Held(opened.room, self._openings, asker, node, memory, inf, False)
+        live = self._live.get(opened.reservation.number)
+        if live is None:
+            self._live[opened.reservation.number] = _Live(
+                opened.reservation, self._openings, request_key, node, memory, inf, False
+            )
             self.opened_total += 1
         else:
-            assert not held.whole and node.depth >= held.node.depth, "a reservation grows only while its prompt is computed"
-            held.memory.unpin(held.node)
-            held.opening, held.node, held.until = self._openings, node, inf
+            assert not live.is_complete and node.depth >= live.node.depth, "a reservation grows only while its prompt is computed"
+            live.memory.unpin(live.node)
+            live.opening, live.node, live.until = self._openings, node, inf
         self._opened.append(replace(opened, opening=self._openings))
 
-    def complete(self, room: KvReservation, now: float) -> None:
+    def complete(self, reservation: KvReservation, now: float) -> None:
         """Moves an open reservation to the state COMPLETE, and starts its time limit. Its reader may now release it."""
-        held = self._held[room.number]
-        held.whole = True
-        self._run_out(held, now)
+        live = self._live[reservation.number]
+        live.is_complete = True
+        self._start_limit(live, now)
 
-    def wait(self, room: KvReservation, now: float) -> None:
+    def wait(self, reservation: KvReservation, now: float) -> None:
         """Moves a reservation to the state WAITING, if it is open, because its request was retracted."""
-        if (held := self._held.get(room.number)) is not None:
-            self._run_out(held, now)
+        if (live := self._live.get(reservation.number)) is not None:
+            self._start_limit(live, now)
 
-    def go_on(self, room: KvReservation) -> None:
+    def resume(self, reservation: KvReservation) -> None:
         """Moves a reservation to the state GROWING, if it is open, because its request is admitted again."""
-        if (held := self._held.get(room.number)) is not None:
-            held.until = inf
+        if (live := self._live.get(reservation.number)) is not None:
+            live.until = inf
 
-    def let_go(self) -> bool:
+    def end_waiting(self) -> bool:
         """Ends all reservations in the state WAITING, because running requests need pages. Returns whether there were any."""
-        waiting = [held for held in self._held.values() if not held.whole and held.until < inf]
-        for held in waiting:
-            self._end(held)
+        waiting = [live for live in self._live.values() if not live.is_complete and live.until < inf]
+        for live in waiting:
+            self._end(live)
         return bool(waiting)
 
-    def leave(self, left: ReservationReleased) -> None:
+    def release(self, notice: ReservationReleased) -> None:
         """Ends a reservation that its reader has released, if it is COMPLETE and the reader has read its last opening.
 
-        Otherwise the reservation stays, because another reader may follow.
+        If the reservation is not COMPLETE or has a later opening, it stays, because another reader may follow.
         """
-        held = self._held.get(left.room.number)
-        if held is not None and held.room == left.room and held.whole and held.opening == left.opening:
-            self._end(held)
+        live = self._live.get(notice.reservation.number)
+        if live is not None and live.reservation == notice.reservation and live.is_complete and live.opening == notice.opening:
+            self._end(live)
 
-    def leave_asker(self, asker: tuple[int, int]) -> None:
+    def end_of_request(self, request_key: tuple[int, int]) -> None:
         """Ends the reservations of an aborted request, because no worker will read them."""
-        for held in [each for each in self._held.values() if each.asker == asker]:
-            self._end(held)
+        for live in [each for each in self._live.values() if each.request_key == request_key]:
+            self._end(live)
 
-    def leave_peer(self, peer: int) -> None:
+    def end_of_gateway(self, peer: int) -> None:
         """Ends the reservations of a gateway whose stream has ended, because no worker will read them."""
-        for held in [each for each in self._held.values() if each.asker[0] == peer]:
-            self._end(held)
+        for live in [each for each in self._live.values() if each.request_key[0] == peer]:
+            self._end(live)
 
     def expire(self, now: float) -> bool:
         """Ends the reservations that have reached their time limit.
@@ -149,52 +151,52 @@ class KvReservations:
         Returns:
             Whether pages may have become evictable since the last call.
         """
-        for held in [each for each in self._held.values() if each.until <= now]:
-            self._end(held)
+        for live in [each for each in self._live.values() if each.until <= now]:
+            self._end(live)
             self.expired_total += 1
-        self.next_look = min((held.until for held in self._held.values()), default=inf)
+        self.next_expiry = min((live.until for live in self._live.values()), default=inf)
         freed, self._freed = self._freed, False
         return freed
 
     def end_all(self) -> None:
         """Ends all reservations, because the device pages are reset or invalid."""
-        for held in list(self._held.values()):
-            self._end(held)
+        for live in list(self._live.values()):
+            self._end(live)
 
     def end_retired(self) -> None:
         """Ends the reservations in retired trees. Otherwise readers would copy pages of a deleted salt to other workers."""
-        for held in [each for each in self._held.values() if is_retired(_tree_of(each.node))]:
-            self._end(held)
+        for live in [each for each in self._live.values() if is_retired(_tree_of(each.node))]:
+            self._end(live)
 
-    def done_with(self, source: KvSource) -> None:
+    def release_source(self, source: KvSource) -> None:
         """Records that this worker no longer reads a reservation in another worker."""
-        self._left.append(source)
+        self._released_sources.append(source)
 
     def take(self) -> ReservationEvents | None:
         """Returns the events since the last call, or None."""
-        if not (self._opened or self._closed or self._left):
+        if not (self._opened or self._closed or self._released_sources):
             return None
-        events = ReservationEvents(tuple(self._closed), tuple(self._opened), tuple(self._left))
-        self._opened, self._closed, self._left = [], [], []
+        events = ReservationEvents(tuple(self._closed), tuple(self._opened), tuple(self._released_sources))
+        self._opened, self._closed, self._released_sources = [], [], []
         return events
 
-    def _run_out(self, held: _Held, now: float) -> None:
+    def _start_limit(self, live: _Live, now: float) -> None:
         """Starts the time limit of a reservation."""
-        held.until = now + self._hold_s
-        self.next_look = min(self.next_look, held.until)
+        live.until = now + self._hold_s
+        self.next_expiry = min(self.next_expiry, live.until)
 
-    def _end(self, held: _Held) -> None:
+    def _end(self, live: _Live) -> None:
         """Ends a reservation and unpins its pages.
 
-        Unpins them with used=True, so that the tree offers them for a backup. When their request ended, the reservation's pin may
-        have prevented that.
+        Unpins them with used=True, so that the tree offers them for a backup. The pin may have prevented the backup when their
+        request ended.
         """
         self._freed = True
-        self.next_look = -inf
-        del self._held[held.room.number]
-        held.memory.unpin(held.node, used=True)
-        self._opened = [opened for opened in self._opened if opened.room.number != held.room.number]
-        self._closed.append(held.room)
+        self.next_expiry = -inf
+        del self._live[live.reservation.number]
+        live.memory.unpin(live.node, used=True)
+        self._opened = [opened for opened in self._opened if opened.reservation.number != live.reservation.number]
+        self._closed.append(live.reservation)
 
 
 def _tree_of(node: TreeNode) -> str:

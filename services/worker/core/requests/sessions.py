@@ -1,10 +1,10 @@
 """Sessions: conversations whose turns build on each other, with their KV cached between turns.
 
-A stored turn is the context of a finished request: its prompt and its output. It is stored as the tokens that it adds to its
-parent turn. A new turn continues any stored turn. An aborted turn leaves the session unchanged.
+A stored turn is the context of a finished request: its prompt and its output. The session stores only the tokens that the turn
+adds to its parent turn. A new turn may continue any stored turn. An aborted turn leaves the session unchanged.
 
-A stored turn holds its path in the radix tree, so that its pages are evicted after pages without a hold. Sessions do not delay
-admissions, because held pages can be evicted. A later turn computes evicted pages again.
+A stored turn holds its path in the radix tree: pages with a hold are evicted after all other pages. Sessions do not delay
+admissions, because pages with a hold can be evicted. A later turn computes evicted pages again.
 
     open ──► turn ──► turn ──► …      closed by a message, or ttl_s after the end of the last turn
                └────► turn            (a session with a running turn does not expire)
@@ -28,23 +28,23 @@ I32 = NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A stored turn. Its context is the first `kept` tokens of the parent's context, followed by `added`."""
+    """A stored turn. Its context is the first `num_inherited` tokens of the parent's context, followed by `added`."""
 
     parent: _Turn | None
-    kept: int
+    num_inherited: int
     added: I32
     num_prompt_tokens: int  # prompt tokens of the whole context
-    node: TreeNode  # held node at the end of the cached context
+    node: TreeNode  # node at the end of the cached context, with a hold
 
     def context(self) -> I32:
         parts: list[I32] = []
         turn: _Turn | None = self
-        end = self.kept + len(self.added)
+        end = self.num_inherited + len(self.added)
         while turn is not None:
-            parts.append(turn.added[: max(end - turn.kept, 0)])
-            end, turn = min(end, turn.kept), turn.parent
+            parts.append(turn.added[: max(end - turn.num_inherited, 0)])
+            end, turn = min(end, turn.num_inherited), turn.parent
         context = np.concatenate(parts[::-1])
-        assert len(context) == self.kept + len(self.added), "the parent's context has at least `kept` tokens"
+        assert len(context) == self.num_inherited + len(self.added), "the parent's context has at least `num_inherited` tokens"
         return context
 
 
@@ -63,13 +63,13 @@ class _Session:
     number: int  # unique, because another session may reuse the name
     capacity: int  # limit of num_tokens
     ttl_s: float
-    expires: float  # absolute time; not used while a turn runs
+    expires: float  # absolute time at which the session is closed if no turn runs then
     turns: dict[str, _Turn] = field(default_factory=dict)  # by request id, oldest first
     running: dict[str, _RunningTurn] = field(default_factory=dict)  # unfinished turns, by request id
     num_tokens: int = 0  # sum of the stored turns' added tokens
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         """Tokens of the capacity that are neither stored nor reserved by running turns."""
         return self.capacity - self.num_tokens - sum(turn.reserved for turn in self.running.values())
 
@@ -96,7 +96,7 @@ class SessionTable:
 
         Args:
             session_id: name of the session.
-            capacity: limit in tokens; 0 for the configured capacity. Larger values are reduced to the configured capacity.
+            capacity: limit in tokens; 0 for the configured capacity, which is also the largest capacity.
             ttl_s: lifetime in seconds after the last turn; 0 for the configured lifetime.
             now: present time.
 
@@ -156,7 +156,8 @@ class SessionTable:
         session = self._sessions.get(turn.session_id)
         if session is None:
             forgotten = turn.session_id in self._forgotten
-            why = "was forgotten: the worker's memory was released, or its weights replaced" if forgotten else "is not open here"
+            closed = "was closed, because the worker's memory was released or its weights were replaced"
+            why = closed if forgotten else "is not open on this worker"
             return f"there is no such session: it {why}"
         if message.request_id in session.turns or message.request_id in session.running:
             return f"the session already has a turn {message.request_id}"
@@ -165,14 +166,14 @@ class SessionTable:
             state = "is still running" if parent in session.running else "does not exist"
             return f"turn {parent} of the session {state}"
         added = prompt = message.prompt_ids
-        if parent and len(before := self._kept(session.turns[parent], turn)):
+        if parent and len(before := self._inherited(session.turns[parent], turn)):
             starts_anew = len(added) > 1 and int(added[0]) == self.config.bos_token_id
             added = added[1:] if starts_anew else added
             prompt = np.concatenate([before, added])
-        room = min(self.config.context_len - len(prompt), session.room - len(added))
-        if session.room <= len(added):
-            return f"the session is full: its turns may have {session.capacity} tokens together"
-        params = replace(message.params, max_new_tokens=min(message.params.max_new_tokens, max(room, 1)))
+        budget = min(self.config.context_len - len(prompt), session.free_tokens - len(added))
+        if session.free_tokens <= len(added):
+            return f"the session has no capacity for this turn: all of its turns together may have {session.capacity} tokens"
+        params = replace(message.params, max_new_tokens=min(message.params.max_new_tokens, max(budget, 1)))
         offset = len(prompt) - len(added)
         return replace(message, prompt_ids=prompt, params=params, session=replace(turn, parent=parent, offset=offset))
 
@@ -211,17 +212,17 @@ class SessionTable:
             return
         if turn.replace and turn.parent:
             self._forget_children(session, turn.parent, memory)
-        # Compares the turn itself, because another turn may have the parent's name now.
+        # Compares the turns and not their names, because a new turn may have the name of the deleted parent.
         parent = began.parent if session.turns.get(turn.parent) is began.parent else None
-        kept = turn.offset if parent else 0
-        added = request.tokens()[kept:]
-        if parent is not began.parent and len(added) > session.room:
+        num_inherited = turn.offset if parent else 0
+        added = request.tokens()[num_inherited:]
+        if parent is not began.parent and len(added) > session.free_tokens:
             return
         memory.hold(node)
-        session.turns[request.request_id] = _Turn(parent, kept, added, request.num_prompt_tokens, node)
+        session.turns[request.request_id] = _Turn(parent, num_inherited, added, request.num_prompt_tokens, node)
         self._count(session, len(added))
 
-    def held_nodes(self) -> list[TreeNode]:
+    def turn_nodes(self) -> list[TreeNode]:
         """Returns the node of each hold, for invariant checks."""
         return [turn.node for session in self._sessions.values() for turn in session.turns.values()]
 
@@ -237,7 +238,7 @@ class SessionTable:
         """Counts the tokens of all sessions, for invariant checks."""
         return sum(len(turn.added) for session in self._sessions.values() for turn in session.turns.values())
 
-    def _kept(self, parent: _Turn, turn: SessionTurn) -> I32:
+    def _inherited(self, parent: _Turn, turn: SessionTurn) -> I32:
         context = parent.context()
         context = context[: parent.num_prompt_tokens] if turn.drop_previous_output else context
         return context if turn.offset < 0 else context[: turn.offset]

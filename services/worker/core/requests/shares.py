@@ -2,8 +2,8 @@
 
 This is start-time fair queueing (Goyal, Vin, Cheng, 1996) over prompt tokens, in two levels. The flow with the smallest virtual
 start is served next, and each planned chunk advances its start. A flow that had no requests begins at the virtual time, so that
-it has saved no share. The start of a flow that was alone is at most one chunk after the virtual time. Output tokens are not
-counted, because the gateways weigh them when they send requests to this worker.
+unused share is lost. The start of a flow that was alone is at most one chunk after the virtual time. Output tokens are not
+counted, because gateways take them into account when they send requests to this worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Tenant:
     name: bytes
     start: float  # virtual start, in tokens divided by weight
     weight: float = 1.0
-    now: float = 0.0  # virtual time of its flows
+    now: float = 0.0  # virtual time among the tenant's flows
     num_flows: int = 0  # flows with pending requests
     # Flows with pending requests, and the flow of single requests even if it has no pending request.
     flows: dict[Payer, Flow] = field(default_factory=dict)
@@ -37,8 +37,8 @@ class Flow:
     num_pending: int = 0  # requests with prompt tokens that are not planned
 
     @property
-    def turn(self) -> tuple[float, float]:
-        """The sort key of the flow. The flow with the smallest sort key is served next. Charges of other flows never lower it."""
+    def sort_key(self) -> tuple[float, float]:
+        """Sort key of the flow. The flow with the smallest sort key is served next. Charges to other flows never lower it."""
         return self.tenant.start, self.start
 
 
@@ -48,7 +48,7 @@ class Shares:
     def __init__(self) -> None:
         self.num_flows = 0  # flows with prompt tokens that are not planned
         self._tenants: dict[bytes, Tenant] = {}
-        self._now = 0.0
+        self._now = 0.0  # virtual time among the tenants
 
     def enter(self, payer: Payer, weight: float) -> Flow:
         """Adds a request with prompt tokens to its flow, and returns the flow.
@@ -73,7 +73,7 @@ class Shares:
     def leave(self, flow: Flow) -> None:
         """Removes a request from its flow, because its prompt tokens are planned or it has ended."""
         flow.num_pending -= 1
-        assert flow.num_pending >= 0, "a request leaves a flow that it is not in"
+        assert flow.num_pending >= 0, "a request leaves its flow once"
         if not flow.num_pending:
             flow.tenant.num_flows -= 1
             self.num_flows -= 1

@@ -1,8 +1,8 @@
 """The waiting queue, and the orders in which requests are admitted and lose their lease. RequestQueues owns the queue.
 
 The queue is sorted by rank. Within a rank, requests that lost their lease come first, then the others by arrival. The policy fcfs
-serves this order; other policies sort the requests of each rank (docs/design/scheduler.md#policies). A request that a gate holds
-stays in its position, and admission passes skip it until the gate frees it.
+serves this order; other policies sort the requests of each rank (docs/design/scheduler.md#policies). A request that a gate blocks
+keeps its position, and admission passes skip it until the gate unblocks it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rootstock_llm.services.worker.core.requests.request import Request
 from rootstock_llm.services.worker.core.requests.shares import Flow
 
 # Thresholds of in-batch prefix caching, in tokens; names and values as in SGLang.
-IN_BATCH_CHECK_THRESHOLD = 32  # a request with a longer prefix hit is not compared with other waiting requests
+IN_BATCH_CHECK_THRESHOLD = 32  # only requests with at most this long a prefix hit are compared with other waiting requests
 IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # a request that shares this many first tokens with an earlier one is served later
 
 
@@ -37,8 +37,8 @@ class _Rank:
 
 
 @dataclass(slots=True)
-class HeldCapacity:
-    """The slots and the KV that stay free for held requests, so that less urgent requests do not take them."""
+class ReservedCapacity:
+    """The slots and the KV that stay free for blocked requests, so that less urgent requests do not take them."""
 
     slots: int = 0
     tokens: int = 0  # upper limit of their KV in tokens
@@ -55,8 +55,8 @@ class WaitingQueue:
         self._ranks: dict[int, _Rank] = {}
         self._order: list[int] = []  # the ranks that have requests, most urgent first
         self._size = 0
-        self._kept: dict[int, HeldCapacity] = {}  # by rank
-        self.num_held = 0  # requests that gates hold
+        self._reserved: dict[int, ReservedCapacity] = {}  # for the blocked requests of each rank
+        self.num_blocked = 0  # number of requests that gates block
         self.num_tokens = 0  # prompt and output tokens, counted when the requests were added
         self._have_run: set[int] = set()  # seqs of the requests that have run on this worker
 
@@ -69,7 +69,7 @@ class WaitingQueue:
         return len(self._have_run)
 
     def add(self, request: Request, back: bool = False) -> None:
-        assert not request.held, "no gate holds a request that enters the queue"
+        assert not request.blocked_tokens, "no gate blocks a request that enters the queue"
         rank = self._ranks.get(request.rank)
         if rank is None:
             self._ranks = {each: self._ranks[each] for each in self._order}  # drops the ranks without requests
@@ -91,8 +91,8 @@ class WaitingQueue:
         self.num_tokens += request.queued_tokens
 
     def remove(self, request: Request) -> None:
-        if request.held:
-            self.free(request)
+        if request.blocked_tokens:
+            self.unblock(request)
         rank = self._ranks[request.rank]
         if rank.fresh.pop(request.seq, None) is None:
             rank.back.remove(request)
@@ -110,39 +110,42 @@ class WaitingQueue:
             self._order.remove(request.rank)
             rank.fresh = {}  # a dict that was large stays slow to iterate
 
-    def hold(self, request: Request, tokens: int) -> None:
-        """Makes passes skip a request until free(). `tokens` is the upper limit of its KV, 1 or more, which stays free for it."""
-        assert tokens > 0 and not request.held, "a request is held at most once"
-        kept = self._kept.get(request.rank)
-        if kept is None:
-            kept = self._kept[request.rank] = HeldCapacity()
-        kept.add(1, tokens)
-        request.held = tokens
-        self.num_held += 1
-        assert self.num_held <= self._size, "only requests of the queue are held"
+    def block(self, request: Request, tokens: int) -> None:
+        """Makes passes skip a request until unblock().
 
-    def free(self, request: Request) -> None:
-        """Ends the hold of a request, so that the next pass looks at it again."""
-        assert request.held > 0, "only held requests are freed"
-        kept = self._kept[request.rank]
-        kept.add(-1, -request.held)
-        assert kept.slots >= 0 and kept.tokens >= 0, "free() returns what hold() has set aside"
-        if not kept.slots:
-            assert not kept.tokens, "tokens are set aside only for held requests"
-            del self._kept[request.rank]
-        request.held = 0
-        self.num_held -= 1
+        A slot and `tokens` tokens of KV, 1 or more, stay free for it. `tokens` is the upper limit of its KV.
+        """
+        assert tokens > 0 and not request.blocked_tokens, "a request is blocked at most once"
+        reserved = self._reserved.get(request.rank)
+        if reserved is None:
+            reserved = self._reserved[request.rank] = ReservedCapacity()
+        reserved.add(1, tokens)
+        request.blocked_tokens = tokens
+        self.num_blocked += 1
+        assert self.num_blocked <= self._size, "only requests of the queue are blocked"
 
-    def kept_from(self, rank: int) -> HeldCapacity:
-        """Returns the slots and the KV that a request of rank `rank` must leave free for more urgent held requests."""
-        if not self.num_held or rank == self._order[0]:
-            return HeldCapacity()
-        above = [kept for each, kept in self._kept.items() if each < rank]
-        return HeldCapacity(sum(kept.slots for kept in above), sum(kept.tokens for kept in above))
+    def unblock(self, request: Request) -> None:
+        """Ends the block of a request, so that the next pass considers it again."""
+        assert request.blocked_tokens > 0, "only blocked requests are unblocked"
+        reserved = self._reserved[request.rank]
+        reserved.add(-1, -request.blocked_tokens)
+        assert reserved.slots >= 0 and reserved.tokens >= 0, "unblock() frees what block() has reserved"
+        if not reserved.slots:
+            assert not reserved.tokens, "tokens are reserved only for blocked requests"
+            del self._reserved[request.rank]
+        request.blocked_tokens = 0
+        self.num_blocked -= 1
 
-    def kept_by_rank(self) -> dict[int, HeldCapacity]:
-        """Returns the slots and the KV set aside for held requests, by rank, for checks."""
-        return {rank: replace(kept) for rank, kept in self._kept.items()}
+    def reserved_before(self, rank: int) -> ReservedCapacity:
+        """Returns the slots and the KV that a request of rank `rank` must leave free for more urgent blocked requests."""
+        if not self.num_blocked or rank == self._order[0]:
+            return ReservedCapacity()
+        above = [reserved for each, reserved in self._reserved.items() if each < rank]
+        return ReservedCapacity(sum(reserved.slots for reserved in above), sum(reserved.tokens for reserved in above))
+
+    def reserved_by_rank(self) -> dict[int, ReservedCapacity]:
+        """Returns the slots and the KV reserved for blocked requests, by rank, for checks."""
+        return {rank: replace(reserved) for rank, reserved in self._reserved.items()}
 
     def last_fresh(self) -> Request | None:
         """Returns the last request of the queue that never ran, or None."""
@@ -152,7 +155,7 @@ class WaitingQueue:
         return None
 
     def __iter__(self) -> Iterator[Request]:
-        """Yields all requests in the queue's order, including held requests. The queue must not change during the iteration."""
+        """Yields all requests in the queue's order, including blocked ones. The queue must not change during the iteration."""
         for rank in self._order:
             yield from self._ranks[rank].back
             yield from self._ranks[rank].fresh.values()
@@ -162,53 +165,53 @@ class WaitingQueue:
         return tuple(self._order)
 
     def back(self, rank: int) -> list[Request]:
-        """Returns the requests of the rank that ran before, by arrival, including held requests."""
+        """Returns the requests of the rank that ran before, by arrival, including blocked requests."""
         return list(self._ranks[rank].back)
 
     def flows(self, rank: int) -> dict[Flow, list[Request]]:
-        """Returns the requests of the rank that never ran, by flow and arrival, including held requests."""
+        """Returns the requests of the rank that never ran, by flow and arrival, including blocked requests."""
         return {flow: list(requests.values()) for flow, requests in self._ranks[rank].flows.items()}
 
     def eligible(self) -> list[Request]:
-        """Returns the requests that are not held, in the queue's order."""
-        return [request for request in self if not request.held] if self.num_held else list(self)
+        """Returns the requests that no gate blocks, in the queue's order."""
+        return [request for request in self if not request.blocked_tokens] if self.num_blocked else list(self)
 
     def first(self) -> Request | None:
-        """Returns the first request of the queue that is not held, or None."""
+        """Returns the first request of the queue that no gate blocks, or None."""
         for rank in self._order:
             mine = self._ranks[rank]
             for request in mine.back:
-                if not request.held:
+                if not request.blocked_tokens:
                     return request
             for request in mine.fresh.values():
-                if not request.held:
+                if not request.blocked_tokens:
                     return request
         return None
 
-    def in_turn(self) -> Iterator[Request]:
-        """Yields the same requests as eligible(), in the same order.
+    def in_order(self) -> Iterator[Request]:
+        """Yields the requests of eligible() in the same order.
 
-        The caller may remove or hold a request before it takes the next one.
+        In contrast to eligible(), the caller may remove or block a request before it takes the next one.
         """
-        while not self.num_held and (request := self.first()) is not None:
+        while not self.num_blocked and (request := self.first()) is not None:
             yield request
-        if self.num_held == self._size:
+        if self.num_blocked == self._size:
             return
         for rank in tuple(self._order):
             mine = self._ranks[rank]
-            yield from [request for request in mine.back if not request.held]
+            yield from [request for request in mine.back if not request.blocked_tokens]
             passed, size = 0, 8
             while some := list(islice(mine.fresh.values(), passed, passed + size)):
-                free = [request for request in some if not request.held]
+                free = [request for request in some if not request.blocked_tokens]
                 yield from free
                 passed += len(some) - sum(request.seq not in mine.fresh for request in free)
                 size *= 2
 
 
 def _with(requests: dict[int, Request], request: Request) -> dict[int, Request]:
-    """Adds the request, and returns the dictionary in order of arrival.
+    """Adds the request to a dictionary by seq, and returns the dictionary in order of arrival.
 
-    The result is a new dictionary if the request arrived earlier than the last request of the dictionary.
+    The result is a new dictionary if the request arrived earlier than the last request of `requests`.
     """
     came_back = bool(requests) and next(reversed(requests)) > request.seq
     requests[request.seq] = request
@@ -233,9 +236,9 @@ def service_order(
     random: np.random.Generator,
     several: bool,
 ) -> Iterator[Request]:
-    """Yields the waiting requests that no gate holds, in the policy's order.
+    """Yields the waiting requests that no gate blocks, in the policy's order.
 
-    The caller may remove or hold a request before it takes the next one.
+    The caller may remove or block a request before it takes the next one.
 
     Args:
         config: the configuration.
@@ -247,7 +250,7 @@ def service_order(
     """
     policy = effective_policy(config, len(queue))
     if policy is SchedulePolicy.FCFS:
-        return in_fair_turn(queue) if several else queue.in_turn()
+        return in_fair_order(queue) if several else queue.in_order()
     requests = queue.eligible()
     match policy:
         case SchedulePolicy.LPM:
@@ -368,7 +371,7 @@ def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Req
 def fairly(requests: Iterable[Request]) -> Iterator[Request]:
     """Yields the requests, which are sorted by rank, fairly between the flows of each rank.
 
-    After each request, the turns of the flows are compared again, because an admission changes them.
+    After each request, the sort keys of the flows are compared again, because an admission changes them.
     """
     for _, alike in groupby(requests, key=lambda r: r.rank):
         flows: dict[Flow, list[Request]] = {}
@@ -378,18 +381,18 @@ def fairly(requests: Iterable[Request]) -> Iterator[Request]:
         yield from _merged(flows)
 
 
-def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
-    """Yields the requests of WaitingQueue.in_turn(). The requests of a rank that never ran are sorted fairly between flows."""
+def in_fair_order(queue: WaitingQueue) -> Iterator[Request]:
+    """Yields the requests that no gate blocks, by rank: first those that ran before, then the others, fairly between flows."""
     for rank in queue.ranks():
         back, flows = queue.back(rank), queue.flows(rank)
-        yield from [request for request in back if not request.held]
+        yield from [request for request in back if not request.blocked_tokens]
         yield from _merged(flows)
 
 
 def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
     """Yields the waiting requests that precede the extending request `first`.
 
-    These are more urgent, or are equally urgent and belong to a flow with an earlier turn.
+    These are more urgent requests, and equally urgent requests of a flow with a lower sort key.
     """
     assert first.flow is not None, "an extending request has prompt tokens to plan"
     for rank in queue.ranks():
@@ -397,26 +400,29 @@ def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
             return
         flows: dict[Flow, list[Request]] = {}
         for request in chain(queue.back(rank), *queue.flows(rank).values()):
-            if request.flow is not None and (rank < first.rank or request.flow.turn < first.flow.turn):
+            if request.flow is not None and (rank < first.rank or request.flow.sort_key < first.flow.sort_key):
                 flows.setdefault(request.flow, []).append(request)
         for request in _merged(flows):
-            if request.flow is not None and (rank < first.rank or request.flow.turn < first.flow.turn):
+            if request.flow is not None and (rank < first.rank or request.flow.sort_key < first.flow.sort_key):
                 yield request
 
 
 def _merged(flows: dict[Flow, list[Request]]) -> Iterator[Request]:
-    """Merges flows by turn; flows of equal turns keep their order. Skips held requests."""
+    """Yields the requests of the flows that no gate blocks, each time from the flow with the lowest sort key.
+
+    Flows with equal sort keys keep their order.
+    """
     if len(flows) == 1:
-        yield from [request for requests in flows.values() for request in requests if not request.held]
+        yield from [request for requests in flows.values() for request in requests if not request.blocked_tokens]
         return
-    heap = [(flow.turn, place, flow, iter(requests)) for place, (flow, requests) in enumerate(flows.items())]
+    heap = [(flow.sort_key, index, flow, iter(requests)) for index, (flow, requests) in enumerate(flows.items())]
     heapq.heapify(heap)
     while heap:
-        turn, place, flow, rest = heap[0]
-        if flow.turn != turn:
-            heapq.heapreplace(heap, (flow.turn, place, flow, rest))
+        sort_key, index, flow, rest = heap[0]
+        if flow.sort_key != sort_key:
+            heapq.heapreplace(heap, (flow.sort_key, index, flow, rest))
             continue
-        request = next((request for request in rest if not request.held), None)
+        request = next((request for request in rest if not request.blocked_tokens), None)
         if request is None:
             heapq.heappop(heap)
         else:

@@ -1,8 +1,8 @@
 """Copies of cached pages to lower tiers: from the device to the host, and from the host to the storage if there is one.
 
-Pages are copied before their eviction, in the order of the queue. A path is copied from its beginning, because a later request
-can only use a whole prefix. The number of running copies is limited. If a page is evicted before its copy began, it is lost and
-counted. No step waits for a copy. Tiers is the owner.
+Pages are copied before their eviction, in the order of BackupQueue. A path is copied from its beginning, because a later request
+can only use a whole prefix. The number of running copies is limited. A page that is evicted before its copy began counts as lost.
+No step waits for a copy. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, Fact, KeptBlock, OperationKind, PageOperation
+from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, TierBlock
 from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.core.kv.radix_cache import is_retired
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
-from rootstock_llm.services.worker.core.tiers.kept_blocks import KeptBlocks
 from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, PageKeys, tag_of
+from rootstock_llm.services.worker.core.tiers.tier_blocks import TierBlocks
 
-LOOKS = 16  # nodes of the queue that plan() examines per call
+MOST_EXAMINED = 16  # largest number of queued nodes that one call of plan() examines
 # Largest number of running copies to the host. Several run at a time, because new copies begin once per turn of the loop, and a
 # turn may take as long as a large step.
 MOST_BACK_UPS = 8
-# Divisors: at most 1/2 of the total.
-MOST_PATH_SHARE = 2  # host pages of one prompt, of all host pages
-MOST_STORED_SHARE = 2  # host pages that wait for the storage, of all host pages
-MOST_QUOTA_SHARE = 2  # pages of one prompt in the storage, of its salt's quota
+MOST_PATH_SHARE = 2  # one prompt has at most 1/2 of all host pages
+MOST_STORED_SHARE = 2  # at most 1/2 of all host pages wait for their write to the storage
+MOST_QUOTA_SHARE = 2  # one prompt has at most 1/2 of its salt's quota in the storage
 
 
 @dataclass(slots=True)
@@ -39,8 +38,8 @@ class _BackUp:
     offered: TreeNode  # node of the queue whose path is copied
     node: TreeNode  # pinned node of the path that has the copied pages
     memory: KVMemory
-    blocks: list[KeptBlock]  # blocks, not known to KeptBlocks before, with at least one token in the copied pages
-    counts: bool = True  # whether the host caches the copied pages when the copy ends
+    blocks: list[TierBlock]  # blocks with a token in the copied pages that TierBlocks does not know yet
+    counts: bool = True  # whether the host tier caches the copied pages when the copy ends; False: it frees them
     forgotten: bool = False  # whether the tree drops the device pages when the copy ends
 
 
@@ -53,7 +52,7 @@ class Backups:
         keys: PageKeys,
         host: HostIndex,
         stored: set[bytes] | None,
-        blocks: KeptBlocks | None,
+        blocks: TierBlocks | None,
         at_once: int,
         ids: Iterator[int],
         stored_salt_pages: int = 0,
@@ -64,7 +63,7 @@ class Backups:
             queue: nodes to copy.
             keys: maker of page keys.
             host: index of the host tier.
-            stored: page keys in the storage, or None without a storage.
+            stored: page keys in the storage, or None if the worker has no storage.
             blocks: blocks of lower tiers, or None if no prefix index reads them.
             at_once: largest number of pages of an operation.
             ids: op_ids of new operations.
@@ -74,19 +73,19 @@ class Backups:
         self._at_once, self._ids = at_once, ids
         self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
         self._most_salted = max(stored_salt_pages // MOST_QUOTA_SHARE, 1) if stored_salt_pages else 0
-        self._looked_at: TreeNode | None = None  # node whose path _look() copies
-        # Page keys of the path to _looked_at, and the number of first keys that lower tiers have.
-        self._looked, self._looked_keys = 0, list[bytes]()
+        self._current: TreeNode | None = None  # queued node whose path _copy_next() copies
+        # Number of first pages of this path that lower tiers have, and the page keys of the path.
+        self._num_copied, self._current_keys = 0, list[bytes]()
         host.on_gone = self.gone
         self._copying: dict[int, _BackUp] = {}  # running copies to the host, by op_id
         self._storing: PageOperation | None = None  # running write to the storage
-        self._storing_counts = True  # whether the keys of this write are recorded
+        self._storing_counts = True  # whether the keys of the running write are recorded as stored when it ends
         self._to_store: deque[PageOperation] = deque()  # writes that wait for the running one
-        self._on_their_way: set[bytes] = set()  # keys that are being copied to the host
-        self._to_be_stored: set[bytes] = set()  # keys of the running and the waiting writes
+        self._being_copied: set[bytes] = set()  # keys that are being copied to the host
+        self._keys_to_store: set[bytes] = set()  # keys of the running and the waiting writes
         self._num_to_store = 0  # number of pages of the running and the waiting writes
-        # Host pages written; pages written to the storage; pages not stored because too many waited or a write failed; operations
-        # that did not move all of their pages.
+        # Pages copied to the host; pages written to the storage; pages not written to the storage because too many waited or a
+        # write failed; operations that did not move all of their pages.
         self.backed_up_pages_total = self.stored_pages_total = self.unstored_pages_total = self.failed_total = 0
 
     @property
@@ -106,11 +105,11 @@ class Backups:
     def plan(self, memory: KVMemory) -> list[PageOperation]:
         """Begins copies and returns their operations."""
         operations: list[PageOperation] = []
-        for _ in range(LOOKS):
+        for _ in range(MOST_EXAMINED):
             node = self._queue.first()
             if node is None or len(self._copying) >= MOST_BACK_UPS:
                 break
-            operation = self._look(node, memory)
+            operation = self._copy_next(node, memory)
             if operation is not None:
                 operations.append(operation)
             elif self._queue.first() is node:
@@ -121,21 +120,21 @@ class Backups:
         return operations
 
     def ended(self, fact: Fact) -> bool:
-        """Applies the fact of a copy. Returns False if the fact belongs to no copy."""
+        """Applies the fact of a copy to the host or of a write to the storage. Returns False if the fact belongs to neither."""
         if self._storing is not None and fact.op_id == self._storing.op_id:
             operation, self._storing = self._storing, None
-            self._stored_some(operation, fact)
+            self._record_write(operation, fact)
             return True
         copy = self._copying.pop(fact.op_id, None)
         if copy is None:
             return False
         operation = copy.operation
         count = fact.count if copy.counts else 0
-        self._on_their_way.difference_update(operation.keys)
+        self._being_copied.difference_update(operation.keys)
         self._host.put(operation.keys[:count], operation.host_pages[:count])
         if count and self._blocks is not None:
             self._blocks.changed(operation.keys[:count])
-            self._blocks.named(copy.blocks)
+            self._blocks.add(copy.blocks)
         self._host.give_back(operation.host_pages[count:])
         # Touches the whole path, so that its beginning is evicted last.
         self._host.touch([key for part in _path(copy.node) for key in part.page_keys])
@@ -143,7 +142,7 @@ class Backups:
         self.backed_up_pages_total += count
         if fact.count < len(operation.keys):
             self.failed_total += 1
-            self._put_off(copy.offered)
+            self._drop_first(copy.offered)
         if count < len(operation.keys):
             copy.node.backed = False
         if copy.forgotten:
@@ -155,10 +154,10 @@ class Backups:
         """Discards the results of running copies to the host.
 
         Args:
-            pages_too: whether the device pages are dropped as well when the copies end.
+            pages_too: whether the tree also drops the device pages when the copies end.
             tag: tag of the salt whose copies are discarded, or None for all copies.
         """
-        self._looked_at = None
+        self._current = None
         for copy in self._copying.values():
             if tag is None or tag_of(copy.operation.keys[0]) == tag:
                 copy.counts = False
@@ -178,60 +177,60 @@ class Backups:
         waiting, self._to_store = self._to_store, deque()
         for operation in waiting:
             if tag is None or tag_of(operation.keys[0]) == tag:
-                self._leave_out(operation)
+                self._drop_write(operation)
             else:
                 self._to_store.append(operation)
 
     def clear(self) -> None:
         """Forgets the queued nodes, because the tree is reset."""
         self._queue.clear()
-        self._looked_at = None
+        self._current = None
 
     def gone(self, key: bytes) -> None:
-        """Records that a tier has lost a page. If no other lower tier has the page, its node no longer counts as copied."""
+        """Records that a lower tier has lost a page. If no lower tier has the page, its node does not count as copied anymore."""
         if self._blocks is not None:
             self._blocks.changed((key,))
-        if not self._is_kept(key) and (node := self._queue.backed.pop(key, None)) is not None:
+        if not self._is_backed(key) and (node := self._queue.backed.pop(key, None)) is not None:
             node.backed = False
 
-    def _put_off(self, node: TreeNode) -> None:
-        """Removes a node from the queue if it is the first node. Its next use offers it again."""
+    def _drop_first(self, node: TreeNode) -> None:
+        """Removes a node from the queue if it is the first node. The node's next use can offer it again."""
         if self._queue.first() is node:
             self._queue.drop(node)
-        self._looked_at = None
+        self._current = None
 
-    def _look(self, node: TreeNode, memory: KVMemory) -> PageOperation | None:
+    def _copy_next(self, node: TreeNode, memory: KVMemory) -> PageOperation | None:
         """Begins a copy of the next pages on the path to `node` that no lower tier has.
 
         Returns:
-            The operation. None if the host tier has no free page for the copy. None also if `node` leaves the queue. It leaves
-            the queue if its tree is retired, if its salt is at its quota, or if lower tiers have all pages of the path that one
-            prompt may have there.
+            The operation. None in two cases: the host tier has no free page, and the node stays in the queue; or the node leaves
+            the queue. It leaves the queue if its tree is retired, if its salt is at its quota, or if lower tiers have all pages
+            of the path that one prompt may have there.
         """
         path = _path(node)
         if is_retired(_tree_of(path)):
-            self._put_off(node)
+            self._drop_first(node)
             return None
-        if self._looked_at is not node:
-            self._looked_at, self._looked = node, 0
+        if self._current is not node:
+            self._current, self._num_copied = node, 0
             keys = self._path_keys(path)
-            self._looked_keys = keys[: min(self._most, self._host.most_pages(tag_of(keys[0])))]
-            self._host.touch(self._looked_keys)  # so that a page of the path does not evict another one
-        keys, at = self._looked_keys, self._looked
-        while at < len(keys) and self._is_kept(keys[at]):
+            self._current_keys = keys[: min(self._most, self._host.most_pages(tag_of(keys[0])))]
+            self._host.touch(self._current_keys)  # so that a page of the path does not evict another one
+        keys, at = self._current_keys, self._num_copied
+        while at < len(keys) and self._is_backed(keys[at]):
             at += 1
-        self._looked = at
+        self._num_copied = at
         if at < len(keys):
             part = next(part for part in path if part.depth > at)
             begin = part.depth - len(part.pages)
             operation = self._copy(node, part, begin, at - begin, min(part.depth, len(keys)) - begin, memory)
             if operation is None and self._host.is_full(tag_of(keys[0])):
-                self._put_off(node)  # so that other salts do not wait until this salt has free pages
+                self._drop_first(node)  # so that other salts do not wait until this salt has free pages
             if operation is not None and self._blocks is not None:
-                names = self._blocks.unnamed(path, keys, at, at + len(operation.keys))
+                names = self._blocks.unknown(path, keys, at, at + len(operation.keys))
                 self._copying[operation.op_id].blocks = names
             return operation
-        self._looked_at = None
+        self._current = None
         self._queue.drop(node)
         for part in path:
             if part.depth <= len(keys):
@@ -257,7 +256,7 @@ class Backups:
             The operation, or None if the host tier has no free page.
         """
         end = first + 1
-        while end < limit and end - first < self._at_once and not self._is_kept(node.page_keys[end]):
+        while end < limit and end - first < self._at_once and not self._is_backed(node.page_keys[end]):
             end += 1
         host_pages = self._host.take(end - first, tag_of(node.page_keys[first]))
         if not len(host_pages):
@@ -267,12 +266,12 @@ class Backups:
         operation = PageOperation(next(self._ids), OperationKind.BACK_UP, keys, node.pages[first:end].copy(), host_pages)
         memory.pin(node)
         self._copying[operation.op_id] = _BackUp(operation, begin + first, offered, node, memory, [])
-        self._on_their_way.update(keys)
+        self._being_copied.update(keys)
         return operation
 
-    def _is_kept(self, key: bytes) -> bool:
-        """Returns whether a lower tier has the page, or a running copy will give it the page."""
-        return key in self._host or key in self._on_their_way or (self._stored is not None and key in self._stored)
+    def _is_backed(self, key: bytes) -> bool:
+        """Returns whether a lower tier has the page, or a running copy moves it to the host."""
+        return key in self._host or key in self._being_copied or (self._stored is not None and key in self._stored)
 
     def _path_keys(self, path: list[TreeNode]) -> list[bytes]:
         """Returns the page keys of the whole path. Computes missing page keys and stores them in the nodes."""
@@ -288,48 +287,49 @@ class Backups:
     def _name(self, path: list[TreeNode], keys: list[bytes]) -> None:
         """Records the blocks of a path of which lower tiers have all pages.
 
-        Some pages may have been copied by other workers, or before the blocks that end in later pages were known.
+        These blocks may be unknown, because other workers copied some of the pages, or because they end in pages that were
+        computed after the copy.
         """
         if self._blocks is not None:
-            self._blocks.named(self._blocks.unnamed(path, keys, 0, len(keys)))
+            self._blocks.add(self._blocks.unknown(path, keys, 0, len(keys)))
 
     def _store(self, keys: tuple[bytes, ...] | list[bytes], first: int) -> None:
         """Queues writes of pages that the host has and the storage lacks.
 
         Args:
-            keys: page keys of consecutive pages of a path. If the path has more pages than one prompt of the salt may have in the
-                storage, only its first pages are stored.
+            keys: page keys of consecutive pages of a path. Pages beyond the number that one prompt of the salt may have in the
+                storage are not stored.
             first: index in the path of the first page.
         """
         if self._stored is None:
             return
         if keys and self._most_salted and tag_of(keys[0]) != UNSALTED:
             keys = keys[: max(self._most_salted - first, 0)]
-        lacking = [key for key in keys if key in self._host and key not in self._stored and key not in self._to_be_stored]
+        lacking = [key for key in keys if key in self._host and key not in self._stored and key not in self._keys_to_store]
         for at in range(0, len(lacking), self._at_once):
             some = tuple(lacking[at : at + self._at_once])
             if (self._num_to_store + len(some)) * MOST_STORED_SHARE > self._host.num_pages:
                 self.unstored_pages_total += len(lacking) - at
                 return
             self._num_to_store += len(some)
-            self._to_be_stored.update(some)
+            self._keys_to_store.update(some)
             blocks = () if self._blocks is None else self._blocks.ending(some)
             pages = self._host.pin(some)
             self._to_store.append(PageOperation(next(self._ids), OperationKind.STORE, some, NO_PAGES, pages, blocks=blocks))
 
-    def _stored_some(self, operation: PageOperation, fact: Fact) -> None:
+    def _record_write(self, operation: PageOperation, fact: Fact) -> None:
         self.stored_pages_total += len(fact.stored)
         self.unstored_pages_total += len(operation.keys) - fact.count
         self.failed_total += fact.count < len(operation.keys)
-        self._leave_line(operation)
+        self._end_write(operation)
 
-    def _leave_out(self, operation: PageOperation) -> None:
+    def _drop_write(self, operation: PageOperation) -> None:
         self.unstored_pages_total += len(operation.keys)
-        self._leave_line(operation)
+        self._end_write(operation)
 
-    def _leave_line(self, operation: PageOperation) -> None:
+    def _end_write(self, operation: PageOperation) -> None:
         self._num_to_store -= len(operation.keys)
-        self._to_be_stored.difference_update(operation.keys)
+        self._keys_to_store.difference_update(operation.keys)
         self._host.unpin(operation.host_pages)
 
 

@@ -30,7 +30,7 @@ class HostIndex:
             salt_pages: pages that one salt may have, including pages that are being written; 0: no limit.
         """
         self.num_pages = num_pages
-        self.on_gone: Callable[[bytes], None] = lambda key: None  # called with each key that leaves the tier
+        self.on_gone: Callable[[bytes], None] = lambda key: None  # called with each page key that leaves the tier
         self._salt_pages = salt_pages
         self._free = list(range(num_pages))[::-1]
         self._writing: dict[int, bytes] = {}  # tag of the salt by page
@@ -38,7 +38,7 @@ class HostIndex:
         self._of_salt: dict[bytes, OrderedDict[bytes, None]] = {}  # cached keys of each salt by tag, least recently used first
         self._written_for: Counter[bytes] = Counter()  # number of pages being written, by tag
         self._pins: Counter[int] = Counter()  # number of operations that read a page
-        self._forgotten: set[int] = set()  # pages that become free when their last reader ends
+        self._forgotten: set[int] = set()  # forgotten pages, which become free when the last operation that reads them ends
         # Pages evicted because the tier was full; pages evicted because a salt was at its quota.
         self.evicted_total = self.over_quota_total = 0
 
@@ -101,7 +101,7 @@ class HostIndex:
             if key in self._cached:
                 self._free.append(page)
             else:
-                self._hold(key, page)
+                self._cache(key, page)
             self._use(key)
         assert self._adds_up, "free + writing + cached + forgotten = total"
 
@@ -146,7 +146,7 @@ class HostIndex:
     def _forget(self, keys: Iterable[bytes]) -> int:
         count = 0
         for key in keys:
-            page = self._let_go(key)
+            page = self._uncache(key)
             if page in self._pins:
                 self._forgotten.add(page)
             else:
@@ -163,7 +163,7 @@ class HostIndex:
             if self._cached[key] not in self._pins:
                 self._evict_key(key)
                 return True
-            self._use(key)  # the next eviction does not look at a pinned page first
+            self._use(key)  # so that the next eviction does not examine this pinned page first
         return False
 
     def _evict_own(self, tag: bytes) -> bool:
@@ -176,7 +176,7 @@ class HostIndex:
         return False
 
     def _evict_key(self, key: bytes) -> None:
-        self._free.append(self._let_go(key))
+        self._free.append(self._uncache(key))
         self.evicted_total += 1
         self.on_gone(key)
 
@@ -187,12 +187,12 @@ class HostIndex:
         """Returns the number of the salt's pages that are cached or are being written."""
         return len(self._of_salt.get(tag, ())) + self._written_for[tag]
 
-    def _hold(self, key: bytes, page: int) -> None:
+    def _cache(self, key: bytes, page: int) -> None:
         self._cached[key] = page
         if (tag := tag_of(key)) != UNSALTED:
             self._of_salt.setdefault(tag, OrderedDict())[key] = None
 
-    def _let_go(self, key: bytes) -> int:
+    def _uncache(self, key: bytes) -> int:
         """Removes a key and returns its page. The caller frees the page or records it as forgotten."""
         if (tag := tag_of(key)) != UNSALTED:
             own = self._of_salt[tag]
@@ -215,5 +215,5 @@ class HostIndex:
 
     @property
     def _adds_up(self) -> bool:
-        held = len(self._writing) + len(self._cached) + len(self._forgotten)
-        return len(self._free) + held == self.num_pages
+        used = len(self._writing) + len(self._cached) + len(self._forgotten)
+        return len(self._free) + used == self.num_pages

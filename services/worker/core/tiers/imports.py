@@ -1,10 +1,10 @@
 """Imports: prefixes that are read from another tier or a remote worker into device pages, for waiting requests.
 
-- Imported pages are published in the radix tree, and pinned until their request is admitted or ends. The request computes pages
-  that no operation has imported.
+- Imported pages are published in the radix tree, and pinned until their request is admitted or ends. The request computes the
+  pages that were not imported.
 - If several requests wait for a page, one operation reads it for all of them. Pages in the tree are not read.
 - A request stops waiting when computing the other pages would be faster, or when no device pages are available. Its running
-  operations continue. Their pages stay quarantined until the operation's fact, and later requests can use them.
+  operations continue. Their pages stay quarantined until the facts arrive, and are then published for other requests.
 - Pins are released when running requests need pages.
 
 Tiers is the owner.
@@ -26,7 +26,7 @@ from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys, leading
 from rootstock_llm.services.worker.core.tiers.rates import Rates
 
 MOST_QUARANTINED_SHARE = 2  # divisor: operations may write at most 1/2 of the pool's pages at a time
-MOST_AT_ONCE = 32  # largest number of operations that begin at a time for one request
+MOST_AT_ONCE = 32  # largest number of operations that one plan() begins for one request
 _KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH, Tier.PEER: OperationKind.PULL}
 
 
@@ -49,7 +49,7 @@ class Imports:
         Args:
             keys: maker of page keys.
             host: index of the host tier.
-            stored: page keys in the storage, or None without a storage.
+            stored: page keys in the storage, or None if the worker has no storage.
             rates: estimates of reading and computing.
             lanes: the running operations.
             at_once: largest number of pages of an operation.
@@ -66,8 +66,8 @@ class Imports:
         self._lanes = lanes
         self.imported_pages_total: Counter[Tier] = Counter()  # pages that arrived, by tier
         self.prefetched_pages_total = 0  # pages that arrived before their request
-        # Pages that were computed although a tier had them; operations with missing pages; reads from remote workers without a
-        # page.
+        # Pages that were computed although a tier had them; operations that did not read all of their pages; reads from remote
+        # workers that returned no page.
         self.recomputed_pages_total = self.failed_total = self.refused_pulls_total = 0
 
     def __len__(self) -> int:
@@ -81,17 +81,17 @@ class Imports:
         return seq in self._waits
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Makes a request wait if another tier has more of its prompt than the tree, and reading it is faster than computing it.
+        """Makes a request wait if a tier has more of its prompt than the tree, and reading this part is faster than computing it.
 
         Returns:
             Whether the request waits.
         """
         assert wanted.seq not in self._waits, "a request waits once"
         hit = self._hit(wanted, memory)
-        if hit >= wanted.limit or not self._is_elsewhere(wanted, hit):
+        if hit >= wanted.limit or not self._is_readable(wanted, hit):
             return False
-        place, count = self._run(wanted, hit)
-        if place is not None and not self._is_had(wanted, place, count):
+        place, count = self._next_run(wanted, hit)
+        if place is not None and not self._is_worth_reading(wanted, place, count):
             return False
         self._waits[wanted.seq] = self._due[wanted.seq] = wanted
         return True
@@ -107,8 +107,8 @@ class Imports:
         Returns:
             The new operations, and the seqs of the requests and prefetches that stop waiting.
         """
-        for wanted in self._lanes.give_up_late(now, self._comes):
-            self._let_go(wanted)
+        for wanted in self._lanes.give_up_late(now, self._still_waits):
+            self._give_up(wanted)
         operations: list[PageOperation] = []
         ready: list[int] = []
         due, self._due = self._due, {}
@@ -127,7 +127,7 @@ class Imports:
         self._stop_waiting(seq)
         self._unpin(seq)
 
-    def leave(self, seq: int) -> None:
+    def cancel(self, seq: int) -> None:
         """Ends the wait and the pin of a request that has ended, or of a prefetch whose request will not arrive."""
         self._stop_waiting(seq)
         self._freed |= self._unpin(seq)
@@ -138,7 +138,7 @@ class Imports:
         return freed
 
     def take_over(self, seq: int, by: int) -> None:
-        """Ends the wait of the prefetch `seq`, and passes its pin to the request `by`, which then searches for further pages."""
+        """Ends the wait of the prefetch `seq`, and passes its pin to the request with the seq `by`."""
         assert by not in self._pinned, "a request that has just arrived has no pin"
         self._stop_waiting(seq)
         if (pinned := self._pinned.pop(seq, None)) is not None:
@@ -155,7 +155,7 @@ class Imports:
         self.failed_total += fact.count < len(operation.keys)
         self.refused_pulls_total += tier is Tier.PEER and not fact.count
         count = self._published(running, fact.count if running.counts else 0)
-        self.prefetched_pages_total += count if running.wanted.ahead else 0
+        self.prefetched_pages_total += count if running.wanted.is_prefetch else 0
         if count < len(operation.keys):
             memory.free_quarantined(operation.pages[count:])
         memory.unpin(running.node)
@@ -164,14 +164,15 @@ class Imports:
             if shared := _shared(operation.keys[:count], wanted.keys, running.first):
                 wanted.arrived[tier] += shared
         for wanted in running.waits:
-            if count == len(operation.keys) or _room_of(wanted) != _room_of(running.wanted):
-                self._due[wanted.seq] = wanted  # the operation read another reservation than the request's source
+            if count == len(operation.keys) or _reservation_of(wanted) != _reservation_of(running.wanted):
+                # All pages arrived, or other pages may still be read from the request's own source.
+                self._due[wanted.seq] = wanted
             else:
-                self._let_go(wanted)
+                self._give_up(wanted)
         return True
 
-    def let_go(self) -> bool:
-        """Releases the pins of all waiting requests, because running requests need pages. Returns whether there were any."""
+    def release_pins(self) -> bool:
+        """Releases the pins of all waiting requests, because running requests need pages. Returns whether a request had a pin."""
         pinned = list(self._pinned)
         for seq in pinned:
             self._unpin(seq)
@@ -181,38 +182,41 @@ class Imports:
         """Discards the results of all running operations, ends all waits and releases all pins."""
         self._lanes.void(lambda wanted: True)
         for wanted in self._waits.values():
-            self._let_go(wanted)
-        self._freed |= self.let_go()
+            self._give_up(wanted)
+        self._freed |= self.release_pins()
 
     def end_trees(self, names: Collection[str]) -> None:
         """Discards the results of operations for the named trees, and ends the waits and pins of their requests."""
         self._lanes.void(lambda wanted: wanted.tree in names)
         for wanted in self._waits.values():
             if wanted.tree in names:
-                self._let_go(wanted)
+                self._give_up(wanted)
                 self._freed |= self._unpin(wanted.seq)
 
     def _hit(self, wanted: Wanted, memory: KVMemory) -> int:
         """Returns the number of the prompt's first pages that the tree has."""
         return memory.peek(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)[1] // memory.page_size
 
-    def _is_elsewhere(self, wanted: Wanted, at: int) -> bool:
-        """Returns whether page `at` of the prompt is in a lower tier, in a remote worker, or being read. Computes page keys."""
+    def _is_readable(self, wanted: Wanted, at: int) -> bool:
+        """Returns whether page `at` of the prompt is in a lower tier, in a remote worker, or being read.
+
+        Computes the missing page keys of `wanted`.
+        """
         self._keys.extend(wanted.keys, self._keys.root(wanted.tree), wanted.tokens, wanted.limit)
         key, source = wanted.keys[at], wanted.source
         here = key in self._host or key in self._stored or key in self._lanes.coming
         return here or (source is not None and at < source.num_pages)
 
-    def _is_had(self, wanted: Wanted, place: Place, count: int) -> bool:
+    def _is_worth_reading(self, wanted: Wanted, place: Place, count: int) -> bool:
         """Returns whether reading `count` pages is faster than computing them, and the lane has no late operation.
 
-        For a prefetch, a negative result does not raise the rate of reading (see Rates.reading_pays), because this is called once
-        per chunk of the prompt.
+        For a prefetch, the result False does not raise the assumed rate of reading (see Rates.reading_pays), because this method
+        is called once per chunk of the prompt.
         """
         pays = self._rates.reading_pays
-        return not self._lanes.is_stuck(place.lane) and pays(place.tier, count, place.lane, forgives=not wanted.ahead)
+        return not self._lanes.is_stuck(place.lane) and pays(place.tier, count, place.lane, forgives=not wanted.is_prefetch)
 
-    def _run(self, wanted: Wanted, first: int) -> tuple[Place | None, int]:
+    def _next_run(self, wanted: Wanted, first: int) -> tuple[Place | None, int]:
         """Returns the place of page `first`, and the number of consecutive pages in the same place that are not being read.
 
         Returns:
@@ -221,8 +225,8 @@ class Imports:
         rest = wanted.keys[first : wanted.limit]
         if not rest or rest[0] in self._lanes.coming:
             return None, 0
-        for place, held in ((HOST, self._host), (STORAGE, self._stored)):
-            if count := leading(rest, held):
+        for place, cached in ((HOST, self._host), (STORAGE, self._stored)):
+            if count := leading(rest, cached):
                 return place, self._before_coming(rest[:count])
         source = wanted.source
         if source is not None and source.num_pages > first:
@@ -240,12 +244,12 @@ class Imports:
         Returns:
             The new operations. Empty if the request waits for a running operation, or if no page is left to read.
         """
-        if wanted.let_go:
+        if wanted.given_up:
             return []
         hit = memory.match(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)
         first = hit.depth
         self._pin(wanted.seq, hit, memory)
-        if first >= wanted.limit or not self._is_elsewhere(wanted, first):
+        if first >= wanted.limit or not self._is_readable(wanted, first):
             return []
         coming = self._lanes.coming.get(wanted.keys[first])
         if coming is not None:
@@ -261,19 +265,19 @@ class Imports:
         operations: list[PageOperation] = []
         at, prover = first, _prover(wanted)
         while len(operations) < MOST_AT_ONCE:
-            place, count = self._run(wanted, at)
+            place, count = self._next_run(wanted, at)
             at_once = self._load_at_once if place is HOST else self._at_once
-            room = min(count, at_once, self._room(wanted, first, memory))
-            if place is None or room <= 0 or (not operations and not self._is_had(wanted, place, count)):
+            num_pages = min(count, at_once, self._max_quarantine(wanted, first, memory))
+            if place is None or num_pages <= 0 or (not operations and not self._is_worth_reading(wanted, place, count)):
                 break
             pull = None
             if place.source is not None and prover is not None:
-                pull = Pull(place.source, at, prover.up_to((at + room) * memory.page_size * TOKEN_BYTES))
-            running = self._begin(wanted, node, place, at, room, memory, began, pull)
+                pull = Pull(place.source, at, prover.up_to((at + num_pages) * memory.page_size * TOKEN_BYTES))
+            running = self._begin(wanted, node, place, at, num_pages, memory, began, pull)
             if not operations:
                 self._lanes.wait_for(running, wanted)
             operations.append(running.operation)
-            at += room
+            at += num_pages
         return operations
 
     def _begin(
@@ -297,10 +301,10 @@ class Imports:
         self._lanes.begin(running)
         return running
 
-    def _room(self, wanted: Wanted, first: int, memory: KVMemory) -> int:
-        """Returns the number of device pages that an operation may take; 0 or less if it may take none.
+    def _max_quarantine(self, wanted: Wanted, first: int, memory: KVMemory) -> int:
+        """Returns the largest number of device pages that an operation may quarantine; 0 or less if none.
 
-        The other pages must suffice to compute the request from page `first` on, even if all running operations fail.
+        The remaining available pages must suffice to compute the request from page `first` on, even if all operations fail.
         """
         rest = -(-len(wanted.tokens) // (TOKEN_BYTES * memory.page_size)) - first + 1
         quarantined = memory.pages.num_pages // MOST_QUARANTINED_SHARE - len(memory.quarantined)
@@ -324,9 +328,9 @@ class Imports:
         memory.publish_quarantined(hit, tokens, pages, wanted.rank, keys, kept)
         return count
 
-    def _comes(self, wanted: Wanted) -> bool:
-        """Returns whether the request waits for a running operation, after which it may need further operations."""
-        return self._waits.get(wanted.seq) is wanted and not wanted.let_go
+    def _still_waits(self, wanted: Wanted) -> bool:
+        """Returns whether the request waits and may need further operations after the running ones."""
+        return self._waits.get(wanted.seq) is wanted and not wanted.given_up
 
     def _stop_waiting(self, seq: int) -> None:
         wanted = self._waits.pop(seq, None)
@@ -334,9 +338,9 @@ class Imports:
             self._due.pop(seq, None)
             self._lanes.forget(wanted)
 
-    def _let_go(self, wanted: Wanted) -> None:
+    def _give_up(self, wanted: Wanted) -> None:
         """Ends the wait of a request, so that the next plan() returns its seq."""
-        wanted.let_go = True
+        wanted.given_up = True
         self._due[wanted.seq] = wanted
 
     def _pin(self, seq: int, node: TreeNode, memory: KVMemory) -> None:
@@ -354,14 +358,14 @@ class Imports:
 
 def _prover(wanted: Wanted) -> Prover | None:
     source = wanted.source
-    return Prover(source.room.secret, wanted.tree, wanted.tokens) if isinstance(source, KvSource) else None
+    return Prover(source.reservation.secret, wanted.tree, wanted.tokens) if isinstance(source, KvSource) else None
 
 
-def _room_of(wanted: Wanted) -> object:
-    return None if wanted.source is None else wanted.source.room
+def _reservation_of(wanted: Wanted) -> object:
+    return None if wanted.source is None else wanted.source.reservation
 
 
 def _shared(keys: Sequence[bytes], others: Sequence[bytes], first: int) -> int:
-    """Returns the number of first keys that equal the keys in `others` from index `first` on."""
+    """Returns the number of first elements of `keys` that equal the elements of `others` from index `first` on."""
     count = min(len(keys), len(others) - first)
     return next((at for at in range(count) if keys[at] != others[first + at]), max(count, 0))

@@ -1,4 +1,4 @@
-"""The running import operations by lane. A lane is a tier or a remote worker, which performs its reads one after another.
+"""The running import operations by lane. A lane is a tier or a remote worker; it performs its reads one after another.
 
 Lanes records which operation of a lane is being performed, since when, and whether it is late. Imports begins and ends the
 operations. Tiers is the owner.
@@ -40,13 +40,13 @@ class RunningImport:
     operation: PageOperation
     place: Place
     wanted: Wanted  # the request or prefetch for which it began
-    node: TreeNode  # pinned node before its pages, or before those of a preceding operation that is not published yet
+    node: TreeNode  # pinned node before its pages, or before the unpublished pages of preceding operations
     first: int  # index in the prompt of its first page
     memory: KVMemory
     began: float | None  # time at which all steps launched before this operation had ended; unset until then
     waits: list[Wanted] = field(default_factory=list)  # requests and prefetches that wait for it
     counts: bool = True  # whether its pages are published when it ends
-    late: bool = False  # whether computing its pages would be faster than waiting; no further request waits for it
+    late: bool = False  # whether computing its pages would now be faster than waiting; new requests do not wait for it
 
 
 class Lanes:
@@ -56,9 +56,8 @@ class Lanes:
         """Starts without operations. Measured times are recorded in `rates`."""
         self._rates = rates
         self._running: dict[int, RunningImport] = {}
-        # By lane with running operations: time at which the lane's last operation ended.
-        self._free_at: dict[str, float] = {}
-        self.coming: dict[bytes, RunningImport] = {}  # running operation by the key of each page that it reads
+        self._free_at: dict[str, float] = {}  # for lanes with running operations: time at which the lane last ended an operation
+        self.coming: dict[bytes, RunningImport] = {}  # running operation that reads a page, by page key
         self.num_landing = 0  # loads with an early fact (Fact.early) whose last bytes have not arrived
         self.given_up_total = 0  # operations for which requests stopped waiting
 
@@ -107,7 +106,7 @@ class Lanes:
             self._free_at[HOST.lane] = now
 
     def void(self, is_of: Callable[[Wanted], bool]) -> None:
-        """Discards the results of operations that began for prompts with is_of(prompt), and ends all waits for them."""
+        """Discards the results of operations that began for requests or prefetches with is_of(), and ends all waits for them."""
         for running in self:
             if is_of(running.wanted):
                 running.counts, running.waits = False, []
@@ -129,51 +128,50 @@ class Lanes:
         """Returns whether the lane has a late operation."""
         return any(running.late and running.place.lane == lane for running in self)
 
-    def give_up_late(self, now: float, comes: Callable[[Wanted], bool]) -> list[Wanted]:
+    def give_up_late(self, now: float, still_waits: Callable[[Wanted], bool]) -> list[Wanted]:
         """Ends the waits for late operations, and for the operations that follow them in their lanes.
 
         The operations continue. Only the first operation of a lane can be late, because the lane has not begun the others.
 
         Args:
             now: present time.
-            comes: returns whether a request waits for another running operation, after which it will need this one.
+            still_waits: returns whether a request or prefetch still waits and may need further operations.
 
         Returns:
             The requests and prefetches whose wait has ended.
         """
-        let_go: list[Wanted] = []
+        given_up: list[Wanted] = []
         lanes: dict[str, list[RunningImport]] = {}
         for running in self:
             lanes.setdefault(running.place.lane, []).append(running)
         for lane, (first, *behind) in lanes.items():
-            has_its_turn = lane != HOST.lane or not self.num_landing
-            if has_its_turn and first.began is not None and not first.late:
+            can_be_late = lane != HOST.lane or not self.num_landing
+            if can_be_late and first.began is not None and not first.late:
                 elapsed = now - max(first.began, self._free_at.get(lane, 0.0))
-                let_go += self._over(first, elapsed, first.wanted not in let_go and comes(first.wanted))
+                given_up += self._end_late_waits(first, elapsed, first.wanted not in given_up and still_waits(first.wanted))
             for running in behind if first.late else ():
-                let_go += running.waits
+                given_up += running.waits
                 self.given_up_total += bool(running.waits)
                 running.waits = []
-        return let_go
+        return given_up
 
-    def _over(self, running: RunningImport, elapsed: float, comes: bool) -> list[Wanted]:
+    def _end_late_waits(self, running: RunningImport, elapsed: float, still_waits: bool) -> list[Wanted]:
         """Marks an operation as late if computing its pages would be faster than waiting for it, and ends these waits.
 
-        An operation for which no request waits can be late, too, because it delays the following operations of its lane. If its
-        request waits for another operation and will need this one later (`comes`), the comparison includes the request's pages
-        after those of the operation.
+        An operation for which no request waits can be late as well, because it delays the following operations of its lane. If
+        `still_waits` is True, the comparison includes the request's pages after those of the operation.
 
         Args:
             running: the first operation of a lane.
             elapsed: seconds since the lane began it.
-            comes: result of the function `comes` of give_up_late() for the operation's request.
+            still_waits: whether the operation's request still waits for another operation and will need this one later.
 
         Returns:
             The requests and prefetches whose wait has ended.
         """
         tier, lane, count, wanted = running.place.tier, running.place.lane, len(running.operation.keys), running.wanted
         if not running.waits:
-            rest = wanted.limit - running.first - count if comes else 0
+            rest = wanted.limit - running.first - count if still_waits else 0
             running.late = self._rates.is_over(tier, count, elapsed, rest, lane)
             return []
         over = [w for w in running.waits if self._rates.is_over(tier, count, elapsed, w.limit - running.first - count, lane)]

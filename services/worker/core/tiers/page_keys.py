@@ -3,8 +3,8 @@
 - The digest of a page covers the page key of the previous page, or the root for the first page, and the tokens of the page.
 - The root covers the model's layout (dtype, page size, layers, heads), the tree's name (weights, adapter, salt) and the cache
   group.
-- Without the secret, a page key can neither be computed from tokens nor compared with them. KV is read by page key. The 64-bit
-  block names of the prefix index are only hints for routing.
+- Page keys depend on a secret. Without it, tokens cannot be tested against a page key.
+- KV is read by page key, never by the 64-bit block names of the prefix index, which only serve routing.
 - A tag precedes the digest. The tag is a keyed digest of the salt, so that a storage can count and delete the pages of one salt
   without knowing the salt.
 """
@@ -80,11 +80,11 @@ def tag_of(key: bytes) -> bytes:
     return key[:TAG_BYTES]
 
 
-def leading(keys: Sequence[bytes], held: Container[bytes]) -> int:
-    """Returns the number of keys before the first key that `held` does not contain."""
+def leading(keys: Sequence[bytes], cached: Container[bytes]) -> int:
+    """Returns the number of first keys that `cached` contains without a gap."""
     count = 0
     for key in keys:
-        if key not in held:
+        if key not in cached:
             break
         count += 1
     return count

@@ -5,11 +5,12 @@ from __future__ import annotations
 from rootstock_llm.services.worker.core.contracts.transfers import Tier
 
 FADES = 0.7  # weight of the earlier average when a new measurement is added
-# The rate of a source is multiplied by this each time that it is too low for a read, so that the source is measured again later.
+# A source's rate is multiplied by this each time that reading from the source would not pay, so that the source is measured again
+# later.
 FORGIVES = 1.05
-LARGE_TOKENS = 128  # steps with fewer extended tokens are not measured, because other work dominates their time
+LARGE_TOKENS = 128  # the time of a step with fewer extended tokens is not used, because other work dominates it
 FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9, Tier.PEER: 1e10}  # assumed rates in bytes/s until a read was measured
-# Seconds of a read apart from the transfer of its bytes. They include the time until the loop gets the operation's fact.
+# Seconds of a read in addition to the transfer of its bytes, including the time until the loop gets the operation's fact.
 LATENCY_S = {
     Tier.HOST: 1e-3,
     Tier.STORAGE: 5e-3,
@@ -27,11 +28,9 @@ class Rates:
 
     def __init__(self, page_bytes: int, page_size: int) -> None:
         self._page_bytes, self._page_size = page_bytes, page_size
-        self._bytes_s = dict(FIRST_BYTES_S)
-        # Rates in bytes/s by remote worker, least recently measured first.
-        self._lanes: dict[str, float] = {}
-        # Seconds for computing one token; unset until a step was measured.
-        self._token_s: float | None = None
+        self._bytes_s = dict(FIRST_BYTES_S)  # rates in bytes/s of the tiers
+        self._lanes: dict[str, float] = {}  # rates in bytes/s by remote worker, least recently measured first
+        self._token_s: float | None = None  # seconds for computing one token; None until a step was measured
 
     def computed(self, extended: int, rows: int, seconds: float) -> None:
         """Records the time of a step.
@@ -110,7 +109,7 @@ class Rates:
             pages: pages of the operation.
             elapsed: seconds since the lane began the operation.
             rest: number of pages that the request needs after those of the operation.
-            lane: the remote worker, or "".
+            lane: address of the remote worker; "" for other tiers.
         """
         left = max(self.reading_s(source, pages, lane) - elapsed, 0.0) or elapsed
         behind = self.reading_s(source, rest, lane) if rest else 0.0

@@ -1,7 +1,7 @@
 """The tiers of KV below the device: their content, copies to them, and imports from them.
 
-This package has only ids, page keys and counts. The executor has the bytes of the pages. A worker without tiers has no Tiers
-object.
+This package has only ids, page keys and counts. The executor has the bytes of the pages. A worker without lower tiers and without
+reads from other workers has no Tiers object.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from rootstock_llm.services.worker.core.contracts.transfers import NO_USE, Fact,
 from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
-from rootstock_llm.services.worker.core.kv.other_tiers import Asker, TierStats, Wanted
+from rootstock_llm.services.worker.core.kv.other_tiers import RequestKey, TierStats, Wanted
 from rootstock_llm.services.worker.core.tiers.backups import Backups
 from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
 from rootstock_llm.services.worker.core.tiers.imports import Imports
-from rootstock_llm.services.worker.core.tiers.kept_blocks import KeptBlocks
 from rootstock_llm.services.worker.core.tiers.lanes import Lanes
 from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys
 from rootstock_llm.services.worker.core.tiers.prefetches import Prefetches
 from rootstock_llm.services.worker.core.tiers.rates import Rates
+from rootstock_llm.services.worker.core.tiers.tier_blocks import TierBlocks
 
 SELECTIVE_HITS = 2  # number of admissions on a path after which `write_through_selective` copies the path
-LOOKED_AT_PAGES = 64  # number of pages for which stats() compares reading and computing
-OPERATION_BYTES = 16 << 20  # limit of one operation, unless a single page is larger
-# Limit of one load from the host. It is higher, because a load copies layer by layer, and a step can begin with the first layers.
+LOOKED_AT_PAGES = 64  # length of the prefix in pages for which stats() compares reading and computing
+OPERATION_BYTES = 16 << 20  # largest number of bytes of one operation, unless a single page is larger
+# Largest number of bytes of one load from the host. A load copies layer by layer, and a step can begin before its last layers.
 LOAD_BYTES = 1 << 30
 
 
@@ -73,8 +73,8 @@ class Tiers:
         self.prefetches = Prefetches(self._imports, limits.hold_s)
         self._blocks = None
         if events is not None and limits.host_pages:
-            told = self._stored if events.tells_storage else ()
-            self._blocks = KeptBlocks(events, self._host, told, limits.page_size, revision)
+            reported = self._stored if events.reports_storage else ()
+            self._blocks = TierBlocks(events, self._host, reported, limits.page_size, revision)
         self._backups = Backups(self.queue, keys, self._host, stored, self._blocks, at_once, ids, limits.stored_salt_pages)
 
     @property
@@ -100,18 +100,18 @@ class Tiers:
     def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
         self._imports.admitted(seq, keys, hit)
 
-    def leave(self, seq: int) -> None:
-        self._imports.leave(seq)
+    def cancel(self, seq: int) -> None:
+        self._imports.cancel(seq)
 
     def take_freed(self) -> bool:
-        """Returns whether pins of waiting requests have been released since the last call, so that pages may be evictable."""
+        """Returns whether pins have been released since the last call, so that pages may be evictable."""
         return self._imports.take_freed()
 
-    def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
-        return self.prefetches.take(asker, seq)
+    def take_prefetched(self, request_key: RequestKey, seq: int) -> Counter[str]:
+        return self.prefetches.take(request_key, seq)
 
-    def let_go(self) -> bool:
-        return self._imports.let_go()
+    def release_pins(self) -> bool:
+        return self._imports.release_pins()
 
     def end_all(self) -> None:
         """Discards the results of all operations on device pages and ends all waits, because the pages will be forgotten."""
@@ -130,7 +130,7 @@ class Tiers:
         Returns:
             The new operations, and the seqs of the requests that stop waiting for an import.
         """
-        if now >= self.prefetches.next_look:
+        if now >= self.prefetches.next_expiry:
             self.prefetches.expire(now)
         imports, moved = self._imports.plan(memory, now, in_flight)
         ahead = self.prefetches.seqs() if moved else set()
@@ -141,7 +141,7 @@ class Tiers:
     def loads_since(self, then: float) -> bool:
         """Returns whether a load may have delayed a step that was planned at `then`.
 
-        The time of such a step is no measurement of its computation.
+        If so, the time of the step does not tell how long its computation took.
         """
         return self._lanes.num_landing > 0 or self._landed_at >= then
 
@@ -154,7 +154,7 @@ class Tiers:
         """Applies a fact: the end of an operation, or changes of the storage.
 
         Returns:
-            Whether an operation on device pages has ended, so that pages may be available.
+            Whether an operation on device pages has ended, so that more pages may be available.
         """
         if fact.use is not None:
             self._use = fact.use
@@ -173,7 +173,7 @@ class Tiers:
         return self.num_running < before
 
     def replace_weights(self, revision: str) -> None:
-        """Forgets the host pages of the old weights. Their pages in a storage are not found again; the storage evicts them."""
+        """Forgets the host pages of the old weights. Requests do not find their pages in a storage, which evicts them in time."""
         self.clear((Tier.HOST,))
         if self._blocks is not None:
             self._blocks.replace_weights(revision)
@@ -182,7 +182,7 @@ class Tiers:
         """Records the blocks of pages that the storage has gained."""
         if self._blocks is not None:
             self._blocks.changed(fact.stored)
-            self._blocks.named(fact.blocks)
+            self._blocks.add(fact.blocks)
 
     def clear(self, tiers: Sequence[Tier]) -> int:
         """Forgets the pages of the given tiers and returns their number. The executor deletes the pages of a storage."""

@@ -79,7 +79,7 @@ class Executor(Protocol):
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
         """Registers `wake`, which is called on any thread whenever facts() has something to return."""
 
-    def rooms(self, events: ReservationEvents) -> None:
+    def change_reservations(self, events: ReservationEvents) -> None:
         """Applies changes of KV reservations. Never blocks.
 
         The loop reports closed reservations of this worker before it launches a step that may write their pages.

@@ -348,7 +348,7 @@ class TcpKvServer:
         if not request.count or end > len(version.pages):
             return Status.OUT_OF_RANGE
         tokens = version.tokens[: end * self._layout.page_size * TOKEN_BYTES]
-        is_same = request.proof == proof(version.room.secret, version.tree, tokens)
+        is_same = request.proof == proof(version.reservation.secret, version.tree, tokens)
         return Status.OK if is_same else Status.OTHER_PROMPT
 
     def _refuse(self, connection: Connection, status: Status, message: str = "") -> None:

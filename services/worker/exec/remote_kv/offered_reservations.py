@@ -51,9 +51,9 @@ class OfferedReservations:
 
         The new version has no reader and is not released, because earlier readers did not know its pages.
         """
-        credentials = pack_reservation(version.room)
+        credentials = pack_reservation(version.reservation)
         with self._changed:
-            offered = self._offered.setdefault(version.room.number, OfferedReservation(version, credentials))
+            offered = self._offered.setdefault(version.reservation.number, OfferedReservation(version, credentials))
             assert offered.credentials == credentials, "the number of an open reservation is unique"
             assert len(version.pages) >= len(offered.version.pages), "an open reservation never loses pages"
             offered.version, offered.reader, offered.released = version, None, False
@@ -130,8 +130,8 @@ class OfferedReservations:
             released = [offered for offered in reservations if self._is_open(offered) and not offered.released]
             for offered in released:
                 offered.released = True
-            return [ReservationReleased(offered.version.room, offered.version.opening) for offered in released]
+            return [ReservationReleased(offered.version.reservation, offered.version.opening) for offered in released]
 
     def _is_open(self, offered: OfferedReservation) -> bool:
         """Returns whether this object is still open. The caller holds the lock."""
-        return self._offered.get(offered.version.room.number) is offered
+        return self._offered.get(offered.version.reservation.number) is offered

@@ -135,7 +135,7 @@ class TcpPeerReader:
     def read(self, pull: Pull, count: int, out: memoryview) -> int:
         assert count > 0 and out.nbytes == count * self._layout.page_bytes, "`out` has the size of all pages"
         deadline = time.monotonic() + self._read_timeout_s
-        request = PageRequest(RequestKind.READ, pull.source.room, pull.first, count, pull.proof)
+        request = PageRequest(RequestKind.READ, pull.source.reservation, pull.first, count, pull.proof)
         is_read, transport = False, ""
         with self._exclusive(pull.source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
@@ -158,7 +158,7 @@ class TcpPeerReader:
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._exclusive(source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
-                frame = frames.pack_request(PageRequest(RequestKind.LEAVE, source.room))
+                frame = frames.pack_request(PageRequest(RequestKind.LEAVE, source.reservation))
                 connection = self._open_connection(peer) or self._connected(peer, deadline)
                 connection.send(frame, deadline)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from rootstock_llm.services.shared.observe.log_fields import fields
-from rootstock_llm.services.worker.core.contracts.transfers import KeptBlock
+from rootstock_llm.services.worker.core.contracts.transfers import TierBlock
 from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES
 from rootstock_llm.services.worker.exec.tiers.disk import Disk
 from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
@@ -52,7 +52,7 @@ class BlockLog:
         self._fd: int | None = None
         self._size = self._most = 0  # bytes of the file; size at which append() rewrites it
 
-    def read(self) -> list[KeptBlock]:
+    def read(self) -> list[TierBlock]:
         """Returns the blocks with a page in the store, oldest first, and removes all others from the file."""
         try:
             blocks = self._with_pages(self._found())
@@ -62,7 +62,7 @@ class BlockLog:
             return []
         return blocks
 
-    def append(self, blocks: Iterable[KeptBlock]) -> None:
+    def append(self, blocks: Iterable[TierBlock]) -> None:
         """Adds blocks whose pages have been stored."""
         records = b"".join(map(_record, blocks))
         if not records or not self._pause.over:
@@ -88,7 +88,7 @@ class BlockLog:
         if fd is not None:
             self._disk.close(fd)
 
-    def _found(self) -> list[KeptBlock]:
+    def _found(self) -> list[TierBlock]:
         """Returns the blocks of this identity up to the first torn record, and the newest block per name. Raises OSError."""
         try:
             fd = self._disk.open(self._path, writable=False)
@@ -101,12 +101,12 @@ class BlockLog:
             self._disk.close(fd)
         return _parsed(bytes(content), len(self._header)) if content.startswith(self._header) else []
 
-    def _with_pages(self, blocks: list[KeptBlock]) -> list[KeptBlock]:
+    def _with_pages(self, blocks: list[TierBlock]) -> list[TierBlock]:
         """Returns the blocks that have a page in the store."""
         held = set(self._held())
         return [block for block in blocks if not held.isdisjoint(block.keys)]
 
-    def _rewrite(self, blocks: list[KeptBlock]) -> None:
+    def _rewrite(self, blocks: list[TierBlock]) -> None:
         """Replaces the file atomically by one with these blocks. Raises OSError."""
         part = self._path.with_name(f"{self._path.name}.part")
         fd = self._disk.create(part)
@@ -138,14 +138,14 @@ class BlockLog:
         logger.warning("could not store block names", extra=fields(error=str(error), pause_seconds=seconds))
 
 
-def _record(block: KeptBlock) -> bytes:
+def _record(block: TierBlock) -> bytes:
     body = _HEAD.pack(len(block.keys), block.name, block.weights) + b"".join(block.keys)
     return body + xxhash.xxh3_64_digest(body)
 
 
-def _parsed(content: bytes, at: int) -> list[KeptBlock]:
+def _parsed(content: bytes, at: int) -> list[TierBlock]:
     """Returns the records from `at` on, up to the first damaged one, and the newest record per name."""
-    blocks: dict[bytes, KeptBlock] = {}
+    blocks: dict[bytes, TierBlock] = {}
     while at + _HEAD.size <= len(content):
         count, name, weights = _HEAD.unpack_from(content, at)
         end = at + _HEAD.size + count * KEY_BYTES
@@ -153,6 +153,6 @@ def _parsed(content: bytes, at: int) -> list[KeptBlock]:
             break
         keys = range(at + _HEAD.size, end, KEY_BYTES)
         blocks.pop(name, None)
-        blocks[name] = KeptBlock(name, weights, tuple(content[key : key + KEY_BYTES] for key in keys))
+        blocks[name] = TierBlock(name, weights, tuple(content[key : key + KEY_BYTES] for key in keys))
         at = end + _CHECKSUM_BYTES
     return list(blocks.values())

@@ -70,16 +70,16 @@ def test_drain_waits_for_kv_reservations() -> None:
             gateway = FakeGateway(worker.stub)
             await gateway.hello()
             core = worker.core
-            room = KvReservation(1, 1, bytes(RESERVATION_SECRET_BYTES))
+            reservation = KvReservation(1, 1, bytes(RESERVATION_SECRET_BYTES))
             ids = np.arange(40, dtype=np.int32)
-            worker.inbox.put(Submit(1, 99, "r", ids, SamplingParams(max_new_tokens=9, ignore_eos=True), hand_over=room))
+            worker.inbox.put(Submit(1, 99, "r", ids, SamplingParams(max_new_tokens=9, ignore_eos=True), hand_over=reservation))
             async with asyncio.timeout(GUARD_S):
-                while not worker.load.num_rooms:
+                while not worker.load.num_reservations:
                     await asyncio.sleep(0.01)
             task = await draining(worker, GUARD_S)
             await asyncio.sleep(0.2)
             assert not task.done() and core.stats().num_rooms == 1
-            worker.inbox.put(ReservationReleased(room, worker.executor.open_rooms[1].opening))
+            worker.inbox.put(ReservationReleased(reservation, worker.executor.open_reservations[1].opening))
             async with asyncio.timeout(GUARD_S):
                 await task
 

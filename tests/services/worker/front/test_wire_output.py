@@ -94,8 +94,10 @@ def test_finish_carries_cached_tokens_by_tier() -> None:
 
 
 def test_finish_of_a_handover_carries_the_kv_reservation() -> None:
-    room = KvReservation((1 << 63) - 1, 5, b"s" * RESERVATION_SECRET_BYTES)
-    pb = output_to_pb(PeerOutput(1, finishes=[Finish(FinishReason.HANDED_OVER, 1, "r", room=room, room_pages=7)])).finishes[0]
+    reservation = KvReservation((1 << 63) - 1, 5, b"s" * RESERVATION_SECRET_BYTES)
+    pb = output_to_pb(
+        PeerOutput(1, finishes=[Finish(FinishReason.HANDED_OVER, 1, "r", reservation=reservation, reserved_pages=7)])
+    ).finishes[0]
     assert pb.reason == common_pb2.FINISH_REASON_HANDED_OVER
     assert (pb.room.room, pb.room.epoch, pb.room.secret, pb.room.pages) == ((1 << 63) - 1, 5, b"s" * 16, 7)
     bare = output_to_pb(PeerOutput(1, finishes=[Finish(FinishReason.HANDED_OVER, 1, "r")])).finishes[0]

@@ -224,14 +224,14 @@ def test_number_outside_the_range_is_refused_by_name(row: SamplingParameter) -> 
 @pytest.mark.by_day(one_in=2, seed=8)
 @pytest.mark.parametrize("row", [case for case in ROWS if case in OUTSIDE or case.id == "top_k"])  # top_k has two neutral values
 def test_params_have_numbers_within_the_range(row: SamplingParameter) -> None:
-    room = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)
+    limits = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)
     for value in (typical(row), row.high) if row.excludes_low else (typical(row), row.low, row.high):
         fields = message_of(row, value)
         if fields and value not in row.neutral:
-            assert value_in(sampling(room, **fields), row) == value
+            assert value_in(sampling(limits, **fields), row) == value
     for value in row.neutral:
         if row in SCALARS:
-            assert value_in(sampling(room, **message_of(row, value)), row) == row.default
+            assert value_in(sampling(limits, **message_of(row, value)), row) == row.default
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-45, 1e-39])
@@ -366,8 +366,8 @@ class TestDisaggregation:
         return worker_pb2.KvSource(address="10.0.0.1:7103", room=worker_pb2.KvRoom(**{**values, **room}))
 
     @staticmethod
-    def submit(room: KvReservation | None = None, **fields: Any) -> Submit:
-        return submit_from_pb(worker_pb2.Submit(handle=1, prompt_ids=PROMPT, **fields), 1, MODEL, 77, room)
+    def submit(reservation: KvReservation | None = None, **fields: Any) -> Submit:
+        return submit_from_pb(worker_pb2.Submit(handle=1, prompt_ids=PROMPT, **fields), 1, MODEL, 77, reservation)
 
     def test_submit_has_the_kv_source(self) -> None:
         found = self.submit(source=self.source()).source
@@ -402,9 +402,9 @@ class TestDisaggregation:
         assert refusal.value.field == field
 
     def test_handover_has_a_new_kv_reservation(self) -> None:
-        room = KvReservation(1, 2, b"r" * RESERVATION_SECRET_BYTES)
-        assert self.submit(room, hand_over=True).hand_over == room
-        assert self.submit(room).hand_over is None
+        reservation = KvReservation(1, 2, b"r" * RESERVATION_SECRET_BYTES)
+        assert self.submit(reservation, hand_over=True).hand_over == reservation
+        assert self.submit(reservation).hand_over is None
 
     @pytest.mark.parametrize(
         ("fields", "field"),

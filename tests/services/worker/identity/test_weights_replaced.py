@@ -76,7 +76,7 @@ def test_new_weights_are_sent_in_a_hello_and_submits_for_old_weights_are_refused
             assert at.gateway.tokens[4] == expected(PROMPT, 10)
             assert (await finish_of(at, submit_for(5, ""))).cached_tokens > 0, "a submit without a revision runs on any weights"
             turn = await finish_of(at, submit_for(6, new, session=worker_pb2.SessionTurn(session_id="s")))
-            assert turn.error == common_pb2.ERROR_CODE_INVALID_ARGUMENT and "it was forgotten" in turn.message
+            assert turn.error == common_pb2.ERROR_CODE_INVALID_ARGUMENT and "it was closed" in turn.message
             assert (await at.state())["revision"] == new
 
     run(check)

@@ -14,10 +14,10 @@ from rootstock_llm.services.shared.index.prefix_index import BlockTier
 from rootstock_llm.services.worker.core.contracts.transfers import (
     UNASKED,
     Fact,
-    KeptBlock,
     OperationKind,
     PageOperation,
     Tier,
+    TierBlock,
     WritePolicy,
 )
 from rootstock_llm.services.worker.core.kv import cache_events
@@ -135,7 +135,7 @@ def test_block_is_not_in_the_host_when_the_last_page_is_missing() -> None:
 
 
 def test_blocks_of_a_shared_storage_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "CacheEventLog", partial(CacheEventLog, tells_storage=False))
+    monkeypatch.setattr(harness, "CacheEventLog", partial(CacheEventLog, reports_storage=False))
     engine = tiered(has_storage=True)
     ask(engine, 0, prompt(0))
     engine.control.flush_cache()
@@ -183,7 +183,7 @@ class TestRestart:
         first, second = tiered(has_storage=True), tiered(has_storage=True)
         ask(first, 0, prompt(0))
         blocks = [block for operation in stored(first) for block in operation.blocks]
-        other = KeptBlock(blocks[0].name, bytes(8), blocks[0].keys)
+        other = TierBlock(blocks[0].name, bytes(8), blocks[0].keys)
         held = set(first.executor.storage) - set(blocks[1].keys) - {blocks[2].keys[0]}
         second.core.ended(Fact(UNASKED, stored=tuple(held)), 0.0)
         second.core.ended(Fact(UNASKED, blocks=(other, *blocks[1:])), 0.0)
@@ -196,7 +196,7 @@ class TestRestart:
         )
 
     def test_blocks_are_reported_in_several_messages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cache_events, "MOST_TOLD", 3)
+        monkeypatch.setattr(cache_events, "MOST_CHANGES", 3)
         log = CacheEventLog(16, chained, str.encode)
         for number in range(8):
             log.below(bytes([number]), BlockTier.STORAGE)

@@ -1,8 +1,8 @@
 """The blocks of the prefix index in the tiers below the device, each with the slowest tier of its pages.
 
 The name of a block is computed from tokens, which only the radix tree has; page keys do not reveal them. Each copy of pages to a
-lower tier therefore carries the names of their blocks, and a storage stores these names with the pages. A block is forgotten when
-no lower tier has a page of it, so that the number of known blocks is bounded. Tiers is the owner.
+lower tier therefore carries the names of the pages' blocks, and a storage stores these names with the pages. A block is forgotten
+when no lower tier has a page of it, so that the number of known blocks is bounded. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from hashlib import blake2b
 from itertools import islice
 
 from rootstock_llm.services.shared.index.prefix_index import BlockTier
-from rootstock_llm.services.worker.core.contracts.transfers import KeptBlock
+from rootstock_llm.services.worker.core.contracts.transfers import TierBlock
 from rootstock_llm.services.worker.core.kv.cache_events import BLOCK_TOKENS, CacheEventLog
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 WEIGHTS_BYTES = 8
-MOST_CHECKED = 4096  # blocks that one call of violations() checks
+MOST_CHECKED = 4096  # largest number of blocks that one call of violations() checks
 
 
-class KeptBlocks:
+class TierBlocks:
     """The known blocks of the lower tiers. Every change of a block's tier goes to the log of cache events."""
 
     def __init__(
@@ -30,7 +30,7 @@ class KeptBlocks:
 
         Args:
             events: log of cache events.
-            host: page keys in the host tier. The caller reports each change of host and stored at once, by changed().
+            host: page keys in the host tier. After each change of `host` or `stored`, the caller calls changed().
             stored: page keys in the storage.
             page_size: tokens of a page.
             revision: revision of the weights.
@@ -43,45 +43,45 @@ class KeptBlocks:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def unnamed(self, path: Sequence[TreeNode], keys: Sequence[bytes], first: int, end: int) -> list[KeptBlock]:
+    def unknown(self, path: Sequence[TreeNode], keys: Sequence[bytes], first: int, end: int) -> list[TierBlock]:
         """Returns the blocks with tokens in the pages [first, end) of a path that are not known yet.
 
         Args:
             path: the nodes of the path, without the root.
-            keys: page keys of the path's first pages. A block whose last page is after these pages is left out.
+            keys: page keys of the path's first pages. Blocks that end after these pages are left out.
             first: index of the first page.
             end: index after the last page.
         """
         names = [name for node in path for name in node.blocks]
         size = self._page_size
-        out: list[KeptBlock] = []
+        out: list[TierBlock] = []
         for at in range(first * size // BLOCK_TOKENS, min(-(-end * size // BLOCK_TOKENS), len(names))):
             begin, after = at * BLOCK_TOKENS // size, -(-(at + 1) * BLOCK_TOKENS // size)
             if after > len(keys):
                 break
             if names[at] not in self._keys:
-                out.append(KeptBlock(names[at], self._weights, tuple(keys[begin:after])))
+                out.append(TierBlock(names[at], self._weights, tuple(keys[begin:after])))
         return out
 
-    def ending(self, keys: Iterable[bytes]) -> tuple[KeptBlock, ...]:
+    def ending(self, keys: Iterable[bytes]) -> tuple[TierBlock, ...]:
         """Returns the known blocks whose last page has one of the keys."""
         named = ((name, key) for key in keys for name in self._names.get(key, ()))
-        return tuple(KeptBlock(name, self._weights, self._keys[name]) for name, key in named if self._keys[name][-1] == key)
+        return tuple(TierBlock(name, self._weights, self._keys[name]) for name, key in named if self._keys[name][-1] == key)
 
-    def named(self, blocks: Iterable[KeptBlock]) -> None:
+    def add(self, blocks: Iterable[TierBlock]) -> None:
         """Adds blocks of which a lower tier has a page. Ignores blocks that were computed with other weights."""
         for block in blocks:
             if block.weights != self._weights or not self._is_anywhere(block.keys):
                 continue
             if block.name not in self._keys:
                 self._add(block.name, block.keys)
-            self._tell(block.name)
+            self._report(block.name)
 
     def changed(self, keys: Iterable[bytes]) -> None:
         """Updates the blocks of pages that a tier has gained or lost."""
         for key in keys:
             for name in self._names.get(key, ()):
-                self._tell(name)
+                self._report(name)
 
     def replace_weights(self, revision: str) -> None:
         """Forgets all blocks, because requests do not use KV of other weights."""
@@ -104,7 +104,7 @@ class KeptBlocks:
         for key in keys:
             self._names[key] = (*self._names.get(key, ()), name)
 
-    def _tell(self, name: bytes) -> None:
+    def _report(self, name: bytes) -> None:
         """Reports the present tier of a block, and forgets the block if no tier has a page of it."""
         keys = self._keys[name]
         tier = self._tier(keys)
