@@ -28,7 +28,7 @@ from rootstock_llm.services.worker.settings import WorkerSettings
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the model to stdout and the quality of the fit to stderr. Raises ValueError, OSError or ExecutorError."""
+    """Prints the time model to stdout and the quality of the fit to stderr. Raises ValueError, OSError or ExecutorError."""
     args = build_parser().parse_args(argv)
     timings = _measure_model(args) if args.source.is_dir() else read_timings(args.source)
     if args.save_timings:
@@ -63,9 +63,10 @@ def _measure_model(args: argparse.Namespace) -> list[StepTiming]:
 
 
 def _settings(args: argparse.Namespace) -> WorkerSettings:
-    """Returns the settings of a worker that decodes the largest batch as one, prompts first, without a cache.
+    """Returns the settings of a worker without a prefix cache that computes all prompts before it decodes them in one batch.
 
-    Raises ValueError.
+    Raises:
+        ValueError: a setting is out of range; the message names it.
     """
     given = {
         "page_size": args.page_size,
@@ -82,7 +83,7 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(part) for part in text.split(","))
     if min(sizes) < 1:
-        raise argparse.ArgumentTypeError("sizes must be at least 1")
+        raise argparse.ArgumentTypeError(f"{min(sizes)} is below 1; every size must be at least 1")
     return sizes
 
 
@@ -91,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="rootstock sim fit",
         description="Fits the time model to measured steps and prints it as JSON, for --time-model.",
     )
-    parser.add_argument("source", type=Path, help="Model folder to measure on this machine, or a file of timings.")
+    parser.add_argument("source", type=Path, help="Model folder to measure on this machine, or a file from --save-timings.")
     parser.add_argument("--save-timings", type=Path, metavar="FILE", help="File for the measured timings, as JSON lines.")
     parser.add_argument(
         "--batches", type=_sizes, default=(1, 2, 4, 8, 16, 32), metavar="A,B,…", help="Batch sizes (default 1,2,4,8,16,32)."
@@ -103,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="A,B,…",
         help="Prompt lengths in tokens (default 16,64,256,512).",
     )
-    parser.add_argument("--output", type=int, default=16, help="Decode steps per round (default 16).")
+    parser.add_argument("--output", type=int, default=16, help="Output tokens of each request (default 16).")
     parser.add_argument("--chunked-prefill-size", type=int, default=512, help="Largest prompt chunk in tokens (default 512).")
     for name in ("page_size", "dtype"):
         add_setting_flag(parser, name)

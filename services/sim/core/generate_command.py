@@ -46,37 +46,45 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(dest="kind", required=True)
 
     shared = _kind(kinds, "shared-prefix", "Groups of requests with a common prefix, in random order.")
-    shared.add_argument("--adjacent", action="store_true", help="Send a group's requests in sequence.")
+    shared.add_argument("--adjacent", action="store_true", help="Send the requests of each group one after another.")
     _ints(shared, groups=64, per_group=16, prefix=2048, suffix=128, output=256)
 
-    hot = _kind(kinds, "hot-prefix", "Requests of which many begin with one prefix and the others share nothing.")
+    hot = _kind(kinds, "hot-prefix", "Requests of which a share begins with one prefix; the others have no common tokens.")
     _ints(hot, requests=1024, prefix=2048, suffix=128, output=256)
     hot.add_argument("--share", type=float, default=0.6, help="Share of the requests that begin with the prefix (default 0.6).")
 
-    random = _kind(kinds, "random", "Requests that share nothing.")
+    random = _kind(kinds, "random", "Requests without common tokens.")
     _ints(random, requests=1000, input_len=512, output=64)
     random.add_argument("--spread", type=float, default=0.0, help="Lengths are within mean * (1 +- SPREAD) (default 0).")
     random.add_argument(
         "--priorities", type=int, default=1, metavar="N", help="Priorities are drawn from 0 to N - 1 (default 1)."
     )
 
-    turns = _kind(kinds, "multi-turn", "Conversations over one system prompt.")
+    turns = _kind(kinds, "multi-turn", "Conversations with the same system prompt.")
     _ints(turns, sessions=100, turns=5, system=512, user=128, output=128)
     turns.add_argument("--think-s", type=float, default=5.0, help="Seconds from a completion to the next turn (default 5).")
 
-    scored = _kind(kinds, "scores", "Items behind queries, as /v1/score computes them, without output.")
+    scored = _kind(kinds, "scores", "Requests of /v1/score: a query followed by an item, without output.")
     _ints(scored, queries=64, items=16, query=512, item=32)
 
-    storm = _kind(kinds, "storm", "Outputs that for a while are FACTOR times as long as the scheduler has learned to expect.")
+    storm = _kind(
+        kinds,
+        "storm",
+        "Requests whose outputs become FACTOR times as long for a while, against the scheduler's learned expectation.",
+    )
     _ints(storm, requests=4000, input_len=512, output=64, factor=10)
-    storm.add_argument("--begin", type=float, default=0.4, help="Share of the requests before the storm (default 0.4).")
-    storm.add_argument("--end", type=float, default=0.5, help="Share of the requests up to the end of the storm (default 0.5).")
+    storm.add_argument(
+        "--begin", type=float, default=0.4, help="Share of the requests that arrive before the storm begins (default 0.4)."
+    )
+    storm.add_argument(
+        "--end", type=float, default=0.5, help="Share of the requests that arrive before the storm ends (default 0.5)."
+    )
 
-    held = _kind(kinds, "grammars", "Requests of which some have a grammar that forces runs of their output.")
-    _ints(held, requests=1000, input_len=512, output=256, between=8)
-    held.add_argument("--share", type=float, default=0.5, help="Share of the requests with a grammar (default 0.5).")
+    constrained = _kind(kinds, "grammars", "Requests of which a share has a grammar that forces runs of output tokens.")
+    _ints(constrained, requests=1000, input_len=512, output=256, between=8)
+    constrained.add_argument("--share", type=float, default=0.5, help="Share of the requests with a grammar (default 0.5).")
     lengths = "Lengths of the forced runs, drawn at random (default 2,4,8,16)."
-    held.add_argument("--runs", type=_lengths, default=(2, 4, 8, 16), metavar="A,B,…", help=lengths)
+    constrained.add_argument("--runs", type=_lengths, default=(2, 4, 8, 16), metavar="A,B,…", help=lengths)
     return parser
 
 
@@ -87,7 +95,12 @@ def _lengths(text: str) -> tuple[int, ...]:
 def _kind(kinds: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str) -> argparse.ArgumentParser:
     parser = kinds.add_parser(name, help=about, description=about)
     parser.add_argument("out", type=Path, help="File to write.")
-    parser.add_argument("--rate", type=float, default=0.0, help="Requests per second; 0: all at once, for --concurrency.")
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=0.0,
+        help="Arrivals per second; 0 (default): all requests arrive at once, for runs with --concurrency.",
+    )
     parser.add_argument("--seed", type=int, default=0, help="Seed of all random choices (default 0).")
     return parser
 

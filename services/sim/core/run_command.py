@@ -83,9 +83,11 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="Number of requests at a time (closed loop); arrival times are ignored.",
+        help="Number of requests that are open at a time (closed loop), without regard to arrival times; 0 (default): open loop.",
     )
-    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="Factor by which arrivals are faster.")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="Factor by which the arrival times are divided (default 1)."
+    )
     presets = ", ".join(PRESETS)
     parser.add_argument(
         "--time-model", default="h200-like", metavar="NAME|FILE", help=f"Time model: {presets}, or a file written by fit."
@@ -99,15 +101,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--jumps",
         choices=("graph", "eager", "none"),
         default="graph",
-        help="Forced text of grammars: computed in graphs if the time model has any (default), without graphs, or sampled.",
+        help="How tokens that a grammar forces are computed: in graphs if the time model has any (default), eagerly, or sampled.",
     )
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="Draw the run into a .png or .svg file.")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="Draw the run into this .png or .svg file.")
     parser.add_argument(
         "--max-drafts",
         type=int,
         default=0,
         metavar="N",
-        help="Largest number of draft tokens per row; about half are right (default 0).",
+        help="Largest number of draft tokens per row, of which about half are accepted (default 0).",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     parser.add_argument(

@@ -25,10 +25,10 @@ from rootstock_llm.services.sim.fleet.simulation import FleetSimulation
 from rootstock_llm.services.sim.fleet.workloads import WORKLOADS
 from rootstock_llm.services.worker.settings import WorkerSettings
 
-KV_TOKENS = 800_000  # tokens of KV of an 8B model on one large accelerator
+KV_TOKENS = 800_000  # tokens of KV that fit on one large accelerator beside an 8B model
 KV_BYTES = 131_072  # bytes of KV per token of the same model in bfloat16
-DERIVED = ("context_len",)
-WITHOUT_ROLES = ", no roles"
+DERIVED = ("context_len",)  # settings without a flag, because they follow from the trace
+WITHOUT_ROLES = ", no roles"  # suffix of a policy's name in the reports of its run without roles
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,12 +75,12 @@ def _simulate(args: argparse.Namespace, config: FleetConfig, policy: str, trace:
 
 def _trace(args: argparse.Namespace) -> Trace:
     if (args.trace is None) == (args.workload is None):
-        raise ValueError("give either a trace file or --workload")
+        raise ValueError("give a trace file or --workload, and not both")
     if args.trace is not None:
         return read_trace(args.trace, args.block_size)
     size = args.size or args.workers
     if size < 1:
-        raise ValueError("--size must be at least 1: a workload needs at least one worker")
+        raise ValueError(f"--size is {size}; a workload needs at least one worker")
     return WORKLOADS[args.workload](size, args.rate, args.seed)
 
 
@@ -117,7 +117,7 @@ def _roles(args: argparse.Namespace) -> Roles | None:
 def _settings(args: argparse.Namespace, trace: Trace) -> WorkerSettings:
     """Returns the settings of each worker.
 
-    The context is as long as the trace needs, because the page tables of many workers are large.
+    The context is only as long as the trace needs, because the page tables of many workers would be large.
     """
     longest = max(request.input_len + max(request.max_new_tokens, request.output_len) for request in trace.requests)
     return settings_of(args, context_len=longest + 1)
@@ -151,18 +151,29 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-size", type=int, help="Tokens per block of the trace.")
     parser.add_argument("--workload", choices=tuple(WORKLOADS), help="Workload to generate instead of reading a trace.")
     parser.add_argument(
-        "--size", type=int, default=0, metavar="N", help="Size of the workload: that for N workers (default: --workers)."
+        "--size", type=int, default=0, metavar="N", help="Number of workers for which the workload is made (default: --workers)."
     )
     parser.add_argument("--rate", type=float, default=0.0, help="Arrivals of the workload per second (default: all at once).")
     parser.add_argument(
-        "--concurrency", type=int, default=0, metavar="N", help="Number of requests in the fleet at a time (closed loop)."
+        "--concurrency",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Number of requests that are open at a time (closed loop); 0 (default): open loop.",
     )
-    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="Factor by which arrivals are faster.")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="Factor by which the arrival times are divided (default 1)."
+    )
     parser.add_argument(
         "--policies", type=_policies, default=["prefix_aware", "round_robin"], metavar="A,B,…", help="Routing policies, or: all."
     )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the workload and of random policies (default 0).")
-    parser.add_argument("--window-s", type=float, default=5.0, help="Seconds per window of the worst balance (default 5).")
+    parser.add_argument(
+        "--window-s",
+        type=float,
+        default=5.0,
+        help="Length in seconds of the windows of which the worst balance is shown (default 5).",
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     _add_fleet_flags(parser)
     _add_role_flags(parser)
@@ -187,7 +198,7 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="Host time per commit in microseconds.")
     defaults = {field.name: field.default for field in fields(FleetConfig)}
     for name, about in (
-        ("slack", "Requests that a worker accepts beyond those that it runs, as a share of these"),
+        ("slack", "Requests that a worker accepts beyond its largest number of running requests, as a share of that number"),
         ("hop_s", "Seconds from a gateway to a worker, and from a worker to a gateway"),
         ("report_s", "Seconds between load reports, and between event batches of the prefix index"),
         ("index_delay_s", "Seconds from an event batch to the gateways' indexes"),

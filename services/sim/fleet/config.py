@@ -19,7 +19,7 @@ class Kill:
 
     worker: int  # row of the worker
     at: float  # virtual time of its death
-    back_after_s: float = 0.0  # time until it restarts without any KV; 0: never
+    back_after_s: float = 0.0  # time from its death to its restart without KV; 0: it never restarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class FleetConfig:
     gateways: int = 2
     host: HostTimes = field(default_factory=HostTimes)
     overlap: bool = True
-    # Requests that a worker accepts beyond its running ones, as a share of these. The gateway queues the rest.
+    # Requests that a worker accepts beyond max_running_requests, as a share of max_running_requests. Gateways queue the others.
     slack: float = 0.25
-    hop_s: float = 0.0005  # from a gateway to a worker, and from a worker to a gateway
-    report_s: float = 0.1  # between a worker's load reports, and between its event batches of the prefix index
-    index_delay_s: float = 0.2  # from an event batch to the gateways' indexes
+    hop_s: float = 0.0005  # time of a message from a gateway to a worker, or from a worker to a gateway
+    report_s: float = 0.1  # time between a worker's load reports, and between its event batches for the prefix index
+    index_delay_s: float = 0.2  # time from an event batch to its arrival in the gateways' indexes
     speculative_s: float = 30.0  # time for which a gateway assumes that a worker has cached a prompt sent to it
-    detect_s: float = 0.05  # from a worker's death until gateways notice it
+    detect_s: float = 0.05  # time from a worker's death until gateways notice it
     kills: tuple[Kill, ...] = ()
     seed: int = 0
     roles: Roles | None = None  # None: every worker both computes prompts and decodes
@@ -69,12 +69,16 @@ class FleetConfig:
         if self.slack < 0 or min(self.hop_s, self.index_delay_s, self.speculative_s, self.detect_s) < 0 or not self.report_s > 0:
             raise ValueError("slack and times must not be negative, and report_s must be above 0")
         if self.detect_s < self.hop_s:
-            raise ValueError("detect_s must be at least hop_s: the last output of a dead worker arrives first")
+            raise ValueError(
+                f"detect_s {self.detect_s} must be at least hop_s {self.hop_s}, so that a dead worker's last output arrives first"
+            )
         for kill in self.kills:
             if not 0 <= kill.worker < self.workers or not kill.at >= 0 or not kill.back_after_s >= 0:
                 raise ValueError(f"cannot kill worker {kill.worker} at {kill.at} s: no such worker or time")
             if 0 < kill.back_after_s <= self.detect_s + self.hop_s:
-                raise ValueError("a worker cannot restart before its death is noticed, after detect_s + hop_s")
+                raise ValueError(
+                    f"worker {kill.worker} must restart after gateways notice its death: more than detect_s + hop_s later"
+                )
 
     @property
     def prefill_workers(self) -> int:

@@ -1,6 +1,6 @@
-"""Simulates a gateway with the real prefix index, policy and queue.
+"""Simulates a gateway with the real prefix index, routing policy and queue.
 
-Its view of the workers' load is delayed as in production.
+Load reports and events reach it with a delay, as in production.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rootstock_llm.services.worker.loop.inbox import Abort, PrefetchMore
 
 
 class LoadView:
-    """The load of the workers as one gateway sees it: its own requests exactly, and other gateways' requests as last reported.
+    """The workers' load in one gateway's view: its own requests, and other gateways' requests by the last load reports.
 
     It writes the columns `requests`, `tokens` and `prefetches`. `peer` is the gateway's number at the workers.
     """
@@ -62,20 +62,20 @@ class LoadView:
         self._columns.requests[row] -= 1
         self.grew(row, -tokens)
 
-    def ahead(self, row: int, tokens: int) -> None:
+    def prefetch_begun(self, row: int, tokens: int) -> None:
         """Counts a request whose pages the worker prefetches now."""
         self.opened(row, tokens)
         self._columns.prefetches[row] += 1
 
-    def not_ahead(self, row: int, tokens: int) -> None:
-        """Ends the count of ahead(), with the same number of tokens."""
+    def prefetch_ended(self, row: int, tokens: int) -> None:
+        """Ends the count of prefetch_begun(), with the same number of tokens."""
         self.ended(row, tokens)
         self._columns.prefetches[row] -= 1
 
     def reported(self, loads: Sequence[WorkerLoad]) -> None:
-        """Takes one load per row.
+        """Updates the columns by load reports, one per row.
 
-        The other gateways' share of a worker's tokens is estimated by their share of its requests.
+        The tokens of other gateways' requests at a worker are estimated by the share of its requests that are theirs.
         """
         count = len(loads)
         opened = np.array([load.num_open for load in loads], np.int64)
@@ -87,8 +87,8 @@ class LoadView:
 
 
 MAX_QUEUED = 1 << 20  # larger than any trace, so that no request is refused
-READER = "reader"  # routing reason of a request whose pages the worker has prefetched
-SWEPT_BLOCKS = 4096  # index blocks that are swept per load report
+READER = "reader"  # routing reason of a request that goes to the worker that has prefetched its pages
+SWEPT_BLOCKS = 4096  # number of index blocks that a sweep after a load report checks
 
 
 @dataclass(slots=True, eq=False)
@@ -96,14 +96,14 @@ class OpenRequest:
     """A request without its terminal output."""
 
     message: Submit  # the message of the first send
-    hashes: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]  # block hashes of the prompt
     num_outputs: int = 0  # output tokens so far
     row: int = -1  # row of the request's worker; -1 while it queues here
     sends: int = 0  # number of times that it was sent to a worker
-    prefilled: bool = False  # whether another worker has computed the prompt for the next worker
-    source: KvSource | None = None  # KV that the next worker reads, if any
+    prefilled: bool = False  # whether a prefill worker has computed the prompt for the next worker
+    source: KvSource | None = None  # KV that the next worker may read; None: none is reserved
     reader: Pick | None = None  # the worker that prefetches the computed pages and will get the request
-    ahead_tokens: int = 0  # tokens of the request when the prefetch began
+    prefetch_tokens: int = 0  # tokens of the request when the prefetch began
 
     @property
     def tokens(self) -> int:
@@ -138,7 +138,7 @@ class FleetGateway:
             send: sends a message to a row; the flag is whether another worker decodes the request after its first token.
             send_prefetch: sends a prefetch message to a row.
             placed: called per placement with (index, pick, whether the request had been sent before).
-            on_output: called with each output after the gateway has processed it.
+            on_output: called with each worker's output after the gateway has processed it.
         """
         self.number = number
         self._config, self._trace, self._script, self._clock = config, trace, script, clock
@@ -151,7 +151,7 @@ class FleetGateway:
             self._add(row)
         self._view = LoadView(self.columns, number)
         self._queue: FairQueue[OpenRequest] = FairQueue(MAX_QUEUED)
-        self._moved: deque[OpenRequest] = deque()
+        self._moved: deque[OpenRequest] = deque()  # requests that have left their worker and found no other one
         self._open: dict[int, OpenRequest] = {}
         self._picks = 0
         self._sharing = SharingMeter()
@@ -200,7 +200,7 @@ class FleetGateway:
         """Allows requests to be sent to the worker."""
         self.columns.owner[worker.row] = self.index.owner(worker.name, worker.generation)
         self.columns.usable[worker.row] = True
-        self._share_out()
+        self._set_serving()
         self._drain()
 
     def worker_down(self, worker: FleetWorker) -> None:
@@ -209,7 +209,7 @@ class FleetGateway:
         self.columns.usable[row] = False
         self.index.retire(int(self.columns.owner[row]))
         self.columns.owner[row] = -1
-        self._share_out()
+        self._set_serving()
         for request in list(self._open.values()):
             if request.reader is not None and request.reader.row == row:
                 self._stop_reading(request, notifies=False)
@@ -224,7 +224,7 @@ class FleetGateway:
         self.columns.limit[row] = self._config.limit
         self.columns.running[row] = self._config.scheduler.max_running_requests
 
-    def _share_out(self) -> None:
+    def _set_serving(self) -> None:
         """Lets prefill workers serve whole requests while no decode worker is usable."""
         first = self._config.prefill_workers
         self.columns.serves[:first] = not self.columns.usable[first:].any()
@@ -237,14 +237,14 @@ class FleetGateway:
         self._move(request)
 
     def _more_ready(self, worker: FleetWorker, request: OpenRequest, ready: PagesReady) -> None:
-        """Sends further computed pages of a prompt to the reader, which reads them early. Without a reader, it picks one."""
+        """Reports further computed pages of a prompt to the worker that prefetches them. If there is none, picks a worker."""
         if request.reader is not None:
             self._send_prefetch(request.reader.row, PrefetchMore(self.number, ready))
             return
         pick = self._policy.pick(self._query(request, decides=False), self.columns)
         if pick is not None:
-            request.reader, request.ahead_tokens = replace(pick, reason=READER), request.tokens
-            self._view.ahead(pick.row, request.ahead_tokens)
+            request.reader, request.prefetch_tokens = replace(pick, reason=READER), request.tokens
+            self._view.prefetch_begun(pick.row, request.prefetch_tokens)
             self._picked(pick.row, request)
             source, message = KvSource(ready.reservation, worker.name, ready.num_pages), request.message
             tokens = np.concatenate([message.prompt_ids, self._script.output(message.handle)[: request.num_outputs]])
@@ -252,10 +252,10 @@ class FleetGateway:
             self._send_prefetch(pick.row, replace(prefetch, priority=message.priority))
 
     def _stop_reading(self, request: OpenRequest, notifies: bool = True) -> None:
-        """Ends the prefetch of a request. `notifies` is whether the reader gets an abort, because the request will not come."""
+        """Ends the prefetch of a request. If `notifies` is set, the prefetching worker gets an abort."""
         reader, request.reader = request.reader, None
         if reader is not None:
-            self._view.not_ahead(reader.row, request.ahead_tokens)
+            self._view.prefetch_ended(reader.row, request.prefetch_tokens)
             if notifies:
                 self._send_prefetch(reader.row, Abort(self.number, request.message.handle))
 
@@ -278,7 +278,7 @@ class FleetGateway:
             self.max_queue = max(self.max_queue, len(self._queue))
 
     def _drain(self) -> None:
-        """Places queued requests. Requests that have lost their worker go first."""
+        """Places queued requests. Requests that have left their worker go first."""
         while self._moved and self._place(self._moved[0]):
             self._moved.popleft()
         if len(self._queue):
@@ -328,7 +328,7 @@ class FleetGateway:
         self.index.speculate(int(self.columns.owner[row]), request.hashes, self._clock.now + self._config.speculative_s)
 
     def _resumed(self, request: OpenRequest) -> Submit:
-        """Returns the message with the outputs so far and the KV source, which the next worker may read once."""
+        """Returns the message with the outputs so far and the KV source. Clears the source, because it can be read only once."""
         output = self._script.output(request.message.handle)[: request.num_outputs]
         source, request.source, request.prefilled = request.source, None, False
         return replace(request.message, output_ids=tuple(output.tolist()), source=source)

@@ -20,8 +20,8 @@ class PlacementLog:
     """Placements of requests, in columns by index in the trace."""
 
     def __init__(self, count: int) -> None:
-        self.worker = np.full(count, -1, np.int64)  # the last worker that got the request; -1: no worker
-        self.predicted = np.zeros(count, np.int64)  # prompt tokens that the gateway expected to be cached at the first worker
+        self.worker = np.full(count, -1, np.int64)  # row of the last worker that got the request; -1: no worker
+        self.predicted = np.zeros(count, np.int64)  # prompt tokens that the gateway expected the first worker to have cached
         self.sends = np.zeros(count, np.int64)  # number of times that the request was sent
         self.reasons: Counter[str] = Counter()  # routing reasons of all placements
 
@@ -58,7 +58,7 @@ class HandoverLog:
 
     def __init__(self, count: int) -> None:
         self.count = np.zeros(count, np.int64)  # handovers by index in the trace
-        self.pages = 0  # pages that were reserved for readers
+        self.pages = 0  # pages that prefill workers reserved for decode workers
         self._first: dict[int, Finish] = {}
         self._since: dict[int, float] = {}
         self._gaps: list[float] = []
@@ -75,7 +75,7 @@ class HandoverLog:
             self._gaps += [now - self._since.pop(handle) for handle in handles if handle in self._since]
 
     def whole(self, finish: Finish) -> Finish:
-        """Returns the terminal output as a client gets it: cached tokens and queue time are those of the first worker."""
+        """Returns the terminal output with the cached tokens and the queue time of the first worker, as a client gets it."""
         first = self._first.pop(finish.handle, None)
         return finish if first is None else replace(finish, cached_tokens=first.cached_tokens, queue_s=first.queue_s)
 

@@ -19,12 +19,12 @@ class RoleReport:
     """Figures of prefill and decode workers."""
 
     prefill_busy: float  # share of the time in which the prefill workers' devices ran steps
-    decode_busy: float  # the same for decode workers
+    decode_busy: float  # share of the time in which the decode workers' devices ran steps
     handed_over: int  # requests that were handed over at least once
-    kept_bytes: int  # bytes of KV that were reserved for readers
-    read_bytes: int  # bytes of these that were read; the rest was cached at the reader or computed
-    ahead_bytes: int  # bytes of these that were read before the request came
-    refused_reads: int  # reads that brought no pages
+    kept_bytes: int  # bytes of KV that prefill workers reserved for decode workers
+    read_bytes: int  # reserved bytes that were read; decode workers had the others cached or computed them
+    ahead_bytes: int  # reserved bytes that were read before the request arrived
+    refused_reads: int  # reads that returned no pages
     gap: Quantiles  # seconds from the token with which a request was handed over to its next token
 
 
@@ -55,9 +55,10 @@ class Balance:
     """The busiest worker's load divided by the mean load, 1 if all are equal. With roles, it covers decode workers only."""
 
     tokens: float  # prompt and output tokens of the requests that a worker served
-    # Open requests while requests were sent, or until all had ended if they were sent at once; 0 if the run is too short.
+    # Open requests, over the time in which requests were sent; over the whole run if all were sent at once; 0 if the run was too
+    # short for a sample.
     open: float
-    worst_open: float  # `open` in the worst window
+    worst_open: float  # as `open`, in the window with the largest value
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +83,18 @@ class FleetReport:
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests_per_s: float
-    ttft: Quantiles  # from arrival at the gateway, of finished requests
-    e2e: Quantiles  # from arrival at the gateway, of finished requests
-    itl: Quantiles  # between two messages of a request
+    ttft: Quantiles  # time from arrival at the gateway to the first token, for finished requests
+    e2e: Quantiles  # time from arrival at the gateway to the terminal output, for finished requests
+    itl: Quantiles  # time between two messages of a request
     busy: float  # share of the time in which devices ran steps
     balance: Balance
     prediction: Prediction
     reasons: dict[str, int]  # placements by routing reason
-    resumed: int  # requests that were sent again, not counting handovers
-    max_queue: int
-    steps: int
+    resumed: int  # requests that were sent more than once, not counting handovers
+    max_queue: int  # longest queue of one gateway
+    steps: int  # steps of all workers
     wall_s: float
-    roles: RoleReport | None = None  # figures per role; unset if all workers do both
+    roles: RoleReport | None = None  # figures of prefill and decode workers; None in a fleet without roles
 
 
 def make_report(policy: str, outcome: FleetOutcome, samples_per_window: int, wall_s: float) -> FleetReport:
@@ -130,9 +131,13 @@ def as_dict(report: FleetReport) -> dict[str, object]:
 
 
 def worst_window(opened: F64, samples_per_window: int) -> float:
-    """Returns the largest max/mean over whole windows of float64[samples, workers]; one window if there are too few samples.
+    """Returns the largest ratio of the busiest worker's open requests to the mean, over windows of samples.
 
-    Windows with few open requests are ignored. Returns 0 if all are.
+    Windows with fewer than MIN_MEAN_OPEN open requests per worker are ignored. The result is 0 if all windows are ignored.
+
+    Args:
+        opened: float64[samples, workers], open requests.
+        samples_per_window: length of a window. If there are fewer samples, they are one window.
     """
     size = min(samples_per_window, len(opened))
     windows = [opened[at : at + size].mean(axis=0) for at in range(0, len(opened) - size + 1, size)]

@@ -1,9 +1,10 @@
 """Runs gateways and workers on a trace and one virtual clock.
 
-Decisions are made by the product's code; times and tokens are simulated.
+The product's code makes the decisions; times and tokens are simulated.
 
-1. A request arrives at a gateway, which matches its blocks in its own index and picks a worker, or queues the request.
-2. Workers run steps on their own.
+1. A request arrives at a gateway. The gateway searches the request's blocks in its own index, and picks a worker or queues the
+   request.
+2. Each worker runs its loop with simulated steps.
 3. Load reports and batches of cache events leave every report_s, and arrive with the delays of FleetConfig.
 """
 
@@ -53,8 +54,8 @@ class FleetSimulation:
         self._rng = random.Random(config.seed)
         self._log = FleetLog(len(trace.requests))
         self._num_open = 0
-        self._last_news = 0.0
-        self._next_pump: float | None = None
+        self._last_news = 0.0  # time of the last arrival or output
+        self._next_pump: float | None = None  # time of the next scheduled call of _pump(); None: none is scheduled
         self._past = [WorkerTally() for _ in range(config.workers)]  # tallies of earlier starts of each worker
         self._reservations = OpenReservations()
         self._row_at = {worker_name(row): row for row in range(config.workers)}
@@ -80,7 +81,7 @@ class FleetSimulation:
                 gateway.worker_up(worker)
 
     def run(self) -> FleetOutcome:
-        """Runs until every request has ended. Raises SimulationError if the workers fall silent or break an invariant."""
+        """Runs until every request has ended. Raises SimulationError if outputs stop or a worker breaks an invariant."""
         for kill in self._config.kills:
             self._clock.at(kill.at, self._kill, kill)
         self._tick()

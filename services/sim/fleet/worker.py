@@ -1,4 +1,4 @@
-"""Simulates a worker of the fleet: the worker's loop as events on the fleet's clock. It runs while it has work."""
+"""Simulates a worker of the fleet: its loop runs as events on the fleet's clock, and only while the worker has work."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog, Ca
 from rootstock_llm.services.worker.loop.inbox import Abort, PrefetchMore
 
 MODEL = "simulated"
-IDLE_CHECK_S = 1.0  # period of the idle worker's loop, which ends expired KV reservations
+IDLE_CHECK_S = 1.0  # period in which an idle worker with KV reservations runs its loop, so that they can expire
 PrefetchMessage = Prefetch | PrefetchMore | Abort
 """Messages about pages that a worker prefetches for a request."""
 SendOutput = Callable[["FleetWorker", PeerOutput], None]
 
 
 def namespace_root(namespace: str) -> bytes:
-    """Returns the hash that the first block of a prompt is chained to, at workers and gateways."""
+    """Returns the root hash, which precedes the first block of a prompt, for workers and gateways."""
     return root_hash(MODEL, "", MODEL, namespace)
 
 
@@ -38,10 +38,10 @@ def worker_name(row: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """Load of a worker, as it reports it to gateways."""
+    """A worker's load report to gateways."""
 
     open_by_peer: Counter[int]  # requests without their terminal output, by gateway
-    used_tokens: int  # tokens of KV that could not be freed
+    used_tokens: int  # tokens of KV that running requests use
 
     @property
     def num_open(self) -> int:
@@ -54,9 +54,9 @@ class WorkerTally:
 
     steps: int = 0
     busy_s: float = 0.0  # seconds in which its device ran steps
-    read_bytes: int = 0  # bytes of other workers' KV
-    ahead_bytes: int = 0  # bytes of these that were read before the request came
-    refused_reads: int = 0  # reads that brought no pages
+    read_bytes: int = 0  # bytes of KV that it read from other workers
+    ahead_bytes: int = 0  # bytes of KV that it read before their request arrived
+    refused_reads: int = 0  # reads that returned no pages
 
     def __add__(self, other: WorkerTally) -> WorkerTally:
         return WorkerTally(
@@ -89,7 +89,7 @@ class FleetWorker:
             config: the fleet.
             script: token ids of the trace.
             clock: clock of the fleet.
-            send_output: called with (worker, output) per gateway that a step has outputs for.
+            send_output: called with (worker, output) for each gateway for which a step has outputs.
             reads: reads of other workers' KV; None without roles.
         """
         self.row, self.generation = row, generation
@@ -114,7 +114,7 @@ class FleetWorker:
         return worker_name(self.row)
 
     def deliver(self, message: Submit, hands_over: bool = False) -> None:
-        """Takes a request; a dead worker loses it. `hands_over` is whether another worker decodes it after its next token."""
+        """Receives a request; a dead worker loses it. If `hands_over` is set, another worker decodes it after its next token."""
         if not self.alive:
             return
         self._inbox.append(replace(message, hand_over=self._new_reservation()) if hands_over else message)
@@ -122,13 +122,13 @@ class FleetWorker:
         self._wake_soon()
 
     def receive_prefetch(self, message: PrefetchMessage) -> None:
-        """Takes a prefetch message; a dead worker loses it."""
+        """Receives a prefetch message; a dead worker loses it."""
         if self.alive:
             self._inbox.append(message)
             self._wake_soon()
 
     def release_reservation(self, reservation: KvReservation) -> None:
-        """Releases a KV reservation that its reader has finished with."""
+        """Receives the message that the reader of a KV reservation has read it; a dead worker loses it."""
         left = self._reads.release_here(reservation) if self.alive and self._reads is not None else None
         if left is not None:
             self._inbox.append(left)
@@ -162,7 +162,7 @@ class FleetWorker:
         return SchedulerControl(self._sim.core).self_check()
 
     def _new_reservation(self) -> KvReservation:
-        """Returns a new KV reservation, with the generation as its epoch, so that no two of one worker are equal."""
+        """Returns a new KV reservation. Its epoch is the generation, so that no two reservations of a worker are equal."""
         self._num_reservations += 1
         secret = f"{self.row}/{self.generation}/{self._num_reservations}".encode().rjust(RESERVATION_SECRET_BYTES, b"-")
         return KvReservation(self._num_reservations, self.generation, secret[-RESERVATION_SECRET_BYTES:])
@@ -221,9 +221,9 @@ class FleetWorker:
             self._rest()
 
     def _rest(self) -> None:
-        """Schedules the next turn if no step runs: the end of a read, or a short wait.
+        """Schedules the next turn if no step runs: at the end of a read, or after a short wait if there are requests.
 
-        Otherwise the worker sleeps until a message comes.
+        An idle worker without reads or reservations sleeps until a message arrives.
         """
         read_at = None if self._reads is None else self._reads.next_end()
         if not self._sim.core.idle:

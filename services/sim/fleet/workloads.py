@@ -1,4 +1,4 @@
-"""Defines the named workloads of fleet comparisons. `size` is the number of workers that they are made for."""
+"""Defines the named workloads of fleet comparisons. `size` is the number of workers for which a workload is made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hot_prefix(size: int, rate: float, seed: int) -> Trace:
 
 
 def multi_turn(size: int, rate: float, seed: int) -> Trace:
-    """Makes 32 conversations of 5 turns per worker over one system prompt. `rate` is that of conversations."""
+    """Makes 32 conversations of 5 turns per worker with one system prompt. `rate` is the arrival rate of conversations."""
     return workloads.multi_turn(32 * size, 5, 512, 256, OUTPUT, 5.0, rate, seed)
 
 

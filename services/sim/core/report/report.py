@@ -43,24 +43,24 @@ class Report:
     hit_rate: float  # cached prompt tokens divided by prompt tokens, of finished requests
     output_tokens_per_s: float
     total_tokens_per_s: float
-    grammar_tokens_per_s: float  # output tokens of requests with a grammar
-    grammar_tpot: Quantiles  # `tpot` of requests with a grammar
+    grammar_tokens_per_s: float  # as output_tokens_per_s, for requests with a grammar only
+    grammar_tpot: Quantiles  # as tpot, for requests with a grammar only
     requests_per_s: float
-    ttft: Quantiles  # from sending to the first token
-    tpot: Quantiles  # from the first to the last token, per token after the first, of requests with at least two tokens
-    itl: Quantiles  # between two messages of a request without a grammar
-    e2e: Quantiles  # from sending to the last token
-    queue: Quantiles  # from arrival to the first step
-    steps: dict[str, int]
-    mean_batch: float  # rows per step
-    max_batch: int  # rows per step
-    mean_running: float  # mean over time
-    mean_queue: float  # mean over time
-    max_queue: int
-    mean_kv: float  # share of the pool that could not be freed, over time
-    max_kv: float  # largest such share
-    device_busy: float
-    counters: dict[str, int]  # all totals of the scheduler
+    ttft: Quantiles  # time from sending to the first token
+    tpot: Quantiles  # time from the first to the last token, per token after the first; for requests with two tokens or more
+    itl: Quantiles  # time between two messages of a request, for requests without a grammar
+    e2e: Quantiles  # time from sending to the terminal output
+    queue: Quantiles  # time from arrival at the scheduler to the first admission
+    steps: dict[str, int]  # number of steps by ForwardMode
+    mean_batch: float  # mean rows per step
+    max_batch: int  # largest rows per step
+    mean_running: float  # mean number of running requests over time
+    mean_queue: float  # mean number of waiting requests over time
+    max_queue: int  # largest number of waiting requests
+    mean_kv: float  # mean share of the pool's pages that running requests use, over time
+    max_kv: float  # largest share of the pool's pages that running requests use
+    device_busy: float  # share of the time in which the device ran steps
+    counters: dict[str, int]  # all counters of StepStats, without the suffix _total
     wall_s: float
     requests_per_wall_s: float
 
@@ -161,8 +161,8 @@ def _milliseconds(quantiles: Quantiles) -> str:
     return f"{values} ms"
 
 
-def _tpot(log: RequestLog, wanted: NDArray[np.bool_]) -> Quantiles:
-    some = log.finished & wanted & (log.output_tokens > 1)
+def _tpot(log: RequestLog, selected: NDArray[np.bool_]) -> Quantiles:
+    some = log.finished & selected & (log.output_tokens > 1)
     return Quantiles.of((log.ended - log.first_token)[some] / (log.output_tokens[some] - 1))
 
 
@@ -172,7 +172,7 @@ def _steps_by_mode(steps: StepLog) -> dict[str, int]:
 
 
 def _over_time(steps: StepLog, values: F64) -> float:
-    """Returns the mean of a gauge that keeps its value from one step's planning to the next one's."""
+    """Returns the mean over time of a gauge, whose value of one step lasts until the next step is planned."""
     if len(values) < 2:
         return float(values.mean()) if len(values) else 0.0
     lasted = np.diff(steps.column("planned"))

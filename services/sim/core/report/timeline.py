@@ -64,7 +64,7 @@ def draw_timeline(outcome: Outcome, path: Path, title: str) -> None:
 def time_bins(steps: StepLog, seconds: float) -> F64:
     """Returns float64[bins + 1], the edges of equal intervals from the first step to the end.
 
-    There are at most as many as steps.
+    The number of intervals is at most BINS and at most the number of steps.
     """
     begin = float(steps.column("planned")[0]) if len(steps) else 0.0
     return np.linspace(begin, max(seconds, begin + 1e-9), max(min(BINS, len(steps)), 1) + 1)

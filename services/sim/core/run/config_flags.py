@@ -21,7 +21,7 @@ from rootstock_llm.services.worker.settings import WorkerSettings
 
 DEVICE_GIB = 140.0  # memory of an H200, which the default time model assumes
 NUM_PAGES = 50_000  # KV of an 8B model on an H200: about 800,000 tokens
-CONTEXT_LEN = 131_072  # context length in that model's config
+CONTEXT_LEN = 131_072  # context length of the same model
 SETTINGS = (
     "page_size",
     "context_len",
@@ -77,7 +77,9 @@ def add_setting_flag(flags: argparse._ActionsContainer, name: str) -> None:
 
 
 def settings_of(args: argparse.Namespace, **given: Any) -> WorkerSettings:
-    """Returns the settings of a worker on that device, without reading the environment.
+    """Returns the settings of a worker on a device with --device-gib, without reading the environment.
+
+    Values in `given` take precedence over flags.
 
     Raises:
         ValueError: a setting is out of range; the message names it.
@@ -138,5 +140,5 @@ def _options(name: str, field: FieldInfo) -> dict[str, Any]:
 def _gib(text: str) -> float:
     value = float(text)
     if not value >= 0:
-        raise argparse.ArgumentTypeError("a device's memory must not be negative")
+        raise argparse.ArgumentTypeError(f"{text} is negative; a device has 0 GiB (a CPU) or more")
     return value

@@ -1,8 +1,8 @@
 """Simulates an executor: it advances the clock by the time model and reads tokens from the script, without KV.
 
-A row's token depends on its position only, so a request continues at the same token after a retraction. The device has one
-stream: steps run in sequence. A draft token is right if the script's token at its position is even, which about half of them
-are.
+A row's token depends only on its request and its position, so a request continues at the same token after a retraction. The
+device has one stream: steps run in sequence. A draft token is accepted if the script's token at its position is even, which about
+half of the tokens are.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class SimRun:
     """A launched step."""
 
     plan: BatchPlan
-    tokens: I32  # as in StepResult
+    tokens: I32  # see StepResult
     begin: float  # virtual time at which the device begins the step
-    end: float  # virtual time at which it ends
-    counts: I32 | None  # as in StepResult
-    drafted: I32 | None  # as in StepResult
+    end: float  # virtual time at which the device ends the step
+    counts: I32 | None  # see StepResult
+    drafted: I32 | None  # see StepResult
     seconds: float  # duration of the step
 
 
@@ -68,7 +68,7 @@ class SimExecutor:
         self._reads = reads
         self._busy_until = 0.0
         self._prompt_len = np.zeros(num_slots, dtype=np.int32)
-        self._lengths = np.zeros(num_slots, dtype=np.int32)  # computed tokens per slot, without wrong draft tokens
+        self._lengths = np.zeros(num_slots, dtype=np.int32)  # computed tokens per slot, without rejected draft tokens
         self._outputs: I32 = np.zeros((num_slots, 1), dtype=np.int32)
 
     def forward(self, plan: BatchPlan) -> SimRun:
@@ -124,14 +124,14 @@ class SimExecutor:
 
         A row that samples no token, or has passed its request's end, gets an arbitrary token.
         """
-        place = plan.starts + plan.num_tokens - self._prompt_len[plan.slots]
-        tokens: I32 = self._outputs[plan.slots, np.clip(place, 0, self._outputs.shape[1] - 1)]
+        index = plan.starts + plan.num_tokens - self._prompt_len[plan.slots]
+        tokens: I32 = self._outputs[plan.slots, np.clip(index, 0, self._outputs.shape[1] - 1)]
         return tokens
 
     def _verified(self, plan: BatchPlan) -> tuple[I32, I32, I32]:
-        """Returns tokens, counts and drafted of a step with draft tokens, and moves the lengths of its decode rows.
+        """Returns (tokens, counts, drafted) of a step with draft tokens, and advances the lengths of its decode rows.
 
-        A row under a grammar gets no draft tokens, because the simulation has no masks to verify them with.
+        Rows of requests with a grammar get no draft tokens, because the simulation has no masks to verify them.
         """
         drafted = plan.drafts.copy()
         drafted[plan.mask_rows] = 0

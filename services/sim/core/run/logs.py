@@ -15,17 +15,17 @@ F64 = NDArray[np.float64]
 
 STEP_COLUMNS = (
     "begin",  # time at which the device began the step
-    "end",  # time at which it ended
-    "mode",
-    "rows",
-    "prefill_tokens",
-    "planned",  # time of planning; the following columns have the state at that time
+    "end",  # time at which the device ended the step
+    "mode",  # ForwardMode
+    "rows",  # number of rows
+    "prefill_tokens",  # tokens of the extend rows
+    "planned",  # time of planning; the following columns have the values at that time
     "running",  # running requests
     "waiting",  # waiting requests
     "pages_in_use",  # pages that are leased, or cached and pinned
     "pages_cached",  # pages in the radix tree that can be evicted
-    "generated",  # total of output tokens
-    "retractions",  # total of retractions
+    "generated",  # output tokens since the start of the run
+    "retractions",  # retractions since the start of the run
 )
 
 
@@ -82,10 +82,10 @@ class RequestLog:
         self.queue = np.full(count, np.nan)
         self.prompt_tokens = np.zeros(count, dtype=np.int64)
         self.cached_tokens = np.zeros(count, dtype=np.int64)
-        self.output_tokens = np.zeros(count, dtype=np.int64)  # as the terminal output counts them
-        self.streamed_tokens = np.zeros(count, dtype=np.int64)  # sum over the outputs of all steps
+        self.output_tokens = np.zeros(count, dtype=np.int64)  # number of output tokens that the terminal output reports
+        self.streamed_tokens = np.zeros(count, dtype=np.int64)  # number of tokens in the request's messages
         self.reason = np.zeros(count, dtype=np.int8)  # a FinishReason; 0 before the end
-        self.error = np.zeros(count, dtype=np.int8)  # an ErrorCode
+        self.error = np.zeros(count, dtype=np.int8)  # an ErrorCode; 0 without an error
 
     def add_outputs(self, handles: Sequence[int], counts: Sequence[int], now: float) -> None:
         """Records the rows of one step's output. A handle may occur in several rows."""

@@ -29,7 +29,7 @@ class Wire:
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s >= 0 or not self.latency_s >= 0:
-            raise ValueError("a transfer's bandwidth and latency must not be negative")
+            raise ValueError("the bandwidth and the latency between workers must not be negative")
 
     def seconds(self, num_bytes: int) -> float:
         """Returns the seconds of a read. A read that would take longer than READ_TIMEOUT_S fails at that time."""
@@ -42,9 +42,9 @@ class Wire:
 
 
 class OpenReservations:
-    """The KV reservations of all workers, by the address at which they are read.
+    """The KV reservations of all workers, by the worker's address.
 
-    Each worker updates those of its own address.
+    Each worker updates the reservations at its own address.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class _Read:
 
 
 class RemoteReads:
-    """The reads of one worker, and the KV reservations at its own `address`.
+    """One worker's reads of other workers' KV, and the KV reservations at its own address.
 
     Reads from one address run in sequence. Reads from different addresses do not slow each other down.
     """
@@ -112,7 +112,8 @@ class RemoteReads:
             wire: connection to any other worker.
             page_bytes: bytes of KV per page.
             page_size: tokens per page.
-            send_release: called with a released reservation of another worker and the time at which the release is sent.
+            send_release: called with another worker's reservation that this worker has read, and the time at which the other
+                worker is told.
         """
         self._address, self._reservations, self._wire = address, reservations, wire
         self.page_bytes, self._page_size, self._send_release = page_bytes, page_size, send_release
@@ -131,12 +132,12 @@ class RemoteReads:
             self._send_release(source, lane[-1].end if lane else now)
 
     def release_here(self, reservation: KvReservation) -> ReservationReleased | None:
-        """Returns the release of a reservation of this worker, or None if it has ended."""
+        """Returns a release of the reservation's last opening at this worker, or None if the reservation has ended."""
         opened = self._reservations.find(self._address, reservation)
         return None if opened is None else ReservationReleased(reservation, opened.opening)
 
     def begin(self, operations: Sequence[PageOperation], at: float) -> None:
-        """Queues reads that begin at `at`, when all steps that were launched before have ended."""
+        """Queues reads. A read begins at `at`, when all earlier steps have ended, or after earlier reads from its address."""
         for operation in operations:
             assert operation.kind is OperationKind.PULL and operation.pull is not None, "the only tier is remote KV"
             lane = self._lanes.setdefault(operation.pull.source.address, deque())

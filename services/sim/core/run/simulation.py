@@ -57,11 +57,11 @@ class Simulation:
         Args:
             config: configuration of the scheduler.
             trace: the requests.
-            arrivals: the times at which they are sent.
+            arrivals: the times at which the requests are sent.
             time_model: duration of steps.
-            host: duration of the host's work; None for 0.
+            host: duration of the host's work; None: the work takes no time.
             overlap: whether the overlap scheduler runs.
-            jumps: whether forced text of grammars is added without sampling.
+            jumps: whether tokens that a grammar forces are added without sampling.
             digest: receives each submitted request, plan and output; None: no digest.
         """
         self._digest = digest
@@ -134,7 +134,7 @@ class Simulation:
             self._digest.add(kind, value)
 
     def _wait_for_work(self) -> None:
-        """Advances the clock if no step runs: to the next arrival, or a little if requests wait for a time to pass."""
+        """Advances the clock if no step runs: to the next arrival if there are no requests, otherwise by STUCK_WAIT_S."""
         next_at = self._arrivals.next_at()
         if self._core.idle:
             if next_at is not None:
@@ -143,5 +143,7 @@ class Simulation:
         self._stuck_turns += 1
         if self._stuck_turns > MAX_STUCK_TURNS:
             stats = self._core.stats()
-            raise SimulationError(f"no step runs while {stats.num_waiting} requests wait and {stats.num_running} run")
+            raise SimulationError(
+                f"no step was planned in {MAX_STUCK_TURNS:,} turns; waiting: {stats.num_waiting}, running: {stats.num_running}"
+            )
         self._clock.pass_time(STUCK_WAIT_S)

@@ -26,11 +26,11 @@ from rootstock_llm.services.worker.exec.fake import TimeModel
 
 TYPES = get_type_hints(TimeModel)  # float or int by field name
 
-# h200-like is an assumption, not a measurement: an 8B model in bfloat16 on one H200. The base is 16 GB of weights at 4 TB/s and
-# the launches. A prefill token is 16 GFLOP at 500 TFLOP/s, a row is sampling and bookkeeping, and a token of context is 128 KiB
-# of KV at 4 TB/s. h200-8b assumes the best kernels: the data sheet's 4.8 TB/s, 800 of its 989 TFLOP/s, and 0.7 ms of launches.
-# A step outside graphs takes 297 - 116 us more on the host, measured by device_host_cost at 256 rows without launches; in that
-# time the device could read 6,700 tokens of context.
+# h200-like is an assumption, not a measurement: an 8B model in bfloat16 on one H200. `base` is the time of reading 16 GB of
+# weights at 4 TB/s and of the kernel launches. A prefill token takes 16 GFLOP at 500 TFLOP/s. A row takes sampling and
+# bookkeeping. A token of context takes a read of 128 KiB of KV at 4 TB/s.  h200-8b assumes the best kernels: the data sheet's 4.8
+# TB/s, 800 of its 989 TFLOP/s, and 0.7 ms of launches. An eager step takes 297 - 116 us longer on the host, measured by
+# device_host_cost at 256 rows without launches. In this time, the device could read 6,700 tokens of context.
 PRESETS = {
     "h200-like": TimeModel(base=5e-3, per_prefill_token=32e-6, per_row=10e-6, per_context_token=33e-9),
     "h200-8b": TimeModel(
@@ -47,7 +47,7 @@ PRESETS = {
 
 
 def load_time_model(name_or_path: str) -> TimeModel:
-    """Returns a preset by its name, else a model from a JSON file with any of TimeModel's fields.
+    """Returns the preset with this name, or the model of a JSON file, which has some of TimeModel's fields.
 
     Raises ValueError or OSError.
     """
@@ -92,7 +92,8 @@ class Fit:
     model: TimeModel
     steps: int
     r2: float  # share of the variance of the durations that the model explains
-    residual_p50: float  # quantile of |predicted - measured| / measured, as the next two
+    # Quantiles of |predicted - measured| / measured.
+    residual_p50: float
     residual_p90: float
     residual_p99: float
 
@@ -122,7 +123,7 @@ def fit_time_model(timings: Sequence[StepTiming]) -> Fit:
 def nonnegative_least_squares(a: F64, b: F64) -> F64:
     """Returns x >= 0, float64[n], that minimises |a x - b| for a, float64[m, n].
 
-    It tries every subset of columns, so n must be small, and takes the best solution without negative numbers.
+    It solves every subset of columns, so n must be small, and returns the best solution without negative numbers.
     """
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0
@@ -160,11 +161,11 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class MeasureShape:
-    """The batches and prompts to measure, in all combinations. Lengths are in tokens."""
+    """The batch sizes and prompt lengths to measure, in all combinations. Lengths are in tokens."""
 
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
-    output: int = 16  # decode steps per request and round
+    output: int = 16  # output tokens of each request
 
     @property
     def pool_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """Simulates the inside of a worker: core, executor and clock.
 
-Its methods are the parts of the worker's loop, which a simulation calls in turn.
+The methods of SimWorker are the parts of the worker's loop. A simulation calls them in its own order.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class SimWorker:
             config: configuration of the scheduler.
             script: token ids of the trace.
             time_model: duration of steps.
-            host: duration of the host's work; None for 0.
+            host: duration of the host's work; None: the work takes no time.
             events: receives cached blocks for the prefix index; None: no events.
-            jumps: whether grammars add forced tokens without sampling.
+            jumps: whether tokens that a grammar forces are added without sampling.
             reads: reads of other workers' KV; None: no other workers.
         """
         self.clock = VirtualClock()
@@ -75,7 +75,7 @@ class SimWorker:
         self.core.submit(message, self.clock.now)
 
     def launch(self) -> SimRun | None:
-        """Launches the next step. Returns None if no step can run before a commit, or there are no requests."""
+        """Launches the next step. Returns None if no step can run before a commit, or if there are no requests."""
         for fact in self._executor.facts():
             self.core.ended(fact, self.clock.now)
         plan = self.core.plan(self.clock.now)

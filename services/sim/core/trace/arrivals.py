@@ -10,10 +10,10 @@ from rootstock_llm.services.sim.core.trace.trace import Trace
 
 
 class Arrivals(Protocol):
-    """A source of requests, which are named by their index in the trace. Each index is returned once."""
+    """The order and the times in which requests are sent. Requests are named by their index in the trace."""
 
     def due(self, now: float) -> list[int]:
-        """Returns the requests to send by `now`, in order. They then count as sent."""
+        """Returns the requests to send by `now`, in order, and counts them as sent. Returns each request once."""
         ...
 
     def ended(self, index: int, now: float) -> None:
@@ -21,7 +21,7 @@ class Arrivals(Protocol):
         ...
 
     def next_at(self) -> float | None:
-        """Returns the time of the next request if no request ends before, or None without further requests."""
+        """Returns the time at which the next request is sent if no open request ends before; None if no request is left."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """Keeps `concurrency` requests open, in the trace's order, with a session's next turn first. Arrival times are ignored."""
+    """Keeps `concurrency` requests open, in the trace's order. A session's next turn goes first. Ignores arrival times."""
 
     def __init__(self, trace: Trace, concurrency: int) -> None:
         if concurrency < 1:

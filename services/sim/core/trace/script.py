@@ -18,7 +18,7 @@ FIRST_ID = 2
 TOKEN_BITS = 30
 VOCAB_SIZE = FIRST_ID + (1 << TOKEN_BITS)  # large, so that unrelated tokens differ
 _DROPPED_BITS = np.uint64(64 - TOKEN_BITS)
-_LOOSE = np.uint64(0x5851F42D4C957F2D)  # separates tokens outside blocks from those of the block with the same number
+_LOOSE = np.uint64(0x5851F42D4C957F2D)  # makes tokens outside of blocks differ from those of the block with the request's index
 
 
 class Script:
@@ -61,7 +61,7 @@ class Script:
 def _mix(values: U64) -> U64:
     """Applies the finaliser of splitmix64 (Steele et al., OOPSLA 2014) in place.
 
-    Neighbouring numbers become unrelated.
+    The results of neighbouring numbers are unrelated.
     """
     values += np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(30)
@@ -106,7 +106,7 @@ class ScriptMatcher:
         return 0.0
 
     def forced(self) -> Sequence[int]:
-        """Takes the forced tokens from here on. A single forced token is left to the model, as in production."""
+        """Accepts and returns the rest of a forced run. A single token is sampled by the model, as in production."""
         while self._runs and sum(self._runs[-1]) <= self._index:
             self._runs.pop()
         begun = self._runs and self._runs[-1][0] <= self._index
@@ -118,7 +118,7 @@ class ScriptMatcher:
 
 
 class ScriptBook:
-    """Implements GrammarBook with every grammar compiled. `jumps` is whether forced text is added without sampling."""
+    """Implements GrammarBook, with all grammars compiled. `jumps` is whether forced tokens are added without sampling."""
 
     def __init__(self, script: Script, jumps: bool) -> None:
         self._script, self._jumps = script, jumps

@@ -27,21 +27,21 @@ class TraceRequest:
     """A request of a client. Times are in seconds, lengths in tokens."""
 
     arrival: float
-    # ids of the blocks that the context (prompt, then output) begins with; equal ids are equal tokens.
-    # Tokens beyond the blocks occur nowhere else in the trace. Blocks beyond input_len determine the output, so that a
-    # later turn whose prompt repeats it shares its KV.
+    # Ids of the blocks with which the context (prompt, then output) begins. Equal ids mean equal tokens. Tokens after the blocks
+    # occur nowhere else in the trace. Blocks beyond input_len determine the output, so that a later turn whose prompt repeats the
+    # output can use its KV.
     blocks: tuple[int, ...]
     input_len: int
     output_len: int  # tokens until the model ends by itself; 0 for a request that ends with its prompt, such as a score
-    max_new_tokens: int  # limit of the output, the only length that the scheduler has beforehand
+    max_new_tokens: int  # limit of the output; the scheduler knows this limit, and not output_len
     priority: int = 0
     salt: str = ""
     routing_key: str = ""
     lora: str = ""
     session: str = ""  # requests of one session are sent in sequence; "": no session
-    # time from the end of the session's previous turn to this request, which is not sent before its arrival
+    # Smallest time from the end of the session's previous turn to this request. It is also not sent before its arrival.
     think_s: float = 0.0
-    # (first, count) of the runs of output tokens that the grammar forces, rising and apart; empty without a grammar
+    # (first, count) of the runs of output tokens that the grammar forces, in order and without overlap; empty: no grammar.
     forced: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class TraceRequest:
             raise ValueError("block ids must be unsigned 64-bit numbers")
         ends = (0, *(first + count for first, count in self.forced))
         if any(first < end or count < 1 for (first, count), end in zip(self.forced, ends, strict=False)):
-            raise ValueError("forced runs must have at least 1 token, rise and not overlap")
+            raise ValueError("forced runs must have at least 1 token each, be in order and not overlap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Trace:
 
     @property
     def unique_block_tokens(self) -> int:
-        """Prompt tokens with each shared block counted once: the KV that holds all prompts at a time."""
+        """Prompt tokens with each shared block counted once, which is the size of a pool for the KV of all prompts."""
         seen: set[int] = set()
         loose = 0
         for request in self.requests:

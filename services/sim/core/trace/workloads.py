@@ -1,7 +1,7 @@
 """Generates traces.
 
-Each function gives the same trace for the same arguments. `rate` is in requests per second with exponential gaps; 0 sends all
-requests at once, for runs at fixed concurrency. Lengths are in tokens.
+Each function gives the same trace for the same arguments. `rate` is the mean number of arrivals per second, with exponential
+gaps. If it is 0, all requests arrive at once, for runs at fixed concurrency. Lengths are in tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def scores(queries: int, items: int, query: int, item: int, rate: float, seed: i
 def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: int, rate: float, seed: int) -> Trace:
     """Makes prompts of prefix + suffix tokens.
 
-    A random `share` of them begin with the same prefix; the others share nothing.
+    A random `share` of them begin with the same prefix; the others have no common tokens.
     """
     if not 0 <= share <= 1:
         raise ValueError("share must be within 0 and 1")
@@ -72,7 +72,7 @@ def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: in
 def random_lengths(
     requests: int, input_len: int, output: int, spread: float, rate: float, seed: int, priorities: int = 1
 ) -> Trace:
-    """Makes requests that share nothing.
+    """Makes requests without common tokens.
 
     Lengths are uniform in mean * (1 - spread) .. mean * (1 + spread), priorities in 0 .. priorities - 1.
     """
@@ -82,13 +82,13 @@ def random_lengths(
     prompts, outputs = (_around(mean, spread, requests, rng) for mean in (input_len, output))
     times = _arrivals(requests, rate, rng)
     rows = zip(times.tolist(), prompts, outputs, rng.integers(0, priorities, requests).tolist(), strict=True)
-    return _trace(TraceRequest(at, (), prompt, said, said, priority) for at, prompt, said, priority in rows)
+    return _trace(TraceRequest(at, (), prompt, output_len, output_len, priority) for at, prompt, output_len, priority in rows)
 
 
 def two_lengths(
     requests: int, share: float, long: tuple[int, int], short: tuple[int, int], spread: float, rate: float, seed: int
 ) -> Trace:
-    """Makes requests that share nothing. A random `share` of them are long, the others short.
+    """Makes requests without common tokens. A random `share` of them are long, the others short.
 
     Args:
         requests: number of requests.
@@ -107,7 +107,7 @@ def two_lengths(
     both = [list(zip(*(_around(mean, spread, requests, rng) for mean in kind), strict=True)) for kind in (short, long)]
     rows = zip(times.tolist(), is_long.tolist(), *both, strict=True)
     chosen = ((at, second if longer else first) for at, longer, first, second in rows)
-    return _trace(TraceRequest(at, (), prompt, said, said) for at, (prompt, said) in chosen)
+    return _trace(TraceRequest(at, (), prompt, output_len, output_len) for at, (prompt, output_len) in chosen)
 
 
 def multi_turn(sessions: int, turns: int, system: int, user: int, output: int, think_s: float, rate: float, seed: int) -> Trace:
@@ -134,8 +134,8 @@ def multi_turn(sessions: int, turns: int, system: int, user: int, output: int, t
 def storm(requests: int, input_len: int, output: int, factor: int, begin: float, end: float, rate: float, seed: int) -> Trace:
     """Makes requests with a limit of factor * output tokens, most of which end after `output` tokens.
 
-    Requests that arrive from `begin` to `end` (shares of the trace) use their whole limit, so the scheduler's learned
-    expectation is then wrong by `factor`.
+    Requests that arrive from `begin` to `end` (shares of the trace) use their whole limit. In this time, outputs are `factor`
+    times as long as the scheduler has learned to expect.
     """
     rng = np.random.default_rng(seed)
     times = _arrivals(requests, rate, rng)
@@ -149,30 +149,30 @@ def storm(requests: int, input_len: int, output: int, factor: int, begin: float,
 def grammars(
     requests: int, share: float, input_len: int, output: int, between: int, runs: tuple[int, ...], rate: float, seed: int
 ) -> Trace:
-    """Makes requests that share nothing, of which a random `share` have a grammar.
+    """Makes requests without common tokens, of which a random `share` have a grammar.
 
-    Such a grammar leaves 1 to 2 * between - 1 tokens open, forces a run of a length drawn from `runs`, and repeats this.
+    The grammar lets the model sample 1 to 2 * between - 1 tokens, then forces a run of a length drawn from `runs`, and so on.
     """
     if not 0 <= share <= 1:
         raise ValueError("share must be within 0 and 1")
     if between < 1 or not runs or min(runs) < 1:
         raise ValueError("between and runs must be at least 1")
     rng = np.random.default_rng(seed)
-    held = rng.permutation(requests) < round(share * requests)
+    constrained = rng.permutation(requests) < round(share * requests)
     times = _arrivals(requests, rate, rng).tolist()
     return _trace(
-        TraceRequest(at, (), input_len, output, output, forced=_forced(output, between, runs, rng) if is_held else ())
-        for at, is_held in zip(times, held.tolist(), strict=True)
+        TraceRequest(at, (), input_len, output, output, forced=_forced(output, between, runs, rng) if is_constrained else ())
+        for at, is_constrained in zip(times, constrained.tolist(), strict=True)
     )
 
 
 def _forced(output: int, between: int, runs: tuple[int, ...], rng: np.random.Generator) -> tuple[tuple[int, int], ...]:
     """Returns the forced runs up to the last token, which is EOS."""
-    found, place = [], int(rng.integers(1, 2 * between))
-    while place < output - 1:
-        count = min(int(rng.choice(runs)), output - 1 - place)
-        found.append((place, count))
-        place += count + int(rng.integers(1, 2 * between))
+    found, index = [], int(rng.integers(1, 2 * between))
+    while index < output - 1:
+        count = min(int(rng.choice(runs)), output - 1 - index)
+        found.append((index, count))
+        index += count + int(rng.integers(1, 2 * between))
     return tuple(found)
 
 
