@@ -1,4 +1,4 @@
-"""The scheduler's configuration of a worker with default settings, of which a test changes some fields."""
+"""The scheduler's configuration of a worker with default settings. Tests change single fields."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class LetterDecoder:
 
 
 class Engine:
-    """A core and a fake executor whose loop is turned by hand.
+    """A core and a fake executor. The test calls turn() for each turn of their loop.
 
     `outputs` and `finishes` have the data that a gateway would get, by handle.
     """
@@ -109,7 +109,7 @@ class Engine:
         self.looked_ahead = 0  # masks for positions after draft tokens
 
     def _poison_freed_pages(self) -> None:
-        """Overwrites free pages, so that a row that reads one after all earlier steps computes no valid token."""
+        """Overwrites the KV of free pages, so that a row that wrongly reads a free page computes a wrong token."""
         if isinstance(self.executor, FakeExecutor):
             self.executor.kv[self.core.memory.pages.free_pages()] = POISON
 
@@ -194,7 +194,7 @@ class Engine:
         for fact in self.executor.facts():
             self.core.ended(fact, self.now)
             self.check()
-        self.hear_of_left_rooms()
+        self.apply_releases()
         plan = self.core.plan(self.now)
         self.check()
         self._tell_rooms()
@@ -221,7 +221,7 @@ class Engine:
         self.idle_turns = 0 if busy or self.core.idle or waits_for_compiler else self.idle_turns + 1
         return busy
 
-    def hear_of_left_rooms(self) -> None:
+    def apply_releases(self) -> None:
         while isinstance(self.executor, FakeExecutor) and self.executor.released_reservations:
             self.core.release_reservation(self.executor.released_reservations.pop())
             self.check()
@@ -330,17 +330,17 @@ class Engine:
         while events is not None:
             if events.cleared:
                 self.index, self.below = set(), {}
-            told = {
+            reported = {
                 BlockTier.DEVICE: events.stored,
                 BlockTier.HOST: events.host,
                 BlockTier.STORAGE: events.storage,
                 None: events.removed,
             }
             assert not self.index & set(events.stored) and not set(events.removed) - self.index - self.below.keys()
-            assert len({name for names in told.values() for name in names}) == sum(map(len, told.values()))
+            assert len({name for names in reported.values() for name in names}) == sum(map(len, reported.values()))
             self.index = self.index - {*events.removed, *events.host, *events.storage} | set(events.stored)
             self.below = {name: tier for name, tier in self.below.items() if name not in {*events.stored, *events.removed}}
-            self.below |= {name: tier for tier in (BlockTier.HOST, BlockTier.STORAGE) for name in told[tier]}
+            self.below |= {name: tier for tier in (BlockTier.HOST, BlockTier.STORAGE) for name in reported[tier]}
             events = self.core.take_cache_events()
         assert self.index == {name for node in nodes for name in node.blocks}
 
@@ -363,8 +363,8 @@ class Engine:
                 at += count
             assert at == len(peer.tokens)
             for handle, verified in peer.predicted:
-                told = len(self.outputs.get(handle, []))
-                assert verified.right_predicted <= max(told - 1, 0), (
+                num_sent = len(self.outputs.get(handle, []))
+                assert verified.right_predicted <= max(num_sent - 1, 0), (
                     "accepted predicted tokens are not reported before the tokens themselves"
                 )
                 self.predicted[handle] = verified
@@ -388,14 +388,14 @@ class Engine:
 
 
 def small(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> Engine:
-    """Returns an engine with chunks of four pages and four slots, unless `changes` say otherwise."""
+    """Returns an engine with chunks of four pages and with four slots; `changes` has other fields of the configuration."""
     values: dict[str, Any] = {"num_pages": 16, "page_size": 4, "context_len": 64, "vocab_size": 1000}
     values |= {"max_running_requests": 4, "chunked_prefill_size": 16, "page_bytes": 64}
     return Engine(deployed_config(**{**values, **changes}), overlap, page_moved_s=page_moved_s)
 
 
 def slow(engine: Engine) -> Engine:
-    """Makes computing slow in the rates of an engine, so that reading pays."""
+    """Records slow steps in the engine's rates, so that reading pages is faster than computing them."""
     tiers = engine.core.tiers
     assert tiers is not None
     tiers.rates.computed(1000, 0, 1000.0)

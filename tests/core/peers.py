@@ -20,7 +20,7 @@ def worker(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> E
 
 
 class Pair:
-    """A prefill worker `first` and a decode worker `second`, which turn together."""
+    """A prefill worker `first` and a decode worker `second`. turn() runs one turn of each."""
 
     def __init__(self, page_moved_s: float = 0.0, first: dict[str, Any] | None = None, **second: Any) -> None:
         self.first = worker(**(first or {}))
@@ -59,8 +59,8 @@ class Pair:
         self.first.turn()
         self.second.turn()
 
-    def left(self, reservation: KvReservation) -> ReservationReleased:
-        """Returns a reader's release of a reservation, with the present opening."""
+    def release_of(self, reservation: KvReservation) -> ReservationReleased:
+        """Returns a reader's release of a reservation after it has read the latest opening."""
         opened = self.first.executor.open_reservations.get(reservation.number)
         return ReservationReleased(reservation, 0 if opened is None else opened.opening)
 
@@ -83,12 +83,12 @@ class Pair:
 
 
 class Relayed(Pair):
-    """A pair with a gateway that reports computed pages to the decode worker. `told` has the reports by handle."""
+    """A pair with a gateway that reports computed pages to the decode worker. `reports` has the reports by handle."""
 
     def __init__(self, page_moved_s: float = 0.0, first: dict[str, Any] | None = None, **second: Any) -> None:
         super().__init__(page_moved_s, first, **second)
         self.prompts: dict[int, list[int]] = {}
-        self.told: dict[int, list[PagesReady]] = {}
+        self.reports: dict[int, list[PagesReady]] = {}
 
     def compute(self, handle: int, prompt: list[int], **params: Any) -> Finish:
         """Runs a request on the prefill worker and drops its reports."""
@@ -111,8 +111,8 @@ class Relayed(Pair):
             self.tell(self.first.ready.pop(0))
 
     def tell(self, ready: PagesReady) -> None:
-        told = self.told.setdefault(ready.handle, [])
-        if told:
+        reports = self.reports.setdefault(ready.handle, [])
+        if reports:
             self.second.core.prefetch_more(0, ready, self.second.now)
         else:
             ids, source = (
@@ -120,7 +120,7 @@ class Relayed(Pair):
                 KvSource(ready.reservation, ADDRESS, ready.num_pages),
             )
             self.second.core.prefetch(Prefetch(0, ready.handle, ids, source), self.second.now)
-        told.append(ready)
+        reports.append(ready)
         self.second.check()
 
     def until(self, holds: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Replaces text in a function by a fault, for tests that check whether the product notices the fault by itself."""
+"""Replaces text in a function by a fault, for tests that check whether the product's own assertions find the fault."""
 
 from __future__ import annotations
 

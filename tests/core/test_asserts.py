@@ -32,7 +32,7 @@ Scenario = Callable[[], Engine]
 def unchecked(overlap: bool = True, **changes: object) -> Engine:
     """Returns an engine without checks by the harness.
 
-    The fake executor's check of pages that no plan has named is off, too.
+    The fake executor also does not check whether a plan has named the pages that a row uses.
     """
     engine = make(overlap, **changes)
     engine.checked = False
@@ -93,7 +93,7 @@ def conversation() -> Engine:
 
 
 def scored() -> Engine:
-    """Runs prompts with more wanted logprobs than a step may compute."""
+    """Runs prompts with logprobs of more tokens than one step may compute."""
     engine = unchecked(max_prompt_logprob_tokens=8, chunked_prefill_size=0)
     for handle in range(3):
         engine.submit(handle, [handle + 1] * 30, max_new_tokens=3, prompt_logprobs_from=0, top_logprobs=0)
@@ -300,10 +300,10 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     (
         Fault(
             "a freed request's share is kept",
-            WaitingQueue.free,
+            WaitingQueue.unblock,
             "add(-1, -request.blocked_tokens)",
             "add(-1, request.blocked_tokens)",
-            "set aside only for held requests",
+            "are reserved only for blocked requests",
         ),
         shared_beginning,
     ),

@@ -1,4 +1,4 @@
-"""The number of draft tokens, by costs of steps and acceptance that these tests make up."""
+"""The chosen number of draft tokens, for simulated costs of steps and simulated acceptance of draft tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bound_by_tokens(rows: int, guesses: int) -> float:
     return 0.05 + 1.0 * rows * (1 + 1.1 * guesses)
 
 
-def dear_guesses(rows: int, guesses: int) -> float:
+def costly_drafts(rows: int, guesses: int) -> float:
     """Each draft token takes a third of a step."""
     return 1.0 + 0.01 * rows * (1 + guesses) + 0.33 * guesses
 
@@ -53,9 +53,9 @@ class World:
             chances: probability of acceptance, by row.
             cost: seconds of a step.
             most: largest number of draft tokens of a row.
-            seed: of the random draws.
-            asking: factor of the cost of a step in which the drafter was asked and proposed nothing.
-            by_model: whether drafting costs work for every token.
+            seed: seed of the random draws.
+            asking: factor of the cost of a step for which the drafter ran and proposed nothing.
+            by_model: whether a draft model drafts, which computes every token.
         """
         self.chances, self._cost, self._rng, self._asking = chances, cost, random.Random(seed), asking
         self.controller = DraftController(len(chances), most, by_model=by_model)
@@ -111,8 +111,8 @@ def plain_rate(rows: int, cost: Cost) -> float:
     [
         (1.0, bound_by_weights, 7, 7),
         (0.9, bound_by_weights, 4, 7),
-        (0.5, dear_guesses, 0, 2),
-        (0.9, dear_guesses, 1, 4),
+        (0.5, costly_drafts, 0, 2),
+        (0.9, costly_drafts, 1, 4),
         (1.0, bound_by_tokens, 0, 0),
     ],
     ids=["cheap and right", "cheap and mostly right", "dear and half right", "dear and mostly right", "bound by tokens"],
@@ -125,8 +125,8 @@ def test_draft_controller_chooses_the_number_that_pays(chance: float, cost: Cost
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("rows", [1, 8, 32])
-def test_draft_controller_keeps_the_plain_rate_when_all_drafts_are_rejected(rows: int) -> None:
-    for cost in (bound_by_weights, bound_by_tokens, dear_guesses):
+def test_draft_controller_is_as_fast_as_plain_decoding_when_all_drafts_are_rejected(rows: int) -> None:
+    for cost in (bound_by_weights, bound_by_tokens, costly_drafts):
         world = World([0.0] * rows, cost)
         world.steps(300)
         assert world.rate(2000) >= 0.97 * plain_rate(rows, cost)
@@ -134,14 +134,14 @@ def test_draft_controller_keeps_the_plain_rate_when_all_drafts_are_rejected(rows
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("rows", [1, 8, 32])
-def test_draft_controller_keeps_the_plain_rate_when_most_drafts_are_accepted(rows: int) -> None:
-    for cost in (bound_by_weights, bound_by_tokens, dear_guesses):
+def test_draft_controller_is_as_fast_as_plain_decoding_when_most_drafts_are_accepted(rows: int) -> None:
+    for cost in (bound_by_weights, bound_by_tokens, costly_drafts):
         world = World([0.8] * rows, cost)
         world.steps(300)
         assert world.rate(2000) >= 0.98 * plain_rate(rows, cost)
 
 
-@pytest.mark.parametrize("cost", [bound_by_weights, dear_guesses])
+@pytest.mark.parametrize("cost", [bound_by_weights, costly_drafts])
 def test_draft_controller_finds_accepted_drafts_within_100_steps(cost: Cost) -> None:
     world = World([0.0], cost)
     world.steps(500)
@@ -171,8 +171,8 @@ def test_draft_controller_probes_rarely_when_drafts_cannot_pay() -> None:
     assert (world.steps(1000).max(1) > 0).sum() <= 1000 // PROBE_EVERY // 2
 
 
-def test_draft_controller_asks_a_silent_drafter_rarely_when_asking_costs() -> None:
-    """An n-gram drafter is silent on a text without repetition. It must be found again soon after the text repeats itself."""
+def test_draft_controller_drafts_rarely_when_empty_proposals_take_time() -> None:
+    """An n-gram drafter proposes nothing for a text without repetition. Drafting must begin soon after a repetition."""
     world = World([-1.0, -1.0], lambda rows, guesses: 1.3 if guesses else 1.0, asking=1.3)
     world.steps(100)
     assert (world.steps(1000).max(axis=1) > 0).mean() <= 2 / PROBE_EVERY
@@ -180,9 +180,9 @@ def test_draft_controller_asks_a_silent_drafter_rarely_when_asking_costs() -> No
     assert world.steps(2 * PROBE_EVERY)[-1].min() >= 2
 
 
-@pytest.mark.parametrize("cost", [bound_by_weights, dear_guesses])
-def test_draft_controller_asks_a_silent_drafter_always_when_asking_is_free(cost: Cost) -> None:
-    """The cost of asking must not count as the cost of draft tokens."""
+@pytest.mark.parametrize("cost", [bound_by_weights, costly_drafts])
+def test_draft_controller_drafts_always_when_empty_proposals_are_free(cost: Cost) -> None:
+    """The cost of a step in which the drafter proposes nothing must not count as the cost of draft tokens."""
     world = World([0.9], cost)
     for _ in range(20):
         world.chances = [0.9]
@@ -194,9 +194,9 @@ def test_draft_controller_asks_a_silent_drafter_always_when_asking_is_free(cost:
     assert (world.steps(10)[1:] > 0).all()
 
 
-def test_draft_controller_asks_for_a_new_request_after_silent_requests() -> None:
-    """A drafter by prediction finds nothing before the output begins. The silence of earlier requests must not count."""
-    world = World([-1.0], dear_guesses, asking=1.05)
+def test_draft_controller_drafts_for_a_new_request_after_empty_proposals() -> None:
+    """A drafter that uses predictions proposes nothing before the output begins. Results of earlier requests must not count."""
+    world = World([-1.0], costly_drafts, asking=1.05)
     world.steps(500)
     world.controller.begin(0)
     assert (world.steps(5) > 0).all()
@@ -204,7 +204,7 @@ def test_draft_controller_asks_for_a_new_request_after_silent_requests() -> None
     assert (world.steps(40)[20:] >= 4).all()
 
 
-def in_vain(cost: Cost, by_model: bool = True, rows: int = MOST_LIMITED + 1, most: int = 7) -> World:
+def rejected_world(cost: Cost, by_model: bool = True, rows: int = MOST_LIMITED + 1, most: int = 7) -> World:
     """Returns a world in which the draft tokens of many requests, one after another, were rejected."""
     world = World([0.0] * rows, cost, most, by_model=by_model)
     for _ in range(20):
@@ -215,28 +215,28 @@ def in_vain(cost: Cost, by_model: bool = True, rows: int = MOST_LIMITED + 1, mos
     return world
 
 
-def test_draft_controller_limits_a_model_when_drafts_are_rejected() -> None:
-    """A drafter without a model has no limit, because it costs nothing if it is not asked."""
+def test_draft_controller_limits_a_draft_model_when_drafts_are_rejected() -> None:
+    """A drafter without a model is not limited, because it takes no time in steps without draft tokens."""
     for by_model in (False, True):
-        world = in_vain(bound_by_weights, by_model)
+        world = rejected_world(bound_by_weights, by_model)
         world.chances = [1.0] * len(world.chances)
         world.steps(100)
         assert not world.controller.is_limited, "several accepted draft tokens in a row end the limit"
 
 
 def test_draft_controller_limits_requests_without_repeated_misses() -> None:
-    world = in_vain(bound_by_weights)
-    heard = world.slots.tolist()
-    assert not world.controller.may_add_request(heard[:MOST_LIMITED])
-    assert world.controller.may_add_request(heard[1:MOST_LIMITED]) and world.controller.may_add_request([])
+    world = rejected_world(bound_by_weights)
+    drafting = world.slots.tolist()
+    assert not world.controller.may_add_request(drafting[:MOST_LIMITED])
+    assert world.controller.may_add_request(drafting[1:MOST_LIMITED]) and world.controller.may_add_request([])
     world.steps(5 * PROBE_EVERY_FUTILE)
-    assert world.controller.may_add_request(heard), "after repeated misses, the limited requests make way for another request"
-    assert not world.controller.may_add_request([*heard, 0]), "the limit stays at its number of requests"
+    assert world.controller.may_add_request(drafting), "after repeated misses, the limited requests make way for another request"
+    assert not world.controller.may_add_request([*drafting, 0]), "the limit stays at its number of requests"
 
 
 def test_draft_controller_keeps_the_limit_when_few_drafts_are_accepted() -> None:
     for chance, steps, few in ((0.05, 4000, True), (0.7, 300, False)):
-        world = in_vain(dear_guesses)
+        world = rejected_world(costly_drafts)
         world.chances = [chance] * len(world.chances)
         world.steps(steps)
         assert world.controller.is_limited is few
@@ -254,9 +254,9 @@ def test_draft_controller_sets_no_limit_when_short_outputs_are_mostly_accepted()
 
 @pytest.mark.parametrize(("rows", "most"), [(3, 7), (8, 1), (8, 2)])
 def test_draft_controller_lifts_the_limit_when_drafts_are_accepted_again(rows: int, most: int) -> None:
-    """Draft tokens of the few allowed requests would not pay, but those of all requests would."""
-    for cost in (bound_by_weights, dear_guesses):
-        world = in_vain(cost, rows=rows, most=most)
+    """Draft tokens of the few requests under the limit would not pay, but draft tokens of all requests would."""
+    for cost in (bound_by_weights, costly_drafts):
+        world = rejected_world(cost, rows=rows, most=most)
         world.admit([most] * MOST_LIMITED + [0] * (rows - MOST_LIMITED))
         assert (world.steps(4 * PROBE_EVERY_FUTILE).max(axis=1) > 0).sum() <= 8, (
             "at most eight steps draft, three of them to measure the cost of a draft token again"
@@ -268,7 +268,7 @@ def test_draft_controller_lifts_the_limit_when_drafts_are_accepted_again(rows: i
         assert (world.steps(100)[50:].min(axis=1) >= min(most, 2)).mean() > 0.9
 
 
-def test_draft_controller_limits_a_model_when_steps_stay_crowded() -> None:
+def test_draft_controller_limits_a_draft_model_when_steps_stay_crowded() -> None:
     controller, slots, most = DraftController(16, 3, by_model=True), np.arange(16), np.full(2, 3)
     for _ in range(CROWDED):
         assert not controller.is_limited
@@ -312,7 +312,7 @@ def test_draft_controller_scales_draft_costs_when_all_steps_become_slower() -> N
     factor = 1.0
 
     def cost(rows: int, guesses: int) -> float:
-        return factor * dear_guesses(rows, guesses)
+        return factor * costly_drafts(rows, guesses)
 
     for chance in (0.0, -1.0):  # rejected drafts, or no drafts
         world = World([chance], cost, asking=1.3)
@@ -361,7 +361,7 @@ def test_draft_controller_keeps_the_choice_after_one_slow_step() -> None:
 
 
 def test_draft_controller_measures_again_after_a_slow_first_step() -> None:
-    """A number that seemed expensive is tried again."""
+    """The number of draft tokens whose first step was slow must be tried again."""
     world = World([1.0], bound_by_weights)
     slow = replace(decode_plan(1), drafts=np.full(1, 7, dtype=np.int32))
     for _ in range(2):

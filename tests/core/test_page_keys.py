@@ -121,5 +121,5 @@ def test_page_keys_refuse_a_short_secret() -> None:
 
 
 @pytest.mark.parametrize(("held", "count"), [("", 0), ("a", 1), ("abd", 2), ("bcd", 0), ("abcd", 4)])
-def test_leading_counts_first_keys_that_are_held(held: str, count: int) -> None:
+def test_leading_counts_first_keys_that_are_cached(held: str, count: int) -> None:
     assert leading([letter.encode() for letter in "abcd"], {letter.encode() for letter in held}) == count

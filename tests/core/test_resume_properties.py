@@ -33,7 +33,7 @@ configs = st.builds(
 
 @dataclass
 class FrontEnd:
-    """The data of a gateway that moves its requests to another worker when a worker is lost."""
+    """A gateway that moves its requests to another worker when a worker is lost."""
 
     wishes: list[Wish]
     outputs: dict[int, list[int]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class FrontEnd:
         self.finishes.update(engine.finishes)
 
     def cut(self, rng: random.Random) -> None:
-        """Drops some of the last tokens, which were lost with the worker."""
+        """Drops a random number of the last tokens, as if they had been lost with the worker."""
         for handle, output in self.outputs.items():
             if handle not in self.finishes and rng.random() < 0.3:
                 kept = rng.randrange(len(output) + 1)

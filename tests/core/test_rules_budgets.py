@@ -116,7 +116,7 @@ class TestTotalBudget:
 
 
 class TestIgnoreEos:
-    """Rows of known length are simulated instead of reserved for."""
+    """For requests with ignore_eos, admission simulates the rows to their ends and does not use the ratio."""
 
     @pytest.mark.parametrize(
         ("running", "result"),
@@ -247,7 +247,7 @@ class TestAdaptedChunk:
             (16, 16, 1000, 64, 16),
         ],
     )
-    def test_adapted_chunk_halves_at_the_set_rows_and_has_a_minimum(
+    def test_adapted_chunk_halves_at_the_configured_rows_and_has_a_minimum(
         self, size: int, page_size: int, decoding: int, half_at: int, chunk: int
     ) -> None:
         assert adapted_chunk(size, page_size, decoding, half_at) == chunk

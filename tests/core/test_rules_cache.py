@@ -82,7 +82,7 @@ def test_split_marks_both_halves_of_a_backed_node() -> None:
 
 @given(st.integers(-8, 28))
 def test_match_up_to_an_end_offset_equals_match_of_the_truncated_token_key(end: int) -> None:
-    """The end is in bytes: within a page, at the end of an edge, inside of the next edge, and beyond the key."""
+    """The offsets, in bytes, are within a page, at the end of an edge, inside of the next edge, and beyond the token key."""
     whole, alone = Tree(), Tree()
     for tree in (whole, alone):
         tree.put(1, 2, 3)
@@ -142,7 +142,7 @@ class TestEviction:
 
     @pytest.mark.by_day(one_in=4)
     @pytest.mark.parametrize("policy", EvictionPolicy)
-    def test_eviction_takes_held_nodes_last(self, policy: EvictionPolicy) -> None:
+    def test_eviction_takes_nodes_with_a_hold_last(self, policy: EvictionPolicy) -> None:
         tree = Tree(policy)
         held = tree.put(1, rank=9)
         tree.cache.hold(held)
@@ -252,7 +252,7 @@ class TestNamespaces:
         assert not engine.core.memory.tree._roots
 
     def test_namespace_is_not_forgotten_while_a_root_is_in_use(self) -> None:
-        """A root between match and lock, or with a late unhold, must not be replaced by a second root, which would lose pages."""
+        """If a root is used between match and lock, or before a late unhold, a second root for the namespace would lose pages."""
         tree = RadixCache(1)
         empty = tree.match("", b"")
         tree.lock(empty)
@@ -372,7 +372,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
-    def test_events_omit_a_block_that_came_and_left(self, page_size: int) -> None:
+    def test_events_omit_a_block_that_was_cached_and_evicted_between_two_messages(self, page_size: int) -> None:
         engine = self.engine(page_size)
         tree = engine.core.memory.tree
         tokens = np.arange(256, dtype=np.int32)

@@ -38,7 +38,7 @@ class TestAnnouncements:
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
         assert 0 not in pair.first.finishes, "the prefill worker has not computed the last chunk yet"
         finish = pair.finish(0, max_new_tokens=8)
-        assert [ready.num_pages for ready in pair.told[0]] == [4, 8, 12, 16]
+        assert [ready.num_pages for ready in pair.reports[0]] == [4, 8, 12, 16]
         assert sum(pulled(pair.second)) == 18 == pair.second.core.stats().pulled_pages_total, "each page is read once"
         assert finish.cached_from == {Tier.DEVICE: 0, Tier.PEER: 72} and computed_tokens(pair.second) <= 3 + 8
         assert pair.second.core.stats().prefetched_pages_total >= 12
@@ -50,7 +50,7 @@ class TestAnnouncements:
         pair.answer(1, PROMPT[:24], max_new_tokens=2)
         pair.begin(0, PROMPT, max_new_tokens=2)
         pair.finish(0, max_new_tokens=2)
-        assert [ready.num_pages for ready in pair.told[0]] == [6, 10], "the six cached pages are announced at once"
+        assert [ready.num_pages for ready in pair.reports[0]] == [6, 10], "the six cached pages are announced at once"
         assert sum(pulled(pair.second)) == 10
         pair.assert_all_is_free()
 
@@ -58,7 +58,7 @@ class TestAnnouncements:
         pair = Relayed()
         pair.begin(0, PROMPT[:14], max_new_tokens=2)
         pair.finish(0, max_new_tokens=2)
-        assert not pair.told and pair.second.core.stats().prefetched_pages_total == 0
+        assert not pair.reports and pair.second.core.stats().prefetched_pages_total == 0
 
     def test_request_without_handover_announces_no_page(self) -> None:
         pair = Relayed()
@@ -97,7 +97,7 @@ def preempting(hold_s: float = 10.0, num_pages: int = 32, before: list[int] | No
     if before is not None:
         pair.compute(9, before, max_new_tokens=4)
     pair.begin(0, PROMPT, max_new_tokens=4)
-    pair.until(lambda: bool(pair.told))
+    pair.until(lambda: bool(pair.reports))
     pair.first.submit(1, [7] * 40, priority=9, max_new_tokens=30, ignore_eos=True)
     pair.first.turn()
     assert pair.first.core.stats().preemptions_total == 1
@@ -105,7 +105,7 @@ def preempting(hold_s: float = 10.0, num_pages: int = 32, before: list[int] | No
 
 
 class TestPreemptedPrompts:
-    def test_reservation_stands_while_the_request_is_preempted(self) -> None:
+    def test_reservation_stays_open_while_the_request_is_preempted(self) -> None:
         pair = preempting()
         pair.second.executor.peers.clear()  # no page can be read before the request returns
         reservations = pair.first.core.reservations
@@ -124,7 +124,7 @@ class TestPreemptedPrompts:
         pair.until(lambda: 0 in pair.first.finishes)
         finish = pair.first.finishes[0]
         assert finish.reason is FinishReason.HANDED_OVER and finish.reserved_pages == 10, "a new reservation has the whole prompt"
-        assert len(pair.told[0]) == 1, "the new reservation is not announced to the decode worker"
+        assert len(pair.reports[0]) == 1, "the new reservation is not announced to the decode worker"
         pair.finish(0, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10 and computed_tokens(pair.second) <= 3 + 4
         pair.assert_all_is_free()
@@ -137,10 +137,10 @@ class TestPreemptedPrompts:
         opened = OpenReservation(reservation, "", b"", core.memory.tree.pages_to(hit))
         for times in (1, 2):
             for _ in range(times):
-                core.reservations.leave_asker((0, 9))
+                core.reservations.end_of_request((0, 9))
                 core.reservations.open(opened, (0, 9), hit, core.memory)
             if times == 1:
-                core.reservations.leave_asker((0, 9))
+                core.reservations.end_of_request((0, 9))
             events = core.take_reservation_events()
             assert events is not None and events.closed == (reservation,)
             assert [each.reservation for each in events.opened] == ([reservation] if times == 2 else []), (
@@ -152,7 +152,7 @@ class TestPreemptedPrompts:
         pair.until(lambda: 1 in pair.first.finishes)
         pair.first.check_answer(1)
         whole = pair.first.finishes[9].reservation
-        assert whole is not None and pair.first.core.reservations.stands(whole), "the reservation of a complete prompt stays"
+        assert whole is not None and pair.first.core.reservations.is_open(whole), "the reservation of a complete prompt stays"
         assert num_reservations(pair) == 1 and pair.first.core.stats().expired_rooms_total == 0, (
             "the running request has ended the growing reservation without an expiry"
         )
@@ -168,7 +168,7 @@ class TestPreemptedPrompts:
         else:
             pair = Relayed(first={"disaggregation_hold_s": 0.5})
             pair.begin(0, PROMPT, max_new_tokens=4)
-            pair.until(lambda: bool(pair.told))
+            pair.until(lambda: bool(pair.reports))
         pair.first.now += 5.0
         pair.turn()
         assert num_reservations(pair) == 1
@@ -176,11 +176,11 @@ class TestPreemptedPrompts:
         assert pair.first.core.stats().expired_rooms_total == 0
 
     def test_reservation_ignores_a_release_while_growing(self) -> None:
-        """A gateway may have chosen another reader."""
+        """Another decode worker may still read the reservation."""
         pair = Relayed()
         pair.begin(0, PROMPT, max_new_tokens=4)
-        pair.until(lambda: bool(pair.told))
-        pair.first.core.release_reservation(pair.left(pair.told[0][0].reservation))
+        pair.until(lambda: bool(pair.reports))
+        pair.first.core.release_reservation(pair.release_of(pair.reports[0][0].reservation))
         assert num_reservations(pair) == 1
         pair.finish(0, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
@@ -192,11 +192,11 @@ class TestPreemptedPrompts:
         pair = Relayed() if since == "grown" else preempting(hold_s=0.05)
         if since == "grown":
             pair.begin(0, PROMPT, max_new_tokens=4)
-        pair.until(lambda: bool(pair.told.get(0)))
-        word = pair.left(pair.told[0][0].reservation)
+        pair.until(lambda: bool(pair.reports.get(0)))
+        release = pair.release_of(pair.reports[0][0].reservation)
         pair.until(lambda: 0 in pair.first.finishes)
         assert pair.first.core.stats().expired_rooms_total == (since == "opened again")
-        pair.first.core.release_reservation(word)
+        pair.first.core.release_reservation(release)
         assert num_reservations(pair) == 1
         pair.finish(0, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
@@ -235,7 +235,7 @@ class TestReservationEnds:
     def test_reservation_of_a_deleted_salt_is_not_opened_again(self) -> None:
         pair = Relayed(first={"disaggregation_hold_s": 60.0})
         pair.begin(0, PROMPT, salt="s", max_new_tokens=4)
-        pair.until(lambda: bool(pair.told))
+        pair.until(lambda: bool(pair.reports))
         pair.first.control.forget_salt("s", [Tier.DEVICE])
         pair.until(lambda: 0 in pair.first.finishes)
         assert pair.first.finishes[0].reason is FinishReason.HANDED_OVER and pair.first.finishes[0].reservation is None
@@ -247,7 +247,7 @@ class TestReservationEnds:
         )
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time"])
-    def test_prefetched_pages_are_released_when_no_request_comes(self, how: str) -> None:
+    def test_prefetched_pages_are_released_when_no_request_arrives(self, how: str) -> None:
         pair = Relayed(disaggregation_hold_s=0.5)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total > 0)
@@ -266,7 +266,7 @@ class TestReservationEnds:
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time", "its request aborted", "its request late", "flush"])
     def test_released_prefetched_pages_let_a_waiting_request_begin(self, how: str) -> None:
-        """This also holds if the pages' request has arrived and waits itself."""
+        """The pages are also released if their request has arrived and waits."""
         pair = Relayed(disaggregation_hold_s=5.0, num_pages=24)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
@@ -313,7 +313,7 @@ class TestPrefetchedPages:
         pair.assert_all_is_free()
 
     def test_prefetched_pages_stay_pinned_while_the_request_waits(self) -> None:
-        """All pages were read before, so that the request searches no other tier."""
+        """All pages of the prompt were prefetched, so that the request searches no other tier."""
         pair = Relayed(max_running_requests=1)
         pair.second.submit(5, [9] * 5, max_new_tokens=60, ignore_eos=True)
         pair.begin(0, PROMPT[:34], max_new_tokens=4)
@@ -330,9 +330,9 @@ class TestPrefetchedPages:
     def test_announcement_is_ignored_when_repeated_late_or_of_another_reservation(self) -> None:
         pair = Relayed()
         pair.begin(0, list(range(74)), max_new_tokens=4)
-        pair.until(lambda: len(pair.told.get(0, ())) == 2)
+        pair.until(lambda: len(pair.reports.get(0, ())) == 2)
         assert 0 not in pair.first.finishes
-        first, second = pair.told[0]
+        first, second = pair.reports[0]
         for ready in (
             second,
             first,
@@ -372,7 +372,7 @@ class TestPrefetchedPages:
         pair.second.executor.peers.clear()
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: 0 in pair.first.finishes)
-        assert pulled(pair.second) == [4] and len(pair.told[0]) == 2
+        assert pulled(pair.second) == [4] and len(pair.reports[0]) == 2
         pair.second.executor.peers[ADDRESS] = pair.first.executor
         pair.finish(0, max_new_tokens=4)
         assert pulled(pair.second) == [4, 10]
@@ -387,7 +387,7 @@ class TestPrefetchedPages:
         rate = tiers.rates.bytes_s(Tier.PEER, ADDRESS)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: 0 in pair.first.finishes)
-        assert len(pair.told[0]) == 2 and tiers.rates.bytes_s(Tier.PEER, ADDRESS) == rate, (
+        assert len(pair.reports[0]) == 2 and tiers.rates.bytes_s(Tier.PEER, ADDRESS) == rate, (
             "a refused prefetch leaves the rate unchanged"
         )
         pair.finish(0, max_new_tokens=4)
@@ -499,8 +499,8 @@ def test_prefetches_keep_outputs_right_and_leak_no_page(data: st.DataObject) -> 
                     pair.first.abort(victim := draw(st.integers(0, handle)))
                     pair.second.abort(victim)
                     gone.add(victim)
-                case "leave" if pair.told:
-                    pair.first.core.release_reservation(pair.left(next(reversed(pair.told.values()))[-1].reservation))
+                case "leave" if pair.reports:
+                    pair.first.core.release_reservation(pair.release_of(next(reversed(pair.reports.values()))[-1].reservation))
                 case "flush":
                     pair.first.control.flush_cache()
                 case "flush the other":

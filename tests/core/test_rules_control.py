@@ -300,7 +300,7 @@ def retuned(**changes: Any) -> Engine:
 
 
 def modes(engine: Engine) -> str:
-    """Returns a letter for each step after the first three: a row decodes when a prompt of seven chunks arrives."""
+    """Returns the mode of each step after the first three as a letter. A row decodes when a prompt of seven chunks arrives."""
     engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
     for _ in range(3):
         engine.turn()

@@ -54,7 +54,7 @@ class TestPrefixGate:
         assert [engine.finishes[handle].cached_tokens for handle in range(40)].count(64) == 20
         check_run(engine)
 
-    def test_prefix_gate_delays_no_request_behind_a_held_request(self) -> None:
+    def test_prefix_gate_delays_no_request_behind_a_blocked_request(self) -> None:
         engine = wide()
         for handle, prefix in enumerate((1, 1, 2, 1, 3)):
             engine.submit(handle, prompt(prefix, handle), max_new_tokens=4, ignore_eos=True)
@@ -69,7 +69,7 @@ class TestPrefixGate:
         engine.turn()
         queues = engine.core.queues
         first, second = queues.by_key[0, 0], queues.by_key[0, 1]
-        assert second.held
+        assert second.blocked_tokens
         if end == "abort":
             engine.abort(0)
         else:
@@ -211,20 +211,20 @@ class TestMemoryOfAHeldRequest:
         return engine
 
     @pytest.mark.parametrize("changes", [{"max_running_requests": 2}, {"num_pages": 70}], ids=["slots", "pages"])
-    def test_less_urgent_request_leaves_memory_for_a_held_request(self, changes: dict[str, int]) -> None:
+    def test_less_urgent_request_leaves_memory_for_a_blocked_request(self, changes: dict[str, int]) -> None:
         engine = self.start(**changes)
         assert admitted(engine) == [[0], [], [1]]
         engine.drain()
         check_run(engine)
 
     @pytest.mark.parametrize("changes", [{"max_running_requests": 3}, {"num_pages": 110}], ids=["slots", "pages"])
-    def test_less_urgent_request_uses_memory_that_a_held_request_does_not_need(self, changes: dict[str, int]) -> None:
+    def test_less_urgent_request_uses_memory_that_a_blocked_request_does_not_need(self, changes: dict[str, int]) -> None:
         engine = self.start(**changes)
         assert admitted(engine) == [[0, 2], [], [1]]
         engine.drain()
         check_run(engine)
 
-    def test_held_request_displaces_no_request(self) -> None:
+    def test_blocked_request_displaces_no_request(self) -> None:
         engine = wide(enable_priority_scheduling=True, max_running_requests=2)
         engine.submit(2, prompt(2, 2), max_new_tokens=40, ignore_eos=True)
         for _ in range(4):

@@ -17,7 +17,7 @@ from tests.core.test_scheduler_basic import make
 
 
 class TestGate:
-    def test_grammar_gate_holds_a_request_until_the_grammar_is_compiled(self) -> None:
+    def test_grammar_gate_keeps_a_request_until_the_grammar_is_compiled(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
         for _ in range(5):
@@ -49,7 +49,7 @@ class TestGate:
         stats = engine.core.stats()
         assert (stats.num_gated, stats.grammars_total, stats.grammar_hits_total) == (0, 1, 1)
 
-    def test_grammar_gate_frees_all_requests_of_a_grammar(self) -> None:
+    def test_grammar_gate_admits_all_requests_of_a_compiled_grammar(self) -> None:
         engine = make()
         for handle in range(3):
             engine.submit(handle, [handle] * 8, max_new_tokens=20, grammar=spec(1, 12))

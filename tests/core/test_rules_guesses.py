@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rootstock_llm.services.worker.core.planning.draft_controller import FEW_HEARD
+from rootstock_llm.services.worker.core.planning.draft_controller import MOST_LIMITED
 from tests.core.harness import Engine, small
 
 PROMPT, NEW_TOKENS = list(range(100, 107)), 24
@@ -94,6 +94,6 @@ def test_draft_model_drafts_for_few_requests_when_drafts_are_rejected() -> None:
         admitted = [slot for plan in engine.plans for slot in plan.admitted]
         assert all(slot.drafted_for for slot in admitted[: engine.config.max_running_requests])
         late = admitted[len(admitted) // 2 :]
-        few, heard = len(late) * FEW_HEARD // engine.config.max_running_requests, sum(slot.drafted_for for slot in late)
-        assert few <= heard <= few * 3 // 2 if by_model else heard == len(late)
+        few, drafting = len(late) * MOST_LIMITED // engine.config.max_running_requests, sum(slot.drafted_for for slot in late)
+        assert few <= drafting <= few * 3 // 2 if by_model else drafting == len(late)
         assert all(len(slot.history) == (len(PROMPT) + 1 if slot.drafted_for else 0) for slot in admitted)

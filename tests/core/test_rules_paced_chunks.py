@@ -31,7 +31,7 @@ def pace(decode_s: dict[int, float] | None = None) -> ChunkPace:
     """Returns a pace with the given seconds of a decode step, by its number of rows."""
     made = ChunkPace()
     for rows, seconds in (decode_s or {}).items():
-        made.took(0, rows, seconds, 1)
+        made.record(0, rows, seconds, 1)
     return made
 
 
@@ -49,12 +49,12 @@ class TestPace:
         """Times of 1 and of 4 rows are known. For other numbers, the next smaller known number counts."""
         for rows, alone in ((1, 0.02), (3, 0.02), (4, 0.05), (7, 0.05), (100, 0.05)):
             known = pace({1: 0.02, 4: 0.05})
-            known.took(1000, rows, alone + 1.0, 1)
+            known.record(1000, rows, alone + 1.0, 1)
             assert known.tokens(0.3, rows, 0) == pytest.approx((0.3 - alone) / 0.001, abs=1), rows
 
     def test_pace_adds_the_time_of_the_fewest_rows_to_an_extend_step(self) -> None:
         known = pace({4: 0.05, 1: 0.02})
-        known.took(1000, 0, 0.02 + 1.0, 1)
+        known.record(1000, 0, 0.02 + 1.0, 1)
         assert known.tokens(0.3, 4, 1) == pytest.approx((0.3 - 0.05 - 0.02) / 0.001, abs=1)
         assert known.tokens(0.3, 4, 3) == pytest.approx((0.3 - 0.05 - 0.06) / 0.003, abs=1)
         assert known.tokens(0.3, 4, 0) == pytest.approx((0.3 - 0.05) / 0.001, abs=1)
@@ -62,14 +62,14 @@ class TestPace:
     def test_pace_returns_the_steps_that_fit_into_the_time(self) -> None:
         """A step of 100 tokens takes 0.12 s, and a step of 4 decode rows takes 0.05 s."""
         known = pace({4: 0.05, 1: 0.02})
-        known.took(1000, 0, 0.02 + 1.0, 1)
+        known.record(1000, 0, 0.02 + 1.0, 1)
         assert [known.steps(within_s, 4, 100) for within_s in (0.01, 0.16, 0.18, 0.6)] == [1, 1, 2, 5]
         assert [known.steps(0.6, 4, 1000), known.steps(1e308, 4, 9)] == [1, MOST_TOKENS]
 
     def test_pace_gives_prompts_as_much_time_as_decode_rows(self) -> None:
         """The decode rows take 0.2 s. The time limit may be larger than any step."""
         known = pace({8: 0.2})
-        known.took(1000, 8, 1.2, 1)
+        known.record(1000, 8, 1.2, 1)
         tokens = [known.tokens(within_s, 8, 0) for within_s in (0.01, 0.15, 0.3, 0.5)]
         assert tokens == pytest.approx([10, 150, 200, 300], abs=1)
         assert known.tokens(1e308, 8, 0) == known.tokens(float("inf"), 8, 0) == MOST_TOKENS
@@ -77,30 +77,30 @@ class TestPace:
     def test_pace_counts_decode_rows_as_at_most_half_of_a_step(self) -> None:
         """A step with a prompt may be faster than its decode rows alone have been; the prompt still took some time."""
         known = pace({1: 5.0})
-        known.took(1000, 1, 1.0, 1)
+        known.record(1000, 1, 1.0, 1)
         assert known.tokens(11.0, 1, 0) == pytest.approx(6.0 / 0.0005, rel=0.01)
 
     def test_pace_ignores_small_and_untimed_steps(self) -> None:
         known = pace()
         for extended_then, seconds in ((63, 1.0), (1000, 0.0), (1000, -1.0)):
-            known.took(extended_then, 1, seconds, 64)
+            known.record(extended_then, 1, seconds, 64)
         assert not known.is_known
 
     def test_pace_weighs_steps_by_tokens(self) -> None:
         """The constant time of a step makes the tokens of short prompts expensive."""
         known = pace()
-        known.took(16, 0, 0.8 + 0.016, 16)
+        known.record(16, 0, 0.8 + 0.016, 16)
         for _ in range(3):
-            known.took(1000, 0, 0.8 + 1.0, 16)
+            known.record(1000, 0, 0.8 + 1.0, 16)
         assert known.tokens(1.8, 0, 1) > 800
 
     def test_pace_follows_step_times_and_limits_outliers(self) -> None:
         known = pace()
-        known.took(1000, 0, 1.0, 1)
-        known.took(1000, 0, 1000.0, 1)
+        known.record(1000, 0, 1.0, 1)
+        known.record(1000, 0, 1000.0, 1)
         assert known.tokens(1.0, 0, 1) == pytest.approx(1000 * (FADES + 1) / (FADES + OUTLIER), abs=1)
         for _ in range(30):
-            known.took(1000, 0, 2.0, 1)
+            known.record(1000, 0, 2.0, 1)
         assert known.tokens(1.0, 0, 1) == pytest.approx(500, abs=5)
 
 

@@ -264,10 +264,10 @@ class TestReservation:
             replace(finish.reservation, secret=bytes(16)),
             pair.new_reservation(),
         ):
-            pair.first.core.release_reservation(pair.left(other))
+            pair.first.core.release_reservation(pair.release_of(other))
         assert len(pair.first.core.reservations) == 1
-        pair.first.core.release_reservation(pair.left(finish.reservation))
-        pair.first.core.release_reservation(pair.left(finish.reservation))
+        pair.first.core.release_reservation(pair.release_of(finish.reservation))
+        pair.first.core.release_reservation(pair.release_of(finish.reservation))
         assert not len(pair.first.core.reservations)
 
     def test_request_does_not_end_while_a_reservation_may_free_pages(self) -> None:
@@ -294,7 +294,7 @@ class TestReservation:
         assert pair.first.core.queues.batch_is_full
         pair.first.now += 1.0
         if how == "its reader leaves":
-            pair.first.core.release_reservation(pair.left(finish.reservation))
+            pair.first.core.release_reservation(pair.release_of(finish.reservation))
         pair.first.turn()
         assert sorted(r.handle for r in pair.first.core.queues.extending + pair.first.core.queues.decoding) == [1, 2]
         pair.first.drain()
@@ -478,7 +478,7 @@ class TestPull:
             pair.compute(handle, PROMPT, max_new_tokens=4, seed=handle)
         reservation = pair.first.finishes[0].reservation
         assert reservation is not None
-        pair.first.core.release_reservation(pair.left(reservation))
+        pair.first.core.release_reservation(pair.release_of(reservation))
         pair.first.turn()
         for handle in (0, 1):
             pair.go_on(handle, PROMPT, max_new_tokens=4, seed=handle)

@@ -140,11 +140,11 @@ class TestGrammars:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("late", [True, False])
-    def test_matcher_follows_long_output_over_several_turns(self, late: bool) -> None:
+    def test_matcher_replays_long_output_over_several_turns(self, late: bool) -> None:
         grammar = spec(1, 40)
         whole, _ = undisturbed(max_new_tokens=50, grammar=grammar, ignore_eos=True)
         engine = make()
-        engine.core.queues.gate._follow_tokens = 4
+        engine.core.queues.gate._replay_tokens = 4
         if not late:
             engine.book.ready.add(grammar)
         engine.submit(9, [4] * 5, max_new_tokens=60, ignore_eos=True)
@@ -161,7 +161,7 @@ class TestGrammars:
         assert engine.outputs[0] == whole[20:] and engine.outputs[2] == whole[22:]
         assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.CANCELLED)
 
-    def test_matcher_follows_in_small_parts_when_expensive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_matcher_replays_in_small_parts_when_expensive(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def accept(matcher: PositionMatcher, token: int) -> bool:
             matcher.cost_s += 0.001
             return plain(matcher, token)

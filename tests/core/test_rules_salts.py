@@ -59,7 +59,7 @@ def tag(engine: Engine, salt: str) -> bytes:
 
 
 def kept(engine: Engine, salt: str) -> int:
-    """Returns the number of the salt's pages in the host tier and the storage."""
+    """Returns the numbers of the salt's pages in the host tier and in the storage."""
     tiers = engine.core.tiers
     assert tiers is not None
     in_host = [key for key in tiers._host._cached if tag_of(key) == tag(engine, salt)]

@@ -1,4 +1,4 @@
-"""Requests that end with their prompt: scores, and requests for no output. They sample nothing and reserve no KV for output."""
+"""Requests that end with their prompt: scores, and requests with max_new_tokens 0. They reserve no KV for output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestEnd:
         assert engine.core.stats().generated_tokens_total == 0
 
     @each_value(chunk=[0, 4, 16], overlap=[True, False])
-    def test_request_for_no_tokens_gets_none(self, overlap: bool, chunk: int) -> None:
+    def test_request_gets_no_token_when_max_new_tokens_is_0(self, overlap: bool, chunk: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
         assert ask(engine, 0, PROMPT, **NONE, prompt_logprobs_from=3, top_logprobs=1) is FinishReason.LENGTH
         assert 0 not in engine.outputs and engine.finishes[0].completion_tokens == 0
@@ -57,12 +57,12 @@ class TestEnd:
             engine.check_answer(handle)
         assert engine.core.stats().generated_tokens_total == 40
 
-    def test_grammar_fills_no_mask_when_no_token_is_wanted(self) -> None:
+    def test_grammar_fills_no_mask_when_the_request_samples_no_token(self) -> None:
         engine = make()
         assert ask(engine, 0, PROMPT, **NONE, grammar=spec(1, 5)) is FinishReason.LENGTH
         assert not any(len(plan.mask_rows) for plan in engine.plans)
 
-    def test_session_turn_adds_a_prompt_and_no_output_when_no_token_is_wanted(self) -> None:
+    def test_session_turn_adds_only_the_prompt_when_it_samples_no_token(self) -> None:
         engine = make()
         engine.open_session("s")
         assert ask(engine, 0, PROMPT, session=SessionTurn("s"), **NONE) is FinishReason.LENGTH

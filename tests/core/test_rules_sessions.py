@@ -280,7 +280,7 @@ class TestLifetime:
 class TestMemory:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("policy", EvictionPolicy)
-    def test_held_pages_are_evicted_last(self, policy: EvictionPolicy) -> None:
+    def test_session_pages_are_evicted_last(self, policy: EvictionPolicy) -> None:
         engine = opened(eviction_policy=policy, num_pages=32)
         say(engine, 0, [1] * 16)
         held = np.array(engine.contexts["s", "r0"][:20], dtype=np.int32).tobytes()
@@ -290,7 +290,7 @@ class TestMemory:
         assert engine.core.stats().evicted_pages_total > 50
         assert engine.core.memory.tree.peek("", held)[1] == 5, "all whole pages of the turn are cached"
 
-    def test_held_pages_are_evicted_normally_when_another_tier_has_copies(self) -> None:
+    def test_session_pages_are_evicted_normally_when_another_tier_has_copies(self) -> None:
         engine = slow(opened(num_pages=32, host_pages=400, page_bytes=64))
         say(engine, 0, [1] * 16)
         held = np.array(engine.contexts["s", "r0"][:20], dtype=np.int32).tobytes()

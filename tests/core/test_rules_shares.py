@@ -56,7 +56,7 @@ class TestOrder:
     ) -> None:
         """The first chunk is in the step in flight.
 
-        The second chunk is in the step that is planned while it runs, if the request's flow has just had its turn.
+        The second chunk is in the step that is planned while the first step runs, if the request's flow was served just before.
         """
         engine = Engine(config_of(policy), overlap)
         for handle in range(20):

@@ -154,7 +154,7 @@ def test_decode_worker_computes_prompt_when_read_fails() -> None:
 
 @pytest.mark.parametrize("chunk", [256, 2048])
 def test_decode_worker_prefetches_pages_during_prefill(chunk: int) -> None:
-    """As in production, only the pages of the last chunk are read after the token. With one chunk, these are all pages."""
+    """As in production, only the last chunk's pages are read after the first token. With one chunk, these are all pages."""
     trace = Trace(64, tuple([TraceRequest(4.0 * at, (), 1032, 20, 20) for at in range(6)]))
     scheduler, wire = replace(SCHEDULER, chunked_prefill_size=chunk), Wire(10e9, 0.0002)
     model = TimeModel(base=0.001, per_prefill_token=20e-6)

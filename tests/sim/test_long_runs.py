@@ -101,7 +101,7 @@ def exercised(engine: Engine) -> Counter[str]:
 @pytest.mark.parametrize("round_number", ROUNDS)
 @pytest.mark.parametrize("name", ROWS)
 def test_scheduler_keeps_invariants_in_long_runs(name: str, round_number: int) -> None:
-    """Every invariant holds after every call, every request ends once, and the run has met each event of `wanted`."""
+    """Every invariant holds after every call, every request ends once, and each event of `wanted` has occurred."""
     values = dict(zip(COLUMNS, ROWS[name], strict=True))
     never = set()
     if not values["enable_priority_scheduling"]:
@@ -134,7 +134,7 @@ EVERY_VALUE: dict[str, set[Any]] = {
 }
 
 
-def test_long_runs_have_every_value() -> None:
+def test_long_runs_cover_every_policy_and_flag() -> None:
     assert {column: {row[COLUMNS.index(column)] for row in ROWS.values()} for column in EVERY_VALUE} == EVERY_VALUE
 
 
@@ -148,7 +148,7 @@ def test_plans_are_reproducible_by_seed(name: str) -> None:
 
 
 class TestNoStarvation:
-    """First come, first served, without priorities."""
+    """With the policy fcfs and without priorities, every request is admitted in time."""
 
     @each_pair(overlap=EITHER, retract_interval=[0, 3], mixed=EITHER)
     def test_scheduler_admits_in_order_of_arrival(self, overlap: bool, retract_interval: int, mixed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Checks the cost of grammars' forced tokens: the scheduler computes them in steps in which other requests lose least time."""
+"""Checks the cost of tokens that grammars force. The scheduler computes them in the steps that delay other requests least."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = on_gpu(50_000, 4096)
 
 
 def outcomes(trace: Trace) -> dict[str, Outcome]:
-    """Returns outcomes with forced text sampled, computed in steps outside graphs, and computed as the scheduler decides."""
+    """Returns three outcomes: forced tokens are sampled, computed in eager steps, or computed as the scheduler decides."""
     runs = {
         "sampled": (PLAIN, replace(H200, graph_rereads=0), False),
         "eager": (PLAIN, replace(H200, graph_rereads=0), True),
@@ -36,7 +36,7 @@ def outcomes(trace: Trace) -> dict[str, Outcome]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("share", [0.5, 0.05])
-def test_graph_rule_slows_no_request(share: float) -> None:
+def test_graph_limits_slow_no_request(share: float) -> None:
     trace = grammars(200, share, 512, 256, 8, RUNS, rate=16.0, seed=0)
     found = outcomes(trace)
     said = [outcome.requests.output_tokens.tolist() for outcome in found.values()]

@@ -85,7 +85,7 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
     if -(-(length + given) // config.page_size) > config.num_pages:
         size = config.num_pages * config.page_size
         return refused(
-            f"prompt and output_ids together have {length + given} tokens; the KV pool has {size} tokens",
+            f"the prompt (with output_ids) has {length + given} tokens; the KV pool has {size} tokens",
             error=ErrorCode.OUT_OF_MEMORY,
         )
     if message.params.grammar is not None and not offers_grammars:

@@ -245,7 +245,7 @@ class GrammarGate:
 
     def __init__(self, book: GrammarBook | None, replay_tokens: int = REPLAY_TOKENS) -> None:
         self._book = book  # unset if the worker offers no structured output
-        self._follow_tokens = replay_tokens
+        self._replay_tokens = replay_tokens
         self._waiting: dict[GrammarSpec, dict[int, Request]] = {}
         self._replaying: dict[int, Request] = {}
         self._postponed: dict[GrammarSpec, float] = {}  # postponed grammars, with the times at which they are submitted again
@@ -343,7 +343,7 @@ class GrammarGate:
         if not self._replaying:
             return []
         free = []
-        left, spent_s = self._follow_tokens, 0.0
+        left, spent_s = self._replay_tokens, 0.0
         for request in self._replaying.values():
             last, fits = len(request.progress.output_ids) - 1, True
             while fits and request.progress.num_replayed < last and left > 0 and spent_s < REPLAY_S:

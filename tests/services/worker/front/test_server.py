@@ -206,7 +206,7 @@ def test_refused_request_releases_the_kv_reservation_and_prefetch(monkeypatch: p
             refused = submit(1, top_p=2.0)
             refused.source.CopyFrom(source)
             released: list[KvSource] = []
-            monkeypatch.setattr(worker.core.reservations, "done_with", released.append)
+            monkeypatch.setattr(worker.core.reservations, "release_source", released.append)
             await gateway.send(refused)
             await gateway.ended(1)
             assert gateway.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
