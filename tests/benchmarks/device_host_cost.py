@@ -18,7 +18,7 @@ from rootstock_llm.kernels.contracts.ops import PackedLinear
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode, SamplingParams, SlotParams
-from rootstock_llm.services.worker.exec.build import KNOWN_TOKENS, DeviceOptions, DeviceParts, assemble_executor
+from rootstock_llm.services.worker.exec.build import EXTRA_GRAPH_ROWS, DeviceOptions, DeviceParts, assemble_executor
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.kernel_set import KernelSet
 from rootstock_llm.services.worker.exec.models.dense import Decoder, DenseConfig, Qwen3
@@ -111,7 +111,9 @@ def executor_of(rows: int, graphs: bool) -> DeviceExecutor:
         attention=lambda _: NoAttention(),  # type: ignore[arg-type, return-value]
         graph_memory=NoGraphMemory(),
     )
-    options = DeviceOptions(device="cpu", max_graph_rows=rows + KNOWN_TOKENS, max_tokens=rows + KNOWN_TOKENS, cuda_graphs=graphs)
+    options = DeviceOptions(
+        device="cpu", max_graph_rows=rows + EXTRA_GRAPH_ROWS, max_tokens=rows + EXTRA_GRAPH_ROWS, cuda_graphs=graphs
+    )
     made, _ = assemble_executor(loaded, rows, PAGE_SIZE, rows * CONTEXT // PAGE_SIZE, 0.5, options, lambda _: None, False, parts)
     return made
 
@@ -137,7 +139,7 @@ def plan_of(step: int, rows: int, known: int, admitted: tuple[SlotParams, ...] =
 
 def measured(rows: int, steps: int, graphs: bool, known: int) -> dict[str, float]:
     executor = executor_of(rows, graphs)
-    executor.runner.graph_limits = GraphLimits(rows + KNOWN_TOKENS, 1 << 30)
+    executor.runner.graph_limits = GraphLimits(rows + EXTRA_GRAPH_ROWS, 1 << 30)
     params = SamplingParams(1 << 20, temperature=0.7, seed=1)
     admitted = tuple(SlotParams(slot, 10, params, (), NOTHING) for slot in range(rows))
     times: dict[str, list[float]] = {"forward": [], "sample": [], "wait": []}

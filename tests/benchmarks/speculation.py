@@ -59,9 +59,9 @@ class Forced(Guesses):
         self._working.admit(slot)
         super().admit(slot)
 
-    def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
-        self._working.know(slot, start, ids)
-        super().know(slot, start, ids)
+    def set_tokens(self, slot: int, start: int, ids: Sequence[int]) -> None:
+        self._working.set_tokens(slot, start, ids)
+        super().set_tokens(slot, start, ids)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         self._working.propose(wanted)

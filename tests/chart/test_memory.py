@@ -71,7 +71,7 @@ CASES = [(row, gb) for row in ROWS for gb in MEMORIES]
 def worker_pages(size: dict[str, float], gpu_gb: float, settings: dict[str, Any]) -> int:
     """Returns the pages that the worker computes. Raises PoolTooSmall."""
     total = round(gpu_gb * GB)
-    use = DeviceMemoryUse(total, total, round(size["weightsGB"] * GB), REST, 0, 0, held_now=())
+    use = DeviceMemoryUse(total, total, round(size["weightsGB"] * GB), REST, 0, 0, allocated_now=())
     loaded = WorkerSettings.model_validate({"model": "m", **settings})
     page_bytes = round(size["kvKiBPerToken"] * 1024) * loaded.page_size
     fraction = loaded.mem_fraction_static or GPU_FRACTION

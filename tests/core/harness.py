@@ -89,7 +89,7 @@ class Engine:
             clock=lambda: self.now,
             sleep=lambda seconds: None,
         )
-        self.executor.told_ahead_s = 0.0
+        self.executor.early_s = 0.0
         self.overlap = overlap
         self.prev: FakeRun | None = None
         self.plans: list[BatchPlan] = []
@@ -320,7 +320,7 @@ class Engine:
 
     def _check_cached_pages(self, nodes: Sequence[TreeNode]) -> None:
         if self.checked and nodes:
-            held = self.executor.coming_kv()[np.concatenate([node.pages for node in nodes])]
+            held = self.executor.kv_after_loads()[np.concatenate([node.pages for node in nodes])]
             wanted = b"".join(node.key for node in nodes)
             assert held.tobytes() == wanted, "a cached page has the tokens of its path in the tree"
 

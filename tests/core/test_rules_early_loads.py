@@ -17,10 +17,10 @@ from tests.core.test_rules_tiers import ask, moved, prompt, turns
 from tests.core.test_scheduler_properties import check_run
 
 
-def early(told_ahead_s: float, page_moved_s: float, numbers: int = 1, **changes: Any) -> Engine:
+def early(early_s: float, page_moved_s: float, numbers: int = 1, **changes: Any) -> Engine:
     """Returns an engine in which only the host tier has the pages of some prompts, nine pages each."""
     engine = cold(roomy(page_moved_s=0.0, **changes), *(prompt(number) for number in range(numbers)))
-    engine.executor.told_ahead_s = told_ahead_s
+    engine.executor.early_s = early_s
     engine.executor._time = TimeModel(per_page_moved=page_moved_s)
     return engine
 

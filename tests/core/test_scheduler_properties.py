@@ -83,7 +83,7 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked
     """Runs `steps` turns with random arrivals, aborts in every phase, and pauses in which all requests end."""
     rng = random.Random(seed)
     engine = Engine(config, overlap, checked, page_moved_s=rng.choice((0.0, 0.003, 0.05)))
-    engine.executor.told_ahead_s = rng.choice((0.0, EARLY_S, 10.0))
+    engine.executor.early_s = rng.choice((0.0, EARLY_S, 10.0))
     if rng.random() < 0.5:
         engine.executor.pages_moved = lambda operation: rng.choice((len(operation.keys), rng.randrange(len(operation.keys) + 1)))
     handle = 0

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rootstock_llm.services.worker.exec.streams.cuda_streams import T
-from rootstock_llm.services.worker.exec.streams.host_streams import HostStreams, _PastEvent
+from rootstock_llm.services.worker.exec.streams.host_streams import HostStreams, _PassedMark
 
 WAITS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal",
          "from_numpy", "tensor", "as_tensor", "masked_select", "unique", "argwhere", "allclose"}  # fmt: skip
@@ -194,7 +194,7 @@ class InlineStreams(HostStreams):
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
-        self._nothing, self._past = nullcontext(), _PastEvent()
+        self._nothing, self._past = nullcontext(), _PassedMark()
 
     @property
     def on_host(self) -> bool:

@@ -35,7 +35,7 @@ class Guesses:
     def admit(self, slot: SlotParams) -> None:
         self._texts[slot.slot] = slot.history.tolist()
 
-    def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
+    def set_tokens(self, slot: int, start: int, ids: Sequence[int]) -> None:
         text = self._texts[slot]
         assert len(text) >= start, "reported tokens continue the known text without a gap"
         text[start:] = ids
@@ -50,7 +50,7 @@ class Guesses:
         self.drafted += len(guess)
         return [(token + 1) % self._vocab_size if self._rng.random() < self._errors else token for token in guess]
 
-    def predicted(self, slot: int) -> bool:
+    def used_prediction(self, slot: int) -> bool:
         """Returns False, because the drafter uses no prediction."""
         return False
 
@@ -62,6 +62,6 @@ class Guesses:
         """Checks the reported positions: they end within the known text and include no rejected draft token."""
         for row in rows:
             known = len(self._texts[row.slot])
-            assert known - 1 <= row.start + row.count <= (known if row.given else known - 1), (
+            assert known - 1 <= row.start + row.count <= (known if row.from_plan else known - 1), (
                 "a reported row ends within the known text"
             )

@@ -57,7 +57,7 @@ class Sampling:
             positions: int32[n], positions of the sampled tokens.
             masks: uint32[ceil(V / 32)] by row.
         """
-        inputs = self.sampler.passing_inputs(torch.from_numpy(slots), torch.from_numpy(positions))
+        inputs = self.sampler.step_inputs(torch.from_numpy(slots), torch.from_numpy(positions))
         batch = SampleBatch.of(logits, inputs, slots, np.arange(len(slots)))
         return self.sampler.outcome(self.sampler.launch(batch, masks or {}))
 

@@ -456,9 +456,9 @@ def test_warm_up_launches_every_kernel_of_a_step(folder: Path) -> None:
 
 @of_one_model
 def test_measure_rounds_the_number_of_top_logprobs_up(device: Device) -> None:
-    wishes, rows = device.executor.runner.sampler.wishes, torch.zeros(1, dtype=torch.int32)
+    logprobs, rows = device.executor.runner.sampler.logprobs, torch.zeros(1, dtype=torch.int32)
     logits = torch.arange(257.0)[None]
-    found = [wishes.measure(logits, rows, rows, number).top_ids[0].tolist() for number in (0, 1, 4, 5, 6, 20)]
+    found = [logprobs.measure(logits, rows, rows, number).top_ids[0].tolist() for number in (0, 1, 4, 5, 6, 20)]
     assert [len(ids) for ids in found] == [0, 5, 5, 5, 20, 20]
     assert all(ids == list(range(256, 256 - len(ids), -1)) for ids in found)
 

@@ -223,7 +223,7 @@ def test_resume_waits_on_the_forward_stream(folder: Path, monkeypatch: pytest.Mo
 def test_failed_resume_releases_all_memory_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and pool fit into the memory, but the graphs do not."""
     executor, both = built(folder), {"kv": True, "weights": True}
-    operator = executor._operator
+    operator = executor._operations
     executor.apply(ReleaseMemory(**both))
 
     made: list[weakref.ref[torch.Tensor]] = []
@@ -321,7 +321,7 @@ def test_resume_refuses_another_model_in_the_folder(tmp_path: Path) -> None:
     executor = built(tmp_path)
     executor.apply(ReleaseMemory(kv=False, weights=True))
     MODELS["llama-untied"].build(tmp_path)
-    with pytest.raises(OperationRefused, match="another shape"):
+    with pytest.raises(OperationRefused, match="other sizes"):
         executor.apply(ResumeMemory(kv=False, weights=True))
     (tmp_path / "config.json").unlink()
     with pytest.raises(OperationRefused, match=r"no config\.json"):

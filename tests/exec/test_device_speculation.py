@@ -228,7 +228,7 @@ def test_kept_states_are_in_the_order_of_the_plan(late: DeviceExecutor) -> None:
     assert known[:8].tolist() != run.plan.input_ids.tolist()
     of_pass = (torch.from_numpy(known),)
     for first, count in ((0, 3), (3, 5), (4, 2)):
-        (kept,) = late.runner.kept(run, of_pass, first, count)
+        (kept,) = late.runner.copied_states(run, of_pass, first, count)
         assert kept.tolist() == run.plan.input_ids[first : first + count].tolist()
 
 

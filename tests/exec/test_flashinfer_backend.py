@@ -18,7 +18,7 @@ from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.exec.attention import flashinfer_limits as limits
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 from rootstock_llm.services.worker.exec.attention.flashinfer_backend import FlashInferAttention
-from rootstock_llm.services.worker.exec.attention.flashinfer_prebuild import asked_for, missing
+from rootstock_llm.services.worker.exec.attention.flashinfer_prebuild import missing, needed_modules
 from rootstock_llm.services.worker.exec.attention.flashinfer_staging import SLOTS, StagingRing, StagingSlot, fill, make_slot
 from rootstock_llm.services.worker.exec.loading import load_model
 from rootstock_llm.services.worker.exec.models.dense import Decoder
@@ -122,7 +122,7 @@ def uncompiled(library: Any, head_dim: int, dtype: torch.dtype, arch: str, windo
     if os.environ.get("FLASHINFER_DISABLE_JIT") != "1":
         return 0
     kinds = {window > 0 for window in windows}
-    return len(missing(library, [each for each in asked_for([head_dim], [dtype], [arch]) if each.windowed in kinds]))
+    return len(missing(library, [each for each in needed_modules([head_dim], [dtype], [arch]) if each.windowed in kinds]))
 
 
 def assert_near(given: torch.Tensor, wanted: torch.Tensor) -> None:

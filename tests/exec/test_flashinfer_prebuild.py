@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rootstock_llm.services.worker.exec.attention.flashinfer_limits import DTYPES, HEAD_DIMS, Unsupported
-from rootstock_llm.services.worker.exec.attention.flashinfer_prebuild import DECODE, Module, asked_for, build, main, missing
+from rootstock_llm.services.worker.exec.attention.flashinfer_prebuild import DECODE, Module, build, main, missing, needed_modules
 from tests.exec import test_flashinfer_backend as steps
 from tests.exec import test_flashinfer_library as through_library
 
@@ -24,24 +24,24 @@ NO_GPU = pytest.mark.skipif(not INSTALLED or torch.cuda.is_available(), reason="
 CPU, HALF = torch.device("cpu"), torch.float16
 
 
-def test_asked_for_covers_every_kind_of_step_with_and_without_a_window() -> None:
-    found = {(each.kernels, each.windowed) for each in asked_for([128], [torch.bfloat16], ["8.0", "9.0a"])}
+def test_needed_modules_covers_every_kind_of_step_with_and_without_a_window() -> None:
+    found = {(each.kernels, each.windowed) for each in needed_modules([128], [torch.bfloat16], ["8.0", "9.0a"])}
     assert found == {(kernels, windowed) for kernels in (DECODE, "fa2", "fa3") for windowed in (False, True)}
 
 
-def test_asked_for_limits_hopper_kernels_to_hopper() -> None:
-    assert {each.kernels for each in asked_for([64], [HALF], ["8.0", "10.0f"])} == {DECODE, "fa2"}
+def test_needed_modules_limits_hopper_kernels_to_hopper() -> None:
+    assert {each.kernels for each in needed_modules([64], [HALF], ["8.0", "10.0f"])} == {DECODE, "fa2"}
 
 
-def test_asked_for_covers_every_head_size_and_dtype() -> None:
-    found = asked_for(HEAD_DIMS, DTYPES, ["9.0a"])
+def test_needed_modules_covers_every_head_size_and_dtype() -> None:
+    found = needed_modules(HEAD_DIMS, DTYPES, ["9.0a"])
     assert {(each.head_dim, each.dtype) for each in found} == {(size, dtype) for size in HEAD_DIMS for dtype in DTYPES}
     assert {each.index for each in found} == {torch.int32} and len(found) == len(HEAD_DIMS) * len(DTYPES) * 6
 
 
-def test_asked_for_refuses_unsupported_head_sizes() -> None:
+def test_needed_modules_refuses_unsupported_head_sizes() -> None:
     with pytest.raises(Unsupported):
-        asked_for([96], [HALF], ["9.0a"])
+        needed_modules([96], [HALF], ["9.0a"])
 
 
 class MissingJITCacheError(RuntimeError):
@@ -74,7 +74,7 @@ class Compiler:
 
 def test_build_compiles_only_missing_modules_into_the_folder_of_the_library(tmp_path: Path) -> None:
     library, lines = Compiler(tmp_path, {"fa2_64_False"}), []
-    specs = missing(library, asked_for([64], [HALF], ["8.0"]))
+    specs = missing(library, needed_modules([64], [HALF], ["8.0"]))
     build(library, specs, tmp_path / "out", lines.append)
     names = {"decode_64_False", "decode_64_True", "fa2_64_True"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
@@ -174,7 +174,7 @@ def test_library_requests_only_known_modules(library: Any, asked: set[Module]) -
     for shape in (steps.SHAPE, steps.PAIRED):
         steps.test_graphs_of_fixed_buffers_follow_the_plan(shape, CPU, library)
     sizes, dtypes = {each.head_dim for each in asked}, {each.dtype for each in asked}
-    assert asked <= set(asked_for(sizes, dtypes, ["8.0", "9.0a"]))
+    assert asked <= set(needed_modules(sizes, dtypes, ["8.0", "9.0a"]))
     assert {each.kernels for each in asked} == {DECODE, "fa2", "fa3"}
 
 

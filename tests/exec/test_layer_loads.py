@@ -18,7 +18,7 @@ from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES
 from rootstock_llm.services.worker.exec.kernel_set import copies
 from rootstock_llm.services.worker.exec.pools import kv_pool
 from rootstock_llm.services.worker.exec.pools.kv_pool import MOST_GROUPS, Arrivals, KVPool, LayerGroups, LayerLoads
-from rootstock_llm.services.worker.exec.streams.cuda_streams import NeverCame
+from rootstock_llm.services.worker.exec.streams.cuda_streams import LoadFailed
 from rootstock_llm.services.worker.exec.streams.host_streams import HostArrival, HostStreams
 from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier, PoolReader
 from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
@@ -37,8 +37,8 @@ class Gated(PageCopier):
         self.may = threading.Semaphore(0)
         self.error: Exception | None = None
 
-    def bringing(self, memory: Any, rows: Any, pages: Any) -> Callable[[int], None]:
-        bring = super().bringing(memory, rows, pages)
+    def group_loader(self, memory: Any, rows: Any, pages: Any) -> Callable[[int], None]:
+        bring = super().group_loader(memory, rows, pages)
 
         def gated(group: int) -> None:
             assert self.may.acquire(timeout=DEADLINE_S), "the test did not permit the next group"
@@ -237,7 +237,7 @@ def test_load_is_reported_when_the_rest_takes_less_than_early_s(loading: Loading
     first = loading.fact()
     assert first.op_id == 7 and first.count == 1 and first.seconds > 0 and not first.early and first.loaded is None
     assert not loading.mover._loads._bytes_s, "a load of one page does not change the rate"
-    monkeypatch.setattr(kv_pool, "SAYS_BYTES", loading.copier.page_bytes)
+    monkeypatch.setattr(kv_pool, "MIN_RATED_BYTES", loading.copier.page_bytes)
     loading.mover._loads._bytes_s = loading.copier.page_bytes / LAYERS  # a layer each second
     loading.begin()
     loading.bring(LAYERS - 2)
@@ -247,7 +247,9 @@ def test_load_is_reported_when_the_rest_takes_less_than_early_s(loading: Loading
     assert loading.fact() == Fact(7, 1, early=True)
     loading.bring()
     assert loading.fact().loaded is not None
-    assert loading.mover._loads._bytes_s != loading.copier.page_bytes / LAYERS, "a load of SAYS_BYTES or more changes the rate"
+    assert loading.mover._loads._bytes_s != loading.copier.page_bytes / LAYERS, (
+        "a load of MIN_RATED_BYTES or more changes the rate"
+    )
 
 
 class TestFailures:
@@ -270,7 +272,7 @@ class TestFailures:
         assert "made to fail" in loading.lost[0]
         loading.arrivals.expect(ONE)
         for wait in (partial(loading.pool.layer, 0), partial(loading.pool.layer, 0), loading.arrivals.settle):
-            assert isinstance(raised(wait), NeverCame)
+            assert isinstance(raised(wait), LoadFailed)
 
 
 class TestOnADevice:
@@ -303,7 +305,7 @@ class Recorded(HostArrival):
     """An arrival of a device: a wait for a group that was not queued would not block."""
 
     def wait(self, group: int) -> None:
-        assert self._came > group, "the group's event was recorded before the wait"
+        assert self._complete > group, "the group's event was recorded before the wait"
 
 
 @pytest.mark.by_day(one_in=4, seed=2)

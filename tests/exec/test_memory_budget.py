@@ -28,9 +28,9 @@ CASES = {
     "all parts and the driver's own 10 count": Case(ALONE, 0.9, 0, 900 - 300 - 50 - 20 - 30 - 10),
     "what others hold counts": Case(replace(ALONE, free_now=490 * MIB), 0.9, 0, 900 - 400 - 210),
     "parts that were held are not counted twice": Case(
-        replace(ALONE, free_now=640 * MIB, held_now=("weights", "graphs", "workspace")), 0.9, 0, 900 - 400 - 10
+        replace(ALONE, free_now=640 * MIB, allocated_now=("weights", "graphs", "workspace")), 0.9, 0, 900 - 400 - 10
     ),
-    "nothing held yet": Case(replace(ALONE, free_now=990 * MIB, held_now=()), 0.9, 0, 900 - 400 - 10),
+    "nothing allocated yet": Case(replace(ALONE, free_now=990 * MIB, allocated_now=()), 0.9, 0, 900 - 400 - 10),
     "the reserve is below the rest": Case(ALONE, 0.9, 60 * MIB, 490),
     "the reserve is above the rest": Case(ALONE, 0.9, 200 * MIB, 390),
     "the whole device": Case(ALONE, 1.0, 0, 590),
@@ -56,22 +56,22 @@ def test_kv_pool_pages_raises_when_no_page_fits() -> None:
     with pytest.raises(PoolTooSmall) as caught:
         kv_pool_pages(ALONE, 0.9, 0, 491 * MIB, 16, 1)
     sentence = str(caught.value)
-    assert sentence.startswith("no page of 16 tokens (491 MiB) fits into the memory that the model leaves")
-    for part in ("weights 300 MiB", "activations 50 MiB", "graphs 20 MiB", "workspaces 30 MiB", "held elsewhere 10 MiB"):
+    assert sentence.startswith("no KV page of 16 tokens (491 MiB) fits into the memory that is left after the model")
+    for part in ("weights 300 MiB", "activations 50 MiB", "graphs 20 MiB", "workspaces 30 MiB", "used elsewhere 10 MiB"):
         assert part in sentence
     assert "0.9 of the device's 1000 MiB" in sentence and "KV pool 490 MiB" in sentence
 
 
 def test_kv_pool_pages_raises_when_the_context_does_not_fit() -> None:
     assert kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 64) == 4
-    with pytest.raises(PoolTooSmall, match=r"holds 64 tokens, fewer than context_len 65: .*A context_len of 64 would fit"):
+    with pytest.raises(PoolTooSmall, match=r"holds 64 tokens, fewer than context_len 65: .*Set context_len to 64 or less"):
         kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 65)
 
 
 def test_describe_lists_all_parts() -> None:
     assert describe(ALONE, 0.85, 40 * MIB, 5 * MIB) == (
         "0.85 of the device's 1000 MiB may be used, 40 MiB stay free; weights 300 MiB, activations 50 MiB, graphs 20 MiB,"
-        " workspaces 30 MiB, held elsewhere 10 MiB, KV pool 5 MiB"
+        " workspaces 30 MiB, used elsewhere 10 MiB, KV pool 5 MiB"
     )
 
 

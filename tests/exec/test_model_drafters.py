@@ -142,7 +142,7 @@ def test_draft_tokens_equal_a_pass_over_the_whole_text(
         proposed.extend((list(drafter._slots[slot].text), guess) for slot, guess in found.items())
         return found
 
-    drafter._behind.clear()  # left by the requests of the last test
+    drafter._due_slots.clear()  # left by the requests of the last test
     entries: list[int] = []
     forward = drafter.model.forward
 
@@ -235,7 +235,7 @@ def test_pending_states_release_the_memory_of_a_chunk(tmp_path: Path) -> None:
     with torch.inference_mode():
         drafter._table[0, :16] = torch.arange(16)
         kept = tuple(torch.zeros(PROMPT_TOKENS, 128) for _ in range(3))
-        drafter.computed([Computed(0, 0, PROMPT_TOKENS, kept, given=True)])
+        drafter.computed([Computed(0, 0, PROMPT_TOKENS, kept, from_plan=True)])
         drafter.begin()
     ((left, *_),) = drafter._slots[0].pending
     assert len(left) == 1 and left.untyped_storage().nbytes() == left.nbytes

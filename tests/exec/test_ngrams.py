@@ -33,13 +33,13 @@ def drafter_of(prediction: Sequence[int], output: Sequence[int] = (), corpus: Se
     drafter = NgramDrafter(NgramIndex(i32(corpus)) if corpus else None)
     text = [*PROMPT, *output]
     drafter.admit(SlotParams(0, len(PROMPT), SamplingParams(max_new_tokens=99), (), i32(text), i32(prediction)))
-    drafter.know(0, 0, text[:2])  # in two chunks
-    drafter.know(0, 2, text[2:])
+    drafter.set_tokens(0, 0, text[:2])  # in two chunks
+    drafter.set_tokens(0, 2, text[2:])
     return drafter
 
 
 def guess(drafter: NgramDrafter, most: int = 3) -> tuple[list[int], bool]:
-    return drafter.propose({0: most})[0], drafter.predicted(0)
+    return drafter.propose({0: most})[0], drafter.used_prediction(0)
 
 
 def standing(tokens: Sequence[int], tail: Sequence[int]) -> tuple[int, list[int]]:
@@ -59,7 +59,7 @@ def test_index_finds_all_positions_of_the_longest_match() -> None:
         index = NgramIndex(i32(tokens))
         for _ in range(20):
             tail = [rng.randrange(1, 5) for _ in range(rng.randrange(7))]
-            size, places = index.places(tail)
+            size, places = index.find(tail)
             assert (size, sorted(places.tolist())) == standing(tokens, tail)
             found.add(size)
     assert found == {0, 2, 3, 4}
@@ -68,9 +68,9 @@ def test_index_finds_all_positions_of_the_longest_match() -> None:
 def test_index_follows_the_most_frequent_continuation_within_a_text() -> None:
     tokens = [1, 2, 3, 5, BETWEEN_TEXTS, 1, 2, 3, 7, 8, BETWEEN_TEXTS, 1, 2, 3, 7, 5, 6, BETWEEN_TEXTS, 1, 2, 3]
     index = NgramIndex(i32(tokens))
-    size, places = index.places([1, 2, 3])
+    size, places = index.find([1, 2, 3])
     assert (size, len(places)) == (3, 3), "the last of the four positions has no continuation"
-    assert index.follow(index.likeliest(places), 9) == [7, 5, 6]
+    assert index.tokens_from(index.likeliest(places), 9) == [7, 5, 6]
 
 
 class TestPrediction:
@@ -109,13 +109,13 @@ class TestPrediction:
     def test_prediction_counts_grammar_tokens_instead_of_replaced_tokens(self) -> None:
         drafter = drafter_of(SAID)
         drafter.sampled(0, [10, 11, 12])
-        drafter.know(0, len(PROMPT) + 1, [11, 12, 13, 14])
+        drafter.set_tokens(0, len(PROMPT) + 1, [11, 12, 13, 14])
         assert guess(drafter) == (SAID[5:8], True)
-        drafter.know(0, len(PROMPT) + 2, [12, 13])
+        drafter.set_tokens(0, len(PROMPT) + 2, [12, 13])
         assert guess(drafter) == (SAID[4:7], True), "the grammar has removed token 14"
         lines = drafter_of([7, 8, 1, 9, 7, 8, 1, 6])
         lines.sampled(0, [7, 8])
-        lines.know(0, len(PROMPT) - 1, [PROMPT[-1], 7, 8, 1])
+        lines.set_tokens(0, len(PROMPT) - 1, [PROMPT[-1], 7, 8, 1])
         assert guess(lines, 1) == ([9], True), "tokens that are reported twice count once"
 
     def test_prediction_position_is_the_length_of_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ class TestPrediction:
                     kept = rng.randrange(max(0, len(output) - 3), len(output) + 1)
                     replaced = output[kept:]
                     output = [*output[:kept], *more]
-                    drafter.know(0, len(PROMPT) + kept, more)
+                    drafter.set_tokens(0, len(PROMPT) + kept, more)
                     doubt = bool(output) and (doubt or len(more) < len(replaced) or replaced != more[: len(replaced)])
                 else:
                     text = [*PROMPT, *output]
@@ -153,11 +153,11 @@ class TestPrediction:
                     told = ends[0] - len(PROMPT)
                     doubt = told > 0 and (doubt or told < len(output))
                     for end in ends:
-                        drafter.know(0, begin, text[begin:end])
+                        drafter.set_tokens(0, begin, text[begin:end])
                         begin = end
                 ahead = prediction[len(output) :][:3] if not doubt and output == prediction[: len(output)] else []
                 known = drafter._texts[0].prediction
-                assert known is not None and known.ahead(3) == ahead
+                assert known is not None and known.next_tokens(3) == ahead
                 seen.add((kind, doubt, bool(ahead), drafter._texts[0].first > len(PROMPT)))
         assert len(seen) >= 20, seen
 
@@ -174,7 +174,7 @@ class TestPrediction:
             text = i32([*PROMPT, 5, 15, 16])
             drafter.admit(SlotParams(slot, len(PROMPT), SamplingParams(max_new_tokens=99), (), text, i32(SAID)))
         for slot in (*range(MOST_INDEXES + 1), 0):
-            assert drafter.propose({slot: 2}) == {slot: [17, 18]} and drafter.predicted(slot)
+            assert drafter.propose({slot: 2}) == {slot: [17, 18]} and drafter.used_prediction(slot)
         held = [text for text in drafter._texts.values() if text.prediction is not None and text.prediction._index is not None]
         assert len(held) <= MOST_INDEXES
 

@@ -182,7 +182,7 @@ def test_fetch_waits_for_an_earlier_load_into_the_same_page(moving: Moving) -> N
     assert not moving.mover.facts()
     moving.pool.keys[1][3] = torch.nan
     for group in range(2):
-        coming.came(group)
+        coming.add(group)
     assert moving.fact().count == 1 and moving.page(3) == moving.page(0)
 
 
@@ -192,7 +192,7 @@ def test_failed_operation_moves_nothing_and_ends_in_a_fact(
 ) -> None:
     before = [moving.page(number) for number in range(PAGES)]
     assert moving.moved(kind, [PAGES], [0]) == Fact(7), "page PAGES does not exist"
-    assert "pages were not moved" in caplog.text
+    assert "could not move pages" in caplog.text
     assert [moving.page(number) for number in range(PAGES)] == before
     assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 1, "the mover continues after a failure"
 
@@ -322,7 +322,7 @@ class TestOtherWorkers:
             moving.mover.begin(pull("a", number, [4]))
             assert moving.fact().count == 1
             deadline = time.monotonic() + DEADLINE_S
-            while moving.mover._of_peers:
+            while moving.mover._peer_jobs:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
 

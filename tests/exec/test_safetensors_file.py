@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
-from rootstock_llm.services.worker.exec.weights.safetensors_file import TensorFiles, TensorPlace, read_header
+from rootstock_llm.services.worker.exec.weights.safetensors_file import TensorFiles, TensorSpan, read_header
 
 NAME = "x.weight"
 
@@ -105,11 +105,11 @@ def test_read_header_reads_files_of_the_safetensors_library(tmp_path: Path) -> N
 # Reading
 
 
-def place_in(path: Path, begin: int, num_bytes: int) -> TensorPlace:
-    return TensorPlace(path, "t", "U8", (num_bytes,), begin, num_bytes)
+def place_in(path: Path, begin: int, num_bytes: int) -> TensorSpan:
+    return TensorSpan(path, "t", "U8", (num_bytes,), begin, num_bytes)
 
 
-def read(path: Path, place: TensorPlace, offset: int, count: int, **options: Any) -> bytes:
+def read(path: Path, place: TensorSpan, offset: int, count: int, **options: Any) -> bytes:
     into = bytearray(count)
     files = TensorFiles([path], **options)
     try:

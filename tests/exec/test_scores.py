@@ -126,17 +126,17 @@ def test_score_samples_no_token(scorer: Scorer, kernel_name: str) -> None:
 def scores_of(kernels: SampleKernels, logits: torch.Tensor, labels: list[tuple[int, ...]]) -> tuple[Any, Any]:
     """Scores one-token prompts over a vocabulary of 8, with a row of logits and labels for each prompt."""
     count, streams = len(labels), InlineStreams()
-    wishes, readback = LogprobRequests(8, 8, kernels, streams.device), Readback(streams)
+    logprobs, readback = LogprobRequests(8, 8, kernels, streams.device), Readback(streams)
     for slot, ids in enumerate(labels):
-        wishes.admit(SlotParams(slot, 1, SamplingParams(0, score=ScoreParams(ids)), (), i32([])))
+        logprobs.admit(SlotParams(slot, 1, SamplingParams(0, score=ScoreParams(ids)), (), i32([])))
     driver = Driver(FakeExecutor(8, 4, 8, 8, 8), 4)
     plan = driver.plan([(scoring([1], slot), 1) for slot in range(count)])
-    scored = wishes.of_prompts(plan)
+    scored = logprobs.scored_rows(plan)
     assert scored is not None
-    views = {name: torch.from_numpy(values.astype(np.int32)) for name, values in wishes.score_sections(scored)}
-    pieces = wishes.measure_scores(scored, views, lambda wanted: logits[wanted], readback, "")
+    views = {name: torch.from_numpy(values.astype(np.int32)) for name, values in logprobs.score_sections(scored)}
+    pieces = logprobs.measure_scores(scored, views, lambda wanted: logits[wanted], readback, "")
     readback.launch()
-    return wishes.scores(pieces, readback.host())
+    return logprobs.scores(pieces, readback.host())
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -159,8 +159,8 @@ def test_score_is_minus_infinity_when_the_model_rules_a_label_out(kernels: Sampl
 
 
 def test_admission_drops_the_labels_of_the_previous_request(kernels: SampleKernels) -> None:
-    wishes = LogprobRequests(2, 8, kernels, InlineStreams().device)
-    wishes.admit(SlotParams(0, 1, SamplingParams(0, score=ScoreParams((3,))), (), i32([])))
-    wishes.admit(SlotParams(0, 1, greedy(), (), i32([])))
+    logprobs = LogprobRequests(2, 8, kernels, InlineStreams().device)
+    logprobs.admit(SlotParams(0, 1, SamplingParams(0, score=ScoreParams((3,))), (), i32([])))
+    logprobs.admit(SlotParams(0, 1, greedy(), (), i32([])))
     plan = Driver(FakeExecutor(8, 4, 8, 8, 8), 4).plan([(scoring([1], 0), 1)])
-    assert wishes.of_prompts(plan) is None
+    assert logprobs.scored_rows(plan) is None

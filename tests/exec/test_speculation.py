@@ -265,7 +265,7 @@ def test_ngram_drafter_proposes_the_last_continuation() -> None:
     assert drafter.propose({0: 2})[0] == [5, 9], "the tokens after 2 3 4"
     drafter.sampled(0, [6, 6])
     assert drafter.propose({0: 4})[0] == [], "no token follows 6 6"
-    drafter.know(0, 2, [1, 2])
+    drafter.set_tokens(0, 2, [1, 2])
     assert drafter.propose({0: 2})[0] == [1, 2], "the tokens after position 4 were removed"
 
 

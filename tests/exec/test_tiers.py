@@ -120,10 +120,10 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> No
         monkeypatch: patches PageCopier.
         before: called before each group of layers is copied.
     """
-    bringing = PageCopier.bringing
+    group_loader = PageCopier.group_loader
 
     def slow(self: PageCopier, memory: Any, rows: Any, pages: Any) -> Callable[[int], None]:
-        bring = bringing(self, memory, rows, pages)
+        bring = group_loader(self, memory, rows, pages)
 
         def later(group: int) -> None:
             before(group)
@@ -131,7 +131,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> No
 
         return later
 
-    monkeypatch.setattr(PageCopier, "bringing", slow)
+    monkeypatch.setattr(PageCopier, "group_loader", slow)
 
 
 @pytest.mark.parametrize("drafts", ["", "ngram", "eagle3"])

@@ -63,10 +63,10 @@ def test_prefix_from_host_memory_has_same_bits(opened: Open, plain: Served) -> N
 @pytest.mark.by_day(one_in=2)
 def test_step_waits_for_late_layers(opened: Open, plain: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy stream pauses before each layer, after the core has received the early fact of the load."""
-    bringing = PageCopier.bringing
+    group_loader = PageCopier.group_loader
 
     def slow(self: PageCopier, memory: Any, rows: Any, pages: Any) -> Callable[[int], None]:
-        bring = bringing(self, memory, rows, pages)
+        bring = group_loader(self, memory, rows, pages)
 
         def late(group: int) -> None:
             torch.cuda._sleep(PAUSE_CYCLES)
@@ -78,7 +78,7 @@ def test_step_waits_for_late_layers(opened: Open, plain: Served, monkeypatch: py
         mover = served.executor._mover
         assert mover is not None and mover._by_layers
         first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
-        monkeypatch.setattr(PageCopier, "bringing", slow)
+        monkeypatch.setattr(PageCopier, "group_loader", slow)
         mover._loads._bytes_s = 1e18
         for number in range(PROMPTS):
             again = served.ask(prompt(number), seed=number)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rootstock_llm.kernels.triton import page_pieces
 from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
 from rootstock_llm.services.worker.exec.tiers import page_copier
-from rootstock_llm.services.worker.exec.tiers.make_tiers import brings_rightly
+from rootstock_llm.services.worker.exec.tiers.make_tiers import can_load_by_layers
 from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 
 PAGES = 7
@@ -39,7 +39,7 @@ def rows_of(count: int, size: int, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("pages", [[3], [6, 0, 4, 1]], ids=len)
-def test_bring_pieces_restores_layers_in_order(device: torch.device, pages: list[int]) -> None:
+def test_group_loader_restores_layers_in_order(device: torch.device, pages: list[int]) -> None:
     torch.manual_seed(1)
     made = pools(device)
     whole = [KVPool(tuple(k.clone() for k in pool.keys), tuple(v.clone() for v in pool.values)) for pool in made]
@@ -49,7 +49,7 @@ def test_bring_pieces_restores_layers_in_order(device: torch.device, pages: list
     rows = [memory[row] for row in at.tolist()]
     before, wanted = [each.clone() for each in parts(made)], parts(whole)
     DeviceCopier(whole).restore(rows, ids)
-    bring, come = copier.bringing(memory, at, ids), set[int]()
+    bring, come = copier.group_loader(memory, at, ids), set[int]()
     assert [len(layers) for layers in copier.groups.layers] == [1] * 4
     assert copier.groups.layers[0] == (3,), "the draft model's layers come first"
     for group, layers in enumerate(copier.groups.layers):
@@ -97,14 +97,14 @@ class TestStartupTrial:
             page_pieces.bring_pieces(rows, pages, pieces[: len(pieces) - (how == "wrongly")])
 
         copier = DeviceCopier(made, bring=bring)
-        assert brings_rightly(copier, rows_of(2, copier.page_bytes, device)) == (how == "rightly")
+        assert can_load_by_layers(copier, rows_of(2, copier.page_bytes, device)) == (how == "rightly")
         assert ("layer by layer" in caplog.text) == (how == "not at all")
         assert all(part.equal(old) for part, old in zip(parts(made), before, strict=True))
 
-    def test_can_bring_is_false_when_pieces_are_not_whole_words(self, device: torch.device) -> None:
+    def test_can_load_groups_is_false_when_pieces_are_not_whole_words(self, device: torch.device) -> None:
         odd = KVPool((torch.zeros(2, 1, 1, 3, device=device),), (torch.zeros(2, 1, 1, 2, device=device),))
         copier = DeviceCopier([odd], bring=page_pieces.bring_pieces)
-        assert not copier.can_bring and not brings_rightly(copier, rows_of(1, copier.page_bytes, device))
-        assert not DeviceCopier([pools(device)[0]]).can_bring, (
+        assert not copier.can_load_groups and not can_load_by_layers(copier, rows_of(1, copier.page_bytes, device))
+        assert not DeviceCopier([pools(device)[0]]).can_load_groups, (
             "a device whose kernels cannot read host memory does not copy layer by layer"
         )

@@ -1,4 +1,4 @@
-"""Makes an executor for a GPU or a CPU from a Hugging Face folder, or from a model that is loaded already."""
+"""Builds an executor for a GPU or a CPU from a Hugging Face folder, or from a model that is already loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionShape, KernelAttention
 from rootstock_llm.services.worker.exec.attention.choose import choose_attention
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
-from rootstock_llm.services.worker.exec.contracts.drafter import Kept
+from rootstock_llm.services.worker.exec.contracts.drafter import HiddenStates
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
 from rootstock_llm.services.worker.exec.contracts.peer_pages import KvServer
@@ -54,8 +54,8 @@ from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 
 logger = logging.getLogger(__name__)
 
-KNOWN_TOKENS = 64  # rows of the largest graph in addition to one for each slot, for tokens that a plan gives
-HOST_PROMPTS = (1, 20)  # tokens of the steps that warm up a CPU, which has no kernels to compile
+EXTRA_GRAPH_ROWS = 64  # rows of the largest graph besides one per slot, for extend rows and draft tokens
+HOST_PROMPTS = (1, 20)  # tokens of the prompts that warm up a CPU; few, because a CPU has no kernels to compile
 T = TypeVar("T")
 
 __all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
@@ -63,14 +63,13 @@ __all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """Parts of an executor that replace those chosen by its options. If a field is None, the options choose the part."""
+    """Parts that an executor uses instead of those that its options choose. None for the part that the options choose."""
 
     streams: Streams | None = None
-
     kernels: KernelSet | None = None
-    attention: Callable[[AttentionShape], AttentionBackend] | None = None
+    attention: Callable[[AttentionShape], AttentionBackend] | None = None  # makes the attention back end
     graph_memory: GraphMemory | None = None
-    eager_cost: float | None = None  # see GraphLimits, or None to measure it
+    eager_cost: float | None = None  # see GraphLimits; None to measure it
 
 
 def build_device_executor(
@@ -90,20 +89,20 @@ def build_device_executor(
 
     Args:
         dtype: auto, bfloat16, float16 or float32.
-        num_pages: pages of the KV pool. None for all that fit: into mem_fraction_static of a GPU's memory in addition to the
-            model, or into mem_fraction_static of the free memory of a CPU.
-        context_len: tokens. None for the model's context, or for the size of the pool if that is smaller.
-        check_relay: whether a step fails that decodes a slot for which no token was sampled.
-        parts: parts that replace the choice by the options.
+        num_pages: pages of the KV pool. None for as many as fit. On a GPU, model and pool together get the share
+            mem_fraction_static of the memory. On a CPU, the pool gets this share of the memory that is free after loading.
+        context_len: tokens. None for the model's context, or for the size of the pool if the pool is smaller.
+        check_relay: whether a step must fail if it decodes a slot for which no token was sampled.
+        parts: see DeviceParts.
 
     Returns:
-        The executor and the facts about the loaded model.
+        The executor and the description of the loaded model.
 
     Raises:
         NoDevice: the machine does not have the device.
         CheckpointError: the folder is broken or lacks files.
-        UnsupportedModel: no code supports the model with these options.
-        PoolTooSmall: the pool would be smaller than the required context.
+        UnsupportedModel: the model is not supported with these options.
+        PoolTooSmall: the pool would hold fewer tokens than context_len, or no page.
         ValueError: an option has an invalid value or is not available.
     """
     device = device_of(options.device)
@@ -115,14 +114,16 @@ def build_device_executor(
     loaded = load_model(request)
     drafting = Drafting(draft := load_draft(request, loaded, options, load_model), options.draft_corpus)
     if draft.model is not None and draft.model.max_context < loaded.context_len:
-        progress(f"the drafter has a context of {draft.model.max_context} tokens and drafts nothing beyond it")
+        progress(
+            f"the draft model has a context of {draft.model.max_context} tokens; longer requests continue without draft tokens"
+        )
     made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay, parts, drafting)
     pages = made.finish(num_pages, mem_fraction_static, context_len)
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
     if fitting < loaded.context_len:
         logger.warning(
-            "the KV pool is smaller than the model's context, so that the context is reduced to the pool. Set context_len to"
-            " accept this, or raise mem_fraction_static",
+            "the KV pool is smaller than the model's context, so the context is reduced to the size of the pool. Set context_len"
+            " to accept this, or raise mem_fraction_static for a larger pool",
             extra=fields(context_len=fitting, model_context=loaded.context_len),
         )
     info = loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
@@ -167,25 +168,25 @@ def assemble_executor(
 
 
 def _step_tokens(options: DeviceOptions, loaded: LoadedModel) -> int:
-    """Returns the tokens of the largest step that is not cut. A step of an encoder must hold a whole prompt."""
+    """Returns the largest number of tokens of one forward pass. A pass of an encoder must hold the longest prompt."""
     if not loaded.is_encoder:
         return options.max_tokens
     return max(options.max_whole_tokens or options.max_tokens, loaded.context_len)
 
 
-def _read(drafting: Drafting, passes: ForwardPass, num_tokens: int) -> Kept:
-    """Returns Drafting.read() of the present model, which may have been loaded again."""
+def _read_states(drafting: Drafting, passes: ForwardPass, num_tokens: int) -> HiddenStates:
+    """Calls Drafting.read() with the model of `passes`, which is replaced when weights are resumed."""
     return drafting.read(passes.model, num_tokens)
 
 
 def _sum_in_float32() -> None:
-    """Makes cuBLAS accumulate long sums in float32, as Kernels.linear requires. The setting applies to the process."""
+    """Makes cuBLAS accumulate sums in float32, as Kernels.linear requires. The setting applies to the whole process."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 class _Assembly:
-    """Makes the parts of an executor. All device work runs on the forward stream."""
+    """Makes and connects the parts of an executor. All device work runs on the forward stream."""
 
     def __init__(
         self,
@@ -211,20 +212,19 @@ class _Assembly:
         rows = min(max_slots, EDITED_ROWS)
         self._kernels = self._parts.kernels or self._kernels_for(rows, vocab_size)
         pages_per_slot = -(-loaded.context_len // page_size) + 1
-        self._largest = min(_step_tokens(options, loaded), max_slots * loaded.context_len)
-        self._sampled = (
-            max_slots + VERIFIED_TOKENS if options.max_drafts else max_slots
-        )  # largest number of rows that sample in one step
-        self._wanted = max(self._sampled, PIECE_BYTES // (4 * vocab_size))  # largest number of tokens with logits at once
-        self._bounds = StepBounds(self._largest, max_slots, loaded.context_len, loaded.generates)
-        widest = min(max_slots + KNOWN_TOKENS, options.max_graph_rows, self._largest)
-        self._widest = widest if options.cuda_graphs else 0  # rows of the largest graph
+        self._max_tokens = min(_step_tokens(options, loaded), max_slots * loaded.context_len)
+        # Largest number of rows that sample in one step, and largest number of rows of one call of the model's logits().
+        self._max_sampled = max_slots + VERIFIED_TOKENS if options.max_drafts else max_slots
+        self._max_logits = max(self._max_sampled, PIECE_BYTES // (4 * vocab_size))
+        self._bounds = StepBounds(self._max_tokens, max_slots, loaded.context_len, loaded.generates)
+        largest_graph = min(max_slots + EXTRA_GRAPH_ROWS, options.max_graph_rows, self._max_tokens)
+        self._largest_graph = largest_graph if options.cuda_graphs else 0  # rows
         self.runner = self._run(partial(self._make_runner, vocab_size, pages_per_slot, check_relay))
         self.graph_rows = self._graph_rows()
         self.steps = self._run(self._drafted_steps) if options.max_drafts else None
 
     def _kernels_for(self, rows: int, vocab_size: int) -> KernelSet:
-        """Returns the kernels. Those of the layers come with the model, because they decide the layout of the weights.
+        """Returns the model's layer kernels, which decided the layout of its weights, and sampling kernels.
 
         Args:
             rows: largest number of rows that one launch samples.
@@ -251,28 +251,28 @@ class _Assembly:
         table = torch.full((max_slots, pages_per_slot), -1, dtype=torch.int32, device=device)
         relay = torch.full((max_slots,), POISON, dtype=torch.int64, device=device)
         unwritten = torch.zeros(1, dtype=torch.int32, device=device) if check_relay else None
-        model, attention = self._attending()
+        model, attention = self._model_and_attention()
         passes = ForwardPass(model, self._pool(1), self._kernels.layers, table, relay, self._page_size, vocab_size, unwritten)
         return DeviceRunner(
             streams=self._streams,
             passes=passes,
             attention=attention,
             kernels=self._kernels.layers,
-            sampler=DeviceSampler(max_slots, vocab_size, self._kernels.sampling, self._streams, relay, self._sampled),
+            sampler=DeviceSampler(max_slots, vocab_size, self._kernels.sampling, self._streams, relay, self._max_sampled),
             embeddings=EmbeddingPool(self._loaded.pooling, device, self._options.deterministic),
             relay=relay,
             unwritten=unwritten,
             reclaim=partial(return_cached, device),
-            max_tokens=self._largest,
-            max_wanted=self._wanted,
+            max_tokens=self._max_tokens,
+            max_wanted=self._max_logits,
             arrivals=self._arrivals,
             cut_rows=not self._loaded.is_encoder,
         )
 
-    def _attending(self) -> tuple[CausalModel, AttentionBackend]:
-        """Returns the model with its attention back end.
+    def _model_and_attention(self) -> tuple[CausalModel, AttentionBackend]:
+        """Returns the model, which calls the chosen attention back end, and the back end.
 
-        Removes the model from self._loaded, which would otherwise keep the weights alive after their release.
+        It removes the model from self._loaded. Otherwise, this reference would keep the weights alive after their release.
         """
         model, self._loaded = self._loaded.model, replace(self._loaded, model=NoModel())
         if not isinstance(model, Decoder):
@@ -286,14 +286,14 @@ class _Assembly:
             head_dim=first.head_dim,
             page_size=self._page_size,
             windows=tuple(dict.fromkeys(attention.window for attention in attentions)),
-            max_rows=max(self._sampled, self._widest),
-            max_tokens=self._largest,
+            max_rows=max(self._max_sampled, self._largest_graph),
+            max_tokens=self._max_tokens,
             max_context=pages_per_slot * self._page_size,
-            max_pages=max(self._sampled, self._widest) * pages_per_slot,
+            max_pages=max(self._max_sampled, self._largest_graph) * pages_per_slot,
         )
         backend = self._attention(shape)
-        attending = model.attending(backend.attend, self._drafting.kept)
-        attending.reserve(self._largest, self._wanted)
+        attending = model.attending(backend.attend, self._drafting.aux_layers)
+        attending.reserve(self._max_tokens, self._max_logits)
         return attending, backend
 
     def _attention(self, shape: AttentionShape) -> AttentionBackend:
@@ -304,17 +304,17 @@ class _Assembly:
         return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress, fixed)
 
     def _pool(self, pages: int, layers: tuple[LayerKV, ...] | None = None) -> KVPool:
-        """Allocates a pool.
+        """Allocates a KV pool.
 
-        On a GPU it is filled with zeros, because attention multiplies masked values by 0, and NaN times 0 is NaN.
+        On a GPU, it is filled with zeros: attention multiplies masked values by 0, and 0 times a NaN in new memory would be NaN.
 
         Args:
-            layers: of a draft model, or None for the model's own layers.
+            layers: layers of the draft model, or None for those of the model.
         """
         with self._device:  # for kernels that allocate on torch's default device
-            kept, first = (self._loaded.layers, 0) if layers is None else (layers, len(self._loaded.layers))
+            own, first = (self._loaded.layers, 0) if layers is None else (layers, len(self._loaded.layers))
             size, dtype = self._page_size, self._loaded.dtype
-            pool = kv_pool.allocate(kept, pages, size, dtype, self._kernels.layers, self._arrivals, first)
+            pool = kv_pool.allocate(own, pages, size, dtype, self._kernels.layers, self._arrivals, first)
         if self._device.type == "cuda":
             for each in (*pool.keys, *pool.values):
                 each.zero_()
@@ -322,18 +322,19 @@ class _Assembly:
 
     def _graph_rows(self) -> tuple[int, ...]:
         if (
-            not self._widest
+            not self._largest_graph
             or not self.runner.attention.captures
             or (self._device.type != "cuda" and self._parts.graph_memory is None)
         ):
             return ()
-        return graph_sizes(self._widest)
+        return graph_sizes(self._largest_graph)
 
     def finish(self, num_pages: int | None, mem_fraction_static: float, context_len: int | None = None) -> int:
-        """Sizes the pool, warms up and captures graphs. Returns the number of pages of the pool.
+        """Allocates the pool, warms up and captures graphs. Returns the number of pages of the pool.
 
         Args:
-            num_pages: pages of the pool, or None to measure them.
+            num_pages: pages of the pool, or None for as many as fit into the memory.
+            mem_fraction_static: see build_device_executor().
             context_len: tokens that the pool must hold, or None for one page.
         """
         return self._run(partial(self._finished, num_pages, mem_fraction_static, context_len or self._page_size))
@@ -348,10 +349,10 @@ class _Assembly:
         megabytes = pages * self._page_size * self._token_bytes >> 20
         self._progress(f"KV pool: {pages} pages of {self._page_size} tokens, {megabytes} MiB")
         with self._phases.timed("warm_up"):
-            prompts = (*PROMPTS, self._largest) if self._device.type == "cuda" else HOST_PROMPTS
+            prompts = (*PROMPTS, self._max_tokens) if self._device.type == "cuda" else HOST_PROMPTS
             warm_up(self.runner, self._bounds, prompts, self._options.max_drafts)
             for tokens in prompts:
-                self._draft_behind(min(tokens, self._largest))
+                self._run_draft_pass(min(tokens, self._max_tokens))
             self.runner.stats = ExecutorStats()
         with self._phases.timed("graphs"):
             self.capture()
@@ -360,22 +361,22 @@ class _Assembly:
         return pages
 
     def capture(self) -> None:
-        """Captures decode steps as graphs, if graphs are used. Earlier graphs are replaced."""
+        """Captures decode steps as graphs if the executor uses graphs. The new graphs replace earlier ones."""
         if not self.graph_rows:
             return
         runner = self.runner
         memory = self._parts.graph_memory or CudaGraphMemory(self._streams)
         graphs = runner.graphs = CudaGraphRunner(self.graph_rows, memory, runner.passes, runner.sampler, runner.attention)
 
-        def told(number: int, total: int) -> None:
+        def report(number: int, total: int) -> None:
             if number == total or number % 8 == 0:
                 self._progress(f"captured {number} of {total} decode graphs")
 
         with torch.inference_mode(), self._streams.on_forward():
-            self._contained(partial(graphs.capture, told))
+            self._capture_or_disable(partial(graphs.capture, report))
 
     def _limit_graphs(self) -> None:
-        """Sets the limits up to which a graph computes tokens of extend rows. Above them, a step without a graph is faster."""
+        """Sets the limits up to which a graph also computes extend rows. Above them, a step without a graph is faster."""
         if not self.graph_rows:
             return
         rows, given = self.graph_rows[-1], self._parts.eager_cost
@@ -383,12 +384,12 @@ class _Assembly:
         limits = graph_limits(rows, cost, self._loaded.weight_bytes, self._loaded.kv_bytes_per_token)
         self.runner.graph_limits = limits
         self._progress(
-            f"a step of {rows} rows takes {1 + cost:.2f} times as long without its graph. A graph also computes known tokens if"
-            f" it has free rows and reads at most {limits.rereads} tokens of KV again"
+            f"a step of {rows} rows takes {1 + cost:.2f} times as long without its graph. A graph also computes prompt tokens if"
+            f" it has free rows and reads at most {limits.rereads} tokens of KV again for them"
         )
 
-    def _contained(self, capture: Callable[[], None]) -> None:
-        """Calls `capture`. If it fails, steps run without graphs: slower, but with the same results.
+    def _capture_or_disable(self, capture: Callable[[], None]) -> None:
+        """Calls `capture`. If it fails, disables graphs: steps then run more slowly, with the same results.
 
         Raises:
             torch.OutOfMemoryError: the graphs do not fit.
@@ -399,20 +400,20 @@ class _Assembly:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            logger.exception("decode steps could not be captured")
-            self._progress(f"no decode graphs: capturing failed, and steps are launched kernel by kernel ({error})")
+            logger.exception("could not capture decode steps as graphs")
+            self._progress(f"no decode graphs: the capture failed, so steps are launched kernel by kernel ({error})")
             self._streams.synchronize()
             self.runner.attention.release_graphs()
             self.runner.graphs, self.graph_rows = None, ()
 
     @property
     def _token_bytes(self) -> int:
-        """Bytes of keys and values of one token, those of the draft model included."""
+        """Bytes of the keys and values of one token, of the model and of the draft model."""
         return self._loaded.kv_bytes_per_token + self._drafting.kv_bytes_per_token
 
     @property
     def kv_layout(self) -> str:
-        """Description of a page's content. Workers can exchange pages only if it is equal."""
+        """Dtype, page size and sizes of the layers, which determine the bytes of a page."""
         layers = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in (*self._loaded.layers, *self._drafting.layers)]
         return f"{self._loaded.dtype} {self._page_size} {layers}"
 
@@ -428,25 +429,25 @@ class _Assembly:
         """
         options, peers = self._options.tiers, self._options.peers
         open_reader = None if peers is None else peers.open_reader
-        if not self._keeps_kv or (options is None and open_reader is None):
+        if not self._has_kv or (options is None and open_reader is None):
             return None, 0
         reader = None if open_reader is None else open_reader(layout.encode(), self._copier().page_bytes)
         return make_mover(options, pages, self._copier, self._arrivals, layout, self._streams, self._progress, reader)
 
     def kv_server(self, layout: str) -> KvServer | None:
-        """Returns the server of KV reservations, or None if other workers do not read here. Raises ValueError."""
+        """Returns the server of KV reservations, or None if remote workers do not read this worker's KV. Raises ValueError."""
         peers = self._options.peers
-        if peers is None or peers.open_server is None or not self._keeps_kv:
+        if peers is None or peers.open_server is None or not self._has_kv:
             return None
         read_pages = PoolReader(self._streams, self._copier, self._arrivals)
         return peers.open_server(layout.encode(), self._copier().page_bytes, read_pages)
 
     @property
-    def _keeps_kv(self) -> bool:
+    def _has_kv(self) -> bool:
         return not self._loaded.is_encoder and bool(self._token_bytes)
 
     def _copier(self) -> PageCopier:
-        """Returns a copier of the present pools, which may be allocated again later."""
+        """Returns a copier of the present pools. It is invalid after memory was released, because pools are then replaced."""
         return PageCopier((self.runner.passes.pool, self._drafting.pool), self._copies, self._bring_pieces)
 
     @cached_property
@@ -461,17 +462,17 @@ class _Assembly:
         passes, drafting = self.runner.passes, self._drafting
         vocab_size = int(self._loaded.config.vocab_size)
         drafter = drafting.drafter(passes.table, self._page_size, vocab_size, self._streams)
-        read = partial(_read, drafting, passes)
-        return DraftedSteps(self.runner, drafter, self._max_slots, self._largest, read)
+        read = partial(_read_states, drafting, passes)
+        return DraftedSteps(self.runner, drafter, self._max_slots, self._max_tokens, read)
 
     def memory_parts(self, request: LoadRequest, pages: int) -> MemoryParts:
         shape = self._loaded.shape
 
         def load_model_again() -> CausalModel:
             loaded = load_again(request, shape)
-            self._drafting.loaded_again(load_draft(request, loaded, self._options, load_model))
+            self._drafting.replace_model(load_draft(request, loaded, self._options, load_model))
             self._loaded = loaded
-            model, self.runner.attention = self._attending()
+            model, self.runner.attention = self._model_and_attention()
             return model
 
         def allocate_pools() -> KVPool:
@@ -486,7 +487,7 @@ class _Assembly:
             return self._max_slots * -(-self._loaded.context_len // self._page_size)
         if self._device.type != "cuda":
             return self._pages_of_host(mem_fraction_static, per_token)
-        self._draft_behind(self._largest)  # allocates the drafter's permanent buffers, which count in fixed_bytes
+        self._run_draft_pass(self._max_tokens)  # allocates the drafter's permanent buffers, which are part of fixed_bytes
         weight_bytes = self._loaded.weight_bytes + self._drafting.weight_bytes
         needs = PoolNeeds(
             layers=(*self._loaded.layers, *self._drafting.layers),
@@ -498,28 +499,35 @@ class _Assembly:
         )
 
         def largest() -> None:
-            waiting = self._drafting.waiting(self.runner.passes.model, self._max_slots)  # exists during the largest step
+            pending = self._drafting.largest_pending(
+                self.runner.passes.model, self._max_slots
+            )  # allocated during the largest step
             largest_step(self.runner, self._bounds)
-            self._draft_behind(self._largest)
-            del waiting
+            self._run_draft_pass(self._max_tokens)
+            del pending
 
         return pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
 
-    def _draft_behind(self, num_tokens: int) -> None:
-        """Runs the pass of the draft model that follows a step of num_tokens tokens."""
+    def _run_draft_pass(self, num_tokens: int) -> None:
+        """Runs the pass of the draft model that follows a step with num_tokens prompt tokens.
+
+        Does nothing without a draft model.
+        """
         self._drafting.rehearse(self.runner.passes.model, num_tokens)
 
     def _pages_of_host(self, mem_fraction_static: float, per_token: int) -> int:
-        """Returns the pages that fit into the share of the memory that is free after loading. Raises PoolTooSmall."""
+        """Returns the pages that fit into the share mem_fraction_static of the free memory. Raises PoolTooSmall."""
         pages, size = kv_pool_tokens(free_memory(), mem_fraction_static, per_token) // self._page_size, self._page_size
         if pages < 1:
-            raise PoolTooSmall(f"no page of {size} tokens ({size * per_token} bytes) fits into the memory that the model leaves")
+            raise PoolTooSmall(
+                f"no KV page of {size} tokens ({size * per_token} bytes) fits into {mem_fraction_static:g} of the free memory"
+            )
         return pages
 
     def _graph_bytes(self) -> int:
-        """Returns an estimate of the memory of all graphs, from captures of the largest one and the largest two.
+        """Estimates the bytes of all graphs: captures the largest graph, then the two largest, and measures both.
 
-        All graphs share memory, so each graph after the first is assumed to need as much more as the second.
+        The graphs share their temporary tensors. Each further graph is assumed to need as many more bytes as the second one.
         """
         if not self.graph_rows:
             return 0
@@ -528,7 +536,7 @@ class _Assembly:
             before = torch.cuda.mem_get_info(self._device)[0]
             runner = self.runner
             graphs = CudaGraphRunner(sizes, CudaGraphMemory(self._streams), runner.passes, runner.sampler, runner.attention)
-            self._contained(partial(graphs.capture, lambda number, total: None))
+            self._capture_or_disable(partial(graphs.capture, lambda number, total: None))
             self._streams.synchronize()
             taken.append(before - torch.cuda.mem_get_info(self._device)[0])
             graphs.release()

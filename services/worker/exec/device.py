@@ -1,4 +1,4 @@
-"""Finds the device for steps and makes its streams and its loader of weights."""
+"""Finds the device on which steps run, and makes its streams and its weight loader."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ T = TypeVar("T")
 
 
 class NoDevice(ValueError):
-    """This machine does not have the device, or steps cannot run on its kind."""
+    """Raised if this machine does not have the device, or if steps cannot run on devices of this kind."""
 
 
 def device_of(name: str) -> torch.device:
-    """Returns the device with this name, with an index for a GPU, and makes a GPU the current device. Raises NoDevice."""
+    """Returns the device with this name, and makes a GPU torch's current device.
+
+    The index of a GPU is 0 by default. Raises NoDevice.
+    """
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise NoDevice(f"no GPU for {name}: torch {torch.__version__} sees none")
         if (device.index or 0) >= torch.cuda.device_count():
-            raise NoDevice(f"no {name}: this machine has {torch.cuda.device_count()} GPUs")
+            raise NoDevice(f"there is no device {name}: torch finds {torch.cuda.device_count()} GPUs")
         found = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(found)  # set_device() needs a device with an index
+        torch.cuda.set_device(found)
         return found
     if device.type != "cpu":
         raise NoDevice(f"steps cannot run on the device {name}; supported: cuda, cpu")

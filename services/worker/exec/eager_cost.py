@@ -1,4 +1,4 @@
-"""Measures the extra time of an eager step, which is a decode step that is launched kernel by kernel, without a graph."""
+"""Measures the extra time of an eager step: a decode step that is launched kernel by kernel instead of as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from rootstock_llm.services.worker.exec.step.idle_steps import idle_decode
 from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
-STEPS = 20  # steps per measurement
+STEPS = 20  # timed steps per measurement
 
 
 def graph_limits(rows: int, eager_cost: float, weight_bytes: int, kv_bytes_per_token: int) -> GraphLimits:
     """Returns the limits up to which replaying a graph is faster than an eager step.
 
-    A decode step mainly reads the weights, so that reading a token of KV takes kv_bytes_per_token / weight_bytes of its time. The
-    limit of tokens that a graph may read again is the number of tokens that can be read in the extra time of an eager step.
+    A graph computes each token of an extend row as a separate row, which reads the KV of the tokens before it again. A decode
+    step mainly reads the weights, so reading a token of KV takes about kv_bytes_per_token / weight_bytes of its time. The limit
+    is the number of tokens that a graph can read again in the extra time of an eager step.
 
     Args:
         rows: rows of the largest graph.
         eager_cost: extra time of an eager step, in multiples of a replayed step's time.
     """
-    assert rows > 0 and eager_cost >= 0, "a graph has rows, and an eager step is not faster than its replay"
+    assert rows > 0 and eager_cost >= 0, "a graph has rows, and an eager step is not faster than a replayed one"
     readable = int(eager_cost * weight_bytes / kv_bytes_per_token) if kv_bytes_per_token else 0
     return GraphLimits(rows, readable, eager_cost)
 
@@ -47,7 +48,7 @@ def measured_eager_cost(runner: DeviceRunner, rows: int) -> float:
 
     def launched() -> None:
         (slots, positions), count = idle_decode(runner, rows), len(graph.batch.inputs.slots)
-        inputs = runner.sampler.passing_inputs(slots[:count], positions[:count])
+        inputs = runner.sampler.step_inputs(slots[:count], positions[:count])
         runner.sampler.run_kernels(SampleBatch.idle(runner.passes.all_logits(count), inputs))
 
     in_graph = _seconds(runner.streams, replayed)

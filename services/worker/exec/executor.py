@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Steps(Protocol):
-    """Launches steps on the streams, in their order: a DeviceRunner, or DraftedSteps on top of one."""
+    """Launches steps on the streams, in call order: a DeviceRunner, or DraftedSteps, which calls a DeviceRunner."""
 
     def forward(self, run: StepRun) -> None: ...
 
@@ -52,7 +52,7 @@ def _ignore(_: str) -> None:
 
 
 class DeviceExecutor:
-    """Implements contracts.protocol.Executor for a device. If a step fails, only the wait for that step raises."""
+    """Implements contracts.protocol.Executor for a device. If a step fails, only the wait() for this step raises."""
 
     def __init__(
         self,
@@ -63,28 +63,30 @@ class DeviceExecutor:
         mover: PageMover | None = None,
         server: KvServer | None = None,
     ) -> None:
-        """Takes the parts.
+        """Stores the parts, and becomes the receiver of the mover's on_lost.
 
         Args:
-            memory: releases and resumes memory, or None if memory cannot be released, because it could not be restored.
-            on_lost: called once with a sentence if the device stops responding. The process must then be replaced.
-            steps: launches steps, or None for the runner itself, which verifies no draft tokens.
-            mover: moves pages between tiers and workers, or None without tiers and remote workers.
-            server: lets other workers read this worker's KV reservations, or None if no worker reads here.
+            runner: launches forward passes and sampling.
+            memory: releases and resumes memory. None if the model was not loaded from a folder, so that it could not be resumed.
+            on_lost: called once with the reason if the device stops responding, or if steps wait for pages that cannot arrive.
+                The process must then be replaced.
+            steps: launches steps; None for the runner itself, which verifies no draft tokens.
+            mover: moves pages between tiers and workers; None without tiers and remote workers.
+            server: lets remote workers read this worker's KV reservations; None if no remote worker reads them.
         """
         self._runner, self._streams = runner, runner.streams
         self._steps: Steps = runner if steps is None else steps
         self.on_lost = on_lost
         self._mover, self._server = mover, server
-        self._lost, self._losing = False, threading.Lock()
+        self._lost, self._lost_lock = False, threading.Lock()
         if mover is not None:
             mover.on_lost = self._lose
         on_gpu = self._streams.device.type == "cuda"
         self._profile = StepProfile((ProfilerActivity.CPU, ProfilerActivity.CUDA) if on_gpu else (ProfilerActivity.CPU,))
-        self._operator = Operator(self._profile, memory)
+        self._operations = OperationRunner(self._profile, memory)
 
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
-        """Registers `wake`, which is called on any thread whenever facts() has new facts."""
+        """See Executor. Without a page mover, there are no facts, and `wake` is never called."""
         if self._mover is not None:
             self._mover.on_fact = wake
 
@@ -108,12 +110,12 @@ class DeviceExecutor:
     def wait(self, run: Run) -> StepResult:
         own = _own(run)
         assert own.result is not None, "a step is sampled once, and then waited for once"
-        result, own.result = own.result, None  # otherwise a reference cycle would keep the step's tensors alive
+        result, own.result = own.result, None  # the function refers to the run; this cycle would keep the step's tensors alive
         return result()
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
         for operation in operations:
-            assert self._mover is not None, "only workers with tiers or remote workers have operations"
+            assert self._mover is not None, "the core plans page operations only if the executor has a page mover"
             self._mover.begin(operation)
 
     def facts(self) -> Sequence[Fact]:
@@ -130,7 +132,7 @@ class DeviceExecutor:
     def change_reservations(self, events: ReservationEvents) -> None:
         if self._server is not None:
             if events.closed:
-                self._server.shut(events.closed)
+                self._server.close_reservations(events.closed)
             for opened in events.opened:
                 self._server.open(opened)
         if self._mover is not None:
@@ -145,7 +147,7 @@ class DeviceExecutor:
                 operation.done.set_result(Deleted(0))
             return
         if isinstance(operation, ReleaseMemory) and self._server is not None:
-            self._server.shut_all()  # other workers must not read released memory
+            self._server.close_all_reservations()  # remote workers must not read released memory
         try:
             if self._mover is not None:
                 self._mover.settle()  # ends copies into pages that may be released
@@ -168,7 +170,7 @@ class DeviceExecutor:
     def _forward(self, run: StepRun) -> None:
         try:
             self._profile.record(f"forward {run.plan.step_id}", partial(self._steps.forward, run))
-        except Exception as error:  # any exception: wait() of this step raises it
+        except Exception as error:  # of any type; wait() raises ExecutorError for this step
             self._failed(run, error)
 
     def _sample(self, run: StepRun, masks: Masks, behind: Masks) -> None:
@@ -177,21 +179,21 @@ class DeviceExecutor:
                 self._profile.record(f"sample {run.plan.step_id}", partial(self._steps.sample, run, masks, behind))
             else:
                 self._steps.release(run)
-        except Exception as error:  # any exception, as above
+        except Exception as error:  # of any type, as in _forward()
             self._failed(run, error)
 
     def _result(self, run: StepRun) -> StepResult:
         if run.error is None:
             try:
                 return self._steps.result(run)
-            except Exception as error:  # any exception, as above; a device reports errors of its kernels here
+            except Exception as error:  # of any type; a GPU reports errors of its kernels here
                 self._failed(run, error)
         raise ExecutorError(f"step {run.plan.step_id} failed: {run.error!r}") from run.error
 
     def _operate(self, operation: Operation) -> None:
         self._runner.settle()
         self._streams.synchronize()
-        self._operator.do(operation)
+        self._operations.run(operation)
 
     def _end(self) -> None:
         self._settle()
@@ -209,20 +211,20 @@ class DeviceExecutor:
             return False
         try:
             self._streams.synchronize()
-        except Exception as failure:  # any exception of the driver: the device cannot be used any longer
+        except Exception as failure:  # of any type; after an error of the driver, the device cannot be used
             self._lose(f"the device does not respond: {failure}")
         return not self._lost
 
-    def _lose(self, sentence: str) -> None:
-        with self._losing:
+    def _lose(self, reason: str) -> None:
+        with self._lost_lock:
             was_lost, self._lost = self._lost, True
         if not was_lost:
-            self.on_lost(sentence)
+            self.on_lost(reason)
 
 
 def _own(run: Run) -> StepRun:
     if not isinstance(run, StepRun):
-        raise TypeError(f"not a run of this executor: {run!r}")
+        raise TypeError(f"the run is not from a DeviceExecutor: {run!r}")
     return run
 
 
@@ -232,17 +234,17 @@ class Releasable(Protocol):
     def release(self, parts: ReleaseMemory) -> None: ...
 
     def resume(self, parts: ResumeMemory) -> None:
-        """Allocates released parts again. If this fails, raises OperationRefused, and the parts stay released."""
+        """Allocates released parts again. Raises OperationRefused if this fails; the parts then stay released."""
 
 
-class Operator:
-    """Runs operations on the thread that runs the steps."""
+class OperationRunner:
+    """Runs the operations that operators request. Belongs to the thread that runs the steps."""
 
     def __init__(self, profile: StepProfile, memory: Releasable | None) -> None:
         self._profile, self._memory = profile, memory  # memory is None if it cannot be released
 
-    def do(self, operation: Operation) -> None:
-        """Runs the operation. Raises OperationRefused."""
+    def run(self, operation: Operation) -> None:
+        """Runs the operation, except for DeleteStored. Raises OperationRefused."""
         match operation:
             case StartProfile(path):
                 self._profile.start(path)
@@ -255,14 +257,14 @@ class Operator:
 
     def _releasable(self) -> Releasable:
         if self._memory is None:
-            raise OperationRefused("this model's memory cannot be released")
+            raise OperationRefused("this executor cannot release memory: its model was not loaded from a folder")
         return self._memory
 
 
 class StepProfile:
-    """Starts and stops profiles, at most one at a time.
+    """Profiles steps with torch's profiler, with at most one profile at a time.
 
-    Belongs to the thread that runs the steps, because torch's profiler records one thread.
+    Belongs to the thread that runs the steps, because the profiler records only the thread that starts it.
     """
 
     def __init__(self, activities: Sequence[ProfilerActivity] = (ProfilerActivity.CPU,)) -> None:
@@ -272,7 +274,7 @@ class StepProfile:
     def start(self, path: Path) -> None:
         """Starts a profile that stop() writes to `path`. Raises OperationRefused if a profile is running."""
         if self._running is not None:
-            raise OperationRefused("a profile is running already")
+            raise OperationRefused("a profile is already running. Stop it first.")
         running = profile(activities=self._activities, record_shapes=True)
         running.start()
         self._running = running, path
@@ -288,13 +290,13 @@ class StepProfile:
         (running, path), self._running = self._running, None
         running.stop()
         try:
-            path.touch()  # raises if the file cannot be opened; the trace writer would only log that
+            path.touch()  # raises OSError if the file cannot be opened; export_chrome_trace() would only log it
             running.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            raise OperationRefused(f"cannot write {path}: {error}") from error
+            raise OperationRefused(f"the profile cannot be written to {path}: {error}") from error
 
     def record(self, name: str, work: Callable[[], None]) -> None:
-        """Calls `work`, with an entry of this name in the trace if a profile is running."""
+        """Calls `work`. If a profile is running, its trace gets an entry of this name."""
         if self._running is None:
             work()
             return

@@ -1,7 +1,8 @@
 """An executor without a model. Its KV is token ids, and the next token is a function of the KV that a row reads.
 
-A row that reads a wrong, stale or unwritten page therefore samples a wrong token. If a step reads a token from the relay that was
-never written, it raises an exception. The time of a step is computed from its size and passes on the given clock.
+A row that reads a wrong, stale or unwritten page therefore samples a wrong token. If a step reads from the relay (future_map)
+before a token was written there, it raises an exception. The duration of a step is computed from its size and passes on the given
+clock.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ FAKE_EMBEDDING_SIZE = 4
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """A linear model of the time of a step, in seconds.
+    """A linear model of the duration of a step, in seconds.
 
     A step takes base + per_prefill_token * extend tokens + per_row * rows + per_context_token * sum of the rows' lengths. KV that
-    a graph reads again counts as context. If graph_rows is not 0, a step takes eager_step longer if no graph can compute it,
-    because it admits a request, or exceeds graph_rows or graph_rereads.
+    a graph reads again counts as context. If there are graphs, a step that no graph can compute takes eager_step longer: a step
+    that admits a request, or exceeds graph_rows or graph_rereads.
     """
 
-    base: float = 0.0  # seconds of any step; with graphs, seconds of a replayed step
-    per_prefill_token: float = 0.0
-    per_row: float = 0.0
-    per_context_token: float = 0.0
-    per_page_moved: float = 0.0  # seconds per page of an operation, which runs in parallel with steps
+    base: float = 0.0  # seconds of every step; with graphs, of every replayed step
+    per_prefill_token: float = 0.0  # seconds per token of the extend rows
+    per_row: float = 0.0  # seconds per row
+    per_context_token: float = 0.0  # seconds per token that a row attends to
+    per_page_moved: float = 0.0  # seconds per page of a page operation, which runs in parallel with steps
     eager_step: float = 0.0  # additional seconds of a step without a graph
     graph_rows: int = 0  # rows of the largest graph, 0 for no graphs
     graph_rereads: int = 0  # see GraphLimits.rereads
@@ -99,7 +100,7 @@ def hashed_token(context: I32, vocab_size: int) -> int:
 
 
 def first_allowed(token: int, mask: NDArray[np.uint32], vocab_size: int) -> int:
-    """Returns the first allowed token from `token` on, continuing at 0 after the last token. If no token is allowed, `token`."""
+    """Returns the first allowed token from `token` on, wrapping at the end of the vocabulary; `token` if none is allowed."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
     allowed = np.flatnonzero(np.roll(bits, -token))
     return (token + int(allowed[0])) % vocab_size if len(allowed) else token
@@ -122,13 +123,13 @@ def fake_label_logprobs(context: I32, label_token_ids: Sequence[int]) -> NDArray
 
 @dataclass(slots=True)
 class FakeRun:
-    """A launched step of the fake executor, with its results once it is sampled."""
+    """A launched step of the fake executor. sample() adds the results."""
 
     plan: BatchPlan
-    counts: I32  # [rows], tokens of each row
-    ready_at: float  # time at which the step ends
-    faults: dict[int, RowFault]
-    predicted: NDArray[np.bool_]  # bool[rows], draft tokens came from the prediction
+    counts: I32  # [rows], tokens that each row sampled; 1 before sample()
+    ready_at: float  # time on the clock at which the step ends
+    faults: dict[int, RowFault]  # by row of the plan
+    predicted: NDArray[np.bool_]  # bool[rows], whether the row's draft tokens came from the request's prediction
     sampled: bool = False
     tokens: I32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
@@ -138,7 +139,7 @@ class FakeRun:
 
 
 def _own(run: Run) -> FakeRun:
-    assert isinstance(run, FakeRun), "a run of another executor"
+    assert isinstance(run, FakeRun), "a run is passed back to the executor that returned it"
     return run
 
 
@@ -163,11 +164,12 @@ class FakeExecutor:
         Args:
             pages_per_request: pages of a slot's row in the page table.
             next_token: (context int32[n], vocab_size) -> the next token.
-            draft: (context, number) -> `number` draft tokens, if the request's prediction does not have as many. None for draft
-                tokens of which about half are accepted. A prediction is assumed to be the output from its first token on.
-            time_model: None for steps that take no time.
-            clock: seconds.
-            sleep: waits until the end of a step on that clock.
+            draft: (context, number) -> `number` draft tokens. It is called if the request's prediction has too few tokens left.
+                None for a function of whose draft tokens about half are accepted. The output is assumed to follow a prediction
+                from its first token on.
+            time_model: duration of steps and page operations. None if they take no time.
+            clock: returns seconds.
+            sleep: waits for a number of seconds on that clock, until a step has ended.
         """
         self._page_size = page_size
         self._vocab_size = vocab_size
@@ -179,28 +181,32 @@ class FakeExecutor:
         self.kv: I32 = np.full((num_pages, page_size), -1, dtype=np.int32)
         self.page_table: I32 = np.full((num_slots, pages_per_request), -1, dtype=np.int32)
         self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
-        self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # tokens with valid KV by slot
-        self.host: dict[int, I32] = {}  # tokens of a page by host page
-        self.storage: dict[bytes, I32] = {}
+        self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # number of tokens with valid KV, by slot
+        self.host: dict[int, I32] = {}  # host tier: tokens of each page by host page
+        self.storage: dict[bytes, I32] = {}  # storage tier: tokens of each page by page key
         self.peers: dict[str, FakeExecutor] = {}  # remote workers by the address at which their KV is read
         self.open_reservations: dict[int, OpenReservation] = {}
         self.released_reservations: list[ReservationReleased] = []  # reservations that their readers have released
-        self._moving: list[tuple[float, PageOperation]] = []
-        self._moving_until = 0.0
-        self._landing: list[tuple[float, PageOperation, int]] = []  # loads with an early fact: end time and number of pages
-        self._loaded: list[tuple[float, Fact]] = []  # end time and final fact of loads that have arrived
-        self.told_ahead_s = EARLY_S
-        self._params: dict[int, SamplingParams] = {}
-        self._drafted_for: dict[int, bool] = {}
-        self._predictions: dict[int, tuple[int, I32]] = {}  # position of the output and prediction by slot
-        self.fail_steps: set[int] = set()
-        self.pages_moved: Callable[[PageOperation], int] = lambda operation: len(
-            operation.keys
-        )  # pages that an operation moves; fails beyond
-        self.row_faults: dict[int, dict[int, RowFault]] = {}
+        self._moving: list[tuple[float, PageOperation]] = []  # (end time, operation), in the order of their ends
+        self._moving_until = 0.0  # end time of the last operation
+        # Loads that were reported early and whose pages are not copied yet: (end time, operation, number of pages).
+        self._landing: list[tuple[float, PageOperation, int]] = []
+        self._loaded: list[
+            tuple[float, Fact]
+        ] = []  # loads that were reported early and copied: (end time, fact with the duration)
+        self.early_s = EARLY_S  # seconds before the end of a load at which its fact is reported
+        self._params: dict[int, SamplingParams] = {}  # by slot
+        self._drafted_for: dict[int, bool] = {}  # SlotParams.drafted_for by slot
+        self._predictions: dict[int, tuple[int, I32]] = {}  # (position of the first output token, prediction) by slot
+        self.fail_steps: set[int] = set()  # ids of steps whose wait() raises
+        # Returns the number of pages that an operation moves. An operation fails at the next page.
+        self.pages_moved: Callable[[PageOperation], int] = lambda operation: len(operation.keys)
+        self.row_faults: dict[int, dict[int, RowFault]] = {}  # faults to report: by step id, then by row
 
     def forward(self, plan: BatchPlan) -> FakeRun:
-        assert len(plan.starts) == len(plan.num_tokens) == len(plan.sample) == plan.num_rows, "columns of one length"
+        assert len(plan.starts) == len(plan.num_tokens) == len(plan.sample) == plan.num_rows, (
+            "all columns of the plan have one element per row"
+        )
         self._busy_until = max(self._busy_until, self._land(plan.table_pages))
         self._apply_table(plan)
         for admitted in plan.admitted:
@@ -217,12 +223,14 @@ class FakeExecutor:
             else:
                 ids = self.future_map[slot : slot + 1]
                 if ids[0] < 0:
-                    raise ExecutorError(f"step {plan.step_id}: slot {slot} gathers a token that was never sampled")
+                    raise ExecutorError(f"step {plan.step_id}: slot {slot} reads a token from the relay that was never sampled")
                 before, start = start, int(self.lengths[slot])
-                assert start <= before if len(plan.drafts) else start == before, "a row begins where the previous step ended"
+                assert start <= before if len(plan.drafts) else start == before, (
+                    "a decode row begins at the first position without KV"
+                )
             self._write(slot, start, ids)
             if count > len(ids):
-                assert self._drafted_for[slot], "a request with draft tokens was admitted for drafting"
+                assert self._drafted_for[slot], "draft tokens are planned only for requests that were admitted with drafted_for"
                 draft_tokens, predicted[row] = self._proposed(slot, self._read(slot, start + 1), count - 1)
                 self._write(slot, start + 1, draft_tokens)
         assert at == len(plan.input_ids), "each position of an extend row has a token"
@@ -234,8 +242,8 @@ class FakeExecutor:
     def _proposed(self, slot: int, context: I32, number: int) -> tuple[I32, bool]:
         """Returns draft tokens of a slot, and whether they come from its prediction."""
         output_at, prediction = self._predictions[slot]
-        said = prediction[len(context) - output_at :][:number]
-        return (said, True) if len(said) == number else (self._draft(context, number), False)
+        predicted = prediction[len(context) - output_at :][:number]
+        return (predicted, True) if len(predicted) == number else (self._draft(context, number), False)
 
     def draft_tokens(self, run: Run) -> DraftTokens:
         plan, found = _own(run).plan, {}
@@ -258,7 +266,7 @@ class FakeExecutor:
             own = self._sample_row(plan, row, masks.get(row), behind.get(row)) if samples else [-1]
             if params.top_logprobs >= 0 and samples:
                 top, chosen = params.top_logprobs, len(params.logprob_token_ids)
-                run.logprobs |= {len(tokens) + place: fake_logprobs(token, top, chosen) for place, token in enumerate(own)}
+                run.logprobs |= {len(tokens) + index: fake_logprobs(token, top, chosen) for index, token in enumerate(own)}
             if plan.sample[row] and not params.samples:
                 self._end_with_prompt(run, row, params)
             tokens += own
@@ -269,22 +277,22 @@ class FakeExecutor:
 
     def wait(self, run: Run) -> StepResult:
         run = _own(run)
-        assert run.sampled, "wait before sample"
+        assert run.sampled, "a step is sampled before wait()"
         if (left := run.ready_at - self._clock()) > 0:
             self._sleep(left)
         if run.plan.step_id in self.fail_steps:
-            raise ExecutorError("made to fail")
+            raise ExecutorError(f"step {run.plan.step_id} is in fail_steps")
         drafted = run.plan.drafts if len(run.plan.drafts) else None
         counts = None if drafted is None else run.counts
         predicted = run.predicted if run.predicted.any() else None
-        told = (run.logprobs, run.prompt_logprobs, run.embeddings, run.label_logprobs, counts, drafted, predicted)
-        return StepResult(run.plan.step_id, run.tokens, run.faults, *told, seconds=self._time.seconds(run.plan))
+        results = (run.logprobs, run.prompt_logprobs, run.embeddings, run.label_logprobs, counts, drafted, predicted)
+        return StepResult(run.plan.step_id, run.tokens, run.faults, *results, seconds=self._time.seconds(run.plan))
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
         """Queues the operations, which run one after another. Each takes the time of its pages and moves them when it ends.
 
-        The fact of a load comes told_ahead_s before its end. The first step with a page of the load in its page tables waits for
-        the whole load.
+        The fact of a load is reported early_s seconds before its end. The first step whose page-table updates have a page of the
+        load waits for the whole load.
         """
         for operation in operations:
             begin = max(self._moving_until, self._busy_until, self._clock())
@@ -296,28 +304,27 @@ class FakeExecutor:
         """Number of operations that have not ended."""
         return len(self._moving) + len(self._landing) + len(self._loaded)
 
-    def coming_kv(self) -> I32:
-        """Returns the KV as it will be when all loads with an early fact have ended."""
+    def kv_after_loads(self) -> I32:
+        """Returns a copy of the KV with the pages of all loads that were reported early."""
         kv = self.kv.copy()
         for _, operation, count in self._landing:
             kv[operation.pages[:count]] = [self.host[page] for page in operation.host_pages[:count].tolist()]
         return kv
 
     def _land(self, pages: I32 | None = None) -> float:
-        """Copies the pages of loads with an early fact that have ended or are needed now.
+        """Copies the pages of loads that were reported early, if a load has ended or a step needs its pages now.
 
         Args:
-            pages: pages that are needed now, or None for all.
+            pages: pages that a step needs now, or None to copy the pages of all loads.
 
         Returns:
-            The end time of the last copied load, 0 if no load was copied.
+            The latest end time of the copied loads, 0 if no load was copied.
         """
         if not self._landing:
             return 0.0
         waited, now = 0.0, self._clock()
         awaited = [pages is None or until <= now or bool(np.isin(pages, op.pages).any()) for until, op, _ in self._landing]
-        # Loads run in order. When the last needed load has ended, all loads before it have ended, too, even if their pages are
-        # reused.
+        # Loads end in order. The loads before the last needed one are therefore copied, too, even if their pages are reused.
         count = max((at + 1 for at, is_awaited in enumerate(awaited) if is_awaited), default=0)
         landing, self._landing = self._landing[:count], self._landing[count:]
         for until, operation, num_pages in landing:
@@ -343,16 +350,16 @@ class FakeExecutor:
         self._land(NO_PAGES)
         done = [fact for until, fact in self._loaded if until <= self._clock()]
         self._loaded = [(until, fact) for until, fact in self._loaded if until > self._clock()]
-        while self._moving and self._told_at(*self._moving[0]) <= self._clock():
+        while self._moving and self._report_at(*self._moving[0]) <= self._clock():
             until, operation = self._moving.pop(0)
-            done.append(self._told(until, operation) if operation.kind is OperationKind.LOAD else self._moved(operation))
+            done.append(self._load_fact(until, operation) if operation.kind is OperationKind.LOAD else self._moved(operation))
         return done
 
-    def _told_at(self, until: float, operation: PageOperation) -> float:
-        return until - self.told_ahead_s if operation.kind is OperationKind.LOAD else until
+    def _report_at(self, until: float, operation: PageOperation) -> float:
+        return until - self.early_s if operation.kind is OperationKind.LOAD else until
 
-    def _told(self, until: float, operation: PageOperation) -> Fact:
-        """Returns the fact of a load: an early one without a copy of pages, unless the load has ended."""
+    def _load_fact(self, until: float, operation: PageOperation) -> Fact:
+        """Returns the fact of a load. If the load has ended, its pages are copied first; otherwise, the fact is an early one."""
         count = self.pages_moved(operation)
         if count and until > self._clock():
             self._landing.append((until, operation, count))
@@ -366,6 +373,7 @@ class FakeExecutor:
             self.kv[operation.pages[:count]] = [self.host[page] for page in operation.host_pages[:count].tolist()]
 
     def _moved(self, operation: PageOperation) -> Fact:
+        """Moves the pages of an operation that is not a load, and returns its fact."""
         self._land()
         count = self.pages_moved(operation)
         if operation.pull is not None and count:
@@ -383,7 +391,7 @@ class FakeExecutor:
         return Fact(operation.op_id, count, self._time.per_page_moved * count, stored)
 
     def _pulled(self, pull: Pull, pages: I32) -> int:
-        """Copies pages from another fake worker. Returns the number of copied pages: all or 0."""
+        """Copies pages from the fake executor of a remote worker. Returns the number of copied pages: all or 0."""
         peer, reservation = self.peers.get(pull.source.address), pull.source.reservation
         opened = None if peer is None else peer.open_reservations.get(reservation.number)
         if peer is None or opened is None or opened.reservation != reservation:
@@ -406,7 +414,7 @@ class FakeExecutor:
                 if done.set_running_or_notify_cancel():
                     done.set_result(Deleted(len(gone), tuple(gone)))
             case StartProfile() | StopProfile():
-                raise OperationRefused("the fake executor has no computation to profile")
+                raise OperationRefused("the fake executor cannot be profiled, because it computes nothing")
 
     def close(self) -> None:
         self.kv = np.empty((0, self._page_size), dtype=np.int32)
@@ -449,18 +457,18 @@ class FakeExecutor:
 
     def _half_right(self, context: I32, number: int) -> I32:
         """Returns draft tokens of which about half are the model's own next tokens."""
-        for place in range(number):
+        for index in range(number):
             token = self._next_token(context, self._vocab_size)
             wrong = zlib.crc32(context.tobytes() + b"draft") % 2
             context = np.append(context, np.int32((token + wrong) % self._vocab_size))
-            assert len(context) > place, "a draft token for each index"
+            assert len(context) > index, "the context has all earlier draft tokens"
         return context[len(context) - number :]
 
     def _prompt_logprobs(self, plan: BatchPlan, index: int, row: int) -> PromptLogprobs:
         """Returns log probabilities of prompt tokens: the negative of each token's id."""
         slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(plan.num_tokens[row])
         first, following = int(plan.prompt_logprob_offsets[index]), int(plan.prompt_logprob_nexts[index])
-        assert 0 <= first < count, "the first prompt token that is wanted is predicted in the row"
+        assert 0 <= first < count, "the row computes the logits of the first requested prompt token"
         ids = self._read(slot, start + count)[start + first + 1 :]
         if following >= 0:
             ids = np.append(ids, np.int32(following))
@@ -472,24 +480,24 @@ class FakeExecutor:
 
     def _apply_table(self, plan: BatchPlan) -> None:
         slots, firsts = np.repeat(plan.table_slots, plan.table_counts), np.repeat(plan.table_firsts, plan.table_counts)
-        assert len(slots) == len(plan.table_pages), "a page for every place that the updates name"
+        assert len(slots) == len(plan.table_pages), "the updates have a page for each index that they change"
         if not len(slots):
             return
         ends = np.cumsum(plan.table_counts)
-        places = firsts + np.arange(len(slots)) - np.repeat(ends - plan.table_counts, plan.table_counts)
+        indices = firsts + np.arange(len(slots)) - np.repeat(ends - plan.table_counts, plan.table_counts)
         width = self.page_table.shape[1]
-        assert 0 <= places.min() <= places.max() < width, "an update beyond a slot's row of the page table"
-        named = slots.astype(np.int64) * width + places
-        assert len(np.unique(named)) == len(named), "two updates of one plan name the same place"
-        self.page_table[slots, places] = plan.table_pages
+        assert 0 <= indices.min() <= indices.max() < width, "updates stay within a slot's row of the page table"
+        changed = slots.astype(np.int64) * width + indices
+        assert len(np.unique(changed)) == len(changed), "a plan updates each entry of the page table at most once"
+        self.page_table[slots, indices] = plan.table_pages
 
     def _write(self, slot: int, start: int, ids: I32) -> None:
         positions = np.arange(start, start + len(ids))
         pages = self.page_table[slot, positions // self._page_size]
-        assert pages.min() >= 0, "a row writes to pages that a plan has named"
+        assert pages.min() >= 0, "a row writes only to pages in the page table"
         self.kv[pages, positions % self._page_size] = ids
 
     def _read(self, slot: int, length: int) -> I32:
         pages = self.page_table[slot, : -(-length // self._page_size)]
-        assert len(pages) and pages.min() >= 0, "a row reads pages that a plan has named"
+        assert len(pages) and pages.min() >= 0, "a row reads only pages in the page table"
         return self.kv[pages].reshape(-1)[:length].copy()

@@ -1,4 +1,4 @@
-"""Chooses the kernels of a device: Triton kernels on a GPU, C++ kernels on a CPU, or torch's twins of either by setting."""
+"""Chooses the kernels of a device: Triton on a GPU, C++ on a CPU, or the reference kernels in torch if a setting says so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KernelSet:
 
 
 def _chosen(name: str, device: torch.device) -> str:
-    """Returns triton, cpp or torch for a name, which may also be auto. Raises ValueError for an unknown name."""
+    """Resolves `auto` to triton or cpp, and returns any other known name unchanged. Raises ValueError for an unknown name."""
     if name not in (AUTO, TRITON, CPP, TORCH):
         raise ValueError(f"there are no kernels named {name}; supported: {AUTO}, {TRITON}, {CPP}, {TORCH}")
     return name if name != AUTO else TRITON if device.type == "cuda" else CPP
@@ -40,9 +40,9 @@ def layer_kernels(
     """Returns the kernels of a model's layers.
 
     Args:
-        dtype: of the model.
+        dtype: dtype of the model.
         num_threads: threads of C++ kernels.
-        deterministic: whether the bits of a row depend only on that row.
+        deterministic: whether the bits of a row's result must depend only on that row.
 
     Raises:
         ValueError: the name is unknown, or kernels of this kind have no deterministic mode.
@@ -52,7 +52,9 @@ def layer_kernels(
         return load_kernels(num_threads, dtype, deterministic)
     if chosen == TORCH:
         if deterministic:
-            raise ValueError("torch's kernels are not deterministic: the sums of a row depend on the number of rows of a step")
+            raise ValueError(
+                "kernels named torch have no deterministic mode: the sums of a row depend on the number of rows of a step"
+            )
         return reference
     from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 
@@ -60,10 +62,10 @@ def layer_kernels(
 
 
 def copies(name: str, device: torch.device) -> CpuCopies | None:
-    """Returns the C++ copies of pages between a CPU's pool and its other tiers.
+    """Returns the C++ functions that copy pages between a CPU's pool and the other tiers.
 
     Returns:
-        None if the device is not a CPU, or numpy makes the copies because the kernels are torch's.
+        None if the device is not a CPU, or if the kernels are named torch. numpy then copies the pages of a CPU's pool.
 
     Raises:
         ValueError: the name is unknown.
@@ -75,7 +77,7 @@ def bring_pieces(name: str, device: torch.device) -> BringPieces | None:
     """Returns the kernel that copies pages from host memory to a GPU's pools, layer by layer.
 
     Returns:
-        None if the device is not a GPU, or the kernels are torch's.
+        None if the device is not a GPU, or if the kernels are not Triton's.
 
     Raises:
         ValueError: the name is unknown.

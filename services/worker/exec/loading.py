@@ -1,4 +1,4 @@
-"""Loads the model of a Hugging Face folder: by a class of the registry, through transformers' code, or as an encoder.
+"""Loads the model of a Hugging Face folder: by a class of our registry, by transformers' code, or as an encoder.
 
 The pooling of an embedding model is read from the files that sentence-transformers writes.
 """
@@ -34,7 +34,7 @@ from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest,
 
 MODULES = "modules.json"
 KINDS = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
-LEGACY = {  # names of switches in older files
+LEGACY = {  # older files have one of these switches instead of pooling_mode
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "lasttoken",
@@ -48,17 +48,17 @@ MEAN = PoolingConfig(PoolingKind.MEAN, True)
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A folder whose config was read, and whose weights were not."""
+    """An opened folder: its config is read, its weights are not."""
 
     request: LoadRequest
-    # transformers PreTrainedConfig
-    config: Any
+    config: Any  # transformers PreTrainedConfig
     checkpoint: Checkpoint
-    dtype: torch.dtype
+    dtype: torch.dtype  # dtype to which weights are converted
     target: LoadTarget
-    kernels: LayerKernels
+    kernels: LayerKernels  # kernels of the target's device for the dtype
 
     def context(self, longest: int) -> int:
+        """Returns the requested context length, at most `longest`, which is also the default."""
         return min(self.request.context_len or longest, longest)
 
 
@@ -83,7 +83,11 @@ def load_model(request: LoadRequest) -> LoadedModel:
 
 
 def _refuse_by_config(request: LoadRequest, config: Any) -> None:
-    """Refuses an unsupported model of transformers by its config, before its weights are opened. Raises UnsupportedModel."""
+    """Checks the config of a model that transformers' code would compute, before its weights are opened.
+
+    Raises:
+        UnsupportedModel: paged attention cannot compute the model.
+    """
     from rootstock_llm.services.worker.exec.models.encoder import is_encoder
     from rootstock_llm.services.worker.exec.models.transformers_check import refuse_by_config
     from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
@@ -93,11 +97,22 @@ def _refuse_by_config(request: LoadRequest, config: Any) -> None:
 
 
 def load_again(request: LoadRequest, shape: tuple[object, ...]) -> LoadedModel:
-    """Loads the folder's present contents. Raises the errors of load_model(), and CheckpointError for another shape."""
-    again = load_model(request)
-    if again.shape != shape:
-        raise CheckpointError(f"{request.folder} has a model of another shape than the one with which this worker started")
-    return again
+    """Loads what the folder has now.
+
+    Args:
+        shape: LoadedModel.shape of the model with which this worker started.
+
+    Raises:
+        CheckpointError: the model's shape differs from `shape`, or as for load_model().
+        UnsupportedModel: as for load_model().
+    """
+    loaded = load_model(request)
+    if loaded.shape != shape:
+        raise CheckpointError(
+            f"{request.folder} now has a model with other sizes than the one with which this worker started. Restart the worker"
+            " to serve it."
+        )
+    return loaded
 
 
 def _native_config(config: Any) -> DenseConfig | NotCovered:
@@ -113,7 +128,7 @@ def _native(opened: _Opened, config: DenseConfig) -> LoadedModel:
     read = partial(ARCHITECTURES[config.architecture].read, config=config)
     model = opened.target.weights(opened.checkpoint, read, opened.dtype, opened.kernels, request.progress, request.phases)
     context = opened.context(config.max_position_embeddings)
-    num_positions = (-(-context // request.page_size) + 1) * request.page_size  # for a slot's pages
+    num_positions = (-(-context // request.page_size) + 1) * request.page_size  # positions in the pages of a slot
     assert 0 < context < num_positions, "the table has a row for each position of a slot's pages"
     cos_sin = rope_table(config.rope, config.head_dim, num_positions).to(opened.target.device)
     return LoadedModel(
@@ -135,8 +150,8 @@ def _through_transformers(opened: _Opened, reason: NotCovered) -> LoadedModel:
 
     if opened.target.numerics is not None:
         raise UnsupportedModel(
-            f"architecture {architecture_of(opened.config)} has no deterministic mode: transformers' code computes it, whose sums"
-            f" depend on how many rows a step has, for {reason}"
+            f"architecture {architecture_of(opened.config)} has no deterministic mode: transformers' code computes it ({reason}),"
+            f" and its sums depend on the number of rows of a step"
         )
     if is_causal_head(opened.config):
         return _causal(opened, generates=True)
@@ -153,7 +168,7 @@ def _causal(opened: _Opened, generates: bool) -> LoadedModel:
 
     context = opened.context(max_context(opened.config))
     with opened.request.phases.timed("weights"):
-        checking = load_kernels(opened.request.num_threads, opened.dtype)  # the check runs on the CPU, whatever the device
+        checking = load_kernels(opened.request.num_threads, opened.dtype)  # the check runs on the CPU, also for a GPU
         loaded = load_causal(opened.request.folder, opened.config, opened.dtype, context, checking)
         model = loaded.model.to(opened.target.device, opened.kernels)
     opened.request.progress(f"loaded {architecture_of(opened.config)} through transformers with paged attention")
@@ -192,21 +207,21 @@ def _encoder(opened: _Opened) -> LoadedModel:
 
 
 def read_pooling(folder: Path, default: PoolingConfig) -> PoolingConfig:
-    """Returns the pooling of modules.json, or the default without that file.
+    """Returns the pooling that modules.json names, or `default` if there is no modules.json.
 
     Raises:
         CheckpointError: a file is malformed.
-        UnsupportedModel: the folder has modules or a pooling that this worker lacks.
+        UnsupportedModel: the folder has modules or a pooling that this worker does not support.
     """
     if not (folder / MODULES).is_file():
         return default
     modules = [_module(folder, entry) for entry in read_json_list(folder / MODULES)]
     others = sorted({kind for kind, _ in modules} - {"Transformer", "Pooling", "Normalize"})
     if others:
-        raise UnsupportedModel(f"{MODULES} has {', '.join(others)}; supported are Transformer, Pooling and Normalize")
+        raise UnsupportedModel(f"{MODULES} has modules {', '.join(others)}; supported: Transformer, Pooling, Normalize")
     poolings = [path for kind, path in modules if kind == "Pooling"]
     if len(poolings) != 1:
-        raise UnsupportedModel(f"{MODULES} has {len(poolings)} Pooling modules, one is supported")
+        raise UnsupportedModel(f"{MODULES} has {len(poolings)} Pooling modules; it must have exactly one")
     kind = _kind(read_json(poolings[0] / "config.json"))
     return PoolingConfig(kind, any(kind == "Normalize" for kind, _ in modules))
 
@@ -215,7 +230,7 @@ def _module(folder: Path, entry: Any) -> tuple[str, Path]:
     """Returns the class name and the folder of a module. Raises CheckpointError."""
     kind, path = (entry.get("type"), entry.get("path", "")) if isinstance(entry, dict) else (None, "")
     if not isinstance(kind, str) or not isinstance(path, str) or path == ".." or Path(path).name != path:
-        raise CheckpointError(f"{folder / MODULES} has an entry without a type or with a path outside its folder")
+        raise CheckpointError(f"{folder / MODULES} has an entry without a type, or with a path outside of the model's folder")
     return kind.rsplit(".", 1)[-1], folder / path
 
 

@@ -1,4 +1,4 @@
-"""Releases the KV pool and the weights of a device, resumes them, and then captures graphs again."""
+"""Releases the KV pool and the weights of a device, and resumes them. After both are resumed, graphs are captured again."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from rootstock_llm.services.worker.exec.streams.returned_memory import return_me
 
 
 class NoModel:
-    """Replaces a model whose weights are released."""
+    """Stands for a model whose weights are released, or whose attention is not set yet. Every call raises."""
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> NoReturn:
-        raise RuntimeError("the weights are released")
+        raise RuntimeError("the model cannot compute: its weights are released")
 
     def states(self, wanted: Tensor) -> NoReturn:
-        raise RuntimeError("the weights are released")
+        raise RuntimeError("the model cannot compute: its weights are released")
 
     def logits(self, wanted: Tensor) -> NoReturn:
-        raise RuntimeError("the weights are released")
+        raise RuntimeError("the model cannot compute: its weights are released")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
-    """Implements Releasable for a runner. No step may run between release and resume."""
+    """Implements Releasable for a runner. No step may run from release() to the end of resume()."""
 
     runner: DeviceRunner
-    load_model: Callable[[], CausalModel]  # reads the present contents of the checkpoint's folder
-    allocate_pool: Callable[[], KVPool]  # with the size of the first pool
+    load_model: Callable[[], CausalModel]  # loads what the checkpoint's folder has now, and the draft model
+    allocate_pool: Callable[[], KVPool]  # allocates pools of the same size as at the start, also that of the draft model
     capture: Callable[[], None]  # captures the graphs
-    drop: Callable[[ReleaseMemory], None]  # releases the drafter's parts, which load_model and allocate_pool make again
+    drop: Callable[[ReleaseMemory], None]  # releases the drafter's weights or pool; load_model and allocate_pool restore them
 
     def release(self, parts: ReleaseMemory) -> None:
         if self.runner.graphs is not None:
@@ -57,15 +57,15 @@ class MemoryParts:
         refusal = ""
         try:
             self._resume(parts)
-        except Exception as error:  # any exception, because loaders raise many types, and graphs may run out of memory
+        except Exception as error:  # of any type: loaders raise many types, and capturing may run out of memory
             refusal = f"cannot resume: {error}"
-        if refusal:  # outside of the handler, because the error's traceback refers to tensors made so far
+        if refusal:  # outside of the handler: there, the error's traceback would keep new tensors alive
             self.release(ReleaseMemory(kv=parts.kv, weights=parts.weights))
             raise OperationRefused(refusal)
 
     def _resume(self, parts: ResumeMemory) -> None:
         passes, streams = self.runner.passes, self.runner.streams
-        with streams.on_forward():  # on the stream of steps, which then start after the pool is filled with zeros
+        with streams.on_forward():  # so that later steps run after the pool is filled with zeros
             model = self.load_model() if parts.weights else passes.model
             pool = self.allocate_pool() if parts.kv else passes.pool
         streams.synchronize()

@@ -1,6 +1,7 @@
-"""Measures the number of KV pages that fit into a GPU: it runs the largest step and captures graphs with a pool of one page.
+"""Computes the number of KV pages that fit into a GPU's memory.
 
-The size of the pool follows from the memory of the device and the measured parts of it. All numbers are bytes.
+With a pool of one page, the largest step is run and graphs are captured, and their memory is measured. The pool gets the memory
+that these parts, the weights and other processes leave. Numbers without another unit are bytes.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def pages_of_device(
     Args:
         mem_fraction_static: share of the device's memory that may be used.
         largest: runs the largest step.
-        graph_bytes: returns the memory of all graphs.
-        progress: receives a line with all parts of the memory.
+        graph_bytes: returns the bytes of all graphs; it may capture some of them.
+        progress: receives a line for the log with all parts of the memory.
 
     Raises:
         PoolTooSmall: the pool would hold fewer than context_len tokens.
@@ -69,7 +70,7 @@ def pages_of_device(
         activation_peak=peak,
         graphs=graphs,
         workspace=needs.fixed_bytes,
-        held_now=("weights", "workspace"),
+        allocated_now=("weights", "workspace"),
     )
     pages = kv_pool_pages(use, mem_fraction_static, RESERVE, needs.page_bytes, needs.page_size, needs.context_len)
     progress(f"memory: {describe(use, mem_fraction_static, RESERVE, kv_pool_bytes(use, mem_fraction_static, RESERVE))}")
@@ -81,40 +82,40 @@ class DeviceMemoryUse:
     """The memory of a device and its measured parts."""
 
     total: int  # memory of the device
-    free_now: int  # free memory that the driver reported while exactly the parts in held_now were allocated
+    free_now: int  # free memory that the driver reported while only the parts in allocated_now were allocated
     weights: int  # resident weights
-    activation_peak: int  # activations of the largest step, above the weights
+    activation_peak: int  # memory that the largest step needs in addition to the weights
     graphs: int  # all captured graphs
     workspace: int  # buffers that stay allocated from step to step, such as those of attention back ends
-    held_now: tuple[str, ...] = ("weights",)  # names of the allocated parts
+    allocated_now: tuple[str, ...] = ("weights",)  # fields of this class
 
     @property
     def own(self) -> int:
-        """All parts of this worker except the pool."""
+        """Memory of all parts of this worker except the pool."""
         total: int = sum(getattr(self, part) for part in PARTS)
         return total
 
     @property
-    def _held(self) -> int:
-        held: int = sum(getattr(self, part) for part in self.held_now)
-        return held
+    def _allocated(self) -> int:
+        allocated: int = sum(getattr(self, part) for part in self.allocated_now)
+        return allocated
 
     @property
-    def elsewhere(self) -> int:
-        """Used memory outside of the parts: other processes, the driver's context, unused memory of the allocator."""
-        return max(0, self.total - self.free_now - self._held)
+    def used_elsewhere(self) -> int:
+        """Used memory that belongs to no part: other processes, the driver's context, cached memory of torch's allocator."""
+        return max(0, self.total - self.free_now - self._allocated)
 
 
 def kv_pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int) -> int:
     """Returns the number of bytes for the KV pool, 0 or more.
 
     Args:
-        mem_fraction_static: share of the device's memory that all users together may have: our parts, the pool and `elsewhere`.
+        mem_fraction_static: share of the device's memory for the worker's parts, the pool and used_elsewhere together.
         reserve: bytes that stay free in any case.
     """
     budget = min(int(use.total * mem_fraction_static), use.total - reserve)
-    left = max(0, budget - use.elsewhere - use.own)
-    assert left + use.own <= max(budget, use.own), "pool and parts do not exceed the budget"
+    left = max(0, budget - use.used_elsewhere - use.own)
+    assert left + use.own <= max(budget, use.own), "the pool and the parts do not exceed the budget"
     return left
 
 
@@ -129,20 +130,24 @@ def kv_pool_pages(
     parts = describe(use, mem_fraction_static, reserve, left)
     if pages == 0:
         raise PoolTooSmall(
-            f"no page of {page_size} tokens ({_mib(page_bytes)}) fits into the memory that the model leaves: {parts}"
+            f"no KV page of {page_size} tokens ({_mib(page_bytes)}) fits into the memory that is left after the model: {parts}"
         )
     raise PoolTooSmall(
         f"the KV pool holds {pages * page_size} tokens, fewer than context_len {context_len}: {parts}."
-        f" A context_len of {pages * page_size} would fit"
+        f" Set context_len to {pages * page_size} or less"
     )
 
 
 def describe(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int, kv_bytes: int) -> str:
-    """Returns one line for the log with all parts in MiB."""
+    """Returns a line for the log with the memory of all parts in MiB.
+
+    Args:
+        kv_bytes: bytes of the KV pool.
+    """
     names = {"weights": "weights", "activation_peak": "activations", "graphs": "graphs", "workspace": "workspaces"}
     own = ", ".join(f"{names[part]} {_mib(getattr(use, part))}" for part in PARTS)
     limits = f"{mem_fraction_static:g} of the device's {_mib(use.total)} may be used, {_mib(reserve)} stay free"
-    return f"{limits}; {own}, held elsewhere {_mib(use.elsewhere)}, KV pool {_mib(kv_bytes)}"
+    return f"{limits}; {own}, used elsewhere {_mib(use.used_elsewhere)}, KV pool {_mib(kv_bytes)}"
 
 
 def _mib(num_bytes: int) -> str:
@@ -152,7 +157,8 @@ def _mib(num_bytes: int) -> str:
 def profile_peak(run: Callable[[], None], device: torch.device, probe: MemoryProbe | None = None) -> int:
     """Calls `run` and returns the peak of allocated bytes above those allocated before; 0 on a CPU.
 
-    Memory that `run` allocates and does not free counts, too. Memory of the allocator without tensors does not count.
+    Memory that `run` allocates and does not free also counts. Cached memory of the allocator, which has no tensor, does not
+    count.
     """
     memory = probe or probe_of(device)
     memory.synchronize()
@@ -174,7 +180,7 @@ class MemoryProbe(Protocol):
     def reset_peak(self) -> None: ...
 
     def synchronize(self) -> None:
-        """Waits for the device. Raises the error of any earlier launch."""
+        """Waits for the device. Raises the error of an earlier launch that has failed."""
 
 
 class CudaMemory:

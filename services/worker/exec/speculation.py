@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rootstock_llm.services.worker.core.contracts.plan import I32
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
-from rootstock_llm.services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter, DraftModel, Kept
+from rootstock_llm.services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter, DraftModel, HiddenStates
 from rootstock_llm.services.worker.exec.contracts.operations import ReleaseMemory
 from rootstock_llm.services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
 from rootstock_llm.services.worker.exec.drafting.model_drafter import MOST_PENDING, ModelDrafter
@@ -33,17 +33,17 @@ ModelLoader = Callable[[LoadRequest], LoadedModel]
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A loaded draft model, or the sizes of a drafter without a model."""
+    """A loaded draft model and its sizes. All sizes are 0 without a model."""
 
-    model: DraftModel | None = None  # the model, or None for a drafter without one
-    kept: tuple[int, ...] = ()  # layers of the target whose inputs the draft model reads, see aux_layers of Decoder
-    kv_bytes_per_token: int = 0
-    weight_bytes: int = 0
+    model: DraftModel | None = None  # None if drafts come from n-grams or are off
+    aux_layers: tuple[int, ...] = ()  # layers of the target whose inputs the draft model reads, see Decoder
+    kv_bytes_per_token: int = 0  # bytes of an entry's KV over all layers of the draft model
+    weight_bytes: int = 0  # bytes of weights that the draft model does not share with the target
 
     @property
     def shape(self) -> tuple[object, ...]:
         """The values on which the sizes of pools and passes depend."""
-        return (self.kept, *(() if self.model is None else (self.model.shift, self.model.layers, self.model.max_context)))
+        return (self.aux_layers, *(() if self.model is None else (self.model.shift, self.model.layers, self.model.max_context)))
 
 
 NO_DRAFT = LoadedDraft()
@@ -55,11 +55,11 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
     Args:
         request: the target's load request.
         target: the loaded target.
-        load: loads a separate model.
+        load: load_model(), for a separate draft model.
 
     Raises:
         CheckpointError: the draft model's files are missing or broken.
-        UnsupportedModel: the model cannot draft for the target.
+        UnsupportedModel: the draft model cannot draft for the target.
         ValueError: a setting is missing, unknown, or has no effect with the algorithm.
     """
     algorithm, path = options.speculative_algorithm if options.max_drafts else NONE, options.draft_model
@@ -73,7 +73,9 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
     if algorithm in (NONE, NGRAM):
         return NO_DRAFT
     if algorithm not in (DRAFT, EAGLE3, MTP):
-        raise ValueError(f"--speculative-algorithm {algorithm} is unknown")
+        raise ValueError(
+            f"--speculative-algorithm {algorithm} is unknown; the algorithms are {', '.join((NONE, NGRAM, DRAFT, EAGLE3, MTP))}"
+        )
     with request.phases.timed("draft"):
         if algorithm == DRAFT:
             dtype = str(target.dtype).removeprefix("torch.")  # the dtype of the pools
@@ -84,10 +86,11 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
 
 def _small(folder: Path, loaded: LoadedModel, target: LoadedModel) -> LoadedDraft:
     if not isinstance(loaded.model, Decoder) or not loaded.generates:
-        raise UnsupportedModel(f"{folder} cannot draft: it is not a generating model with this worker's own decoder")
+        raise UnsupportedModel(f"{folder} cannot draft: its architecture is not one of our decoders that generate text")
     if loaded.config.vocab_size < target.config.vocab_size:
         raise UnsupportedModel(
-            f"{folder} cannot draft: it has {loaded.config.vocab_size} tokens and the model {target.config.vocab_size}"
+            f"{folder} cannot draft: its vocabulary has {loaded.config.vocab_size} tokens, fewer than the model's"
+            f" {target.config.vocab_size}"
         )
     model = DecoderDraftModel(loaded.model, loaded.layers, loaded.context_len, int(target.config.vocab_size))
     return LoadedDraft(model, (), loaded.kv_bytes_per_token, loaded.weight_bytes)
@@ -96,7 +99,9 @@ def _small(folder: Path, loaded: LoadedModel, target: LoadedModel) -> LoadedDraf
 def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: str) -> LoadedDraft:
     decoder = target.model
     if not isinstance(decoder, Decoder):
-        raise UnsupportedModel(f"--speculative-algorithm {algorithm} is for models of our own decoder: it reads their states")
+        raise UnsupportedModel(
+            f"--speculative-algorithm {algorithm} reads hidden states of our decoders; transformers' code computes this model"
+        )
     load = load_eagle3 if algorithm == EAGLE3 else load_mtp
     head = load(folder, decoder, target.dtype, target.kernels)
     if request.target.device.type == "cuda":
@@ -107,9 +112,9 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
 
 
 def _index_of(corpus: I32, vocab_size: int) -> NgramIndex:
-    """Returns an index of the corpus. Replaces tokens without a row in the model by BETWEEN_TEXTS, in place.
+    """Returns an index of the corpus, in which tokens outside of the model's vocabulary are replaced by BETWEEN_TEXTS.
 
-    A copy of the corpus would stay in memory as long as the original.
+    The corpus is changed in place, because a copy would double its memory.
     """
     np.copyto(corpus, BETWEEN_TEXTS, where=corpus >= vocab_size)
     return NgramIndex(corpus)
@@ -119,7 +124,7 @@ class Drafting:
     """Owns the draft model, its pool and the drafter of an executor, also while their memory is released and resumed."""
 
     def __init__(self, loaded: LoadedDraft, corpus: I32 | None = None) -> None:
-        """Takes the draft model.
+        """Stores the draft model. Its pool is allocated by allocate().
 
         Args:
             corpus: see DeviceOptions.draft_corpus.
@@ -128,7 +133,7 @@ class Drafting:
         self.weight_bytes = loaded.weight_bytes
         self._drafter: ModelDrafter | None = None
         self._model, self.layers = loaded.model, loaded.model.layers if loaded.model is not None else ()
-        self.kept, self.kv_bytes_per_token, self._shape = loaded.kept, loaded.kv_bytes_per_token, loaded.shape
+        self.aux_layers, self.kv_bytes_per_token, self._shape = loaded.aux_layers, loaded.kv_bytes_per_token, loaded.shape
         self.pool = NO_POOL
 
     def allocate(self, pool: Callable[[tuple[LayerKV, ...]], KVPool]) -> None:
@@ -143,31 +148,34 @@ class Drafting:
                 self._drafter.pool = self.pool
 
     def drafter(self, table: Tensor, page_size: int, vocab_size: int, streams: Streams) -> Drafter:
-        """Returns the drafter. A model drafter gets its pool from the next allocate().
+        """Returns the drafter. If it uses a draft model, its pool is replaced by each later allocate().
 
         Args:
             table: int32[slots, pages], the target's page table.
-            vocab_size: of the target.
+            vocab_size: size of the target's vocabulary.
         """
         if self._model is None:
             return NgramDrafter(None if self._corpus is None else _index_of(self._corpus, vocab_size))
         self._drafter = ModelDrafter(self._model, self.pool, table, page_size, vocab_size, streams)
         return self._drafter
 
-    def read(self, target: CausalModel, num_tokens: int) -> Kept:
+    def read(self, target: CausalModel, num_tokens: int) -> HiddenStates:
         """Returns the hidden states that the draft model reads, for the first num_tokens tokens of the target's last pass."""
-        if not self.kept:
+        if not self.aux_layers:
             return ()
-        assert isinstance(target, Decoder), "a head reads states of our own decoder"
+        assert isinstance(target, Decoder), "load_draft() refuses a head for a target that is not our decoder"
         return target.aux_states(num_tokens)
 
     def rehearse(self, target: CausalModel, num_tokens: int) -> None:
-        """Runs a pass of the draft model after a pass of the target with num_tokens tokens. Called on the forward stream."""
+        """Runs a pass of the draft model over num_tokens entries, to compile its kernels and measure its memory.
+
+        The target must have computed num_tokens tokens in its last pass. Called on the forward stream.
+        """
         if self._drafter is not None:
             self._drafter.rehearse(num_tokens, self.read(target, num_tokens))
 
-    def waiting(self, target: CausalModel, num_slots: int) -> Kept:
-        """Allocates the largest hidden states that num_slots slots may store while no draft tokens are requested."""
+    def largest_pending(self, target: CausalModel, num_slots: int) -> HiddenStates:
+        """Allocates as much memory as the pending hidden states of num_slots slots may take, to measure it."""
         return tuple(each.new_empty((num_slots * MOST_PENDING, each.shape[1])) for each in self.read(target, 1))
 
     def drop(self, parts: ReleaseMemory) -> None:
@@ -176,10 +184,17 @@ class Drafting:
         if self._drafter is not None:
             self._drafter.drop(model=parts.weights, pool=parts.kv)
 
-    def loaded_again(self, draft: LoadedDraft) -> None:
-        """Takes a draft model that was loaded again. Raises CheckpointError if its shape differs from the first one's."""
+    def replace_model(self, draft: LoadedDraft) -> None:
+        """Uses a draft model that was loaded to resume memory.
+
+        Raises:
+            CheckpointError: its sizes differ from those of the draft model with which this worker started.
+        """
         if draft.shape != self._shape:
-            raise CheckpointError("the draft model that was loaded again has another shape than the first one")
+            raise CheckpointError(
+                "the draft model's folder now has a model with other sizes than the one with which this worker started."
+                " Restart the worker to use it."
+            )
         self._model = draft.model
         if self._drafter is not None:
             self._drafter.model = self._model

@@ -1,4 +1,4 @@
-"""Launches a step of every kind before the first request, so that kernels are compiled and libraries have chosen theirs."""
+"""Launches a step of every kind before the first request, so that all kernels are compiled and libraries have chosen kernels."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rootstock_llm.services.worker.core.contracts.plan import (
     SlotParams,
 )
 from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS
-from rootstock_llm.services.worker.exec.contracts.step_data import Places
+from rootstock_llm.services.worker.exec.contracts.step_data import SampleOrder
 from rootstock_llm.services.worker.exec.sampling.logprob_requests import TOPS
 from rootstock_llm.services.worker.exec.step.idle_steps import StepBounds, idle_decode, largest_step
 from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner, StepRun
 from rootstock_llm.services.worker.exec.step.passes import NOTHING
 from rootstock_llm.services.worker.exec.streams.copies import Readback
 
-PROMPTS = (1, 20, 100, 1000)  # tokens of prompts in addition to the largest; the choice of kernels depends on the number
+PROMPTS = (1, 20, 100, 1000)  # tokens of prompts, besides the longest; libraries choose kernels by the number of tokens
 DECODES = (1, 40)  # rows of decode steps without a graph
-VERIFIED, DRAFTED = (1, 3), 2  # rows with draft tokens, and draft tokens per row
-EVERYTHING = SamplingParams(
+VERIFIED, DRAFTED = (1, 3), 2  # decode rows with draft tokens in a step, and draft tokens per row
+EVERYTHING = SamplingParams(  # all features of sampling
     max_new_tokens=4,
     temperature=0.7,
     min_new_tokens=2,
@@ -49,7 +49,7 @@ def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = P
     Afterwards, the page table is empty, the pool's first pages are undefined, and slot 0 needs an admission.
 
     Args:
-        prompts: tokens of the prompts; they are limited to the bounds.
+        prompts: tokens of the prompts; a larger number than the bounds allow is reduced.
         max_drafts: draft tokens per row, 0 if steps verify no draft tokens.
     """
     for tokens in prompts:
@@ -69,13 +69,16 @@ def _logprobs(runner: DeviceRunner) -> None:
     logits = runner.passes.all_logits(1)
     rows = torch.zeros(1, dtype=torch.int32, device=runner.passes.device)
     for num_top in TOPS:
-        runner.sampler.wishes.measure(logits, rows, rows, num_top)
+        runner.sampler.logprobs.measure(logits, rows, rows, num_top)
 
 
 def _request(runner: DeviceRunner, generates: bool) -> None:
-    """Runs a request with all sampling features: a prompt of one token, then one decode step."""
-    for start, given in ((0, 1), (1, 0)) if generates else ((0, 1),):
-        run = StepRun(_step(start, given, EVERYTHING if generates else VECTOR), Readback(runner.streams))
+    """Runs a request with all features of sampling: a prompt of one token, then one decode step.
+
+    An embedding has no decode step.
+    """
+    for start, num_extend in ((0, 1), (1, 0)) if generates else ((0, 1),):
+        run = StepRun(_step(start, num_extend, EVERYTHING if generates else VECTOR), Readback(runner.streams))
         runner.forward(run)
         masks = {0: np.full(runner.sampler.num_words, ~np.uint32(0), dtype=np.uint32)} if generates else {}
         runner.sample(run, masks)
@@ -84,7 +87,7 @@ def _request(runner: DeviceRunner, generates: bool) -> None:
 
 
 def _verification(runner: DeviceRunner, rows: int) -> None:
-    """Runs a step in which `rows` slots verify draft tokens. No token comes from the relay."""
+    """Runs a step in which `rows` slots verify DRAFTED draft tokens each."""
     if not rows:
         return
     tokens = rows * (1 + DRAFTED)
@@ -100,31 +103,32 @@ def _verification(runner: DeviceRunner, rows: int) -> None:
         table_pages=NOTHING,
     )
     run = StepRun(plan, Readback(runner.streams), known=np.zeros(tokens, dtype=np.int32))
-    order = np.arange(tokens).reshape(rows, 1 + DRAFTED).T.ravel()
-    places = Places(order, (rows,) * (1 + DRAFTED), np.zeros(rows * DRAFTED, dtype=np.int32))
+    rows_in_order = np.arange(tokens).reshape(rows, 1 + DRAFTED).T.ravel()
+    order = SampleOrder(rows_in_order, (rows,) * (1 + DRAFTED), np.zeros(rows * DRAFTED, dtype=np.int32))
     runner.passes.table.fill_(0)
     runner.forward(run)
-    runner.sample(run, NO_MASKS, NO_MASKS, lambda _: places)
+    runner.sample(run, NO_MASKS, NO_MASKS, lambda _: order)
     runner.result(run)
     runner.passes.table.fill_(-1)
 
 
-def _step(start: int, given: int, params: SamplingParams) -> BatchPlan:
-    """Returns the plan of a step with one token in slot 0, which it admits at position 0.
+def _step(start: int, num_extend: int, params: SamplingParams) -> BatchPlan:
+    """Returns the plan of a step with one token in slot 0. If the token's position is 0, the step also admits the slot.
 
     Args:
-        given: 1 if the plan gives the token, 0 if the relay does.
+        start: position of the token.
+        num_extend: 1 if the plan has the token's id, 0 if the step reads it from the relay.
     """
     zero, one = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
     history = zero if params is EVERYTHING else NOTHING
     return BatchPlan(
         step_id=start,
-        mode=ForwardMode.EXTEND if given else ForwardMode.DECODE,
-        num_extend=given,
+        mode=ForwardMode.EXTEND if num_extend else ForwardMode.DECODE,
+        num_extend=num_extend,
         slots=zero,
         starts=zero + start,
         num_tokens=one,
-        input_ids=zero[:given],
+        input_ids=zero[:num_extend],
         sample=np.ones(1, dtype=np.bool_),
         mask_rows=NOTHING,
         prompt_logprob_rows=NOTHING,

@@ -158,7 +158,7 @@ def flashinfer_work(step: StepTensors, kind: str, module: Any) -> Work:
     else:
         wrapper = wrappers.prefill_wrapper(module, workspace, EAGER_KINDS[kind])
     host_schedule = host_memory(schedule, torch.uint8, device)
-    wrappers.lend_schedule(wrapper, host_schedule, torch.zeros(schedule, dtype=torch.uint8, device=device))
+    wrappers.set_schedule_buffers(wrapper, host_schedule, torch.zeros(schedule, dtype=torch.uint8, device=device))
     if kind in GRAPH_KINDS:
         planner.first_decode(wrapper, columns, places, 0)
     else:

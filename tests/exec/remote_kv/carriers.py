@@ -35,12 +35,12 @@ class KeptCarrier(Carrier):
 
 
 @contextmanager
-def carrier(library: str, manner: str = "") -> Iterator[KeptCarrier]:
+def carrier(library: str, fault: str = "") -> Iterator[KeptCarrier]:
     """Yields a carrier.
 
     Args:
         library: "fake" or "nixl".
-        manner: fault of the fake library, see fake_nixl.
+        fault: fault of the fake library, see fake_nixl.
 
     Raises:
         OSError: the library cannot be loaded.
@@ -48,7 +48,7 @@ def carrier(library: str, manner: str = "") -> Iterator[KeptCarrier]:
     with pytest.MonkeyPatch.context() as patch:
         if library == "fake":
             patch.setenv("PYTHONPATH", os.pathsep.join((str(FAKE), os.environ.get("PYTHONPATH", ""))))
-            patch.setenv("NIXL_FAKE", manner)
+            patch.setenv("NIXL_FAKE", fault)
         made = KeptCarrier()
     try:
         yield made

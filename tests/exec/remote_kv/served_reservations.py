@@ -85,7 +85,7 @@ def read_request(opened: OpenReservation, first: int, count: int) -> PageRequest
 
 
 class Served:
-    """A pool and its server. `words` has the releases that the server has reported."""
+    """A pool and its server. `releases` has the releases that the server has reported, in order."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Served:
         carrier: Carrier | None = None,
     ) -> None:
         self.pool = Pool(page_bytes)
-        self.words: list[ReservationReleased] = []
-        left = self.words.append
-        self.server = TcpKvServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, left, limits, tls, folder, carrier)
+        self.releases: list[ReservationReleased] = []
+        on_left = self.releases.append
+        self.server = TcpKvServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, on_left, limits, tls, folder, carrier)
         self.address = f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
 
     def __enter__(self) -> Served:
@@ -111,7 +111,7 @@ class Served:
 
     @property
     def left(self) -> list[KvReservation]:
-        return [word.reservation for word in self.words]
+        return [each.reservation for each in self.releases]
 
     @property
     def refused(self) -> dict[str, int]:
@@ -137,10 +137,10 @@ class Asking:
             hello: bytes to send, None for a valid hello, empty for no hello.
         """
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
-        said = frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)) if hello is None else hello
-        self.socket.sendall(said)
+        sent = frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)) if hello is None else hello
+        self.socket.sendall(sent)
         if hello is None:
-            assert self.answer() == (Status.OK, b"")
+            assert self.response() == (Status.OK, b"")
 
     def __enter__(self) -> Self:
         return self
@@ -150,18 +150,18 @@ class Asking:
 
     def ask(self, request: PageRequest) -> tuple[Status, bytes]:
         self.socket.sendall(frames.pack_request(request))
-        return self.answer()
+        return self.response()
 
-    def answer(self) -> tuple[Status, bytes]:
-        head = frames.parse_answer(self._receive(frames.ANSWER_BYTES))
+    def response(self) -> tuple[Status, bytes]:
+        head = frames.parse_response(self._receive(frames.RESPONSE_BYTES))
         return head.status, self._receive(head.payload_bytes)
 
-    def say_no_more(self) -> None:
+    def end_sending(self) -> None:
         with suppress(OSError):  # the server has ended the connection already
             self.socket.shutdown(socket.SHUT_WR)
 
-    def is_ended(self) -> bool:
-        """Waits until the server ends the connection."""
+    def wait_for_end(self) -> bool:
+        """Waits until the server ends the connection. Returns True."""
         with suppress(ConnectionError):
             while self.socket.recv(1 << 16):
                 pass

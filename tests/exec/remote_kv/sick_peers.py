@@ -10,11 +10,11 @@ from contextlib import suppress
 from types import TracebackType
 
 from rootstock_llm.services.worker.exec.remote_kv import frames
-from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, PageLayout, Status
+from rootstock_llm.services.worker.exec.remote_kv.frames import PageLayout, Response, Status
 from tests.exec.remote_kv.served_reservations import LAYOUT, PAGE_BYTES, PAGE_SIZE
 
 HELLO_SIZE = len(frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)))
-Manner = Callable[["SickPeer", socket.socket], None]
+Behaviour = Callable[["SickPeer", socket.socket], None]
 
 
 class SickPeer:
@@ -23,8 +23,8 @@ class SickPeer:
     `asked` is set when a whole request has arrived. `num_connections` counts the connections so far.
     """
 
-    def __init__(self, *manners: Manner) -> None:
-        self._manners = manners
+    def __init__(self, *behaviours: Behaviour) -> None:
+        self._behaviours = behaviours
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.asked, self.is_over = threading.Event(), threading.Event()
@@ -46,11 +46,11 @@ class SickPeer:
         while not self.is_over.is_set():
             with suppress(OSError):
                 one, _ = self._listener.accept()
-                manner = self._manners[min(self.num_connections, len(self._manners) - 1)]
+                behaviour = self._behaviours[min(self.num_connections, len(self._behaviours) - 1)]
                 self.num_connections += 1
                 with one:
                     one.settimeout(20)
-                    manner(self, one)
+                    behaviour(self, one)
 
 
 def _exactly(of: socket.socket, size: int) -> bytes:
@@ -63,18 +63,18 @@ def _exactly(of: socket.socket, size: int) -> bytes:
     return got
 
 
-def _answer(payload_bytes: int, status: int = Status.OK) -> bytes:
+def _response(payload_bytes: int, status: int = Status.OK) -> bytes:
     return struct.pack("<B7xQ", status, payload_bytes)
 
 
 def _welcome(peer: SickPeer, one: socket.socket) -> None:
     _exactly(one, HELLO_SIZE)
-    one.sendall(frames.pack_answer(Answer(Status.OK)))
+    one.sendall(frames.pack_response(Response(Status.OK)))
     _exactly(one, frames.REQUEST_BYTES)
     peer.asked.set()
 
 
-def _break_off(one: socket.socket) -> None:
+def _reset_on_close(one: socket.socket) -> None:
     """Makes the next close() of the socket send a reset."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
@@ -85,78 +85,78 @@ def silent(peer: SickPeer, one: socket.socket) -> None:
     peer.is_over.wait(60)
 
 
-def silent_when_asked(peer: SickPeer, one: socket.socket) -> None:
+def silent_after_the_request(peer: SickPeer, one: socket.socket) -> None:
     _welcome(peer, one)
     peer.is_over.wait(60)
 
 
-def silent_in_its_answer(peer: SickPeer, one: socket.socket) -> None:
+def silent_in_the_response(peer: SickPeer, one: socket.socket) -> None:
     _welcome(peer, one)
-    one.sendall(_answer(2 * PAGE_BYTES) + bytes(PAGE_BYTES))
+    one.sendall(_response(2 * PAGE_BYTES) + bytes(PAGE_BYTES))
     peer.is_over.wait(60)
 
 
-def drips(peer: SickPeer, one: socket.socket) -> None:
+def slow_response(peer: SickPeer, one: socket.socket) -> None:
     _welcome(peer, one)
-    for byte in _answer(2 * PAGE_BYTES) + bytes(2 * PAGE_BYTES):
+    for byte in _response(2 * PAGE_BYTES) + bytes(2 * PAGE_BYTES):
         if peer.is_over.wait(0.02):
             return
         one.sendall(bytes((byte,)))
 
 
-def drips_its_welcome(peer: SickPeer, one: socket.socket) -> None:
+def slow_hello_response(peer: SickPeer, one: socket.socket) -> None:
     peer.asked.set()
-    for byte in _answer(1000, Status.LAYOUT) + b"x" * 1000:
+    for byte in _response(1000, Status.LAYOUT) + b"x" * 1000:
         if peer.is_over.wait(0.02):
             return
         one.sendall(bytes((byte,)))
 
 
-def says(answer: bytes, *, to_hello: bool = False) -> Manner:
-    """Returns a behaviour that sends `answer` and ends the connection."""
+def sends(response: bytes, *, to_hello: bool = False) -> Behaviour:
+    """Returns a behaviour that sends `response` and ends the connection."""
 
-    def manner(peer: SickPeer, one: socket.socket) -> None:
+    def behaviour(peer: SickPeer, one: socket.socket) -> None:
         if to_hello:
             _exactly(one, HELLO_SIZE)
         else:
             _welcome(peer, one)
-        one.sendall(answer)
+        one.sendall(response)
 
-    return manner
+    return behaviour
 
 
-def dies(peer: SickPeer, one: socket.socket) -> None:
+def resets_in_the_response(peer: SickPeer, one: socket.socket) -> None:
     """Resets the connection in the middle of the pages, as the system does for a killed process."""
     _welcome(peer, one)
-    one.sendall(_answer(2 * PAGE_BYTES) + bytes(PAGE_BYTES))
-    _break_off(one)
+    one.sendall(_response(2 * PAGE_BYTES) + bytes(PAGE_BYTES))
+    _reset_on_close(one)
 
 
-def answers_once(payload: bytes, *, then_hears: bool, breaks_off: bool = False) -> Manner:
-    """Returns a behaviour that answers one request.
+def responds_once(payload: bytes, *, reads_another: bool, resets: bool = False) -> Behaviour:
+    """Returns a behaviour that responds to one request.
 
     Args:
         payload: pages to send.
-        then_hears: receive another request before the connection ends.
-        breaks_off: end with a reset, as the system does for a killed process.
+        reads_another: receive another request before the connection ends.
+        resets: end with a reset, as the system does for a killed process.
     """
 
-    def manner(peer: SickPeer, one: socket.socket) -> None:
+    def behaviour(peer: SickPeer, one: socket.socket) -> None:
         _welcome(peer, one)
-        one.sendall(_answer(len(payload)) + payload)
-        if then_hears:
+        one.sendall(_response(len(payload)) + payload)
+        if reads_another:
             _exactly(one, frames.REQUEST_BYTES)
-        if breaks_off:
-            _break_off(one)
+        if resets:
+            _reset_on_close(one)
 
-    return manner
+    return behaviour
 
 
-NEVER_TO_HELLO = says(b"HTTP/1.1 400 Bad Request\r\n\r\n", to_hello=True)
-LONG_REFUSAL = says(_answer(1 << 40, Status.LAYOUT), to_hello=True)
-WELCOME_WITH_MORE = says(_answer(5) + b"hello", to_hello=True)
-TOO_LITTLE = says(_answer(PAGE_BYTES) + bytes(PAGE_BYTES))
-TOO_MUCH = says(_answer(3 * PAGE_BYTES) + bytes(3 * PAGE_BYTES))
-NO_STATUS = says(_answer(2 * PAGE_BYTES, 200) + bytes(2 * PAGE_BYTES))
-HALF_A_HEAD = says(_answer(2 * PAGE_BYTES)[:7])
-NOTHING = says(b"")
+HTTP_TO_HELLO = sends(b"HTTP/1.1 400 Bad Request\r\n\r\n", to_hello=True)
+LONG_REFUSAL = sends(_response(1 << 40, Status.LAYOUT), to_hello=True)
+HELLO_RESPONSE_WITH_PAYLOAD = sends(_response(5) + b"hello", to_hello=True)
+TOO_FEW_BYTES = sends(_response(PAGE_BYTES) + bytes(PAGE_BYTES))
+TOO_MANY_BYTES = sends(_response(3 * PAGE_BYTES) + bytes(3 * PAGE_BYTES))
+UNKNOWN_STATUS = sends(_response(2 * PAGE_BYTES, 200) + bytes(2 * PAGE_BYTES))
+HALF_A_HEADER = sends(_response(2 * PAGE_BYTES)[:7])
+NO_RESPONSE = sends(b"")

@@ -95,8 +95,8 @@ REFUSED = {
         replace(READ, reservation=replace(OURS.reservation, secret=bytes(16)), first=99),
         Status.NO_RESERVATION,
     ),
-    "a page beyond": (read_request(OURS, 4, 2), Status.OUT_OF_RANGE),
-    "all beyond": (read_request(OURS, 5, 1), Status.OUT_OF_RANGE),
+    "a range that ends after the last page": (read_request(OURS, 4, 2), Status.OUT_OF_RANGE),
+    "a range after the last page": (read_request(OURS, 5, 1), Status.OUT_OF_RANGE),
     "the largest page": (replace(READ, first=(1 << 32) - 1), Status.OUT_OF_RANGE),
     "no page": (read_request(OURS, 1, 0), Status.OUT_OF_RANGE),
     "no proof": (replace(READ, proof=bytes(32)), Status.OTHER_PROMPT),
@@ -107,7 +107,7 @@ REFUSED = {
         replace(READ, proof=proof_of(replace(OURS, reservation=OTHERS.reservation), 3)),
         Status.OTHER_PROMPT,
     ),
-    "more than is read at once": (read_request(OURS, 0, 5), Status.TOO_LARGE),
+    "more than max_read_bytes": (read_request(OURS, 0, 5), Status.TOO_LARGE),
     "the largest count": (replace(READ, count=(1 << 32) - 1), Status.TOO_LARGE),
 }
 
@@ -124,13 +124,13 @@ def test_server_refuses_a_read_and_keeps_the_connection(served: Served, case: st
 
 
 BAD = {
-    "nothing that this port knows": b"GET / HTTP/1.1\r\n" + b"x" * 200,
+    "an HTTP request": b"GET / HTTP/1.1\r\n" + b"x" * 200,
     "half a hello": HELLO[:20],
     "a hello without its layout": HELLO[: frames.HELLO_BYTES],
-    "a layout as large as can be": struct.pack("<8sII32s", HELLO[:8], 1, (1 << 32) - 1, bytes(32)),
+    "a layout of the largest size": struct.pack("<8sII32s", HELLO[:8], 1, (1 << 32) - 1, bytes(32)),
     "half a request": HELLO + frames.pack_request(READ)[:-1],
-    "a byte of a request": HELLO + b"\x01",
-    "a request of no kind": HELLO + b"\x07" * frames.REQUEST_BYTES,
+    "one byte of a request": HELLO + b"\x01",
+    "a request of an unknown kind": HELLO + b"\x07" * frames.REQUEST_BYTES,
     "a request of kind 0": HELLO + bytes(frames.REQUEST_BYTES),
 }
 SILENT = {
@@ -148,39 +148,39 @@ class TestFrames:
     def test_server_ends_only_one_connection_after_a_malformed_frame(self, served: Served, case: str) -> None:
         with Asking(served.server.port) as other:
             with Asking(served.server.port, hello=BAD[case]) as asking:
-                asking.say_no_more()
-                assert asking.is_ended()
+                asking.end_sending()
+                assert asking.wait_for_end()
             until(lambda: served.server.counts().num_connections == 1)
             assert served.refused == {"malformed": 1} and served.pool.reads == []
             assert other.ask(READ)[0] is Status.OK
         serves(served)
 
-    @pytest.mark.parametrize("said", [b"", HELLO], ids=["with nothing", "with a hello"])
-    def test_server_counts_no_refusal_when_a_client_only_connects(self, served: Served, said: bytes) -> None:
-        with Asking(served.server.port, hello=said) as asking:
-            asking.say_no_more()
-            assert asking.is_ended()
+    @pytest.mark.parametrize("sent", [b"", HELLO], ids=["without a hello", "with a hello"])
+    def test_server_counts_no_refusal_when_a_client_only_connects(self, served: Served, sent: bytes) -> None:
+        with Asking(served.server.port, hello=sent) as asking:
+            asking.end_sending()
+            assert asking.wait_for_end()
         until(lambda: served.server.counts() == PeerCounts(0, {}, 0))
 
     @pytest.mark.by_day(one_in=3, seed=10)
     @pytest.mark.parametrize("case", SILENT)
     def test_server_ends_silent_connections(self, case: str) -> None:
-        said, counted = SILENT[case]
+        sent, refused = SILENT[case]
         with Served(ServerLimits(hello_timeout_s=0.2, idle_timeout_s=0.2)) as served:
-            with Asking(served.server.port, hello=said) as asking:
-                assert asking.is_ended()
+            with Asking(served.server.port, hello=sent) as asking:
+                assert asking.wait_for_end()
             until(lambda: served.server.counts().num_connections == 0)
-            assert served.refused == counted
+            assert served.refused == refused
 
     @settings(max_examples=50)
-    @given(before=st.sampled_from([b"", HELLO, HELLO + frames.pack_request(READ)]), said=st.binary(max_size=300))
-    @example(before=HELLO, said=frames.pack_request(READ) * 3)
-    def test_server_serves_other_connections_after_one_sent_arbitrary_bytes(self, before: bytes, said: bytes) -> None:
+    @given(before=st.sampled_from([b"", HELLO, HELLO + frames.pack_request(READ)]), sent=st.binary(max_size=300))
+    @example(before=HELLO, sent=frames.pack_request(READ) * 3)
+    def test_server_serves_other_connections_after_one_sent_arbitrary_bytes(self, before: bytes, sent: bytes) -> None:
         with Served(SMALL) as served:
             served.server.open(OURS)
-            with Asking(served.server.port, hello=before + said) as asking:
-                asking.say_no_more()
-                assert asking.is_ended()
+            with Asking(served.server.port, hello=before + sent) as asking:
+                asking.end_sending()
+                assert asking.wait_for_end()
             serves(served)
             assert all(read == [*PAGES[1:3]] for read in served.pool.reads), (
                 "only pages of a request with a valid proof are copied"
@@ -201,19 +201,19 @@ class TestLayouts:
     )
     def test_server_refuses_another_layout_with_a_message(self, served: Served, layout: PageLayout) -> None:
         with Asking(served.server.port, hello=frames.pack_hello(layout)) as asking:
-            status, sentence = asking.answer()
+            status, message = asking.response()
             assert status is Status.LAYOUT
-            said = sentence.decode()
-            assert said.startswith("the server's pages are 4 tokens in 640 bytes: a model, bfloat16; the reader expects ")
-            assert layout.description.decode(errors="replace") in said
-            assert asking.is_ended()
+            text = message.decode()
+            assert text.startswith("the server's pages are 4 tokens in 640 bytes: a model, bfloat16; the reader expects ")
+            assert layout.description.decode(errors="replace") in text
+            assert asking.wait_for_end()
         assert served.refused == {"layout": 1}
         serves(served)
 
     def test_server_refuses_another_version_with_a_message(self, served: Served) -> None:
         hello = HELLO[:8] + struct.pack("<I", 2) + HELLO[12:]
         with Asking(served.server.port, hello=hello) as asking:
-            assert asking.answer() == (
+            assert asking.response() == (
                 Status.LAYOUT,
                 b"the server has version 1 of the page transport; the reader has version 2",
             )
@@ -255,13 +255,13 @@ class TestConnections:
         served.pool.before = fail
         with Asking(served.server.port) as asking:
             asking.socket.sendall(frames.pack_request(READ))
-            assert asking.is_ended()
+            assert asking.wait_for_end()
         assert "the device is lost" in caplog.text
         served.pool.before = lambda: None
         serves(served)
-        served.server.shut_all()
+        served.server.close_all_reservations()
 
-    def test_server_ends_the_connection_when_the_reader_takes_no_answer(self) -> None:
+    def test_server_ends_the_connection_when_the_client_reads_no_response(self) -> None:
         page_bytes = 4 << 20  # five pages are more than the socket buffers hold
         limits = ServerLimits(send_timeout_s=0.3)
         hello = frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, page_bytes))
@@ -273,42 +273,42 @@ class TestConnections:
                 until(lambda: served.server.counts().num_connections == 0)
                 assert served.server.counts().served_bytes == 0
                 until(lambda: served.left == [OURS.reservation])
-                served.server.shut_all()
+                served.server.close_all_reservations()
 
 
-class TestShutting:
-    def test_server_discards_a_copy_when_the_reservation_is_shut(self, served: Served) -> None:
-        copying, shut = threading.Event(), threading.Event()
+class TestClosing:
+    def test_server_discards_a_copy_when_the_reservation_is_closed(self, served: Served) -> None:
+        copying, closed = threading.Event(), threading.Event()
         served.pool.before = copying.set
-        served.pool.after = shut.wait
+        served.pool.after = closed.wait
         with Asking(served.server.port) as asking:
             asked = Running(lambda: asking.ask(READ))
             assert copying.wait(60)
-            served.server.shut([OURS.reservation])
+            served.server.close_reservations([OURS.reservation])
             assert not asked.is_done
-            shut.set()
+            closed.set()
             assert asked.result() == (Status.NO_RESERVATION, b"")
             assert served.server.counts().served_bytes == 0 and served.refused == {"no_room": 1}
             assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
 
     def test_server_discards_a_copy_when_the_reservation_was_opened_again(self, served: Served) -> None:
-        def shut_and_open() -> None:
-            served.server.shut([OURS.reservation])
+        def close_and_open() -> None:
+            served.server.close_reservations([OURS.reservation])
             served.server.open(OURS)
 
-        served.pool.after = shut_and_open
+        served.pool.after = close_and_open
         with Asking(served.server.port) as asking:
             assert asking.ask(READ) == (Status.NO_RESERVATION, b"")
 
-    def test_server_refuses_reads_of_a_shut_reservation(self, served: Served) -> None:
+    def test_server_refuses_reads_of_a_closed_reservation(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
-            served.server.shut([OURS.reservation, OURS.reservation, KvReservation(77, EPOCH, secret_of(77))])
+            served.server.close_reservations([OURS.reservation, OURS.reservation, KvReservation(77, EPOCH, secret_of(77))])
             assert asking.ask(READ) == (Status.NO_RESERVATION, b"")
             assert len(served.pool.reads) == 1
             assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
 
-    def test_shut_all_waits_for_running_copies(self, served: Served) -> None:
+    def test_close_all_reservations_waits_for_running_copies(self, served: Served) -> None:
         go_on = threading.Event()
         ended: list[int] = []
 
@@ -316,19 +316,19 @@ class TestShutting:
             go_on.wait()
             ended.append(1)
 
-        def shut_all() -> int:
-            served.server.shut_all()
+        def close_and_count() -> int:
+            served.server.close_all_reservations()
             return len(ended)
 
         served.pool.before = copy_slowly
         with Asking(served.server.port) as one, Asking(served.server.port) as other:
             asked = [Running(lambda: one.ask(READ)), Running(lambda: other.ask(read_request(OTHERS, 0, 1)))]
             until(lambda: len(served.pool.reads) == 2)
-            shutting = Running(shut_all)
+            closing = Running(close_and_count)
             until(lambda: served.server._reservations.find(OURS.reservation) is None)
-            assert not shutting.is_done
+            assert not closing.is_done
             go_on.set()
-            assert shutting.result() == 2
+            assert closing.result() == 2
             assert [each.result() for each in asked] == [(Status.NO_RESERVATION, b"")] * 2
             assert one.ask(READ) == (Status.NO_RESERVATION, b"") and len(served.pool.reads) == 2
 
@@ -358,7 +358,9 @@ class TestLeaving:
             served.server.open(whole)
             assert asking.ask(read_request(whole, 1, 2)) == (Status.OK, served.pool.bytes_of([8, 13]))
             asking.socket.sendall(leave * 2)
-            until(lambda: served.words == [ReservationReleased(whole.reservation, 4), ReservationReleased(whole.reservation, 5)])
+            until(
+                lambda: served.releases == [ReservationReleased(whole.reservation, 4), ReservationReleased(whole.reservation, 5)]
+            )
             assert asking.ask(read_request(whole, 0, 1))[0] is Status.OK
 
     def test_reader_of_an_older_version_releases_nothing_when_disconnecting(self, served: Served) -> None:
@@ -371,8 +373,8 @@ class TestLeaving:
         until(lambda: not served.server.counts().num_connections)
         with Asking(served.server.port) as after:
             assert after.ask(read_request(whole, 0, 3))[0] is Status.OK
-            assert served.words == []
-        until(lambda: served.words == [ReservationReleased(whole.reservation, 5)])
+            assert served.releases == []
+        until(lambda: served.releases == [ReservationReleased(whole.reservation, 5)])
 
     def test_end_of_a_connection_releases_the_reservations_of_the_last_reads(self, served: Served) -> None:
         first, last = Asking(served.server.port), Asking(served.server.port)
@@ -384,12 +386,12 @@ class TestLeaving:
         last.socket.close()
         until(lambda: served.left == [OTHERS.reservation, OURS.reservation])
 
-    @pytest.mark.parametrize("by", ["its end", "a word"])
-    def test_shut_reservation_is_not_reported_as_released(self, served: Served, by: str) -> None:
+    @pytest.mark.parametrize("by", ["the end of the connection", "a LEAVE request"])
+    def test_closed_reservation_is_not_reported_as_released(self, served: Served, by: str) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
-            served.server.shut([OURS.reservation])
-            if by == "a word":
+            served.server.close_reservations([OURS.reservation])
+            if by == "a LEAVE request":
                 asking.socket.sendall(self.LEAVE)
         until(lambda: served.server.counts().num_connections == 0)
         served.server.close()
@@ -406,9 +408,9 @@ class TestLeaving:
 
     def test_server_reports_all_releases_when_on_left_raises(self, served: Served) -> None:
         def fail_first(left: ReservationReleased) -> None:
-            served.words.append(left)
-            if len(served.words) == 1:
-                raise RuntimeError("not that one")
+            served.releases.append(left)
+            if len(served.releases) == 1:
+                raise RuntimeError("the first release fails")
 
         served.server._on_left = fail_first
         with Asking(served.server.port) as asking:
@@ -420,6 +422,6 @@ class TestLeaving:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
             served.server.close()
-            assert asking.is_ended()
+            assert asking.wait_for_end()
         assert served.left == [] and served.server.counts().num_connections == 0
         served.server.close()

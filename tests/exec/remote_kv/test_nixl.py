@@ -121,12 +121,12 @@ def test_server_wipes_a_slot_after_the_mark_of_the_reader(both: tuple[KeptCarrie
     with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
         assert tapping.slot(0)[: staging.NONCE_BYTES] == tapping.area_message.nonce and not any(tapping.slot(1))
         tapping.ask_for_all()
-        tapping.socket.recv(frames.ANSWER_BYTES, socket.MSG_WAITALL)
+        tapping.socket.recv(frames.RESPONSE_BYTES, socket.MSG_WAITALL)
         for slot in range(staging.SLOTS):
             assert tapping.socket.recv(1) == FILLED
             assert tapping.slot(slot) == served.pool.bytes_of(PAGES[slot * AT_ONCE : (slot + 1) * AT_ONCE])
         assert len(served.pool.reads) == staging.SLOTS, "a slot is not overwritten before the reader frees it"
-        served.server.shut([tapping.opened.reservation])
+        served.server.close_reservations([tapping.opened.reservation])
         tapping.socket.sendall(FREE * staging.SLOTS)
         until(lambda: not any(any(tapping.slot(slot)) for slot in range(staging.SLOTS)))
         tapping.stop()
@@ -135,7 +135,7 @@ def test_server_wipes_a_slot_after_the_mark_of_the_reader(both: tuple[KeptCarrie
 def test_server_wipes_the_area_when_a_reader_sends_no_mark(both: tuple[KeptCarrier, KeptCarrier]) -> None:
     with Served(ServerLimits(send_timeout_s=0.3), carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
         tapping.ask_for_all()
-        assert tapping.is_ended()
+        assert tapping.wait_for_end()
         until(lambda: served.server.counts().num_connections == 0)
         try:
             assert not any(tapping.slot(0))
@@ -145,7 +145,7 @@ def test_server_wipes_the_area_when_a_reader_sends_no_mark(both: tuple[KeptCarri
         tapping.stop()
 
 
-def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
+def test_server_stages_no_page_of_a_reservation_that_is_closed_during_the_read(
     both: tuple[KeptCarrier, KeptCarrier],
 ) -> None:
     with Served(carrier=both[0]) as served:
@@ -154,11 +154,11 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
             opened, had = served.opened(1, PAGES), len(served.pool.reads)
             last = had + piece + 1
 
-            def shut(last: int = last) -> None:
+            def close_one(last: int = last) -> None:
                 if len(served.pool.reads) == last:
-                    served.server.shut([reservation(1, PAGES).reservation])
+                    served.server.close_reservations([reservation(1, PAGES).reservation])
 
-            served.pool.after = shut
+            served.pool.after = close_one
             assert pull(one, served.source(opened), opened, 0, POOL_PAGES) is None
             assert len(served.pool.reads) == last, f"the server copies no piece after piece {piece}"
             assert pull(one, served.source(other), other, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
@@ -166,9 +166,11 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
             assert one.read_bytes() == {"nixl": rounds * ALL}
         one.close()
     with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
-        served.pool.after = lambda: served.server.shut([tapping.opened.reservation])
+        served.pool.after = lambda: served.server.close_reservations([tapping.opened.reservation])
         assert tapping.ask(read_request(tapping.opened, 0, AT_ONCE)) == (Status.NO_RESERVATION, b"")
-        assert served.pool.bytes_of(PAGES[:1]) not in tapping.slot(0), "pages of a shut reservation are not readable in the area"
+        assert served.pool.bytes_of(PAGES[:1]) not in tapping.slot(0), (
+            "pages of a closed reservation are not readable in the area"
+        )
         tapping.stop()
 
 
@@ -182,7 +184,7 @@ def test_server_stages_once_per_connection_for_a_known_reservation(
         with Asking(served.server.port) as asking:
             assert asking.ask(unknown) == (Status.NO_RESERVATION, b"")
             assert asking.ask(stage)[0] is Status.OK
-            assert asking.ask(stage)[0] is Status.MALFORMED and asking.is_ended()
+            assert asking.ask(stage)[0] is Status.MALFORMED and asking.wait_for_end()
         one = reader(folder=folder, carrier=fakes[1])  # shared memory is preferred
         assert pull(one, served.source(served.opened(3)), served.opened(3), 0, 2)
         assert one.read_bytes() == {"shm": 2 * PAGE_BYTES}
@@ -221,23 +223,23 @@ def reads_over_tcp(served: Served, own: KeptCarrier, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-@pytest.mark.parametrize("manner", ["stuck", "late"])
+@pytest.mark.parametrize("fault", ["stuck", "late"])
 def test_reader_falls_back_to_tcp_when_a_read_is_late(
-    manner: str, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(staging, "PIECE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(peer_reader, "STAGE_TIMEOUT_S", 1.0)
-    with carrier("fake", manner) as own, Served(carrier=fakes[0]) as served:
-        (said,) = reads_over_tcp(served, own, caplog)
-        assert "a read through NIXL has not ended in time" in said
+    with carrier("fake", fault) as own, Served(carrier=fakes[0]) as served:
+        (warning,) = reads_over_tcp(served, own, caplog)
+        assert "a read through NIXL has not ended within" in warning
 
 
 def test_reader_falls_back_to_tcp_when_the_bytes_are_wrong(
     fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture
 ) -> None:
     with carrier("fake", "wrong") as own, Served(carrier=fakes[0]) as served:
-        (said,) = reads_over_tcp(served, own, caplog)
-        assert "the nonce that was read differs from the announced nonce" in said
+        (warning,) = reads_over_tcp(served, own, caplog)
+        assert "the bytes that were read through NIXL differ from the nonce" in warning
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
@@ -249,8 +251,10 @@ def test_worker_uses_tcp_and_no_area_when_nixl_registers_no_memory(
         its, own = (one, fakes[1]) if whose == 0 else (fakes[0], one)
         with Served(carrier=its) as served:
             assert len(reads_over_tcp(served, own, caplog)) == whose
-        (said,) = (each for each in caplog.records if each.levelname == "WARNING")
-        assert "NIXL cannot register memory" in said.__dict__["fields"]["error"], "only the worker without memory logs the error"
+        (record,) = (each for each in caplog.records if each.levelname == "WARNING")
+        assert "NIXL cannot register memory" in record.__dict__["fields"]["error"], (
+            "only the worker without memory logs the error"
+        )
         monkeypatch.setattr(limits, "MAX_STAGING_AREAS", 1)
         shape = staging_shape(PAGE_BYTES)
         with pytest.raises(OSError, match="NIXL cannot register memory"):
@@ -271,8 +275,8 @@ def test_reader_continues_over_tcp_when_a_carrier_dies(whose: int, monkeypatch: 
         one.close()
 
 
-def _of(answer: bytes, status: Status = Status.OK) -> bytes:
-    return struct.pack("<B7xQ", status, len(answer)) + answer
+def _response(payload: bytes, status: Status = Status.OK) -> bytes:
+    return struct.pack("<B7xQ", status, len(payload)) + payload
 
 
 def _area(**changes: object) -> pb.StagingArea:
@@ -281,47 +285,47 @@ def _area(**changes: object) -> pb.StagingArea:
 
 
 AREAS: dict[str, bytes] = {
-    "no message": b"\xff",
-    "nothing": b"",
+    "no StagingArea message": b"\xff",
+    "empty": b"",
     "no slots": _area(addresses=[]).SerializeToString(),
-    "more slots than there may be": _area(addresses=[0] * (limits.MAX_STAGING_SLOTS + 1)).SerializeToString(),
-    "more that describes it": _area(metadata=bytes(limits.MAX_NIXL_METADATA_BYTES + 1)).SerializeToString(),
-    "nothing that describes it": _area(metadata=b"").SerializeToString(),
-    "slots for parts of pages": _area(slot_bytes=SLOT_BYTES - 1).SerializeToString(),
-    "slots beyond one's own": _area(slot_bytes=SLOT_BYTES + PAGE_BYTES).SerializeToString(),
+    "more slots than the limit": _area(addresses=[0] * (limits.MAX_STAGING_SLOTS + 1)).SerializeToString(),
+    "more metadata than the limit": _area(metadata=bytes(limits.MAX_NIXL_METADATA_BYTES + 1)).SerializeToString(),
+    "no metadata": _area(metadata=b"").SerializeToString(),
+    "slots of parts of pages": _area(slot_bytes=SLOT_BYTES - 1).SerializeToString(),
+    "slots larger than the reader's": _area(slot_bytes=SLOT_BYTES + PAGE_BYTES).SerializeToString(),
     "slots of no bytes": _area(slot_bytes=0).SerializeToString(),
     "no nonce": _area(nonce=b"").SerializeToString(),
-    "a nonce above its size": _area(nonce=bytes(staging.NONCE_BYTES + 1)).SerializeToString(),
-    "beyond all addresses": _area(addresses=[(1 << 64) - 1]).SerializeToString(),
+    "a nonce that is too long": _area(nonce=bytes(staging.NONCE_BYTES + 1)).SerializeToString(),
+    "an address whose slot ends after 2^64": _area(addresses=[(1 << 64) - 1]).SerializeToString(),
 }
 
 
 def test_parse_area_refuses_invalid_areas() -> None:
     parse_area(_area().SerializeToString(), PAGE_BYTES, SLOT_BYTES)
-    for case, told in AREAS.items():
+    for case, message in AREAS.items():
         try:
-            parse_area(told, PAGE_BYTES, SLOT_BYTES)
+            parse_area(message, PAGE_BYTES, SLOT_BYTES)
         except Unstaged as error:
             assert str(error), case
         else:
-            pytest.fail(f"taken: {case}")
+            pytest.fail(f"accepted: {case}")
 
 
-ANSWERS: dict[str, bytes] = {
-    "an older worker": _of(b"nothing is asked by 3", Status.MALFORMED),
-    "memory of nobody": _of(_area().SerializeToString()),
-    "more than is read": struct.pack("<B7xQ", Status.OK, limits.MAX_STAGING_MESSAGE_BYTES + 1),
-    "half of it": _of(_area().SerializeToString())[:-3],
-    "no status": struct.pack("<B7xQ", 200, 0),
+RESPONSES: dict[str, bytes] = {
+    "a worker without STAGE requests": _response(b"unknown request kind 3", Status.MALFORMED),
+    "metadata of no agent": _response(_area().SerializeToString()),
+    "more than the limit of a message": struct.pack("<B7xQ", Status.OK, limits.MAX_STAGING_MESSAGE_BYTES + 1),
+    "an incomplete message": _response(_area().SerializeToString())[:-3],
+    "an unknown status": struct.pack("<B7xQ", 200, 0),
 }
 
 
-def test_reader_falls_back_to_tcp_when_the_answer_to_stage_is_invalid(
+def test_reader_falls_back_to_tcp_when_the_response_to_stage_is_invalid(
     fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture
 ) -> None:
     page = bytes(range(128)) * (PAGE_BYTES // 128)
-    for case, answer in ANSWERS.items():
-        with SickPeer(sick_peers.says(answer), sick_peers.says(_of(page))) as peer:
+    for case, response in RESPONSES.items():
+        with SickPeer(sick_peers.sends(response), sick_peers.sends(_response(page))) as peer:
             opened, one = reservation(1, PAGES), reader(carrier=fakes[1])
             source = Served.source(peer, opened)  # type: ignore[arg-type]
             assert pull(one, source, opened, 0, 1) == page, case

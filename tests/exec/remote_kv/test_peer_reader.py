@@ -20,7 +20,7 @@ from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 from tests.exec.remote_kv import sick_peers
 from tests.exec.remote_kv.certificates import Authority
 from tests.exec.remote_kv.served_reservations import PAGE_BYTES, Running, Served, proof_of, pull, reader, reservation, until
-from tests.exec.remote_kv.sick_peers import Manner, SickPeer
+from tests.exec.remote_kv.sick_peers import Behaviour, SickPeer
 
 PAGES = (5, 2, 9, 30, 0)
 OURS = reservation(1, PAGES)
@@ -66,7 +66,7 @@ class TestReads:
             for _ in range(2):
                 wrong = Pull(source, 0, proof_of(opened, 2))
                 assert one.read(wrong, 1, memoryview(bytearray(PAGE_BYTES))) == 0
-            assert warnings(caplog) == ["the remote worker refuses: other_prompt"]
+            assert warnings(caplog) == ["the remote worker refuses the request: other_prompt"]
             assert pull(one, source, opened, 0, 1)
             assert served.refused == {"no_room": 1, "other_prompt": 2}
             assert served.server.counts().num_connections == 1 and served.left == []
@@ -140,53 +140,53 @@ class TestReconnects:
             one.close()
 
     ENDS: ClassVar = {
-        "closed before it is asked": {"then_hears": False},
-        "closed when it is asked": {"then_hears": True},
-        "broken off when it is asked": {"then_hears": True, "breaks_off": True},
+        "closed before the next request": {"reads_another": False},
+        "closed after the next request": {"reads_another": True},
+        "reset after the next request": {"reads_another": True, "resets": True},
     }
 
     @pytest.mark.parametrize("case", ENDS)
     def test_reader_reconnects_once_when_the_connection_has_ended(self, case: str) -> None:
-        answers = sick_peers.answers_once(b"p" * PAGE_BYTES, **self.ENDS[case])
-        with SickPeer(answers) as peer:
+        behaviour = sick_peers.responds_once(b"p" * PAGE_BYTES, **self.ENDS[case])
+        with SickPeer(behaviour) as peer:
             one, source = reader(), KvSource(OURS.reservation, peer.address, 5)
             for _ in range(3):
                 assert pull(one, source, OURS, 0, 1) == b"p" * PAGE_BYTES
             assert peer.num_connections == 3
             one.close()
 
-    def test_reader_gives_no_second_try_to_a_new_connection_without_answer(self) -> None:
-        with SickPeer(sick_peers.NOTHING) as peer:
+    def test_reader_does_not_reconnect_when_a_new_connection_sends_no_response(self) -> None:
+        with SickPeer(sick_peers.NO_RESPONSE) as peer:
             one = reader()
             assert pull(one, KvSource(OURS.reservation, peer.address, 5), OURS, 0, 2) is None
             assert peer.num_connections == 1
             one.close()
 
 
-ENDED: dict[str, Manner] = {
-    "closes within the answer": sick_peers.dies,
-    "HTTP server": sick_peers.NEVER_TO_HELLO,
+ENDED: dict[str, Behaviour] = {
+    "reset within the response": sick_peers.resets_in_the_response,
+    "HTTP server": sick_peers.HTTP_TO_HELLO,
     "refusal of a terabyte": sick_peers.LONG_REFUSAL,
-    "hello answer with a payload": sick_peers.WELCOME_WITH_MORE,
-    "too few bytes": sick_peers.TOO_LITTLE,
-    "too many bytes": sick_peers.TOO_MUCH,
-    "unknown status": sick_peers.NO_STATUS,
-    "half of an answer head": sick_peers.HALF_A_HEAD,
-    "no answer": sick_peers.NOTHING,
+    "hello response with a payload": sick_peers.HELLO_RESPONSE_WITH_PAYLOAD,
+    "too few bytes": sick_peers.TOO_FEW_BYTES,
+    "too many bytes": sick_peers.TOO_MANY_BYTES,
+    "unknown status": sick_peers.UNKNOWN_STATUS,
+    "half of a response header": sick_peers.HALF_A_HEADER,
+    "no response": sick_peers.NO_RESPONSE,
 }
-SILENT: dict[str, Manner] = {
+SILENT: dict[str, Behaviour] = {
     "silent from the start": sick_peers.silent,
-    "silent after the hello": sick_peers.silent_when_asked,
-    "silent within the answer": sick_peers.silent_in_its_answer,
-    "slow answer": sick_peers.drips,
-    "slow hello answer": sick_peers.drips_its_welcome,
+    "silent after the hello": sick_peers.silent_after_the_request,
+    "silent within the response": sick_peers.silent_in_the_response,
+    "slow response": sick_peers.slow_response,
+    "slow hello response": sick_peers.slow_hello_response,
 }
 
 
 class TestFaultyServers:
     @pytest.mark.by_day(one_in=2, seed=1)
     @pytest.mark.parametrize("case", ENDED)
-    def test_reader_warns_once_when_answers_are_invalid(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_reader_warns_once_when_responses_are_invalid(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
         with SickPeer(ENDED[case]) as peer:
             one = reader()
             for _ in range(2):
@@ -196,7 +196,7 @@ class TestFaultyServers:
 
     @pytest.mark.parametrize("case", SILENT)
     def test_reader_stops_at_the_deadline_when_the_server_is_silent(self, case: str) -> None:
-        """The full answer would take longer than any timeout."""
+        """The full response would take longer than any timeout."""
         with SickPeer(SILENT[case]) as peer:
             one = reader(read_timeout_s=0.3)
             asked = Running(lambda: pull(one, KvSource(OURS.reservation, peer.address, 5), OURS, 0, 2))
@@ -224,7 +224,7 @@ class TestFaultyServers:
 
     def test_reader_sends_nothing_for_a_while_after_a_failure(self) -> None:
         """Without the pause, each of many reads would wait for the timeout."""
-        with SickPeer(sick_peers.silent_when_asked) as peer:
+        with SickPeer(sick_peers.silent_after_the_request) as peer:
             one = reader(read_timeout_s=0.3)
             begun = time.monotonic()
             for _ in range(20):
@@ -262,7 +262,7 @@ class TestFaultyServers:
         one = reader()
         assert pull(one, KvSource(OURS.reservation, address, 5), OURS, 0, 2) is None
         one.leave(KvSource(OURS.reservation, address, 5))
-        assert warnings(caplog) == [f"{address!r} is no host:port"]
+        assert warnings(caplog) == [f"{address!r} is not of the form host:port or [IPv6 address]:port"]
         one.close()
 
     def test_reader_reads_nothing_when_the_reservation_fits_no_frame(self) -> None:

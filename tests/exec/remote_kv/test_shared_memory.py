@@ -1,4 +1,4 @@
-"""Reads of pages through shared memory: the received bytes, reservations that are shut, and peers that are refused."""
+"""Reads of pages through shared memory: the received bytes, reservations that are closed, and peers that are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rootstock_llm.services.worker.exec.remote_kv import connection, frames, shared_ring
-from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, PageLayout, PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.frames import PageLayout, PageRequest, RequestKind, Response, Status
 from rootstock_llm.services.worker.exec.remote_kv.kv_server import ServerLimits
 from rootstock_llm.services.worker.exec.remote_kv.shared_ring import RingShape, RingWriter
 from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
@@ -63,11 +63,13 @@ def test_reader_gets_pages_in_pieces_over_one_connection(served: Served, folder:
 
 @pytest.mark.by_day(one_in=2, seed=15)
 @pytest.mark.parametrize("piece", [0, 1, shared_ring.SLOTS, PIECES - shared_ring.SLOTS, PIECES - 1])
-def test_reader_discards_pages_of_a_reservation_that_is_shut_during_the_read(
+def test_reader_discards_pages_of_a_reservation_that_is_closed_during_the_read(
     served: Served, folder: SocketFolder, piece: int
 ) -> None:
     opened, other, one = served.opened(1, PAGES), served.opened(2, PAGES), reader(folder=folder)
-    served.pool.after = lambda: served.server.shut([opened.reservation]) if len(served.pool.reads) == piece + 1 else None
+    served.pool.after = lambda: (
+        served.server.close_reservations([opened.reservation]) if len(served.pool.reads) == piece + 1 else None
+    )
     assert pull(one, served.source(opened), opened, 0, POOL_PAGES) is None
     assert len(served.pool.reads) == piece + 1
     assert pull(one, served.source(other), other, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
@@ -81,7 +83,7 @@ def test_server_ends_the_connection_when_the_reader_frees_no_slot(folder: Socket
         opened = served.opened(pages=PAGES)
         silent.connect(str(folder.path(served.server.port)))
         silent.sendall(frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)))
-        silent.recv(frames.ANSWER_BYTES, socket.MSG_WAITALL)
+        silent.recv(frames.RESPONSE_BYTES, socket.MSG_WAITALL)
         asked = PageRequest(RequestKind.READ, opened.reservation, 0, POOL_PAGES, proof_of(opened, POOL_PAGES))
         silent.sendall(frames.pack_request(asked))
         until(lambda: len(served.pool.reads) == shared_ring.SLOTS)
@@ -91,16 +93,16 @@ def test_server_ends_the_connection_when_the_reader_frees_no_slot(folder: Socket
 
 def test_ring_memory_cannot_be_written_or_truncated_by_the_reader() -> None:
     writer = RingWriter(RingShape(2, 4096))
-    given = os.dup(writer.fd)
+    received = os.dup(writer.fd)
     with pytest.raises(PermissionError):
-        os.ftruncate(given, 0)
+        os.ftruncate(received, 0)
     with pytest.raises(PermissionError):
-        os.write(given, b"x")
+        os.write(received, b"x")
     with pytest.raises(PermissionError):
-        mmap.mmap(given, 8192)
+        mmap.mmap(received, 8192)
     with pytest.raises(PermissionError):
-        fcntl.fcntl(given, fcntl.F_ADD_SEALS, 0)
-    os.close(given)
+        fcntl.fcntl(received, fcntl.F_ADD_SEALS, 0)
+    os.close(received)
     writer.close()
 
 
@@ -114,13 +116,13 @@ def test_server_refuses_another_user(served: Served, folder: SocketFolder, monke
     one.close()
 
 
-@pytest.mark.parametrize("there", ["nothing", "a socket of a process that has died"])
+@pytest.mark.parametrize("existing", ["nothing", "a socket of a process that has died"])
 def test_reader_uses_tcp_when_the_server_has_no_socket(
-    folder: SocketFolder, there: str, caplog: pytest.LogCaptureFixture
+    folder: SocketFolder, existing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Served() as served:
         path = folder.path(served.server.port)
-        if there != "nothing":
+        if existing != "nothing":
             with socket.socket(socket.AF_UNIX) as dead:
                 dead.bind(str(path))
         opened, one = served.opened(pages=PAGES), reader(folder=folder)
@@ -140,10 +142,10 @@ def _sealed() -> int:
 
 
 RINGS: dict[str, tuple[Callable[[], int | None], bytes]] = {
-    "memory that its maker may cut": (_unsealed, frames.pack_ring(4, 2 * PAGE_BYTES)),
-    "less memory than is said": (_sealed, frames.pack_ring(64, 2 * PAGE_BYTES)),
-    "more memory than anybody has": (_sealed, frames.pack_ring(1 << 31, 1 << 40)),
-    "slots for parts of pages": (_sealed, frames.pack_ring(4, PAGE_BYTES + 1)),
+    "unsealed memory": (_unsealed, frames.pack_ring(4, 2 * PAGE_BYTES)),
+    "less memory than the frame states": (_sealed, frames.pack_ring(64, 2 * PAGE_BYTES)),
+    "more memory than an address space has": (_sealed, frames.pack_ring(1 << 31, 1 << 40)),
+    "slots of parts of pages": (_sealed, frames.pack_ring(4, PAGE_BYTES + 1)),
     "no slots": (_sealed, frames.pack_ring(0, PAGE_BYTES)),
     "half a frame": (_sealed, frames.pack_ring(4, PAGE_BYTES)[:7]),
     "no memory": (lambda: None, frames.pack_ring(4, 2 * PAGE_BYTES)),
@@ -161,7 +163,7 @@ def test_reader_warns_and_uses_tcp_when_the_ring_is_invalid(
             one, _ = sick.accept()
             with one, suppress(OSError):
                 one.recv(len(frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES))), socket.MSG_WAITALL)
-                one.sendall(frames.pack_answer(Answer(Status.OK)))
+                one.sendall(frames.pack_response(Response(Status.OK)))
                 fd = make()
                 socket.send_fds(one, [frame], [] if fd is None else [fd])
 
@@ -170,7 +172,10 @@ def test_reader_warns_and_uses_tcp_when_the_ring_is_invalid(
         assert pull(one, served.source(opened), opened, 0, 2) == served.pool.bytes_of(PAGES[:2])
         offering.result()
         assert one.read_bytes() == {"tcp": 2 * PAGE_BYTES}
-        assert len(warnings(caplog)) == 1 and "shared memory failed, a worker on this machine is read over TCP" in caplog.text
+        assert (
+            len(warnings(caplog)) == 1
+            and "could not read a worker on this machine through shared memory; it is read over TCP" in caplog.text
+        )
         one.close()
 
 
@@ -184,7 +189,7 @@ def test_socket_is_private_and_ends_with_the_server(folder: SocketFolder) -> Non
 def test_socket_folder_refuses_shared_folders_and_long_paths(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ValueError, match="others may write"):
+    with pytest.raises(ValueError, match="other users may write"):
         SocketFolder(tmp_path / "open")
-    with pytest.raises(ValueError, match="too long a name"):
+    with pytest.raises(ValueError, match="too long a path"):
         SocketFolder(tmp_path / ("x" * 90))

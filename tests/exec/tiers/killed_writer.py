@@ -1,8 +1,8 @@
 """Writes pages until it is killed: python -m tests.exec.tiers.killed_writer FOLDER [salted].
 
 It forks a writer for each number on a line of standard input, and prints "gone" when the writer has ended. A writer prints its
-process id, and then the stored and dropped keys of every write. With "salted", it writes pages of several salts under a quota,
-and now and then deletes the pages of one salt, which it prints before the deletion.
+process id, and then the stored and dropped keys of every write. With "salted", a writer writes pages of several salts under a
+quota, and sometimes deletes the pages of one salt. It prints the salt's tag before the deletion.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ def opened(folder: Path, salt_bytes: int = 0) -> SegmentStore:
     return SegmentStore(folder, PAGE, CAP, SEGMENT, b"killed", salt_bytes=salt_bytes)
 
 
-def say(*words: str) -> None:
+def print_words(*words: str) -> None:
     os.write(1, (" ".join(words) + "\n").encode())  # in one call, so that a reader never gets half a line
 
 
 def write_on(folder: Path, number: int) -> None:
     it = opened(folder)
-    say("writer", str(os.getpid()))
+    print_words("writer", str(os.getpid()))
     while True:
         count = 1 + number % 7
         done = write(it, keys(*range(number, number + count)))
-        say("wrote", ",".join(key.hex() for key in done.stored), ",".join(key.hex() for key in done.dropped))
+        print_words("wrote", ",".join(key.hex() for key in done.stored), ",".join(key.hex() for key in done.dropped))
         number += count
 
 
 def write_salted(folder: Path, number: int) -> None:
     it = opened(folder, QUOTA)
-    say("writer", str(os.getpid()))
+    print_words("writer", str(os.getpid()))
     while True:
         tag = SALTS[number % len(SALTS)]
         if number % 23 == 0:
-            say("deletes", tag.hex(), "")
-            say("deleted", "", ",".join(key.hex() for key in it.delete(Selection(tag)).dropped))
+            print_words("deletes", tag.hex(), "")
+            print_words("deleted", "", ",".join(key.hex() for key in it.delete(Selection(tag)).dropped))
         done = write(it, keys(*range(number, number + 1 + number % 7), tag=tag))
-        say("wrote", ",".join(key.hex() for key in done.stored), ",".join(key.hex() for key in done.dropped))
+        print_words("wrote", ",".join(key.hex() for key in done.stored), ",".join(key.hex() for key in done.dropped))
         number += 1 + number % 7
 
 
@@ -59,7 +59,7 @@ def main() -> None:
         if child == 0:
             (write_salted if "salted" in sys.argv else write_on)(Path(sys.argv[1]), int(line))
         os.waitpid(child, 0)
-        say("gone")
+        print_words("gone")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small pages whose bytes follow from their page keys, so that a test detects a wrong page."""
+"""Test pages whose bytes are computed from their page keys, so that a test detects a wrong page."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rootstock_llm.services.worker.exec.tiers.disk import Disk
 from rootstock_llm.services.worker.exec.tiers.segment_format import DIRECT_PAGE_BYTES, SegmentFormat
 from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
 
-PAGE = 96
+PAGE = 96  # bytes
 SLOTS = 4  # pages per segment
 A, B, C = (letter * TAG_BYTES for letter in (b"a", b"b", b"c"))  # tags of three salts
 FORMAT = SegmentFormat(PAGE, b"")
-SEGMENT = FORMAT.bytes_with_index(SLOTS)
+SEGMENT = FORMAT.bytes_with_index(SLOTS)  # bytes of a full segment and its index
 
 
 def key(number: int, tag: bytes = UNSALTED) -> bytes:
@@ -69,7 +69,7 @@ def store(
         disk: the file system, None for QuickDisk.
         clock: clock of pauses and ages, None for a new one.
         identity: identity of the store.
-        salt_bytes: quota; 0 for none.
+        salt_bytes: quota of a salt in bytes; 0 for no quota.
     """
     clock = clock or Hours()
     sizes = {"max_bytes": segments * SEGMENT, "segment_bytes": SEGMENT, "salt_bytes": salt_bytes}
@@ -77,16 +77,16 @@ def store(
 
 
 def write(into: PageStore, wanted: Sequence[bytes]) -> Written:
-    """Writes pages as from the host tier, where large pages begin at a block."""
-    return into.write(wanted, [placed(page(key, into.page_bytes)) for key in wanted])
+    """Writes the pages of these keys. Large pages are in block-aligned memory, as in the host tier."""
+    return into.write(wanted, [in_memory(page(key, into.page_bytes)) for key in wanted])
 
 
-def placed(content: bytes, offset: int = 0) -> memoryview:
-    """Returns the page as a view of separate memory.
+def in_memory(content: bytes, offset: int = 0) -> memoryview:
+    """Returns the page as a memoryview. A large page gets new memory.
 
     Args:
         content: bytes of a page.
-        offset: bytes from a block boundary in memory to the first byte of the page; used for large pages only.
+        offset: bytes from a block boundary in memory to the first byte of a large page.
     """
     if len(content) < DIRECT_PAGE_BYTES:
         return memoryview(content)
@@ -105,7 +105,7 @@ def read(of: PageStore, wanted: Sequence[bytes]) -> int:
 
 
 def readable(of: PageStore) -> list[bytes]:
-    """Returns the keys of the pages that can be read, oldest first. The store drops the damaged ones."""
+    """Returns the keys of the pages that can be read, oldest first. The store drops all other keys."""
     return [key for key in list(of.keys()) if read(of, [key])]
 
 

@@ -1,4 +1,4 @@
-"""Disks for tests: full, faulty, or of a process that dies."""
+"""Doubles of Disk for tests: disks that record calls, are full or faulty, or whose process dies."""
 
 from __future__ import annotations
 
@@ -47,51 +47,51 @@ class SickDisk(QuickDisk):
 
     def __init__(self) -> None:
         self.broken: dict[str, int] = {}  # errno of each failing call, by the call's name
-        self.room: int | None = None  # bytes that can still be written, None for no limit
+        self.free_bytes: int | None = None  # bytes that can still be written, None for no limit
 
-    def _may(self, call: str) -> None:
+    def _fail_if_broken(self, call: str) -> None:
         if number := self.broken.get(call):
             raise OSError(number, os.strerror(number))
 
     def create(self, path: Path, *, direct: bool = False) -> int:
-        self._may("create")
+        self._fail_if_broken("create")
         return super().create(path, direct=direct)
 
     def open(self, path: Path, *, writable: bool) -> int:
-        self._may("open")
+        self._fail_if_broken("open")
         return super().open(path, writable=writable)
 
     def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
-        self._may("write")
-        if self.room is None:
+        self._fail_if_broken("write")
+        if self.free_bytes is None:
             return super().write(fd, parts, offset)
-        some = b"".join(parts)[: self.room]
-        self.room -= len(some)
+        some = b"".join(parts)[: self.free_bytes]
+        self.free_bytes -= len(some)
         if not some:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return os.pwrite(fd, some, offset)
 
     def read(self, fd: int, parts: Sequence[bytearray | memoryview], offset: int) -> int:
-        self._may("read")
+        self._fail_if_broken("read")
         return super().read(fd, parts, offset)
 
     def drop_cached(self, fd: int, offset: int, size: int) -> None:
-        self._may("drop_cached")
+        self._fail_if_broken("drop_cached")
         super().drop_cached(fd, offset, size)
 
     def truncate(self, fd: int, size: int) -> None:
-        self._may("truncate")
+        self._fail_if_broken("truncate")
         super().truncate(fd, size)
 
     def sync(self, fd: int) -> None:
-        self._may("sync")
+        self._fail_if_broken("sync")
 
     def rename(self, path: Path, to: Path) -> None:
-        self._may("rename")
+        self._fail_if_broken("rename")
         super().rename(path, to)
 
     def unlink(self, path: Path) -> None:
-        self._may("unlink")
+        self._fail_if_broken("unlink")
         super().unlink(path)
 
 
@@ -111,14 +111,14 @@ class MortalDisk(QuickDisk):
         """
         self._folder = folder
         self._calls = calls
-        self._open: set[int] = set()
-        self.sizes: list[int] = []
+        self._open: set[int] = set()  # open descriptors
+        self.sizes: list[int] = []  # size of the folder after each change
 
     def create(self, path: Path, *, direct: bool = False) -> int:
         return self._opened(self._change(lambda: super(MortalDisk, self).create(path, direct=direct)))
 
     def open(self, path: Path, *, writable: bool) -> int:
-        self._live()
+        self._check_alive()
         return self._opened(super().open(path, writable=writable))
 
     def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
@@ -126,7 +126,7 @@ class MortalDisk(QuickDisk):
         return self._change(lambda: os.pwrite(fd, whole, offset), lambda: os.pwrite(fd, whole[: len(whole) // 2], offset))
 
     def read(self, fd: int, parts: Sequence[bytearray | memoryview], offset: int) -> int:
-        self._live()
+        self._check_alive()
         return super().read(fd, parts, offset)
 
     def truncate(self, fd: int, size: int) -> None:
@@ -139,7 +139,7 @@ class MortalDisk(QuickDisk):
         self._change(lambda: super(MortalDisk, self).unlink(path))
 
     def close(self, fd: int) -> None:
-        self._live()
+        self._check_alive()
         self._open.remove(fd)
         super().close(fd)
 
@@ -153,12 +153,12 @@ class MortalDisk(QuickDisk):
         self._open.add(fd)
         return fd
 
-    def _live(self) -> None:
+    def _check_alive(self) -> None:
         if self._calls is not None and self._calls < 0:
             raise Killed
 
     def _change(self, call: Callable[[], T], half: Callable[[], object] = lambda: None) -> T:
-        self._live()
+        self._check_alive()
         if self._calls is not None:
             self._calls -= 1
             if self._calls < 0:

@@ -1,7 +1,7 @@
 """A FUSE file system with faults: python -m tests.exec.tiers.sick_file_system SOURCE MOUNT ORDERS.
 
-It shows the content of SOURCE at MOUNT. ORDERS is a JSON file that each call reads again: `read_s` is the duration of a read in
-seconds, `full` and `read_only` make writes fail.
+It shows the content of the folder SOURCE at the folder MOUNT. Each call reads the JSON file ORDERS: `read_s` is the duration of a
+read in seconds, and `full` and `read_only` make writes fail.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPACE = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_favail", "f_ffree", "f
 
 
 class SickFileSystem(mfusepy.Operations):  # type: ignore[misc]
-    """The file system. Paths are absolute, below the mount. Every call may raise OSError."""
+    """The file system. Paths are absolute paths within the mount. Every method may raise OSError."""
 
     use_ns = False
 
@@ -33,12 +33,12 @@ class SickFileSystem(mfusepy.Operations):  # type: ignore[misc]
     def _at(self, path: str) -> Path:
         return self._source / path.lstrip("/")
 
-    def _ordered(self) -> dict[str, Any]:
+    def _read_orders(self) -> dict[str, Any]:
         orders: dict[str, Any] = json.loads(self._orders.read_text())
         return orders
 
-    def _writes(self) -> None:
-        orders = self._ordered()
+    def _check_writable(self) -> None:
+        orders = self._read_orders()
         if orders.get("read_only"):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if orders.get("full"):
@@ -56,24 +56,24 @@ class SickFileSystem(mfusepy.Operations):  # type: ignore[misc]
         return {name: getattr(space, name) for name in SPACE}
 
     def open(self, path: str, flags: int) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR) and self._ordered().get("read_only"):
+        if flags & (os.O_WRONLY | os.O_RDWR) and self._read_orders().get("read_only"):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         return os.open(self._at(path), flags & ~(os.O_NOFOLLOW | os.O_DIRECT))
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
-        self._writes()
+        self._check_writable()
         return os.open(self._at(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        time.sleep(self._ordered().get("read_s", 0.0))
+        time.sleep(self._read_orders().get("read_s", 0.0))
         return os.pread(fh, size, offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        self._writes()
+        self._check_writable()
         return os.pwrite(fh, data, offset)
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
-        self._writes()
+        self._check_writable()
         os.truncate(self._at(path), length)
         return 0
 
@@ -86,7 +86,7 @@ class SickFileSystem(mfusepy.Operations):  # type: ignore[misc]
         return 0
 
     def mkdir(self, path: str, mode: int) -> int:
-        self._writes()
+        self._check_writable()
         self._at(path).mkdir(mode)
         return 0
 
@@ -95,12 +95,12 @@ class SickFileSystem(mfusepy.Operations):  # type: ignore[misc]
         return 0
 
     def rename(self, old: str, new: str) -> int:
-        self._writes()
+        self._check_writable()
         self._at(old).rename(self._at(new))
         return 0
 
     def unlink(self, path: str) -> int:
-        if self._ordered().get("read_only"):
+        if self._read_orders().get("read_only"):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         self._at(path).unlink()
         return 0

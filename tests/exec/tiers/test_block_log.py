@@ -1,4 +1,4 @@
-"""The log of a store's block names: torn names, names of other identities and names without pages are not read again."""
+"""The log of a store's block names does not return torn names, names of other identities and names without pages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_next_log_reads_written_blocks(tmp_path: Path) -> None:
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 155, 156])
 def test_torn_end_loses_one_block(tmp_path: Path, cut: int) -> None:
-    """Blocks that are written after the torn end are read."""
+    """Blocks that are appended after the torn end can be read."""
     path = written(tmp_path)
     path.write_bytes(path.read_bytes()[:-cut])
     log = log_of(tmp_path, [*BLOCKS, block(5)])
@@ -156,7 +156,7 @@ class Stuck(Disk):
 
 
 def test_log_closes_a_file_once_when_close_reports_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second close might hit a descriptor of another file."""
+    """A second close could close another file, which has got the same descriptor."""
     monkeypatch.setattr("rootstock_llm.services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
     disk = Stuck()
     log = log_of(tmp_path, BLOCKS, disk=disk)

@@ -18,7 +18,7 @@ from tests.exec.tiers.sick_disks import SickDisk
 
 NOTHING = Written((), ())
 ROOT = Path(__file__).resolve().parents[3]
-# With a limit on file sizes, the system first writes a part of the record and then fails.
+# A script for a process with a limit on file sizes. The system writes only a part of the record at the limit, and then fails.
 LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -65,21 +65,21 @@ def clock() -> Hours:
 
 class TestWrites:
     @pytest.mark.by_day(one_in=7, seed=2)
-    @pytest.mark.parametrize("room", range(0, SEGMENT + 200, 61))
+    @pytest.mark.parametrize("free_bytes", range(0, SEGMENT + 200, 61))
     def test_write_stores_the_first_pages_when_the_disk_is_full(
-        self, tmp_path: Path, disk: SickDisk, clock: Hours, room: int
+        self, tmp_path: Path, disk: SickDisk, clock: Hours, free_bytes: int
     ) -> None:
-        """The disk is full within a header, a record or an index."""
+        """The disk becomes full within a header, a record or an index."""
         it = store(tmp_path, disk=disk, clock=clock)
-        disk.room = room
+        disk.free_bytes = free_bytes
         many = keys(*range(2 * SLOTS))
         stored = write(it, many).stored
         assert stored == tuple(many[: len(stored)]) and len(stored) < len(many)
         assert it.counts().failed_writes == 1
         assert readable(it) == list(stored)
         assert it.counts().bytes_on_disk == size_of(tmp_path), "the partial record is removed"
-        disk.room = None
-        assert write(it, many) == Written((), (), held=len(stored)), "the store writes nothing during the pause"
+        disk.free_bytes = None
+        assert write(it, many) == Written((), (), already_stored=len(stored)), "the store writes nothing during the pause"
         clock.pass_by()
         assert stored + write(it, many).stored == tuple(many)
         it.close()
@@ -114,21 +114,21 @@ class TestWrites:
         """The record can neither be completed nor truncated."""
         it = store(tmp_path, disk=disk, clock=clock)
         write(it, keys(1))
-        disk.room, disk.broken = FORMAT.record_bytes - 1, {"truncate": errno.EIO}
+        disk.free_bytes, disk.broken = FORMAT.record_bytes - 1, {"truncate": errno.EIO}
         assert write(it, keys(2, 3)) == NOTHING
         assert size_of(tmp_path) == FORMAT.segment_bytes(2) - 1
-        disk.room = None
+        disk.free_bytes = None
         clock.pass_by()
         assert write(it, keys(3, 2)).stored == tuple(keys(3, 2))
         it.close()
         assert readable(store(tmp_path)) == keys(1, 3, 2)
 
-    @pytest.mark.parametrize("tail", ["cut off", "left there"])
+    @pytest.mark.parametrize("tail", ["truncated", "left in the file"])
     def test_files_stay_under_the_cap_when_writes_fail(self, tmp_path: Path, disk: SickDisk, clock: Hours, tail: str) -> None:
         it = store(tmp_path, 4, disk, clock)
         for number in range(0, 200, 3):
-            disk.room = 50 * (number % 41) if number % 2 else None
-            disk.broken = {} if number % 2 == 0 or tail == "cut off" else {"truncate": errno.EIO}
+            disk.free_bytes = 50 * (number % 41) if number % 2 else None
+            disk.broken = {} if number % 2 == 0 or tail == "truncated" else {"truncate": errno.EIO}
             write(it, keys(number, number + 1, number + 2))
             assert size_of(tmp_path) <= 4 * SEGMENT
             clock.pass_by()
@@ -151,7 +151,7 @@ class TestWrites:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("suffix", [".kv", ".index"])
     def test_store_keeps_a_segment_when_one_file_cannot_be_deleted(self, tmp_path: Path, clock: Hours, suffix: str) -> None:
-        """An index is useless without its segment, but a segment is usable without its index."""
+        """The index is deleted before the segment, because a segment can be read without its index, but not the reverse."""
 
         class Clinging(SickDisk):
             def unlink(self, path: Path) -> None:
@@ -237,18 +237,18 @@ class TestReads:
         disk.broken.clear()
         assert write(it, keys(1)).stored == tuple(keys(1)) and it.take_lost() == ()
 
-    @pytest.mark.parametrize("number", [0, 1], ids=["a sealed one", "the open one"])
-    def test_read_loses_a_whole_segment_when_the_file_is_gone(self, tmp_path: Path, number: int) -> None:
+    @pytest.mark.parametrize("number", [0, 1], ids=["sealed segment", "open segment"])
+    def test_read_loses_a_whole_segment_when_its_file_is_missing(self, tmp_path: Path, number: int) -> None:
         it = store(tmp_path)
         write(it, keys(*range(SLOTS + 2)))
         (tmp_path / f"segment-{number:08d}.kv").unlink()
-        gone, left = keys(*range(SLOTS)), keys(SLOTS, SLOTS + 1)
+        missing, left = keys(*range(SLOTS)), keys(SLOTS, SLOTS + 1)
         if number:
-            gone, left = left, gone
-        assert read(it, gone) == 0
-        assert it.keys() == left and it.take_lost() == tuple(gone)
-        assert set(write(it, gone).stored) == set(gone)
-        assert set(readable(it)) == {*gone, *left}
+            missing, left = left, missing
+        assert read(it, missing) == 0
+        assert it.keys() == left and it.take_lost() == tuple(missing)
+        assert set(write(it, missing).stored) == set(missing)
+        assert set(readable(it)) == {*missing, *left}
         assert it.counts().bytes_on_disk == size_of(tmp_path)
 
     def test_reads_continue_while_writes_pause(self, tmp_path: Path, disk: SickDisk) -> None:
@@ -259,7 +259,7 @@ class TestReads:
         assert read(it, keys(1, 2)) == 2
 
 
-class TestClear:
+class TestDelete:
     def test_failed_deletion_is_repeated_before_the_next_write(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
         it = store(tmp_path, disk=disk, clock=clock)
         write(it, keys(*range(SLOTS + 1)))
@@ -303,7 +303,7 @@ class TestOpening:
         write(it, keys(*range(2 * SLOTS + 1)))
         it.close()
         (tmp_path / "segment-00000000.index").unlink()
-        disk.room = 0
+        disk.free_bytes = 0
         it = store(tmp_path, disk=disk)
         assert readable(it) == keys(*range(2 * SLOTS + 1)) and it.counts().failed_writes == 1
 

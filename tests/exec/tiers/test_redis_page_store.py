@@ -1,4 +1,4 @@
-"""The shared storage tier in a real Redis: news between workers, a server that is full, emptied, gone or replaced, and quotas."""
+"""The shared storage tier in a real Redis: news between workers, a full, emptied, lost or replaced server, and quotas."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def store(server: RedisServer, clock: Hours | None = None, identity: bytes = IDE
     return made
 
 
-def test_workers_with_one_identity_read_each_others_pages(server: RedisServer) -> None:
-    first, second, stranger = store(server), store(server), store(server, identity=bytes(32))
+def test_workers_with_equal_identities_read_each_others_pages(server: RedisServer) -> None:
+    first, second, foreign = store(server), store(server), store(server, identity=bytes(32))
     assert write(first, keys(1, 2, 3)) == Written(tuple(keys(1, 2, 3)), ())
     assert read(second, keys(1)) == 0, "the second worker has not received the news yet"
-    assert second.news() == News(tuple(keys(1, 2, 3)), ()) and stranger.news() == NOTHING
+    assert second.news() == News(tuple(keys(1, 2, 3)), ()) and foreign.news() == NOTHING
     assert read(second, keys(1, 2, 4, 3)) == 2 and read(first, keys(3, 1)) == 2
     assert first.news() == NOTHING, "a worker gets no news of its own pages"
-    assert write(second, keys(3, 4)) == Written(tuple(keys(4)), (), held=1)
+    assert write(second, keys(3, 4)) == Written(tuple(keys(4)), (), already_stored=1)
     assert first.news() == News(tuple(keys(4)), ()) and second.news() == NOTHING
 
 
 def test_worker_scans_at_the_start_and_after_missed_news(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_page_store, "SCANNED", 3)
-    first, away = store(server), store(server)
+    first, second = store(server), store(server)
     many = keys(*range(20))
     write(first, many)
     assert set(store(server).keys()) == set(many)
     server.client.xtrim(first._news_key, maxlen=0)
     write(first, keys(99))
-    news = away.news()
-    assert set(news.stored) == {*many, *keys(99)} and read(away, [*many, *keys(99)]) == 21
+    news = second.news()
+    assert set(news.stored) == {*many, *keys(99)} and read(second, [*many, *keys(99)]) == 21
 
 
 def test_pages_have_a_fixed_size_and_expire(server: RedisServer) -> None:
@@ -75,7 +75,7 @@ def test_pages_have_a_fixed_size_and_expire(server: RedisServer) -> None:
 
 
 def test_store_ignores_keys_of_another_version(server: RedisServer) -> None:
-    """Version 1 had keys of 32 bytes. Read as keys of 40 bytes, its news would give keys that do not exist."""
+    """Version 1 had keys of 32 bytes. If its news were read as keys of 40 bytes, they would be keys that do not exist."""
     older = f"pages:{IDENTITY[:16].hex()}:"
     server.client.set(f"{older}p:".encode() + bytes(32), bytes(PAGE), px=60_000)
     server.client.xadd(f"{older}news", {"h": ""})
@@ -140,11 +140,11 @@ def test_delete_removes_pages_for_all_workers(server: RedisServer) -> None:
     assert second.news() == News((), tuple(keys(3)))
 
 
-def test_full_server_is_read_and_written_after_a_pause(server: RedisServer) -> None:
+def test_full_server_can_be_read_and_is_written_after_a_pause(server: RedisServer) -> None:
     clock = Hours()
     it = store(server, clock)
     write(it, keys(1))
-    server.client.config_set("maxmemory", 1)  # the server may evict nothing
+    server.client.config_set("maxmemory", 1)  # the server is full and does not evict
     assert write(it, keys(2, 3)).stored == () and it.counts().failed_writes == 1
     assert read(it, keys(1)) == 1
     server.client.config_set("maxmemory", 0)
@@ -170,7 +170,7 @@ def test_worker_pauses_and_scans_again_after_a_lost_server(server: RedisServer) 
 
 
 def test_worker_reconnects_when_the_server_becomes_a_replica(server: RedisServer) -> None:
-    """Reads and writes both close their connections, and the address may lead to another server."""
+    """After a refused write or read, the worker connects again, because the address may lead to another server."""
 
     def connections() -> set[str]:
         return {found["id"] for found in server.client.client_list()} - {str(server.client.client_id())}
@@ -193,7 +193,7 @@ def test_worker_reconnects_when_the_server_becomes_a_replica(server: RedisServer
 
 
 def test_news_reports_a_page_again_after_a_failed_read(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed read, the caller treats the page as lost. If the server still has the page, news() must report it again."""
+    """After a failed read, the caller counts the page as lost. If the server still has the page, news() must report it again."""
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
     clock = Hours()
     it = store(server, clock)
@@ -225,8 +225,8 @@ def test_delete_takes_effect_when_the_server_returns(server: RedisServer, monkey
     assert set(other.news().dropped) == set(keys(1, 2)) and write(it, keys(3)).stored == tuple(keys(3))
 
 
-def away(at_once: int) -> Iterator[list[bytes]]:
-    """Yields some keys and then fails, as a scan of a server that goes away."""
+def interrupted_scan(at_once: int) -> Iterator[list[bytes]]:
+    """Yields some keys and then fails, as if the server were lost during the scan."""
     yield keys(0)[:at_once]
     raise TimeoutError
 
@@ -238,7 +238,7 @@ def test_news_returns_many_keys_in_parts_after_a_failed_scan(server: RedisServer
     many = keys(*range(6))
     write(first, many)
     with monkeypatch.context() as broken:
-        broken.setattr(it, "_scanned", away)
+        broken.setattr(it, "_scanned", interrupted_scan)
         assert it.news() == NOTHING
     clock.pass_by()
     one, two = it.news(), it.news()
@@ -246,7 +246,7 @@ def test_news_returns_many_keys_in_parts_after_a_failed_scan(server: RedisServer
     assert {*one.stored, *two.stored} == set(many)
 
 
-def test_worker_forgets_the_oldest_keys_beyond_the_limit(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_drops_the_oldest_known_keys_beyond_the_limit(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_page_store, "MOST_KEYS", 4)
     first, second = store(server), store(server)
     assert write(first, keys(1, 2, 3, 4)).dropped == ()
@@ -275,7 +275,7 @@ def quota(pages: int) -> int:
     return pages * (redis_page_store.HEAD_BYTES + PAGE)
 
 
-def there(server: RedisServer, tag: bytes = b"") -> set[bytes]:
+def pages_on(server: RedisServer, tag: bytes = b"") -> set[bytes]:
     """Returns the page keys with this tag on the server."""
     names = [name.split(b":p:", 1)[1] for name in server.client.scan_iter(count=1000) if b":p:" in name]
     return {name for name in names if name.startswith(tag)}
@@ -287,7 +287,7 @@ def test_delete_removes_one_salt_for_all_workers(server: RedisServer) -> None:
     second.news()
     write(second, keys(3, tag=A))
     deleted = first.delete(Selection(A))
-    assert deleted == Deleted(3, tuple(keys(1, 2, tag=A))) and there(server) == {*keys(1, 2, tag=B), *keys(1, 2)}
+    assert deleted == Deleted(3, tuple(keys(1, 2, tag=A))) and pages_on(server) == {*keys(1, 2, tag=B), *keys(1, 2)}
     assert set(second.news().dropped) == set(keys(1, 2, 3, tag=A))
     assert read(first, keys(1, 2, tag=B)) == 2 and (first.use().num_salts, first.use().deleted_pages) == (1, 3)
     assert write(second, keys(1, tag=A)).stored == tuple(keys(1, tag=A)), "pages that are written after the deletion stay"
@@ -305,7 +305,7 @@ def test_delete_by_age_uses_the_time_of_writing(server: RedisServer) -> None:
     assert it.delete(Selection(A, 100.0)).dropped == tuple(keys(1, tag=A))
     assert it.delete(Selection(older_than_s=101)).pages == 0
     assert set(it.delete(Selection(older_than_s=100)).dropped) == {*keys(1, tag=B), *keys(1)}
-    assert there(server) == {*keys(2, tag=A), *keys(2)} and read(it, keys(2)) == 1
+    assert pages_on(server) == {*keys(2, tag=A), *keys(2)} and read(it, keys(2)) == 1
 
 
 @pytest.mark.by_day(one_in=3, seed=1)
@@ -328,7 +328,7 @@ def test_delete_is_pending_until_the_server_returns(
         "no page of any salt is written or read before the pending deletion"
     )
     news = it.news()
-    assert not there(server) and set(news.dropped) <= set(keys(1, 2, tag=A)) and not it.keys()
+    assert not pages_on(server) and set(news.dropped) <= set(keys(1, 2, tag=A)) and not it.keys()
     assert set(other.news().dropped) == set(keys(1, 2, tag=A))
     assert write(it, keys(3, tag=A)).stored == tuple(keys(3, tag=A)) and it.delete(which).pending == ""
 
@@ -347,10 +347,10 @@ def test_delete_continues_when_the_server_was_lost_during_the_scan(server: Redis
     with monkeypatch.context() as broken:
         broken.setattr(it, "_scanned", cut_short)
         deleted = it.delete(Selection(A))
-    assert deleted.pending and 0 < deleted.pages < 30 and len(there(server)) == 30 - deleted.pages
+    assert deleted.pending and 0 < deleted.pages < 30 and len(pages_on(server)) == 30 - deleted.pages
     clock.pass_by()
     it.news()
-    assert not there(server) and it.use().deleted_pages == 30
+    assert not pages_on(server) and it.use().deleted_pages == 30
 
 
 def test_quota_evicts_the_oldest_pages_of_a_salt_from_all_workers(server: RedisServer) -> None:
@@ -362,17 +362,17 @@ def test_quota_evicts_the_oldest_pages_of_a_salt_from_all_workers(server: RedisS
         wall.now += 1
         write(first, keys(number, tag=A))
     late = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4), wall=wall)
-    late.news()  # the scan returns keys in another order
+    late.news()  # its scan returns the keys in another order than that of their times
     wall.now += 1
     done = write(late, keys(3, 4, 5, tag=A))
     assert done == Written(tuple(keys(3, 4, 5, tag=A)), tuple(keys(0, 1, tag=A)))
-    assert there(server, A) == set(keys(2, 3, 4, 5, tag=A)) and len(there(server)) == 4 + 4 + 9
+    assert pages_on(server, A) == set(keys(2, 3, 4, 5, tag=A)) and len(pages_on(server)) == 4 + 4 + 9
     assert late.use().over_quota_pages == 2 and late.use().num_salts == 2
     assert set(second.news().stored) >= set(keys(2, 3, 4, 5, tag=A))
     assert write(second, keys(*range(10, 20), tag=A)).stored == tuple(keys(*range(10, 14), tag=A)), (
         "the quota has space for the first pages of the write"
     )
-    assert there(server, A) == set(keys(*range(10, 14), tag=A))
+    assert pages_on(server, A) == set(keys(*range(10, 14), tag=A))
 
 
 def test_quota_does_not_count_expired_pages(server: RedisServer) -> None:
@@ -385,12 +385,12 @@ def test_quota_does_not_count_expired_pages(server: RedisServer) -> None:
         if name.endswith((keys(2, tag=A)[0], keys(3, tag=A)[0])):
             server.client.delete(name)
     done = write(late, keys(8, 9, tag=A))
-    assert set(done.dropped) == set(keys(2, 3, tag=A)) and there(server, A) == {*keys(0, 1, 8, 9, tag=A)}
+    assert set(done.dropped) == set(keys(2, 3, tag=A)) and pages_on(server, A) == {*keys(0, 1, 8, 9, tag=A)}
     assert late.use().over_quota_pages == 0
 
 
 def test_store_refuses_a_quota_smaller_than_a_page() -> None:
-    with pytest.raises(ValueError, match="cannot hold a page"):
+    with pytest.raises(ValueError, match="a page needs at least"):
         RedisPageStore("redis://h", PAGE, 60, IDENTITY, salt_bytes=quota(1) - 1)
 
 
@@ -407,7 +407,7 @@ STEPS = st.one_of(
 @settings(max_examples=200 if NIGHTLY else 25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(STEPS, max_size=25))
 def test_three_workers_agree_after_random_steps(server: RedisServer, steps: list[tuple[str, int, bytes, int, int]]) -> None:
-    """A salt may exceed its quota only by pages of other workers that the writing worker does not know yet."""
+    """A salt may exceed its quota only by pages of other workers whose keys the writing worker does not know yet."""
     server.client.flushall()
     workers = [RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4)) for _ in range(3)]
     for it in workers:
@@ -417,32 +417,32 @@ def test_three_workers_agree_after_random_steps(server: RedisServer, steps: list
         match call:
             case "write":
                 wanted = keys(*range(first, first + count), tag=tag)
-                others = there(server) - there(server, tag)
-                unheard = len(there(server, tag) - set(it.keys()))
+                others = pages_on(server) - pages_on(server, tag)
+                unknown = len(pages_on(server, tag) - set(it.keys()))
                 done = write(it, wanted)
-                assert others == there(server) - there(server, tag), "a write evicts no page of another salt"
-                assert tag == UNSALTED or not done.stored or len(there(server, tag)) <= 4 + unheard
+                assert others == pages_on(server) - pages_on(server, tag), "a write evicts no page of another salt"
+                assert tag == UNSALTED or not done.stored or len(pages_on(server, tag)) <= 4 + unknown
             case "delete":
                 it.delete(Selection(tag))
-                assert not there(server, tag)
+                assert not pages_on(server, tag)
             case "news":
                 it.news()
             case "expire":
                 server.client.delete(it._page_prefix + keys(first, tag=tag)[0])
-        assert all(key in there(server) for key in list(it.keys()) if read(it, [key]))
+        assert all(key in pages_on(server) for key in list(it.keys()) if read(it, [key]))
     for it in workers:
         while it.news().more:
             pass
         held = set(it.keys())
-        assert there(server) <= held, "every worker knows every page"
+        assert pages_on(server) <= held, "every worker knows every page"
         write(it, keys(99, tag=A))
-        assert len(there(server, A)) <= 4
+        assert len(pages_on(server, A)) <= 4
     for it in workers:
         it.close()
 
 
 KNOWN_STEPS = st.tuples(
-    st.sampled_from(["add", "add", "hear of", "learn", "drop"]),
+    st.sampled_from(["add", "add", "add without time", "set time", "drop"]),
     st.sampled_from([A, B, UNSALTED]),
     st.integers(0, 9),
     st.integers(1, 4),
@@ -451,18 +451,18 @@ KNOWN_STEPS = st.tuples(
 
 @given(st.lists(KNOWN_STEPS, max_size=40))
 def test_known_keys_equal_a_list_after_random_steps(steps: list[tuple[str, bytes, int, int]]) -> None:
-    """The list has (page key, time of writing) pairs in the order in which they became known."""
+    """The list has (page key, time of writing) pairs in the order in which the keys were added."""
     known, listed = KnownKeys(12), list[tuple[bytes, int | None]]()
     for call, tag, number, when in steps:
         (key,) = keys(number, tag=tag)
         held = [each for each, _ in listed]
-        if call in ("add", "hear of"):
+        if call in ("add", "add without time"):
             age = when if call == "add" else None
             listed = [*(each for each in listed if each[0] != key), (key, age)]
             assert known.add([key], age) == [each for each, _ in listed[:-12]]
             listed = listed[-12:]
-        elif call == "learn" and key in held:
-            known.learn({key: when})
+        elif call == "set time" and key in held:
+            known.set_times({key: when})
             listed[held.index(key)] = (key, when)
         elif call == "drop":
             known.drop(key)
@@ -470,7 +470,9 @@ def test_known_keys_equal_a_list_after_random_steps(steps: list[tuple[str, bytes
         assert list(known) == [each for each, _ in listed]
         for mine in (A, B, UNSALTED):
             own = [each for each in listed if each[0].startswith(mine)]
-            assert known.num_of(mine) == len(own) and set(known.of_no_age(mine)) == {each for each, age in own if age is None}
+            assert known.num_with_tag(mine) == len(own) and set(known.keys_without_time(mine)) == {
+                each for each, age in own if age is None
+            }
             oldest = [each for each, _ in sorted(own, key=lambda each: each[1] or 0)]
             ages = dict(own)
             for count in (-1, 1, 3, 12):

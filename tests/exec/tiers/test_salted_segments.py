@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def bytes_by_tag(folder: Path) -> Counter[bytes]:
-    """Returns the bytes of the files by the tag in their headers."""
+    """Returns the total size of segments and indexes by the tag in the segments' headers."""
     sizes: Counter[bytes] = Counter()
     for path in folder.glob("segment-*.kv"):
         header = path.read_bytes()[:HEADER_BYTES]
@@ -43,7 +43,7 @@ def bytes_by_tag(folder: Path) -> Counter[bytes]:
     return sizes
 
 
-def of(it: SegmentStore, tag: bytes) -> list[bytes]:
+def keys_of(it: SegmentStore, tag: bytes) -> list[bytes]:
     return [key for key in list(it.keys()) if tag_of(key) == tag]
 
 
@@ -55,7 +55,7 @@ def test_quota_evicts_only_the_oldest_pages_of_the_same_salt(tmp_path: Path) -> 
     for number in range(40):
         dropped += write(it, keys(number, tag=A)).dropped
         assert bytes_by_tag(tmp_path)[A] <= QUOTA
-    held = of(it, A)
+    held = keys_of(it, A)
     assert held == keys(*range(40), tag=A)[-len(held) :] and dropped == keys(*range(40 - len(held)), tag=A)
     assert len(held) >= 5, "the salt uses most of its quota"
     assert set(readable(it)) == {*held, *others}
@@ -78,15 +78,15 @@ def test_restart_finds_all_pages_and_applies_a_smaller_quota(tmp_path: Path) -> 
     it = store(tmp_path, segments=12, salt_bytes=QUOTA)
     assert set(readable(it)) == held
     write(it, keys(100, tag=A))
-    assert bytes_by_tag(tmp_path)[A] <= QUOTA and set(of(it, B)) <= held
+    assert bytes_by_tag(tmp_path)[A] <= QUOTA and set(keys_of(it, B)) <= held
     it.close()
     it = store(tmp_path, segments=12, salt_bytes=QUOTA // 2)
     assert all(0 < size <= QUOTA // 2 for size in bytes_by_tag(tmp_path).values())
-    assert of(it, A)[-1:] == keys(100, tag=A) and set(readable(it)) == set(it.keys())
+    assert keys_of(it, A)[-1:] == keys(100, tag=A) and set(readable(it)) == set(it.keys())
 
 
 def test_store_refuses_a_quota_smaller_than_a_page(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"at least {FORMAT.bytes_with_index(1)} are needed"):
+    with pytest.raises(ValueError, match=f"a page needs at least {FORMAT.bytes_with_index(1)}"):
         store(tmp_path, salt_bytes=FORMAT.bytes_with_index(1) - 1)
 
 
@@ -100,7 +100,7 @@ def test_delete_removes_the_files_of_one_salt(tmp_path: Path) -> None:
     assert write(it, keys(1, tag=A)).stored == tuple(keys(1, tag=A)), "pages that are written after the deletion stay"
     assert it.delete(Selection(C)) == Deleted(0) and it.use().deleted_pages == SLOTS + 2
     it.close()
-    assert set(of(store(tmp_path, segments=12), A)) == set(keys(1, tag=A))
+    assert set(keys_of(store(tmp_path, segments=12), A)) == set(keys(1, tag=A))
 
 
 def test_delete_by_age_removes_whole_files(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_delete_reports_an_error_and_is_retried(tmp_path: Path) -> None:
 
 
 def test_delete_removes_unreadable_files(tmp_path: Path) -> None:
-    """The salt of an unreadable file is unknown."""
+    """The salt of an unreadable file is unknown, so every deletion includes the file."""
     it = store(tmp_path)
     write(it, keys(1, tag=A))
     it.close()
@@ -178,32 +178,32 @@ def test_failed_deletion_of_an_unreadable_file_precedes_the_next_write(tmp_path:
 
 
 def test_write_reads_as_few_sizes_with_many_segments_as_with_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store keeps sums of sizes and does not add them up again."""
-    looked = 0
+    """The store updates sums of sizes, and does not add up the sizes of all segments."""
+    num_reads = 0
 
     def counted(name: str) -> property:
         read = getattr(SegmentFile, name).fget
 
-        def look(segment: SegmentFile) -> int:
-            nonlocal looked
-            looked += 1
+        def read_counted(segment: SegmentFile) -> int:
+            nonlocal num_reads
+            num_reads += 1
             return int(read(segment))
 
-        return property(look)
+        return property(read_counted)
 
     for name in ("charge", "bytes_on_disk"):
         monkeypatch.setattr(SegmentFile, name, counted(name))
     it, most = store(tmp_path, segments=300, salt_bytes=100 * SEGMENT), 0
     for number in range(200):
-        looked = 0
+        num_reads = 0
         write(
             it,
             [*keys(*range(number * SLOTS, (number + 1) * SLOTS), tag=A), *keys(number, tag=struct.pack("<Q", number % 90 + 1))],
         )
         it.use()
         it.counts()
-        most = max(most, looked) if number < 10 else most
-        assert looked <= 2 * most
+        most = max(most, num_reads) if number < 10 else most
+        assert num_reads <= 2 * most
     assert it.counts().bytes_on_disk == size_of(tmp_path) and it.use().num_salts == 91
 
 
@@ -231,7 +231,6 @@ class Salted:
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock, self.disk = folder, Hours(), SickDisk()
         self.held: dict[bytes, None] = {}
-        self.room = 0
         self.store = self.opened()
 
     def opened(self) -> SegmentStore:
@@ -257,15 +256,15 @@ class Salted:
         assert not bytes_by_tag(self.folder)[tag]
         self.check()
 
-    def full(self, room: int) -> None:
-        self.disk.room = room
+    def fill_disk(self, free_bytes: int) -> None:
+        self.disk.free_bytes = free_bytes
 
     def wait(self) -> None:
-        self.disk.room = None
+        self.disk.free_bytes = None
         self.clock.pass_by()
 
     def reopen(self) -> None:
-        self.disk.room = None
+        self.disk.free_bytes = None
         self.store.close()
         self.store = self.opened()
         self.check()
@@ -281,7 +280,7 @@ STEPS = st.one_of(
     st.tuples(st.just(Salted.write), TAGS, st.integers(0, 30), st.integers(1, 12)),
     st.tuples(st.just(Salted.write), TAGS, st.integers(0, 30), st.integers(1, 12)),
     st.tuples(st.just(Salted.delete), TAGS),
-    st.tuples(st.just(Salted.full), st.integers(0, 1500)),
+    st.tuples(st.just(Salted.fill_disk), st.integers(0, 1500)),
     st.tuples(st.just(Salted.wait)),
     st.tuples(st.just(Salted.reopen)),
 )
@@ -301,7 +300,7 @@ def test_files_stay_under_quotas_after_random_steps(steps: list[tuple[Any, ...]]
 
 def test_deleted_pages_stay_deleted_when_the_writer_is_killed(tmp_path: Path) -> None:
     """The files also stay under the quota."""
-    told: dict[bytes, None] = {}
+    reported: dict[bytes, None] = {}
     for life in range(40 if NIGHTLY else 6):
         command = [sys.executable, "-m", "tests.exec.tiers.killed_writer", str(tmp_path), "salted"]
         with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -315,8 +314,8 @@ def test_deleted_pages_stay_deleted_when_the_writer_is_killed(tmp_path: Path) ->
                 stored, deletes = ([], stored) if what == "deletes" else (stored, [])
                 gone = gone.union(dropped) - set(stored)
                 for key in dropped:
-                    told.pop(key, None)
-                told |= dict.fromkeys(stored)
+                    reported.pop(key, None)
+                reported |= dict.fromkeys(stored)
                 if at == 25 + 7 * life:
                     time.sleep(0.0007 * (life % 5))
                     os.kill(pid, signal.SIGKILL)
@@ -325,10 +324,10 @@ def test_deleted_pages_stay_deleted_when_the_writer_is_killed(tmp_path: Path) ->
         it = killed_writer.opened(tmp_path, killed_writer.QUOTA)
         held = set(readable(it))
         assert not held & gone and it.counts().corrupt_pages == 0
-        lost = [key for key in set(told) - held if tag_of(key) not in deletes]
+        lost = [key for key in set(reported) - held if tag_of(key) not in deletes]
         assert len(lost) <= 2 * killed_writer.SEGMENT // killed_writer.PAGE, (
-            "only the evictions of the last write were not reported"
+            "the only missing pages are those that the last, unreported write has evicted"
         )
         it.close()
-        told = dict.fromkeys(held)
-    assert PAGE and len(told) > 20
+        reported = dict.fromkeys(held)
+    assert PAGE and len(reported) > 20

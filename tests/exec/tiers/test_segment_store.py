@@ -1,4 +1,4 @@
-"""The file tier on a healthy disk: stored pages, their order, the cap, and the bytes of the files."""
+"""The file tier on a disk without faults: stored pages, their order, the cap, and the bytes of the files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.exec.tiers.pages import (
     SLOTS,
     A,
     Hours,
+    in_memory,
     key,
     keys,
     page,
-    placed,
     read,
     readable,
     size_of,
@@ -141,7 +141,7 @@ class TestRestart:
         assert names(tmp_path) == ["LOCK", "segment-00000000.index", "segment-00000000.kv"]
 
     def test_restart_reads_no_page_of_a_sealed_segment(self, tmp_path: Path) -> None:
-        """A read checks the pages. Damage is not found before."""
+        """Damaged pages are only found when they are read."""
         it = store(tmp_path)
         write(it, keys(*range(SLOTS)))
         it.close()
@@ -222,9 +222,7 @@ class TestCap:
 
     def test_store_refuses_a_cap_below_four_segments(self, tmp_path: Path) -> None:
         least = 4 * FORMAT.bytes_with_index(1)
-        with pytest.raises(
-            ValueError, match=f"{least - 1} bytes are too few for pages of {PAGE} bytes; at least {least} are needed"
-        ):
+        with pytest.raises(ValueError, match=f"is {least - 1} bytes; pages of {PAGE} bytes need at least {least}"):
             SegmentStore(tmp_path, PAGE, least - 1)
         it = SegmentStore(tmp_path, PAGE, least)
         write(it, keys(*range(9)))
@@ -285,7 +283,7 @@ class TestOneStore:
     def test_store_refuses_page_sizes_and_identities_beyond_the_format(
         self, tmp_path: Path, page_bytes: int, identity: bytes
     ) -> None:
-        with pytest.raises(ValueError, match=r"a page has between|an identity has at most"):
+        with pytest.raises(ValueError, match=r"it must have 1 to|it must have at most"):
             SegmentStore(tmp_path, page_bytes, 1 << 40, identity=identity)
 
 
@@ -321,7 +319,7 @@ class TestIdentity:
 
 
 class TestFiles:
-    """The bytes of the files, written a second time here: the files contain nothing else."""
+    """The files have exactly the bytes that the tests compute from the documented format."""
 
     @staticmethod
     def header(number: int, identity: bytes, tag: bytes = bytes(8), began_ms: int = 0) -> bytes:
@@ -369,9 +367,9 @@ class TestFiles:
         ]
 
     def test_store_drops_written_bytes_from_the_page_cache(self, tmp_path: Path) -> None:
-        """Each append drops its own bytes and those of the append before it; finishing the segment drops all.
+        """Each append drops its own bytes and those of the append before it. Finishing the segment drops all its bytes.
 
-        Nothing is lost if the file system ignores the advice.
+        If the file system does not support it, no page is lost.
         """
         disk = DiaryDisk()
         write_each(store(tmp_path / "advised", disk=disk))
@@ -385,11 +383,11 @@ class TestFiles:
         assert readable(it) == keys(*range(SLOTS)) and it.counts().failed_writes == 0
 
     def test_large_pages_begin_at_blocks(self, tmp_path: Path) -> None:
-        """Header and heads take a block each. The memory of the third page does not begin at a block."""
+        """The header and each head take a whole block. The third page is written from memory that is not block-aligned."""
         size, block = DIRECT_PAGE_BYTES, BLOCK_BYTES
         it = SegmentStore(tmp_path, size, 64 * size, 8 * size, wall=Hours())
         for numbers in ((1, 2), (3,)):
-            pages = [placed(page(key(number), size), offset=number // 3) for number in numbers]
+            pages = [in_memory(page(key(number), size), offset=number // 3) for number in numbers]
             assert it.write(keys(*numbers), pages).stored == tuple(keys(*numbers))
         whole = (tmp_path / "segment-00000000.kv").read_bytes()
         assert len(whole) == block + 3 * (block + size)
@@ -416,7 +414,7 @@ class TestFiles:
         it.close()
 
     def test_direct_write_bypasses_the_page_cache(self, tmp_path: Path) -> None:
-        disk, blocks = Disk(), placed(page(key(1), DIRECT_PAGE_BYTES))
+        disk, blocks = Disk(), in_memory(page(key(1), DIRECT_PAGE_BYTES))
         fd = disk.create(tmp_path / "file", direct=True)
         assert is_direct(fd) == has_direct(tmp_path)
         assert disk.write(fd, [bytes(BLOCK_BYTES), blocks], BLOCK_BYTES) == BLOCK_BYTES + blocks.nbytes
@@ -425,7 +423,7 @@ class TestFiles:
         disk.close(fd)
 
     def test_direct_write_falls_back_to_the_page_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The refusal is that of a disk with larger blocks."""
+        """A disk with larger blocks refuses a direct write with EINVAL."""
         disk, write_to = Disk(), os.pwritev
 
         def refused(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:

@@ -1,4 +1,4 @@
-"""The file tier on a FUSE file system that is slow, full or read-only while a worker runs: output and latency stay the same."""
+"""The file tier on a FUSE file system that becomes slow, full or read-only while a worker runs: requests get equal results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def disk(tmp_path: Path) -> Iterator[Mounted]:
         mounted.close()
 
 
-@pytest.mark.skipif(not HAS_FUSE, reason="no file system by FUSE can be mounted here")
+@pytest.mark.skipif(not HAS_FUSE, reason="FUSE file systems cannot be mounted on this machine")
 def test_requests_finish_with_equal_bits_when_the_disk_is_slow_full_or_read_only(tmp_path: Path, disk: Mounted) -> None:
     folder = tmp_path / "model"
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(folder)

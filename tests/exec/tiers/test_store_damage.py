@@ -20,7 +20,7 @@ MANY = keys(*range(2 * SLOTS + 3))
 SEALED, OPEN = "segment-00000001.kv", "segment-00000002.kv"
 INDEX = "segment-00000001.index"
 PAGES_OF = {SEALED: MANY[SLOTS : 2 * SLOTS], OPEN: MANY[2 * SLOTS :]}
-STRIDE = 1 if NIGHTLY else 5  # distance of the flipped bytes
+STRIDE = 1 if NIGHTLY else 5  # bytes between two bytes that are flipped, one at a time
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def reopened(folder: Path) -> list[bytes]:
 class TestFlippedBytes:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
-    def test_flipped_byte_of_a_segment_loses_a_page_or_with_the_header_all(self, folder: Path, name: str) -> None:
+    def test_flipped_byte_of_a_segment_loses_one_page_or_all_if_in_the_header(self, folder: Path, name: str) -> None:
         saved = {path: path.read_bytes() for path in folder.iterdir()}
         for at in range(0, len(saved[folder / name]), STRIDE):
             flip(folder / name, at)
@@ -152,7 +152,7 @@ class TestTruncatedFiles:
 
 class TestSwappedRecords:
     def test_swapped_records_are_lost_under_an_index(self, folder: Path) -> None:
-        """The index gives the slot of a key, and another record is in this slot."""
+        """In the slot that the index has for a key, there is another record."""
         swap(folder / SEALED, 1, 2)
         it = store(folder)
         one, two = MANY[SLOTS + 1], MANY[SLOTS + 2]
@@ -190,7 +190,7 @@ class TestSwappedRecords:
 
 
 class Tried:
-    """A store, and the page keys that it must have: reported as stored, and not damaged."""
+    """A store, and the keys of the pages that it must have: they were reported as stored, and are not damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -226,17 +226,17 @@ class Tried:
         """Opens the store twice. The second opening must find the pages of the first one."""
         for _ in range(2):
             self.store.close()
-            self.disk.room = None
+            self.disk.free_bytes = None
             self.store = store(self.folder, 5, self.disk, self.clock)
             if self.damaged:
                 self.held = list(self.store.keys())
             self.check()
 
-    def full(self, room: int) -> None:
-        self.disk.room = room
+    def fill_disk(self, free_bytes: int) -> None:
+        self.disk.free_bytes = free_bytes
 
     def wait(self) -> None:
-        self.disk.room = None
+        self.disk.free_bytes = None
         self.clock.pass_by()
 
     def damage(self, how: Callable[[Path, int], None], which: int, at: int) -> None:
@@ -282,7 +282,7 @@ HEALTHY = (
     st.tuples(st.just(Tried.write), NUMBER, COUNT, STEP),
     st.tuples(st.just(Tried.read), NUMBER, COUNT, STEP),
     st.tuples(st.just(Tried.reopen)),
-    st.tuples(st.just(Tried.full), st.integers(0, 1500)),
+    st.tuples(st.just(Tried.fill_disk), st.integers(0, 1500)),
     st.tuples(st.just(Tried.wait)),
     st.tuples(st.just(Tried.clear)),
 )
@@ -311,5 +311,5 @@ def test_store_equals_a_dictionary_after_random_steps(steps: list[Step]) -> None
 @settings(max_examples=EXAMPLES)
 @given(st.lists(st.one_of(*HEALTHY[:3], DAMAGES), max_size=30))
 def test_read_returns_no_wrong_page_after_random_damage(steps: list[Step]) -> None:
-    """Each step checks its own reads."""
+    """Tried.read() checks the bytes of each page."""
     assert lost(steps) == []

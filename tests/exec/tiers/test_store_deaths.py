@@ -24,54 +24,58 @@ DEATHS = 1000 if NIGHTLY else 15
 CAP = 5  # segments
 
 
-def live(folder: Path, disk: Disk, told: list[bytes]) -> None:
-    """Runs two lives of a store, which fill it twice over.
+def live(folder: Path, disk: Disk, reported: list[bytes]) -> None:
+    """Opens a store, writes pages and closes it, twice.
 
     Args:
         folder: folder of the store.
         disk: the file system.
-        told: gets the page keys that the store reports as stored, oldest first.
+        reported: receives the page keys that the store reports as stored, oldest first.
     """
     for begin in (0, 100):
         it = store(folder, CAP, disk)
         for number in range(begin, begin + 5 * SLOTS, 3):
             done = write(it, keys(*range(number, number + 3)))
-            told[:] = [each for each in told if each not in done.dropped] + list(done.stored)
+            reported[:] = [each for each in reported if each not in done.dropped] + list(done.stored)
         it.close()
 
 
 def die(folder: Path, calls: int) -> tuple[list[bytes], bool]:
-    """Runs live() until the process dies at a call. Returns the reported page keys, and whether the process has died."""
-    disk, told = MortalDisk(folder, calls), list[bytes]()
+    """Runs live(), and lets the process die after a number of calls.
+
+    Returns:
+        The page keys that were reported as stored, and whether the process has died.
+    """
+    disk, reported = MortalDisk(folder, calls), list[bytes]()
     try:
-        live(folder, disk, told)
+        live(folder, disk, reported)
     except Killed:
-        return told, True
+        return reported, True
     finally:
         disk.bury()
-    return told, False
+    return reported, False
 
 
-def survived(told: list[bytes], held: list[bytes], most: int) -> None:
+def check_survival(reported: list[bytes], held: list[bytes], most: int) -> None:
     """Checks that the reported pages are stored, except for at most `most` of the oldest ones.
 
-    The last write may have evicted these before it was reported.
+    The last write may have evicted these pages, and its result was not reported.
     """
-    there = set(held)
-    gone = [each not in there for each in told]
-    assert sum(gone) <= most and not any(gone[sum(gone) :])
+    stored = set(held)
+    missing = [each not in stored for each in reported]
+    assert sum(missing) <= most and not any(missing[sum(missing) :])
 
 
 def test_store_recovers_from_a_death_at_every_call(tmp_path: Path) -> None:
     calls, died = 0, True
     while died:
         folder = tmp_path / str(calls)
-        told, died = die(folder, calls)
+        reported, died = die(folder, calls)
         it = store(folder, CAP)
         assert it.counts().corrupt_pages == 0, "a torn end does not count as a corrupt page"
         held = readable(it)
         assert it.take_lost() == () and held == it.keys()
-        survived(told, held, SLOTS)
+        check_survival(reported, held, SLOTS)
         assert size_of(folder) <= CAP * SEGMENT
         assert write(it, keys(1000, 1001)).stored == tuple(keys(1000, 1001))
         assert readable(it)[-2:] == keys(1000, 1001)
@@ -81,7 +85,7 @@ def test_store_recovers_from_a_death_at_every_call(tmp_path: Path) -> None:
 
 
 def test_recovery_can_die_at_every_call(tmp_path: Path) -> None:
-    """Recovery repairs the state after an earlier death: a missing index, a half-written one and a torn end."""
+    """The recovery has work to do: an index is missing, an index is half-written, and a segment has a torn end."""
     calls, died = 0, True
     while died:
         folder = tmp_path / str(calls)
@@ -104,20 +108,20 @@ def test_recovery_can_die_at_every_call(tmp_path: Path) -> None:
 
 
 class Writers:
-    """Writers of one folder, one after another."""
+    """A process that starts writers of one folder, one after another."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "tests.exec.tiers.killed_writer", str(folder)]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def die(self, number: int, writes: int, seconds: float, told: list[bytes]) -> None:
+    def die(self, number: int, writes: int, seconds: float, reported: list[bytes]) -> None:
         """Starts a writer of pages from `number` on, and kills it `seconds` after `writes` writes.
 
         Args:
             number: first page.
             writes: number of writes.
-            seconds: time after the last of them.
-            told: gets the page keys that the writer reports as stored.
+            seconds: seconds after the last of these writes.
+            reported: receives the page keys that the writer reports as stored.
         """
         assert self._process.stdin and self._process.stdout
         print(number, file=self._process.stdin, flush=True)
@@ -126,7 +130,7 @@ class Writers:
             assert line.startswith("wrote "), line
             stored, dropped = ([bytes.fromhex(word) for word in words.split(",") if word] for words in line[6:-1].split(" "))
             assert stored
-            told[:] = [each for each in told if each not in dropped] + stored
+            reported[:] = [each for each in reported if each not in dropped] + stored
             if at == writes:
                 time.sleep(seconds)
                 os.kill(pid, signal.SIGKILL)
@@ -144,16 +148,16 @@ def writers(tmp_path: Path) -> Iterator[Writers]:
 
 def test_store_keeps_reported_pages_when_the_writer_is_killed(tmp_path: Path, writers: Writers) -> None:
     chance = random.Random(9)
-    told: list[bytes] = []
+    reported: list[bytes] = []
     number = 0
     for _ in range(DEATHS):
-        writers.die(number, chance.randrange(40), chance.random() * 0.004, told)
+        writers.die(number, chance.randrange(40), chance.random() * 0.004, reported)
         it = killed_writer.opened(tmp_path)
         held = readable(it)
         assert held == it.keys() and it.counts().corrupt_pages == 0
-        survived(told, held, 2 * killed_writer.SEGMENT // killed_writer.PAGE)
-        assert len(held) > len(told) - 30 and size_of(tmp_path) <= killed_writer.CAP
+        check_survival(reported, held, 2 * killed_writer.SEGMENT // killed_writer.PAGE)
+        assert len(held) > len(reported) - 30 and size_of(tmp_path) <= killed_writer.CAP
         it.close()
-        told[:] = held
+        reported[:] = held
         number += 10_000
-    assert len(told) > 100
+    assert len(reported) > 100

@@ -10,14 +10,14 @@ EXEC = (
         "exec",
         f"{SAMPLING}/logprob_requests.py",
         ("np.cumsum(plan.num_tokens, dtype=np.int64)[rows] - 1", "np.cumsum(plan.num_tokens, dtype=np.int64)[rows] - 2"),
-        ('places = views["score_places"][labels].long() - begin', 'places = views["score_places"][labels].long()'),
+        ('label_rows = views["score_rows"][labels].long() - begin', 'label_rows = views["score_rows"][labels].long()'),
         ("self._labels.pop(index, None)\n", "\n"),
         only="test_scores",
     ),
     *of(
         "exec",
         "services/worker/exec/step/model_runner.py",
-        ("plan.sample & ~self._silent[plan.slots] if plan.num_extend else plan.sample", "plan.sample"),
+        ("plan.sample & ~self._prompt_only[plan.slots] if plan.num_extend else plan.sample", "plan.sample"),
         only="test_scores",
     ),
     *of(

@@ -23,9 +23,9 @@ LOADS = (
         f"{POOLS}/kv_pool.py",
         ("                    self._arrivals.add(pages, groups, arrival)\n", ""),
         ("num_bytes * (count - group) <= self._bytes_s * EARLY_S * count", "self._bytes_s > 0"),
-        ("if num_bytes >= SAYS_BYTES:", "if True:"),
+        ("if num_bytes >= MIN_RATED_BYTES:", "if True:"),
         ("            arrival.failed(error)\n", ""),
-        ("            if not told:\n                raise\n", ""),
+        ("            if not reported:\n                raise\n", ""),
     ),
     *of("loads", f"{POOLS}/kv_pool.py", ("self.arrivals.wait(self.first + index)", "pass")),
     *of(
@@ -53,7 +53,7 @@ LOADS = (
     *of(
         "loads",
         "services/worker/exec/tiers/make_tiers.py",
-        ("came = found.equal(row)", "came = True"),
+        ("is_equal = found.equal(row)", "is_equal = True"),
         ("        row.copy_(before)\n", ""),
     ),
     *of(

@@ -90,7 +90,7 @@ def test_salt_quota_is_refused_when_smaller_than_a_page(tmp_path: Path) -> None:
     shared = SHARED | {"hicache_storage_secret_file": str(tmp_path / "one")}
     for found in (in_files(tmp_path, hicache_storage_salt_quota=1e-6), options(**shared, hicache_storage_salt_quota=1e-6)):
         assert found is not None and found.open_storage is not None
-        with pytest.raises(ValueError, match="1000 bytes cannot hold a page"):
+        with pytest.raises(ValueError, match="is 1000 bytes; a page needs at least"):
             found.open_storage(PAGE, IDENTITY)
         store = found.open_storage(100, IDENTITY)
         assert store is not None

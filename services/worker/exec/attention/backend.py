@@ -1,7 +1,7 @@
-"""The contract of attention back ends, and the back end whose kernels need no plan.
+"""The contract of attention back ends, and a back end whose kernels need no plan.
 
-plan() is called before each forward pass, attend() once per layer in it. Neither waits for the device. The host has the lengths
-of rows and never reads tensor values.
+plan() is called before each forward pass, and attend() once per layer during the pass. Neither waits for the device: plan() gets
+the lengths of rows on the host, so that no tensor is read back.
 """
 
 from __future__ import annotations
@@ -20,74 +20,76 @@ I32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes that all steps of a model share."""
+    """The sizes of a model's attention, and the limits of all its steps."""
 
-    num_heads: int
+    num_heads: int  # query heads
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # elements per head of queries, keys and values
     page_size: int  # tokens
     windows: tuple[int, ...]  # distinct sliding windows of the layers, in tokens; 0 for no window
-    max_rows: int  # rows of one step
-    max_tokens: int  # tokens of one step
-    max_context: int  # tokens of one row
-    max_pages: int  # pages of all rows of one step
+    max_rows: int  # largest number of rows of one step
+    max_tokens: int  # largest number of tokens that one step computes
+    max_context: int  # largest number of tokens that one row attends to
+    max_pages: int  # largest number of pages of all rows of one step together
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The lengths of one step's R rows on the host, and its columns on the device. Extend rows come first.
+    """The lengths of one step's R rows on the host, and the columns of these rows on the device. Extend rows come first.
 
-    A slot below 0 is padding with start 0 and one token; its output is undefined.
+    A row whose slot is below 0 is padding: it has start 0 and one token, and its output is undefined.
     """
 
     starts: I32  # [R], on the host
     num_tokens: I32  # [R], on the host; 1 for rows after the extend rows
-    num_extend: int
+    num_extend: int  # number of extend rows
     rows: RaggedRows  # the same rows on the device, with page table and slots
-    # Padded number of rows of the graph that this step replays or is captured into, 0 for no graph. In a graph, R is this number,
-    # num_extend is 0, and `rows` has the same addresses for all steps.
+    # Number of rows, padding included, of the graph that this step replays or is captured into; 0 for no graph. With a graph, R
+    # is this number, num_extend is 0, and `rows` has the same addresses in all steps.
     graph: int = 0
 
     def __post_init__(self) -> None:
-        assert len(self.starts) == len(self.num_tokens), "columns of one length"
-        assert 0 <= self.num_extend <= len(self.starts), "extend rows are the first of all rows"
-        assert not self.graph or (self.graph == len(self.starts) and not self.num_extend), "a graph's rows decode"
+        assert len(self.starts) == len(self.num_tokens), "each row has a start and a number of tokens"
+        assert 0 <= self.num_extend <= len(self.starts), "there are at most as many extend rows as rows"
+        assert not self.graph or (self.graph == len(self.starts) and not self.num_extend), (
+            "a graph has only decode rows, padded to its size"
+        )
 
 
 class AttentionBackend(Protocol):
     """Attention of one model. All calls use one stream."""
 
-    name: str
-    captures: bool  # decode steps can be captured in CUDA graphs
+    name: str  # the name for logs
+    captures: bool  # whether decode steps can be captured in CUDA graphs
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepares the next forward pass. The plan is valid until the next call.
+        """Prepares the next forward pass. The plan is valid until the next call of plan().
 
-        It launches on the current stream and is never captured. For a graph, it is called before the capture and before each
+        The call launches on the current stream and is never captured. For a graph, it is made before the capture and before each
         replay, and fills the buffers that the captured kernels read.
         """
 
     def attend(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
     ) -> None:
-        """Computes Kernels.paged_attention for the planned batch. The pools have the step's keys and values already.
+        """Computes Kernels.paged_attention for the planned batch. The step's keys and values must already be in the pools.
 
         Args:
             rows: the rows of the planned batch.
         """
 
     def release_graphs(self) -> None:
-        """Frees the buffers of captured graphs, which are not replayed again."""
+        """Frees the buffers of captured graphs. No graph is replayed afterwards."""
 
 
 OURS = "kernels"
 
 
 class KernelAttention:
-    """An AttentionBackend without plans.
+    """An AttentionBackend without plans, which calls Kernels.paged_attention.
 
-    It has the kernels of the model's layers on a CPU and for models through transformers, whose layers call attention themselves.
-    With `torch` as the attention back end, it has torch's twins.
+    On a CPU, it calls the kernels of the model's layers. For the back end `torch`, it calls the reference kernels. For a model of
+    transformers' code, it is a placeholder, because the layers of such a model call attention directly.
     """
 
     captures = False
@@ -99,7 +101,9 @@ class KernelAttention:
     def plan(self, batch: AttentionBatch) -> None:
         """Does nothing. Raises ValueError for a batch of a graph, because attend() reads lengths on the host."""
         if batch.graph:
-            raise ValueError("attention that reads lengths on the host cannot be captured in a graph")
+            raise ValueError(
+                f"attention back end {self.name} cannot be captured in a graph, because it reads row lengths on the host"
+            )
 
     def attend(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int

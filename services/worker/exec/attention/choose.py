@@ -1,4 +1,4 @@
-"""Chooses the attention back end of a worker, at its start and when its model is loaded again."""
+"""Chooses the attention back end of a worker, when it starts and when its weights are resumed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def choose_attention(
     Args:
         name: one of NAMES. `auto` is flashinfer on a CUDA device if it is installed and supports the shape, otherwise triton.
             On a CPU, it is the kernels of the model's layers.
-        log: receives one line with the choice and its reason, and lines about compiled kernels.
-        deterministic: allows only our kernels: triton on a CUDA device, the kernels of the layers on a CPU.
+        log: receives a line with the choice and its reason, and lines about the loading of kernels.
+        deterministic: whether the back end must be deterministic. This allows only triton on a CUDA device, and only the kernels
+            of the model's layers on a CPU.
 
     Raises:
         ValueError: the name is unknown or the back end is not available; the message has the reason.
@@ -57,10 +58,10 @@ def choose_attention(
 
 
 def _deterministic(name: str, shape: AttentionShape, device: torch.device, kernels: LayerKernels, log: Log) -> AttentionBackend:
-    """Returns the back end of deterministic mode. Raises ValueError if another one is required."""
+    """Returns the back end of deterministic mode. Raises ValueError if `name` is another back end."""
     ours = AUTO if device.type != "cuda" else TRITON
     if name not in (AUTO, ours):
-        raise ValueError(f"attention back end {name} is not deterministic: its splits of keys depend on the step")
+        raise ValueError(f"attention back end {name} is not deterministic: how it splits keys depends on the rows of a step")
     log("attention: our kernels, with sums in a fixed order")
     return KernelAttention(kernels) if ours == AUTO else _triton(shape, device, deterministic=True)
 
@@ -82,12 +83,12 @@ def _automatic(
 def _flashinfer(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: LayerKernels, log: Log
 ) -> FlashInferAttention | str:
-    """Returns FlashInfer's back end ready for its first step, or the reason why it is not available.
+    """Returns FlashInfer's back end, ready for its first step, or the reason why it is not available.
 
-    Any exception of the library is such a reason, because the library imports many others and runs a compiler.
+    Most exceptions become a reason, because the library imports many others and runs a compiler, which may be missing.
 
     Raises:
-        torch.cuda.OutOfMemoryError: its buffers do not fit.
+        torch.cuda.OutOfMemoryError: the library's buffers do not fit into the device's memory.
         RuntimeError: the device itself has failed, so that no back end can run on it.
     """
     try:

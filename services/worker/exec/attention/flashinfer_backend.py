@@ -1,4 +1,7 @@
-"""Attention by FlashInfer over paged keys and values, on one thread and one stream. See docs/design/flashinfer.md."""
+"""Attention by the library FlashInfer over paged keys and values.
+
+Uses one thread and one stream. See docs/design/flashinfer.md.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,14 @@ from rootstock_llm.services.worker.exec.attention.flashinfer_staging import (
 )
 
 EXTEND, MIXED, DECODE = "extend", "mixed", "decode"
-SMS_WITHOUT_DEVICE = 132
+SMS_WITHOUT_DEVICE = 132  # multiprocessors that are assumed without a GPU, in tests and prebuilds; an H100 has 132
 
 
 class FlashInferAttention:
-    """An AttentionBackend that owns FlashInfer's wrappers, page indices and scratch memory.
+    """An AttentionBackend that owns FlashInfer's wrappers, their page indices and their scratch memory.
 
-    All wrappers share the scratch memory. This is safe, because one stream runs a plan's kernels before the next plan's copies.
+    A wrapper is the library's object for one kind of step. All wrappers share the scratch memory. This is safe, because the
+    stream runs the kernels of a plan before the copies of the next plan.
     """
 
     name = "flashinfer"
@@ -54,11 +58,12 @@ class FlashInferAttention:
         """Allocates the scratch memory and the staging buffers.
 
         Args:
-            module: the library, or None to import it.
-            split_mixed: whether the decode rows of a mixed step are computed separately, by the kernels of a decode step.
-            extend_backend: auto, fa2 or fa3, for steps that have only extend rows.
-            graph_rows: rows of the largest graph to be captured, for which scratch memory is allocated. A larger graph allocates
-                more.
+            module: the library's module, or None to import it.
+            split_mixed: whether the decode rows of a mixed step are computed in a separate launch, by the kernels of a decode
+                step.
+            extend_backend: the library's kernels for steps that have only extend rows: auto, fa2 or fa3.
+            graph_rows: rows of the largest graph for which scratch memory is allocated now. The capture of a larger graph
+                allocates larger scratch memory.
 
         Raises:
             Unsupported: FlashInfer cannot serve the shape.
@@ -78,20 +83,20 @@ class FlashInferAttention:
         self._ring = StagingRing(lambda: make_slot(columns_size(shape.max_rows), plans, schedule_bytes, self._device))
         self._counting = host_memory(shape.max_rows + 1, torch.int32, self._device)
         self._counting.copy_(torch.arange(shape.max_rows + 1))
-        num_indices = shape.max_pages + shape.max_rows  # a padding row has one page
+        num_indices = shape.max_pages + shape.max_rows  # max_rows more, because each padding row also has a page
         self._pages = wrappers.PageMemory(self._zeros(2 * shape.max_rows + 1, torch.int32), self._zeros(num_indices, torch.int32))
         self._eager: dict[tuple[str, int], Any] = {}
         self._graphs: dict[tuple[int, int], Any] = {}
         self._parts: tuple[_Part, ...] = ()
 
     def prepare(self, log: Callable[[str], None]) -> None:
-        """Makes the library load the kernels of every kind of step. Missing kernels are compiled first, which takes minutes.
+        """Runs a step of every kind, so that the library loads its kernels, and first compiles missing ones, which takes minutes.
 
         Waits for the device. Must be called before the first step.
         """
         for kind, num_tokens, num_extend in ((EXTEND, [2], 1), (MIXED, [2, 1], 1), (DECODE, [1], 0)):
             if len(num_tokens) <= self._shape.max_rows and sum(num_tokens) <= self._shape.max_tokens:
-                log(f"attention: loading flashinfer's kernels for {kind} steps (compiled first, for minutes, if they never were)")
+                log(f"attention: loading flashinfer's kernels for {kind} steps (takes minutes if they must be compiled)")
                 began = time.monotonic()
                 rehearse(self, self._shape, self._device, self._dtype, num_tokens, num_extend)
                 log(f"attention: flashinfer's kernels for {kind} steps took {time.monotonic() - began:.1f} s")
@@ -114,12 +119,12 @@ class FlashInferAttention:
     def attend(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
     ) -> None:
-        if not self._parts or len(qkv) != self._parts[-1].last:
-            raise RuntimeError(f"no plan for a pass over {len(qkv)} tokens")
+        if not self._parts or len(qkv) != self._parts[-1].end:
+            raise RuntimeError(f"no plan for a pass over {len(qkv)} tokens: plan() must be called for each pass")
         mixed = out.view(len(out), -1, self._shape.head_dim)
         q = qkv[:, : out.shape[1]].view(mixed.shape)
         for part in self._parts:
-            span = slice(part.first, part.last)
+            span = slice(part.first, part.end)
             part.wrappers[window].run(q[span], (k_pool, v_pool), q_scale=scale, out=mixed[span])
 
     def release_graphs(self) -> None:
@@ -147,39 +152,40 @@ class FlashInferAttention:
         """Plans a prefill wrapper for each window and returns the wrappers by window.
 
         Args:
-            schedule: index of the first window's schedule buffer; the other windows use the next ones.
+            kind: EXTEND, MIXED, or DECODE for decode rows on tensor cores.
+            schedule: index of the first window's schedule buffer. The next windows use the buffers after it.
         """
         planned = {}
         for index, window in enumerate(self._shape.windows, schedule):
             wrapper = planned[window] = self._wrapper(kind, window)
-            wrappers.lend_schedule(wrapper, slot.schedules[index], self._schedules[index])
+            wrappers.set_schedule_buffers(wrapper, slot.schedules[index], self._schedules[index])
             self._planner.prefill(wrapper, columns, pages, window, causal=kind != DECODE)
         return planned
 
     def _decoders(self, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot, schedule: int) -> dict[int, Any]:
-        if self._tensor_cores:  # BatchDecode uses the same kernels, but its plan copies row numbers from pageable memory
+        if self._tensor_cores:  # a decode wrapper uses the same kernels, but its plan copies from pageable memory
             return self._prefillers(DECODE, columns, pages, slot, schedule)
         planned = {}
         for index, window in enumerate(self._shape.windows, schedule):
-            known = (DECODE, window) in self._eager
+            planned_before = (DECODE, window) in self._eager
             wrapper = planned[window] = self._wrapper(DECODE, window)
-            wrappers.lend_schedule(wrapper, slot.schedules[index], self._schedules[index])
-            (self._planner.decode if known else self._planner.first_decode)(wrapper, columns, pages, window)
+            wrappers.set_schedule_buffers(wrapper, slot.schedules[index], self._schedules[index])
+            (self._planner.decode if planned_before else self._planner.first_decode)(wrapper, columns, pages, window)
         return planned
 
     def _graph_part(self, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot) -> _Part:
         rows, planned = len(columns.kv_lens), {}
         for index, window in enumerate(self._shape.windows):
-            known = (rows, window) in self._graphs
-            wrapper = planned[window] = self._graphs[(rows, window)] if known else self._graph_wrapper(rows)
-            wrappers.lend_schedule(wrapper, slot.schedules[index], self._schedules[index])
-            (self._planner.graph_decode if known else self._planner.first_decode)(wrapper, columns, pages, window)
+            planned_before = (rows, window) in self._graphs
+            wrapper = planned[window] = self._graphs[(rows, window)] if planned_before else self._graph_wrapper(rows)
+            wrappers.set_schedule_buffers(wrapper, slot.schedules[index], self._schedules[index])
+            (self._planner.graph_decode if planned_before else self._planner.first_decode)(wrapper, columns, pages, window)
             self._graphs[(rows, window)] = wrapper
         return _Part(0, rows, planned)
 
     def _graph_wrapper(self, rows: int) -> Any:
         wanted = limits.float_bytes(self._shape, self._num_sms, rows)
-        if wanted > len(self._workspace):  # graphs captured earlier keep using the smaller workspace
+        if wanted > len(self._workspace):  # earlier captured graphs keep using the old, smaller workspace
             self._workspace = self._zeros(wanted, torch.uint8)
         return wrappers.graph_wrapper(self._module, self._workspace, self._pages, rows, self._tensor_cores)
 
@@ -189,9 +195,8 @@ class FlashInferAttention:
             if kind == DECODE and not self._tensor_cores:
                 wrapper = wrappers.decode_wrapper(self._module, self._workspace)
             else:
-                backend = (
-                    self._extend_backend if kind == EXTEND else "fa2"
-                )  # fa3 uses a whole tile for each query head of a decode row
+                # Decode rows always use fa2, because fa3 uses a whole tile for each query head of a decode row.
+                backend = self._extend_backend if kind == EXTEND else "fa2"
                 wrapper = wrappers.prefill_wrapper(self._module, self._workspace, backend)
             self._eager[(kind, window)] = wrapper
         return wrapper
@@ -204,9 +209,9 @@ class FlashInferAttention:
 class _Part:
     """A range of the step's tokens and the wrappers that compute it."""
 
-    first: int
-    last: int  # the token after the range
-    wrappers: dict[int, Any]  # by window
+    first: int  # index of the first token
+    end: int  # index after the last token
+    wrappers: dict[int, Any]  # planned wrapper by sliding window
 
 
 def rehearse(
@@ -217,7 +222,7 @@ def rehearse(
     num_tokens: Sequence[int],
     num_extend: int,
 ) -> None:
-    """Plans one step of padding rows and runs its attention once per window. Waits for the device.
+    """Plans a step of padding rows, and runs its attention once per sliding window. Waits for the device.
 
     Args:
         num_tokens: tokens of each row.

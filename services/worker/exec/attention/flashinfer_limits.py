@@ -1,6 +1,6 @@
-"""FlashInfer's limits and the largest scratch memory that it needs.
+"""The models that FlashInfer can serve, and upper bounds of the scratch memory that it needs.
 
-The bounds follow its scheduler (attention/scheduler.cuh) in versions 0.6.4 and 0.7.2.
+The bounds follow the library's scheduler (attention/scheduler.cuh) in versions 0.6.4 and 0.7.2.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from rootstock_llm.services.worker.exec.attention.backend import AttentionShape
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 32768  # the length of the library's own buffer of key/value lengths
-TENSOR_CORE_GROUP = 4
-BLOCKS_PER_SM = 16  # blocks of the decode kernel with 128 threads each; a multiprocessor has at most 2,048 threads
+TENSOR_CORE_GROUP = 4  # query heads per key/value head from which decode runs on tensor cores
+BLOCKS_PER_SM = 16  # blocks of the decode kernel per multiprocessor: 128 threads each, of at most 2,048
 MIN_FLOAT_BYTES = 128 << 20  # the size in the library's documentation
 MIN_INT_BYTES = 8 << 20  # the size that the library allocates itself
-SLACK_BYTES = 4096  # every array begins at a multiple of 16 bytes
+SLACK_BYTES = 4096  # for alignment: every array of the library begins at a multiple of 16 bytes
 
 
 class Unsupported(Exception):
-    """FlashInfer cannot serve this model. `reason` is one clause for the log; another back end serves the model."""
+    """Raised if FlashInfer cannot serve this model. `reason` is one clause for the log. Another back end must be chosen."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -36,31 +36,31 @@ def check(shape: AttentionShape, dtype: torch.dtype) -> None:
     if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
         raise Unsupported(f"{shape.num_heads} query heads are not a multiple of {shape.num_kv_heads} key/value heads")
     if shape.page_size < 1:
-        raise Unsupported(f"a page of {shape.page_size} tokens has no tokens")
+        raise Unsupported(f"page_size is {shape.page_size}; it must be 1 or more")
     if shape.max_rows > MAX_ROWS:
         raise Unsupported(f"its buffers hold {MAX_ROWS} rows, not {shape.max_rows}")
 
 
 def tensor_cores(shape: AttentionShape) -> bool:
-    """Returns whether decode runs on tensor cores, which it does from 4 query heads per key/value head.
+    """Returns whether decode runs on tensor cores: from TENSOR_CORE_GROUP query heads per key/value head.
 
     The decode kernel for CUDA cores computes 2 multiply-adds in float32 per query head and element that it reads. With 4 query
-    heads, an H200's 4.8 TB/s need about 20 of its 67 TFLOP/s before any conversion from bfloat16, so that the kernel is no longer
-    bound by memory. With fewer than 4, a tensor core tile of 16 rows would be mostly padding. The kernel for CUDA cores exists
-    for groups of 1, 2, 3, 4 and 8, so it covers every group below the threshold.
+    heads, reading 4.8 TB/s on an H200 takes about 20 of its 67 TFLOP/s, without conversions from bfloat16. The kernel is then
+    limited by arithmetic instead of memory. With fewer than 4, a tensor core tile of 16 rows would be mostly padding. The kernel
+    for CUDA cores exists for groups of 1, 2, 3, 4 and 8 heads, which include every group below the threshold.
     """
     return shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
 
 
 def graph_tile(group: int, head_dim: int) -> int:
-    """Returns the rows of one block of a captured decode on tensor cores. A row is a token and a query head of a group."""
+    """Returns the rows of one block of a captured decode on tensor cores. A row is one query head of one token."""
     if group > 64 and head_dim < 256:
         return 128
     return 64 if group > 16 else 16
 
 
 def float_bytes(shape: AttentionShape, num_sms: int, graph_rows: int) -> int:
-    """Returns the bytes for partial outputs and sums of split rows, float32.
+    """Returns the bytes for the float32 partial outputs and sums of rows whose keys are split between blocks.
 
     Args:
         graph_rows: rows of the largest captured graph, 0 for no graph.

@@ -1,9 +1,9 @@
 """python -m rootstock_llm.services.worker.exec.attention.flashinfer_prebuild: compiles FlashInfer's modules without a GPU.
 
-Images use it: the library loads modules from its own folder of compiled modules, without a compiler and on a read-only disk.
-There is no list of modules to maintain: FlashInferAttention runs with a replacement of the library (Noting) that records the
-modules that each plan would load. The library gives their names. It needs nvcc (CUDA_HOME or PATH), a C++ compiler and ninja;
-MAX_JOBS limits the number of compilers. See docs/design/flashinfer.md.
+Image builds use it. At run time, the library then loads the compiled modules from its own folder, without a compiler and on a
+read-only disk. There is no list of modules to maintain: FlashInferAttention runs with a replacement of the library
+(RecordingLibrary) that records the modules that each plan would load. Compiling needs nvcc (CUDA_HOME or PATH), a C++ compiler
+and ninja; MAX_JOBS limits the number of compilers. See docs/design/flashinfer.md.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A unit of compilation of the library."""
+    """A unit that the library compiles and loads separately."""
 
-    kernels: str  # fa2 or fa3 (prefill), or decode (on CUDA cores)
+    kernels: str  # fa2 or fa3 for prefill kernels, decode for decode kernels on CUDA cores
     dtype: torch.dtype
     index: torch.dtype  # dtype of indptr
     head_dim: int
-    windowed: bool
+    windowed: bool  # whether attention has a sliding window
 
     def load(self, library: Any) -> None:
         """Loads the module as a plan does. The library compiles a missing module first, if compiling is allowed."""
@@ -54,8 +54,8 @@ class Module:
             library.prefill.get_batch_prefill_module(self.kernels, *arguments, False)
 
 
-class Noting:
-    """Replaces the library: records the module that each plan would load, and computes nothing."""
+class RecordingLibrary:
+    """Stands in for the library: records the modules that plans would load, and computes nothing."""
 
     def __init__(self, auto: Sequence[str]) -> None:
         self.modules: dict[Module, None] = {}
@@ -70,28 +70,28 @@ class Noting:
         return _Wrapper(self.modules, (backend,) if use_tensor_cores else (DECODE,), 0)
 
     def fast_decode_plan(self, wrapper: _Wrapper, *columns: Any, **_: Any) -> None:
-        """Records nothing, because an earlier plan of the wrapper has loaded its module."""
+        """Records nothing, because the first plan of the wrapper has recorded its module."""
 
 
 @dataclass
 class _Wrapper:
-    """A wrapper of the replaced library."""
+    """Stands in for a wrapper of the library."""
 
-    modules: dict[Module, None]  # the modules of Noting, filled by plan()
-    kernels: Sequence[str]
-    place: int  # index of kv_indptr in the arguments of plan()
+    modules: dict[Module, None]  # RecordingLibrary.modules, to which plan() adds
+    kernels: Sequence[str]  # Module.kernels that the library may choose for this wrapper
+    indptr_index: int  # index of kv_indptr in the arguments of plan()
 
     def plan(self, *columns: Any, window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype, **_: Any) -> None:
-        index, head_dim = columns[self.place].dtype, columns[self.place + 5]
+        index, head_dim = columns[self.indptr_index].dtype, columns[self.indptr_index + 5]
         if q_data_type != kv_data_type:
-            raise ValueError(f"queries in {q_data_type}, keys in {kv_data_type}")
+            raise ValueError(f"queries are {q_data_type} and keys are {kv_data_type}; modules are compiled for equal dtypes only")
         for kernels in self.kernels:
             self.modules[Module(kernels, q_data_type, index, head_dim, window_left >= 0)] = None
 
     def run(self, *_: Any, **__: Any) -> None: ...
 
 
-def asked_for(head_dims: Iterable[int], dtypes: Iterable[torch.dtype], archs: Iterable[str]) -> list[Module]:
+def needed_modules(head_dims: Iterable[int], dtypes: Iterable[torch.dtype], archs: Iterable[str]) -> list[Module]:
     """Returns every module that FlashInferAttention loads for models with these head sizes and dtypes.
 
     Args:
@@ -101,7 +101,7 @@ def asked_for(head_dims: Iterable[int], dtypes: Iterable[torch.dtype], archs: It
         Unsupported: FlashInfer has no kernels for a head size or dtype.
     """
     majors = {arch.partition(".")[0] for arch in archs}
-    library = Noting([kernels for kernels, there in (("fa2", majors - {"9"}), ("fa3", majors & {"9"})) if there])
+    library = RecordingLibrary([kernels for kernels, there in (("fa2", majors - {"9"}), ("fa3", majors & {"9"})) if there])
     for head_dim, dtype, group in product(head_dims, dtypes, GROUPS):
         shape = AttentionShape(group, 1, head_dim, 16, WINDOWS, max_rows=8, max_tokens=64, max_context=64, max_pages=32)
         backend = FlashInferAttention(shape, torch.device("cpu"), dtype, reference, library)
@@ -117,7 +117,7 @@ def _graph_of_one_row() -> AttentionBatch:
 
 
 def missing(library: Any, modules: Iterable[Module]) -> list[Any]:
-    """Returns the library's specs of the modules that are not compiled. FLASHINFER_DISABLE_JIT must forbid compiling."""
+    """Returns the library's specs of the modules that are not compiled. FLASHINFER_DISABLE_JIT must be set."""
     found = []
     for module in modules:
         try:
@@ -127,11 +127,11 @@ def missing(library: Any, modules: Iterable[Module]) -> list[Any]:
     return found
 
 
-def lacking(library: Any, modules: Iterable[Module], arch: str) -> list[str]:
-    """Returns the names of the modules that no installed wheel has in compiled form for a GPU architecture.
+def missing_in_wheels(library: Any, modules: Iterable[Module], arch: str) -> list[str]:
+    """Returns the names of the modules of which no installed wheel has a compiled form for a GPU architecture.
 
-    It loads no module, because that needs a driver. FLASHINFER_DISABLE_JIT must forbid compiling. The library must be version 0.7
-    or later, which reads modules from several wheels.
+    It loads no module, because loading needs a GPU driver. FLASHINFER_DISABLE_JIT must be set. The library must have version 0.7
+    or later, which reads compiled modules from several wheels.
     """
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = arch
     environment = library.jit.env
@@ -151,10 +151,10 @@ def build(library: Any, specs: Sequence[Any], folder: Path, log: Callable[[str],
     """
     library.jit.build_jit_specs(list(specs), verbose=False)
     for spec in specs:
-        place = folder / spec.name / f"{spec.name}.so"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(spec.jit_library_path, place)
-        log(f"{place.stat().st_size:>12,} bytes  {spec.name}")
+        target = folder / spec.name / f"{spec.name}.so"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(spec.jit_library_path, target)
+        log(f"{target.stat().st_size:>12,} bytes  {spec.name}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -162,16 +162,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--archs",
         required=True,
-        help="GPU architectures, such as 8.0,9.0a,10.0f; GPUs of other architectures cannot use the modules",
+        help="GPU architectures to compile for, separated by commas, such as 8.0,9.0a,10.0f",
     )
-    parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)))
-    parser.add_argument("--dtypes", default=",".join(DTYPES_BY_NAME))
-    parser.add_argument("--out", type=Path, help="default: where the library looks for compiled modules")
-    parser.add_argument("--list", action="store_true", help="name the modules that are missing, and end")
+    parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)), help="head sizes of models, default %(default)s")
+    parser.add_argument("--dtypes", default=",".join(DTYPES_BY_NAME), help="dtypes of models, default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the compiled modules; default: the folder from which the library loads them"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the modules that are not compiled, and exit")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="name the modules that installed wheels lack, and end; exit status 1 if any is missing",
+        help="print the names of the modules that no installed wheel has, and exit; exit status 1 if there are any",
     )
     return parser
 
@@ -187,10 +189,12 @@ def main(arguments: Sequence[str]) -> int:
     head_dims = [int(size) for size in options.head_dims.split(",")]
     dtypes = [DTYPES_BY_NAME[name] for name in options.dtypes.split(",")]
     if options.check:
-        absent = [(arch, name) for arch in archs for name in lacking(library, asked_for(head_dims, dtypes, [arch]), arch)]
-        print("\n".join([f"{len(absent)} modules for {options.archs} are in no wheel", *map(" ".join, absent)]))
+        absent = [
+            (arch, name) for arch in archs for name in missing_in_wheels(library, needed_modules(head_dims, dtypes, [arch]), arch)
+        ]
+        print("\n".join([f"{len(absent)} modules for {options.archs} are in no installed wheel", *map(" ".join, absent)]))
         return 1 if absent else 0
-    modules = asked_for(head_dims, dtypes, archs)
+    modules = needed_modules(head_dims, dtypes, archs)
     specs = missing(library, modules)
     print(f"{len(modules)} modules for {options.archs}, {len(specs)} to be compiled", flush=True)
     if options.list:

@@ -1,7 +1,7 @@
 """Host memory from which a plan's columns and schedules are copied to the device while the host continues.
 
-The copies of a slot are in flight until the stream has passed the slot's event. A slot is reused only after that. If no slot is
-free, the ring gets another slot. The host therefore never waits, and no copy reads data of a later plan.
+Each step fills one slot of a ring. A slot is reused only after the stream has passed the event that follows its copies. If no
+slot is free, the ring gets another slot. The host therefore never waits, and no copy reads the data of a later plan.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from rootstock_llm.services.worker.exec.attention.backend import I32
 
-SLOTS = 4  # two steps in flight, a step that is planned, and a spare slot
+SLOTS = 4  # first number of slots: for two steps in flight, for the step that is planned, and a spare one
 
 
-class Passed(Protocol):
+class CopyEvent(Protocol):
     """The methods of torch.cuda.Event that are used here."""
 
     def record(self) -> None: ...
@@ -33,11 +33,11 @@ class StagingSlot:
 
     columns: Tensor  # int32[n]
     schedules: tuple[Tensor, ...]  # one uint8 buffer per plan of a step
-    copied: Passed | None  # the end of the slot's copies, or None on a CPU
+    copied: CopyEvent | None  # event after the slot's copies, or None on a CPU, whose copies are done on return
 
 
 class StagingRing:
-    """A ring of slots with one owner and one stream."""
+    """A ring of slots for the steps of one stream."""
 
     def __init__(self, make: Callable[[], StagingSlot]) -> None:
         self._make = make
@@ -76,7 +76,7 @@ def make_slot(columns: int, schedules: int, schedule_bytes: int, device: torch.d
 
 @dataclass(frozen=True, slots=True)
 class StagedColumns:
-    """The columns of R rows in FlashInfer's form. The tensors are views of one int32 host buffer in this order."""
+    """The columns of R rows in FlashInfer's form. The tensors are consecutive views of one int32 host buffer."""
 
     kv_indptr: Tensor  # [R + 1], pages before each row
     last_page_len: Tensor  # [R], tokens in each row's last page, 1 to page size
@@ -91,16 +91,16 @@ class StagedColumns:
         )
 
     def tail(self, rows: int, counting: Tensor) -> StagedColumns:
-        """Returns the columns of the rows after the first `rows` rows. These rows have one token each.
+        """Returns the columns of all rows after the first `rows` rows. The returned rows must have one token each.
 
-        kv_indptr still counts from the step's first page, because kernels use it as an index into the indices of the whole step.
+        kv_indptr still counts from the step's first page, because kernels use it as an index into the page ids of the whole step.
 
         Args:
             counting: the numbers 0 to R, int32[R + 1] on the host.
         """
         last_page_len = self.last_page_len[rows:]
         qo_indptr = counting[: len(last_page_len) + 1]
-        assert len(qo_indptr) == len(last_page_len) + 1, "more rows than were counted"
+        assert len(qo_indptr) == len(last_page_len) + 1, "`counting` has a number for each row and one more"
         return StagedColumns(self.kv_indptr[rows:], last_page_len, qo_indptr, self.kv_lens[rows:], self.num_pages)
 
 
@@ -112,12 +112,12 @@ def fill(columns: Tensor, starts: I32, num_tokens: I32, page_size: int) -> Stage
     """Writes the columns of a step's rows into host memory.
 
     Args:
-        columns: int32[columns_size(R)] or larger, filled.
-        starts: first position of each row.
-        num_tokens: positions that each row computes.
+        columns: int32[columns_size(R)] or larger; filled here.
+        starts: position of each row's first token.
+        num_tokens: number of tokens that each row computes.
     """
     rows = len(starts)
-    assert rows == len(num_tokens) and columns_size(rows) <= len(columns), "host memory for the columns of every row"
+    assert rows == len(num_tokens) and columns_size(rows) <= len(columns), "the buffer holds the columns of all rows"
     views = columns[: columns_size(rows)].split([rows + 1, rows, rows + 1, rows])
     kv_indptr, last_page_len, qo_indptr, kv_lens = (view.numpy() for view in views)
     np.add(starts, num_tokens, out=kv_lens)

@@ -1,8 +1,8 @@
 """Creates FlashInfer's wrappers for our pools and plans them without blocking the host.
 
-The inputs of a plan are in host memory, and the inputs of its kernels are already on the device. The library therefore copies
-nothing to the host, and nothing from pageable memory. It copies a plan's schedule to the device from a host buffer, which the
-next plan would overwrite although the copy may be pending. lend_schedule() replaces this buffer by a buffer of the present step.
+The inputs of a plan are in pinned host memory, and the inputs of its kernels are already on the device. The library therefore
+makes no copy that blocks the host. It copies a plan's schedule to the device from one host buffer per wrapper. The next plan
+would overwrite this buffer while the copy may still run. set_schedule_buffers() therefore sets a buffer of the present step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rootstock_llm.services.worker.exec.attention.flashinfer_staging import Stag
 
 @dataclass(frozen=True, slots=True)
 class PageMemory:
-    """The page columns that kernels read, at addresses that never change. R is the largest number of rows."""
+    """The page columns that kernels read, at constant addresses for graphs. R is the largest number of rows of a step."""
 
     columns: Tensor  # int32[2 R + 1], kv_indptr and last_page_len of StagedColumns
     indices: Tensor  # int32[N], page ids of all rows, row by row
@@ -31,20 +31,22 @@ class PageMemory:
         return self.columns[rows + 1 : 2 * rows + 1]
 
     def step(self, rows: int, num_pages: int) -> StepPages:
-        assert 2 * rows + 1 <= len(self.columns) and num_pages <= len(self.indices), "the step exceeds the largest step"
+        assert 2 * rows + 1 <= len(self.columns) and num_pages <= len(self.indices), (
+            "a step has at most as many rows and pages as the memory was allocated for"
+        )
         return StepPages(self.kv_indptr(rows), self.last_page_len(rows), self.indices[:num_pages])
 
 
 @dataclass(frozen=True, slots=True)
 class StepPages:
-    """Views of PageMemory for the rows of one step, or for some of them."""
+    """Views of PageMemory for the rows of one step, or for its last rows."""
 
     kv_indptr: Tensor  # int32[R + 1]
     last_page_len: Tensor  # int32[R]
-    indices: Tensor  # int32[N], page ids of all rows of the step, even if the other fields are those of some rows
+    indices: Tensor  # int32[N], page ids of all rows of the step, even if the other fields have only its last rows
 
     def tail(self, rows: int) -> StepPages:
-        assert rows <= len(self.last_page_len), "more rows than there are"
+        assert rows <= len(self.last_page_len), "the step has at least this number of rows"
         return StepPages(self.kv_indptr[rows:], self.last_page_len[rows:], self.indices)
 
 
@@ -53,14 +55,14 @@ def prefill_wrapper(module: Any, workspace: Tensor, backend: str) -> Any:
 
 
 def decode_wrapper(module: Any, workspace: Tensor) -> Any:
-    """Returns a decode wrapper for CUDA cores. On tensor cores, prefill kernels compute decode rows as rows of one token."""
+    """Returns a decode wrapper for CUDA cores. For decode on tensor cores, prefill_wrapper() is used with rows of one token."""
     return module.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
 
 
 def graph_wrapper(module: Any, workspace: Tensor, pages: PageMemory, rows: int, tensor_cores: bool) -> Any:
     """Returns a decode wrapper for a graph of `rows` rows, which reads `pages` in every replay.
 
-    The kernels are named explicitly, because the library's own choice could change between capture and replay.
+    The backend is set to fa2, because a choice by the library could change between capture and replay.
     """
     return module.BatchDecodeWithPagedKVCacheWrapper(
         workspace,
@@ -74,8 +76,8 @@ def graph_wrapper(module: Any, workspace: Tensor, pages: PageMemory, rows: int, 
     )
 
 
-def lend_schedule(wrapper: Any, host: Tensor, device: Tensor) -> None:
-    """Sets the buffers for the schedule of the wrapper's next plan. The library has no public name for the host buffer.
+def set_schedule_buffers(wrapper: Any, host: Tensor, device: Tensor) -> None:
+    """Sets the buffers for the schedule of the wrapper's next plan. The attributes are private, because there are no public ones.
 
     Args:
         host: uint8; the plan writes the schedule here.
@@ -87,14 +89,14 @@ def lend_schedule(wrapper: Any, host: Tensor, device: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WrapperPlanner:
-    """Plans a part of a step with a wrapper. The scale is an argument of run(), because layers may have different ones."""
+    """Plans the rows of a step, or its last rows, with a wrapper. The scale of attention is passed to run() instead."""
 
     module: Any
     shape: AttentionShape
     dtype: torch.dtype
 
     def prefill(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int, causal: bool) -> None:
-        """Plans a prefill wrapper. The library copies the columns from the host to the device."""
+        """Plans a prefill wrapper. The library copies the columns to the device."""
         wrapper.plan(
             columns.qo_indptr,
             columns.kv_indptr,
@@ -107,9 +109,9 @@ class WrapperPlanner:
         )
 
     def first_decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
-        """Plans a decode wrapper for the first time, which loads its kernels, and compiles them if no earlier process did.
+        """Plans a decode wrapper for the first time. The library loads its kernels, and first compiles them if necessary.
 
-        The library copies the columns from the host to the device.
+        The library copies the columns to the device.
         """
         wrapper.plan(
             columns.kv_indptr,
@@ -121,13 +123,13 @@ class WrapperPlanner:
         )
 
     def decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
-        """Plans a decode wrapper again, after first_decode(). Its kernels read `pages` in place."""
+        """Plans a decode wrapper after its first_decode(). Its kernels read `pages` in place."""
         self._fast(wrapper, columns, pages, pages.last_page_len, window)
 
     def graph_decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
-        """Plans a graph's wrapper again, after first_decode(). Its kernels read the buffers of graph_wrapper().
+        """Plans a graph's wrapper after its first_decode(). Its kernels read the buffers that graph_wrapper() set.
 
-        On tensor cores, the library's planner reads last_page_len on the host, so it gets the host's column.
+        last_page_len is the column on the host, because the library's planner for tensor cores reads it there.
         """
         self._fast(wrapper, columns, pages, columns.last_page_len, window)
 

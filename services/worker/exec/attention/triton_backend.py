@@ -1,7 +1,7 @@
 """Attention by our Triton kernels: prompts in tiles, decode rows with split keys, and two launches for a mixed step.
 
-The scratch memory is allocated once, so that captured graphs keep its addresses. A captured launch depends on the number of rows
-and the longest possible context only, because its kernels read lengths on the device.
+The scratch memory is allocated once, so that its addresses in captured graphs stay valid. A captured launch depends only on the
+number of rows and the longest possible context. Its kernels read the lengths of rows on the device.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from rootstock_llm.kernels.triton.attention.attention_plan import (
 )
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 
-ITEM_SIZES = (2, 4)  # bytes of an element; the model's dtype is unknown until the first tensors arrive
+ITEM_SIZES = (2, 4)  # bytes of an element, for all dtypes of models, because the dtype is known only in attend()
 
 
 class TritonAttention:
-    """An AttentionBackend. In deterministic mode, a row's bits depend only on its own tokens."""
+    """An AttentionBackend of our Triton kernels.
+
+    In deterministic mode, the bits of a row's result depend only on its own tokens.
+    """
 
     name = "triton"
     captures = True
@@ -79,7 +82,7 @@ class TritonAttention:
 
     def _planned(self, heads: HeadShape, window: int) -> tuple[Launch, ...]:
         batch, multiprocessors = self._batch, self._multiprocessors
-        assert batch is not None, "plan() comes first"
+        assert batch is not None, "plan() is called before attend()"
         if self._deterministic:
             return (self._fixed(batch, heads, window),)
         if batch.graph:
@@ -100,8 +103,8 @@ class TritonAttention:
             longest = reach(self._max_context, window)
             return plan_fixed(heads, batch.graph, batch.graph, longest, split_size, self._multiprocessors, one_token=True)
         tokens, longest = int(batch.num_tokens.sum()), reach(int((batch.starts + batch.num_tokens).max()), window)
-        alone = not batch.num_extend  # each row has one token
-        return plan_fixed(heads, len(batch.starts), tokens, longest, split_size, self._multiprocessors, alone)
+        one_token = not batch.num_extend
+        return plan_fixed(heads, len(batch.starts), tokens, longest, split_size, self._multiprocessors, one_token)
 
     def release_graphs(self) -> None:
-        """Does nothing: the scratch memory also serves steps without a graph."""
+        """Does nothing, because steps without a graph use the same scratch memory."""

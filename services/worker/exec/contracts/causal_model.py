@@ -1,7 +1,7 @@
 """Declares the models that the model runner runs.
 
-One thread at a time calls a model. A model has no state of requests. Letters in shapes: T tokens of the step's ragged batch, W
-tokens whose states or logits are requested, H hidden size, V vocabulary size.
+One thread at a time calls a model. A model stores nothing about a request outside the KV pool. Letters in shapes: T tokens of the
+step's ragged batch, W tokens whose states or logits are requested, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TokenModel(Protocol):
     """A model that computes a vector per token: an encoder, or a causal model without its vocabulary projection."""
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
-        """Computes all tokens of the step. A causal model writes their keys and values to the pool at rows.locations.
+        """Computes all tokens of the step. A causal model writes their keys and values to `pool` at rows.locations.
 
         Args:
             input_ids: int64[T], ids within the vocabulary.
@@ -31,7 +31,7 @@ class TokenModel(Protocol):
     def states(self, wanted: Tensor) -> Tensor:
         """Returns [W, H] in the model dtype: the last layer's hidden states after the final norm.
 
-        The result is valid until the next call of any method. It can be called any number of times between two forward passes.
+        The result is valid until the next call of any method. states() can be called any number of times after a forward pass.
 
         Args:
             wanted: int64[W], indices into the T tokens.

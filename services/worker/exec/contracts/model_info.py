@@ -16,26 +16,26 @@ class LoadedInfo:
     num_pages: int  # pages of the KV pool, which has num_pages * page_size tokens
     page_size: int  # tokens
     dtype: str  # dtype of weights and KV
-    weight_bytes: int  # resident bytes, including packed copies
-    kv_bytes_per_token: int  # keys and values of all layers
-    generates: bool = True  # the model has a vocabulary projection, so that tokens can be sampled
+    weight_bytes: int  # bytes of the weights in the device's memory, packed copies included
+    kv_bytes_per_token: int  # bytes of a token's keys and values over all layers
+    generates: bool = True  # whether the model has a vocabulary projection, without which no token can be sampled
     embedding_size: int = 0  # dimensions of an embedding; 0 if the model computes no embeddings
     needs_whole_prompt: bool = False  # each prompt must be one row of one step, without a cached prefix (encoders)
     # an embedding may use a cached prefix (last-token pooling); otherwise the whole prompt is computed, in chunks if needed
     pooling_reuses_prefix: bool = True
     load_seconds: tuple[tuple[str, float], ...] = ()  # (phase, seconds) pairs of LoadPhases
     graph_rows: tuple[int, ...] = ()  # numbers of rows for which decode graphs are captured, rising
-    graph_rereads: int = 0  # GraphLimits.rereads
-    eager_step_cost: float = 0.0  # GraphLimits.eager_cost
+    graph_rereads: int = 0  # tokens of KV that a graph may read again, see GraphLimits.rereads
+    eager_step_cost: float = 0.0  # extra time of a step without a graph, see GraphLimits.eager_cost
     # fingerprint of everything except the weights that determines a result's bits; "" if a row's bits depend on its batch
     numerics: str = ""
     max_drafts: int = 0  # largest number of draft tokens in a decode row; 0 without a drafter
-    drafts_by_model: bool = False  # a model drafts, and computes an entry for every token
+    drafts_by_model: bool = False  # whether a draft model drafts; it computes an entry for every token, also for those of prompts
     host_pages: int = 0  # pages of the host tier; 0 if there is no host tier
     has_storage: bool = False  # there is a storage tier below the host tier
-    kv_layout: str = ""  # two workers can exchange pages if they have the same kv_layout
+    kv_layout: str = ""  # content and numerics of a page; two workers can exchange pages only if it is equal
     reads_peers: bool = False  # the worker reads KV from remote workers
-    kv_port: int = 0  # port at which remote workers read this worker's KV; 0 for none
+    kv_port: int = 0  # port at which remote workers read this worker's KV; 0 if they cannot
 
     @property
     def page_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Declares the operations of an operator that an executor runs between steps. Plain data; imports no torch."""
+"""Declares the operations that an operator requests and an executor runs between steps. Plain data; imports no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DeleteStored:
     The executor does not wait for the deletion; its result goes to `done`.
     """
 
-    which: Selection
+    which: Selection  # pages to delete
     done: Future[Deleted] = field(compare=False)  # receives the result
 
 

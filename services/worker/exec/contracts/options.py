@@ -16,9 +16,10 @@ NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # v
 
 
 OpenStore = Callable[[int, bytes], PageStore | None]
-"""Opens the storage tier for (bytes of a page, identity). The identity is a digest of layout and secret, 32 bytes.
+"""Opens the storage tier.
 
-Returns None if the disk cannot be used. Raises ValueError for wrong settings."""
+The arguments are the bytes of a page and the identity of the store: a digest of KV layout and secret, 32 bytes. Returns None if
+the disk cannot be used. Raises ValueError for wrong settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,17 @@ class TierOptions:
 
 
 OpenServer = Callable[[bytes, int, ReadPages], KvServer]
-"""Opens the server of this worker's KV reservations for (layout, bytes of a page, reader of pages). Raises ValueError."""
+"""Opens the server of this worker's KV reservations.
+
+The arguments are the KV layout, the bytes of a page, and the function that reads pages of the pool. Raises ValueError if the
+server cannot be opened with the worker's settings."""
 OpenReader = Callable[[bytes, int], PeerReader]
-"""Opens the reader of remote workers' pages for (layout, bytes of a page)."""
+"""Opens the reader of remote workers' pages. The arguments are the KV layout and the bytes of a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """Options of KV transfers between workers. Exactly one field is set."""
+    """Options of KV transfers between workers. Exactly one field is not None."""
 
     open_server: OpenServer | None = None  # set on a prefill worker, whose pages remote workers read
     open_reader: OpenReader | None = None  # set on a decode worker, which reads pages of remote workers
@@ -53,18 +57,19 @@ class DeviceOptions:
 
     device: str = "cuda:0"  # torch's name of the device
     num_threads: int = 1  # threads with which a CPU computes
-    attention_backend: str = "auto"
+    attention_backend: str = "auto"  # see choose_attention()
     kernels: str = "auto"  # auto (triton on a GPU, cpp on a CPU), triton, cpp or torch
-    cuda_graphs: bool = True  # capture decode steps as CUDA graphs
+    cuda_graphs: bool = True  # whether decode steps are captured as CUDA graphs
     max_graph_rows: int = 256  # rows of the largest graph
     max_tokens: int = 8192  # tokens of one forward pass; a larger step is computed in pieces
-    max_whole_tokens: int = 0  # the same limit for a model whose prompts are never cut; 0: max_tokens
+    max_whole_tokens: int = 0  # tokens of one forward pass of an encoder, whose prompts are never cut; 0 for max_tokens
     load_threads: int = 8  # threads that read weights for a GPU
-    deterministic: bool = False  # the bits of a row's result do not depend on the other rows
+    deterministic: bool = False  # whether the bits of a row's result must not depend on the other rows
     max_drafts: int = 0  # largest number of draft tokens in a decode row
-    speculative_algorithm: str = NGRAM  # drafter, if max_drafts is not 0
-    draft_model: str = ""  # folder of the draft model or head; empty if the target has it
-    # int32[n], texts for n-grams that a request's own text lacks, separated by BETWEEN_TEXTS; the executor owns and changes it
+    speculative_algorithm: str = NGRAM  # NONE, NGRAM, DRAFT, EAGLE3 or MTP; ignored if max_drafts is 0
+    draft_model: str = ""  # folder of the draft model or head; empty if the target's folder has the head (MTP)
+    # int32[n], token ids of texts, separated by BETWEEN_TEXTS. The n-gram drafter searches them if the request's own text has no
+    # match. The executor owns the array and changes it in place.
     draft_corpus: NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
     tiers: TierOptions | None = None  # tiers below the device's KV pool, None for none
     peers: PeerOptions | None = None  # KV transfers between workers, None for none

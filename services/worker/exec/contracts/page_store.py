@@ -19,41 +19,42 @@ class Written:
 
     stored: tuple[bytes, ...]  # page keys that the write added to the store
     dropped: tuple[bytes, ...]  # page keys that the store evicted to make space
-    held: int = 0  # number of pages of the write that were in the store before, for example from another worker, and still are
+    # number of pages of the write that were in the store before it, for example from another worker, and are still there
+    already_stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class News:
     """Changes that other workers made to a shared store."""
 
-    stored: tuple[bytes, ...]  # page keys that the store now has, by this worker's view
-    dropped: tuple[bytes, ...]  # page keys that the store no longer has
-    more: bool = False  # a further call returns more changes
+    stored: tuple[bytes, ...]  # page keys that this worker now counts as stored
+    dropped: tuple[bytes, ...]  # page keys that are not in the store any longer
+    more: bool = False  # whether another call of news() would return more changes now
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """Counts since the store was opened, recovery included, and its present size."""
+    """The present size of a store, and counts since it was opened, with those of the recovery at its opening."""
 
     corrupt_pages: int  # pages whose bytes differ from the written ones
     failed_reads: int  # pages that could not be read because of an error
-    failed_writes: int  # errors that cut a write short or prevented a deletion
-    bytes_on_disk: int  # size of all files
+    failed_writes: int  # errors that ended a write early or prevented a deletion
+    bytes_on_disk: int  # size of all files; for a store on a server, size of the known pages
     pages: int  # pages in the store
 
 
 class PageStore(Protocol):
     """A store of KV pages, called from one thread at a time.
 
-    A call blocks for the disk or the server. A caller that must not block runs the store on a separate thread. A fault of the
-    disk raises no exception: an unreadable page counts as missing, and the fault is counted.
+    A call blocks for the disk or the server. A caller that must not block runs the store on a separate thread. An error of the
+    disk or the server raises no exception: an unreadable page counts as missing, and StoreCounts counts the error.
 
-    A quota limits the bytes that the pages of one tag may take. Unsalted pages (UNSALTED) have no quota. A write beyond the quota
-    first evicts the oldest pages of the same tag, and never a page of another tag for this reason.
+    A quota limits the bytes that the pages of one tag may take. Unsalted pages (UNSALTED) have no quota. If a write would exceed
+    the quota, the store first evicts the oldest pages of the same tag.
     """
 
     page_bytes: int  # size of every page
-    shared: bool  # other workers write to the store as well; the owner then calls news() from time to time
+    shared: bool  # whether other workers also write to the store; the owner then calls news() from time to time
 
     def keys(self) -> Sequence[bytes]:
         """Returns the page keys in the store, oldest first. Reads memory only; the result is valid until the next call."""
@@ -61,7 +62,7 @@ class PageStore(Protocol):
     def read(self, keys: Sequence[bytes], out: memoryview) -> int:
         """Reads pages into `out`, one after another, and returns the number of pages before the first missing or damaged page.
 
-        It forgets that page. The bytes of `out` after the returned pages are undefined.
+        The missing or damaged page is removed from the store's keys. The bytes of `out` after the last whole page are undefined.
 
         Args:
             keys: page keys.
@@ -69,7 +70,7 @@ class PageStore(Protocol):
         """
 
     def take_lost(self) -> tuple[bytes, ...]:
-        """Returns the page keys that reads have forgotten since the last call. The store does not have these pages."""
+        """Returns the page keys that reads have removed since the last call, because the pages are missing or damaged."""
 
     def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> Written:
         """Stores the pages in order until the disk is full. Pages that the store already has are skipped.
@@ -87,8 +88,9 @@ class PageStore(Protocol):
     def delete(self, which: Selection = ALL) -> Deleted:
         """Deletes the selected pages, and further pages that cannot be deleted separately, such as those in the same file.
 
-        If an error prevents the deletion of a page, the store forgets the page nevertheless; a store that is not shared forgets
-        it until it is opened again. The store retries the deletion before its next write and in every further deletion.
+        If an error prevents the deletion of a page, the store removes its key nevertheless, so that it is not read. It retries
+        the deletion before its next write and in every later delete(). A store that is not shared may find the page again when it
+        is opened the next time.
         """
 
     def use(self) -> StorageUse: ...

@@ -10,14 +10,17 @@ from rootstock_llm.services.worker.core.contracts.reservations import KvReservat
 from rootstock_llm.services.worker.core.contracts.transfers import I32, Pull
 
 ReadPages = Callable[[I32, memoryview], None]
-"""Fills `out` with the bytes of (pages int32[n], out), n * page_bytes, page after page. Several threads may call it at once."""
+"""Copies pages of the KV pool to host memory.
+
+The arguments are page ids, int32[n], and a writable buffer of n * page_bytes bytes, which is filled page after page. Several
+threads may call the function at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerCounts:
     """Counts of a reservation server since its start."""
 
-    served_bytes: int  # bytes of pages that remote workers have read
+    served_bytes: int  # bytes of pages that were sent to remote workers
     refused: dict[str, int]  # refused requests of remote workers, by reason
     num_connections: int  # connections that are open now
 
@@ -43,7 +46,7 @@ class PeerReader(Protocol):
         Args:
             pull: KV source and first page.
             count: pages to read.
-            out: writable, count * page_bytes bytes; undefined if 0 is returned.
+            out: writable, count * page_bytes bytes; its content is undefined if 0 is returned.
 
         Returns:
             `count`, or 0 if the reservation was closed before the last page was read, or if the remote worker did not respond in
@@ -51,7 +54,7 @@ class PeerReader(Protocol):
         """
 
     def leave(self, source: KvSource) -> None:
-        """Releases the reservation at the remote worker. Does nothing if the remote worker cannot be reached."""
+        """Tells the remote worker that its reservation can be freed. Does nothing if the remote worker cannot be reached."""
 
     def rates(self) -> Sequence[PeerRate]:
         """Returns the rates of the known remote workers. May be called on any thread."""
@@ -60,7 +63,7 @@ class PeerReader(Protocol):
         """Returns the bytes of pages read since the start, by transport. May be called on any thread."""
 
     def close(self) -> None:
-        """Aborts running reads, which then fail. No other call may follow."""
+        """Aborts running reads, which then return 0. No other call may follow."""
 
 
 class KvServer(Protocol):
@@ -73,10 +76,10 @@ class KvServer(Protocol):
     def open(self, reservation: OpenReservation) -> None:
         """Opens a reservation, or extends an open one. Called on the loop's thread; does not block."""
 
-    def shut(self, reservations: Sequence[KvReservation]) -> None:
-        """Closes reservations. Pages that were copied before the call may still be sent; later copies are not sent."""
+    def close_reservations(self, reservations: Sequence[KvReservation]) -> None:
+        """Closes reservations. Pages that a thread has already copied from the pool may still be sent; no other page is sent."""
 
-    def shut_all(self) -> None:
+    def close_all_reservations(self) -> None:
         """Closes all reservations and waits until no thread reads the pool."""
 
     def counts(self) -> PeerCounts: ...

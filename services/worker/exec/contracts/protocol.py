@@ -1,6 +1,6 @@
 """The contract between the worker's loop and an executor. Imports no torch, so that the fake executor needs none.
 
-Only the loop's thread calls an executor. The device runs the work of all calls in call order, as one stream; see
+Only the loop's thread calls an executor. The device runs the work of all calls in call order, as on one stream. See
 docs/design/architecture.md.
 """
 
@@ -24,7 +24,7 @@ NO_MASKS: Masks = {}
 
 
 class Run(Protocol):
-    """A launched step. The executor owns it; the loop only passes it back."""
+    """A launched step. The executor owns it; the loop only passes it to the executor's methods."""
 
     @property
     def plan(self) -> BatchPlan: ...
@@ -57,7 +57,7 @@ class Executor(Protocol):
             masks: uint32[ceil(V / 32)] for rows of plan.mask_rows. Token 32 w + i may be sampled if bit i of word w is set. If a
                 row of plan.mask_rows has no mask, because its request has ended since the plan, it is sampled without a mask.
             behind: uint32[n, ceil(V / 32)] for rows of plan.mask_rows: the masks of the positions after each of the row's first n
-                draft tokens. Further draft tokens of a mask row are not verified.
+                draft tokens. Draft tokens of a mask row after the first n are not verified.
         """
 
     def wait(self, run: Run) -> StepResult:
@@ -68,13 +68,13 @@ class Executor(Protocol):
         """
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
-        """Begins operations on pages as soon as all steps launched before have ended. Returns at once.
+        """Begins operations on pages as soon as all steps that were launched before have ended. Returns at once.
 
-        It raises no exception. Each operation, including a failed one, is reported by one fact.
+        It raises no exception. Each operation, including a failed one, has one result in facts().
         """
 
     def facts(self) -> Sequence[Fact]:
-        """Returns the facts of operations that have ended since the last call. Never blocks."""
+        """Returns the results of page operations that have ended since the last call, and changes of the tiers. Never blocks."""
 
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
         """Registers `wake`, which is called on any thread whenever facts() has something to return."""
@@ -86,7 +86,7 @@ class Executor(Protocol):
         """
 
     def apply(self, operation: Operation) -> None:
-        """Runs an operation in call order and returns when it is done.
+        """Runs an operation after the work of all earlier calls, and returns when it is done.
 
         No step may be in flight. No step may be launched while KV or weights are released.
 
@@ -100,7 +100,7 @@ class Executor(Protocol):
 
 
 class ExecutorError(RuntimeError):
-    """Raised if all rows of a step fail. The caller must end or replay each request of the step."""
+    """Raised if a whole step or an operation fails. After a failed step, the caller must end or replay each of its requests."""
 
 
 @dataclass(slots=True)

@@ -36,9 +36,11 @@ class ForwardBatch:
     sample_slots: I32  # [n or R]
     sample_positions: I32  # [n or R], position of the token that is sampled
     sample_indices: I32  # [n or R], index in the pass of the token that is computed before it
-    max_context: int  # largest end of a row; in a graph, the capacity of a slot
+    max_context: int  # tokens of KV that the longest row attends to; in a graph, the capacity of a slot
     max_tokens: int  # tokens of the longest row
-    order: I64 | None = None  # int64[tokens of the plan], index in the plan of each token of the pass, or None for plan order
+    order: I64 | None = (
+        None  # int64[tokens of the plan], index in the plan of each token of the pass; None if the orders are equal
+    )
 
     @classmethod
     def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> ForwardBatch:
@@ -108,7 +110,7 @@ class ForwardBatch:
             drafted: int32[tokens of the plan], ids of draft tokens, -1 for other tokens, or None for no draft tokens.
 
         Returns:
-            The columns, and the ids of the graph's rows, int32[size], -1 for a row that reads the relay.
+            The columns, and the token ids of the graph's rows, int32[size], -1 for a row that reads its token from the relay.
         """
         counts, order = plan.num_tokens, np.arange(size, dtype=np.int32)
         rows = np.repeat(np.arange(plan.num_rows), counts)
@@ -116,21 +118,21 @@ class ForwardBatch:
         assert count <= size, "a graph has a row for every token"
         index = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
         sampled = (index == counts[rows] - 1) & plan.sample[rows]
-        placed = np.argsort(~sampled, kind="stable")
+        sampled_first = np.argsort(~sampled, kind="stable")
         num_sampled = int(sampled.sum())
         assert num_sampled == int(plan.sample.sum()), "each row that samples has one last token"
         slots, sample_slots = np.full((2, size), NO_SLOT, dtype=np.int32)
         starts, positions = np.zeros((2, size), dtype=np.int32)
         known = np.full(size, -1, dtype=np.int32)
-        slots[:count] = plan.slots[rows][placed]
+        slots[:count] = plan.slots[rows][sampled_first]
         sample_slots[:num_sampled] = slots[:num_sampled]
-        starts[:count] = np.minimum((plan.starts[rows] + index)[placed], capacity - 1)
+        starts[:count] = np.minimum((plan.starts[rows] + index)[sampled_first], capacity - 1)
         positions[:num_sampled] = (plan.starts + counts)[plan.sample]
         given = np.full(count, -1, dtype=np.int32)
         if drafted is not None:
             given[:] = drafted
         given[: len(plan.input_ids)] = plan.input_ids
-        known[:count] = given[placed]
+        known[:count] = given[sampled_first]
         columns = cls(
             num_extend=0,
             slots=slots,
@@ -143,7 +145,7 @@ class ForwardBatch:
             sample_indices=order,
             max_context=capacity,
             max_tokens=1,
-            order=placed if plan.num_extend else None,
+            order=sampled_first if plan.num_extend else None,
         )
         return columns, known
 
@@ -178,11 +180,11 @@ class ForwardBatch:
 NOT_SAMPLED = -1  # code in SampleBatch.faults of a row that was not sampled
 
 
-class TakesNote(Protocol):
-    """Counts sampled tokens of one request, for penalties."""
+class TokenRecorder(Protocol):
+    """Records the sampled tokens of one request, for penalties."""
 
     def add(self, token: int) -> None:
-        """Records a sampled token."""
+        """Appends the next sampled token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,26 +195,26 @@ class OutputLogprobs:
     """
 
     rows: I32  # indices into the sampled rows
-    nums: tuple[int, ...]  # number of most likely tokens, per entry of `rows`
-    ids: tuple[I64, ...]  # further token ids, per entry of `rows`
+    nums: tuple[int, ...]  # per entry of `rows`: number of most likely tokens that the request asks for
+    ids: tuple[I64, ...]  # per entry of `rows`: token ids that the request asks for in addition
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
     """Rows that are sampled together, and the device memory in which they are sampled.
 
-    StepSampler.launch() returns the batch with the fields that its results need.
+    StepSampler.launch() returns a copy of the batch in which the fields from `readback` on are set.
     """
 
     slots: I32  # int32[n] on the host, without padding
     rows: I64  # int64[n], rows of the plan
     logits: Tensor  # float32[>= n, V]
-    inputs: SampleRows  # at least n rows; slots and positions are on the device already
+    inputs: SampleRows  # inputs of the sampling kernels, at least n rows
     out: Tensor  # int32[2, rows of `inputs`]: sampled tokens and codes of faults
     fixed: bool = False  # inputs and out belong to a CUDA graph, so that their addresses must not change
-    readback: Readback | None = None  # the copy of `out` and of log probabilities; unset before the launch
-    wish: OutputLogprobs | None = None  # requested log probabilities, None if no row has such a request
-    pasts: Sequence[tuple[int, TakesNote]] = ()  # (index of a row, object that counts the row's sampled token)
+    readback: Readback | None = None  # the copy of `out` and of log probabilities to the host; None before the launch
+    requested: OutputLogprobs | None = None  # log probabilities that requests ask for, None if no request asks for any
+    pasts: Sequence[tuple[int, TokenRecorder]] = ()  # (index of a row, recorder of the row's sampled token)
     broken: frozenset[int] = frozenset()  # slots whose sampling parameters could not be applied
 
     def __post_init__(self) -> None:
@@ -239,29 +241,33 @@ class SampleBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class SampleOrder:
     """The order in which rows of a batch with draft tokens are sampled.
 
-    Each row of the batch is one token of its slot's run: the next token, then one token after each draft token. Rows are ordered
-    by their index in the run: first the rows at index 0 of all slots, then the rows at index 1 of the slots with a draft token,
-    and so on. A row is sampled if the row before it in the run has sampled the draft token; otherwise its code is NOT_SAMPLED.
+    A slot with k draft tokens has a run of k + 1 rows in the batch: row 0 samples the token at the position of the first draft
+    token, row i the token after draft token i. The order has row 0 of all runs, then row 1 of the runs that have one, and so on.
+    Row i + 1 is sampled only if row i has sampled draft token i + 1; otherwise the code of row i + 1 is NOT_SAMPLED.
     """
 
     order: I64  # int64[n], rows of the batch in this order
-    sizes: tuple[int, ...]  # number of rows at each index, descending; the rows at index i + 1 continue the first rows at index i
+    sizes: tuple[
+        int, ...
+    ]  # number of rows at each index of a run, descending; rows at index i + 1 continue the first rows at index i
     draft_tokens: I32  # int32[n - sizes[0]]: for each row after index 0, the draft token that the row before it must sample
 
     def __post_init__(self) -> None:
-        assert sum(self.sizes) == len(self.order) == self.sizes[0] + len(self.draft_tokens), "each row is at one index"
-        assert list(self.sizes) == sorted(self.sizes, reverse=True), "a run with a token at an index has one at each lower index"
+        assert sum(self.sizes) == len(self.order) == self.sizes[0] + len(self.draft_tokens), (
+            "each row of the batch occurs once in the order"
+        )
+        assert list(self.sizes) == sorted(self.sizes, reverse=True), "a run with a row at an index has a row at each lower index"
 
     @property
     def in_order(self) -> bool:
-        """Whether the order is that of the batch's first rows."""
+        """Whether `order` is 0, 1, ..., so that no row has to be moved."""
         return bool((self.order == np.arange(len(self.order))).all())
 
     def draft_tokens_of(self, row: int) -> list[int]:
-        """Returns the draft tokens of a row at index 0, in order."""
+        """Returns the draft tokens of a run, in their order. `row` is the number of the run among the rows at index 0."""
         firsts = np.cumsum(self.sizes[1:]) - np.array(self.sizes[1:], dtype=np.int64)
         return [int(self.draft_tokens[first + row]) for first, size in zip(firsts, self.sizes[1:], strict=True) if row < size]
 
@@ -277,7 +283,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """A part of the prompt log probabilities of one row."""
+    """A part of one row's prompt log probabilities that was measured separately to bound the memory for logits."""
 
     row: int  # row of the plan
     num_top: int  # number of most likely tokens that the request wants
@@ -290,17 +296,17 @@ class ScoredRows:
     """Rows whose requests end with their prompt and ask for log probabilities of labels after it."""
 
     rows: I64  # int64[n], rows of the plan
-    indices: I64  # int64[n], of each row's last token within the pass
+    indices: I64  # int64[n], index in the pass of each row's last token
     labels: tuple[I64, ...]  # token ids of each row, 1 or more
 
 
 @dataclass(frozen=True, slots=True)
 class ScorePiece:
-    """Scored rows whose values are in the readback under one name."""
+    """Scored rows whose label log probabilities are in the readback under one name."""
 
     name: str  # prefix of the tensors in the readback
     rows: tuple[int, ...]  # rows of the plan
-    sizes: tuple[int, ...]  # labels of each row
+    sizes: tuple[int, ...]  # number of labels of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +318,9 @@ class CudaGraph:
     """
 
     size: int  # rows, padding included
-    words: Tensor  # int32, to which the step's columns are copied
-    known: Tensor  # int32[size], token ids that the plan gives; -1 for a token from the relay
-    ids: Tensor  # input token ids
+    words: Tensor  # int32, ForwardBatch.words() of the step that is replayed
+    known: Tensor  # int32[size], token ids from the plan or a drafter; -1 for a token from the relay
+    ids: Tensor  # int64[size], resolved input token ids
     rows: RaggedRows  # inputs of the forward kernels
     # logits of the forward kernels and memory of the sampling kernels, without rows of a plan; covers only the first rows if the
     # graph has more rows than there are slots

@@ -15,9 +15,9 @@ from rootstock_llm.services.worker.exec.contracts.protocol import Masks
 from rootstock_llm.services.worker.exec.contracts.step_data import (
     CudaGraph,
     Outcome,
-    Places,
     PromptPiece,
     SampleBatch,
+    SampleOrder,
     ScoredRows,
     ScorePiece,
 )
@@ -25,7 +25,7 @@ from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRi
 
 
 class Sections(Protocol):
-    """Columns to upload."""
+    """Parameters that are uploaded to the device."""
 
     def sections(self) -> list[tuple[str, NDArray[np.generic]]]:
         """Returns the sections of an upload as (name, values)."""
@@ -55,7 +55,7 @@ class StepLogprobs(Protocol):
         A row whose logits are not finite is in both.
         """
 
-    def of_prompts(self, plan: BatchPlan) -> ScoredRows | None:
+    def scored_rows(self, plan: BatchPlan) -> ScoredRows | None:
         """Returns the rows that end a prompt whose request asks for a score, or None if the plan has no such row."""
 
     def score_sections(self, scored: ScoredRows) -> list[tuple[str, NDArray[np.generic]]]:
@@ -69,7 +69,7 @@ class StepLogprobs(Protocol):
         readback: Readback,
         prefix: str,
     ) -> list[ScorePiece]:
-        """Launches the measurement of the labels of the rows.
+        """Launches the measurement of the log probabilities of the rows' labels.
 
         Args:
             scored: the rows and their labels.
@@ -92,8 +92,8 @@ class StepLogprobs(Protocol):
 
         Args:
             logits: float32[n, V].
-            tokens: token per entry of `rows`.
-            rows: indices of the rows to measure.
+            tokens: int32[m], the token whose log probability is measured in each of the rows.
+            rows: int32[m], rows of `logits`; a negative row is not measured.
             num_top: smallest number of most likely tokens to return.
         """
 
@@ -104,7 +104,7 @@ class StepSampler(Protocol):
     max_slots: int  # largest number of rows in one launch
 
     @property
-    def wishes(self) -> StepLogprobs:
+    def logprobs(self) -> StepLogprobs:
         """The log probabilities that the slots' requests ask for."""
 
     @property
@@ -131,14 +131,14 @@ class StepSampler(Protocol):
     def fixed_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
         """Returns inputs with constant addresses, for a CUDA graph."""
 
-    def passing_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
-        """Returns inputs for a single step."""
+    def step_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
+        """Returns inputs for one step that is not replayed as a graph."""
 
     def run_kernels(self, batch: SampleBatch) -> None:
         """Launches the sampling kernels for all rows of the inputs on the current stream. The launches can be captured."""
 
     def launch(
-        self, batch: SampleBatch, masks: Masks, replay: Callable[[], None] | None = None, places: Places | None = None
+        self, batch: SampleBatch, masks: Masks, replay: Callable[[], None] | None = None, order: SampleOrder | None = None
     ) -> SampleBatch:
         """Launches the sampling of a batch.
 
@@ -146,10 +146,10 @@ class StepSampler(Protocol):
             batch: the rows to sample.
             masks: token masks by row of the plan.
             replay: runs the captured kernels of a fixed batch, None to launch the kernels.
-            places: order of rows that depend on each other (draft tokens), None for independent rows.
+            order: the order of rows that verify draft tokens, None if no row depends on another.
 
         Returns:
-            The batch with its readback, and with the rows in the order of `places`.
+            The batch with its readback, and with the rows in `order`.
         """
 
     def outcome(self, batch: SampleBatch) -> Outcome:
@@ -162,12 +162,12 @@ class StepGraphs(Protocol):
     def for_rows(self, num_rows: int) -> CudaGraph | None:
         """Returns the smallest graph with at least `num_rows` rows, None if the rows fit no graph."""
 
-    def tell(self, graph: CudaGraph, known: Tensor | None) -> None:
-        """Sets the token ids of a graph on the forward stream, before its replay.
+    def set_known(self, graph: CudaGraph, known: Tensor | None) -> None:
+        """Sets the token ids that a graph does not read from the relay. Called on the forward stream before the replay.
 
         Args:
             graph: the graph to replay.
-            known: int32[size], -1 for a token from the relay, None if all tokens are from the relay.
+            known: int32[size], -1 for a token from the relay; None if all tokens are from the relay.
         """
 
     def release(self) -> None: ...

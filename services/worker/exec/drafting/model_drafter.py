@@ -1,9 +1,9 @@
-"""Draft tokens from a draft model, which follows the target's text in each slot and continues it token by token.
+"""Draft tokens from a draft model, which reads the text of each slot and continues it token by token.
 
-An entry is the draft model's KV for one position of a slot. The entries of a prompt are computed in the step after it. The
-entries of an output are computed when the next draft tokens are wanted, so steps without draft tokens cost almost nothing.
-A missing or wrong entry (of another text, in a page that was cached without drafting) is no error; it only makes draft tokens
-worse.
+An entry is the draft model's KV for one position of a slot. The entries of a prompt are computed in the step after the prompt's
+step. The entries of an output are computed when draft tokens are requested, so that steps without draft tokens cost almost
+nothing. A missing or wrong entry is no error; it only makes draft tokens worse. An entry is wrong, for example, in a page that
+was cached while its request was not drafted for.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import RaggedRows
 from rootstock_llm.services.worker.core.contracts.plan import I32, SlotParams
-from rootstock_llm.services.worker.exec.contracts.drafter import Computed, DraftModel, Kept
+from rootstock_llm.services.worker.exec.contracts.drafter import Computed, DraftModel, HiddenStates
 from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
 from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRing
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
-# Largest number of entries of an output that wait until draft tokens are requested. If more wait, the next step computes them.
+# Largest number of pending entries of a slot. If there are more, the next step computes them even without a request for drafts.
 MOST_PENDING = 64
 UPLOAD_WORDS = 1 << 12  # words of an upload buffer; the buffer is enlarged if a pass needs more
 
@@ -33,23 +33,23 @@ class _DrafterSlot:
     """The text of a slot and the progress of its entries."""
 
     text: list[int]  # tokens from position 0
-    covered: int = 0  # tokens with KV of the target, whose pages therefore exist
-    valid: int = -1  # number of computed entries; -1 until the first pass of the request
-    pending: list[Kept] = field(default_factory=list)  # hidden states of the target for the positions from `valid` on
-    ahead: int = 0  # entries after `valid` that were computed from draft tokens
+    covered: int = 0  # number of tokens whose KV the target has computed; their pages exist
+    valid: int = -1  # number of computed entries; -1 until the first step of the request is computed
+    pending: list[HiddenStates] = field(default_factory=list)  # hidden states of the target for the positions from `valid` on
+    ahead: int = 0  # number of entries after `valid` that were computed from draft tokens
 
     @property
     def num_pending(self) -> int:
-        return sum(len(kept[0]) for kept in self.pending)
+        return sum(len(part[0]) for part in self.pending)
 
-    def keep(self, count: int) -> None:
+    def cut_pending(self, count: int) -> None:
         """Shortens the pending states to the first `count` positions."""
-        kept: list[Kept] = []
+        first: list[HiddenStates] = []
         for part in self.pending:
             if count > 0:
-                kept.append(part if count >= len(part[0]) else tuple(each[:count].clone() for each in part))
+                first.append(part if count >= len(part[0]) else tuple(each[:count].clone() for each in part))
             count -= len(part[0])
-        self.pending = kept
+        self.pending = first
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +91,15 @@ class _Columns:
 
 
 class ModelDrafter:
-    """A Drafter with a draft model. `model` and `pool` are None while their memory is released."""
+    """A Drafter with a draft model. The attributes `model` and `pool` are None while their memory is released."""
 
     def __init__(self, model: DraftModel, pool: KVPool, table: Tensor, page_size: int, vocab_size: int, streams: Streams) -> None:
-        """Stores the parts.
+        """Starts without slots.
 
         Args:
             pool: keys and values of the draft model's layers.
             table: int32[slots, pages], the target's page table.
-            vocab_size: of the target.
+            vocab_size: size of the target's vocabulary.
         """
         self.model: DraftModel | None = model
         self.pool: KVPool | None = pool
@@ -107,28 +107,28 @@ class ModelDrafter:
         self._table, self._page_size, self._vocab_size, self._streams = table, page_size, vocab_size, streams
         self._ring = UploadRing(streams, UPLOAD_WORDS)
         self._slots: dict[int, _DrafterSlot] = {}
-        self._behind: set[int] = set()  # slots whose pending entries are computed before the next step begins
+        self._due_slots: set[int] = set()  # slots whose pending entries are computed in the next begin()
 
     def drop(self, model: bool, pool: bool) -> None:
-        """Releases model or pool; the caller sets the attributes when it has the memory again.
+        """Releases the model, the pool, or both. The caller sets the attributes again when the memory is resumed.
 
-        Running requests keep their slots and pages if only the model is released.
+        If only the model is released, running requests keep their slots and entries.
         """
         if pool:
             self._slots.clear()
-            self._behind.clear()
+            self._due_slots.clear()
         self.model, self.pool = None if model else self.model, None if pool else self.pool
 
-    def rehearse(self, num_tokens: int, kept: Kept) -> None:
+    def rehearse(self, num_tokens: int, hidden: HiddenStates) -> None:
         """Launches a pass over num_tokens entries, all in page 0, to compile its kernels and measure its memory.
 
         Called on the forward stream. The page table is empty afterwards.
 
         Args:
-            kept: hidden states of the target, each [num_tokens, H].
+            hidden: hidden states of the target, each [num_tokens, H].
         """
-        assert self.model is not None, "the model's memory is not released"
-        whole = self.model.entry(tuple(each.clone() for each in kept)) if self._shift else None
+        assert self.model is not None, "no warm-up runs while the model is released"
+        whole = self.model.entry(tuple(each.clone() for each in hidden)) if self._shift else None
         rows: list[_Entries] = []
         for first in range(0, num_tokens, self._max_context):
             end = min(first + self._max_context, num_tokens)
@@ -143,8 +143,8 @@ class ModelDrafter:
         self._table.fill_(-1)
 
     def begin(self) -> None:
-        due = [self._due(slot, self._slots[slot].covered) for slot in sorted(self._behind)]
-        self._behind.clear()
+        due = [self._due(slot, self._slots[slot].covered) for slot in sorted(self._due_slots)]
+        self._due_slots.clear()
         rows = [entries for entries in due if entries is not None]
         if not rows:
             return
@@ -158,18 +158,18 @@ class ModelDrafter:
     def admit(self, slot: SlotParams) -> None:
         self._slots[slot.slot] = _DrafterSlot(slot.history.tolist())
 
-    def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
+    def set_tokens(self, slot: int, start: int, ids: Sequence[int]) -> None:
         state = self._slots[slot]
         state.text[start:] = ids
         if state.valid > start:
             state.valid, state.pending = start, []
         elif state.valid >= 0:
-            state.keep(start - state.valid)
+            state.cut_pending(start - state.valid)
         state.ahead = 0
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         shift, limit = self._shift, self._max_context
-        assert self.model is not None, "nobody is asked to draft while its memory is released"
+        assert self.model is not None, "no draft tokens are requested while the model is released"
         ends = {slot: len(self._slots[slot].text) - shift for slot in wanted}
         due = [self._due(slot, ends[slot]) for slot, most in wanted.items() if ends[slot] + most <= limit]
         rows = sorted((each for each in due if each is not None), key=lambda entries: -wanted[entries.slot])
@@ -186,8 +186,8 @@ class ModelDrafter:
             self._slots[slot].ahead = len(drafted) - 1
         return draft_tokens
 
-    def predicted(self, slot: int) -> bool:
-        """Returns False, because a draft model reads no predictions."""
+    def used_prediction(self, slot: int) -> bool:
+        """Returns False, because a draft model does not read the client's prediction."""
         return False
 
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
@@ -203,17 +203,17 @@ class ModelDrafter:
             state.covered = row.start + row.count
             if not self._shift:
                 state.valid = row.start if state.valid < 0 else state.valid
-            elif row.kept is None or row.start >= self._max_context:  # no later entry can be computed
+            elif row.hidden is None or row.start >= self._max_context:  # these entries cannot be computed
                 state.valid, state.pending = state.covered, []
             else:
                 if state.valid < 0 or row.start != state.valid + state.num_pending:
                     state.valid, state.pending = row.start, []
-                state.pending.append(row.kept)
-            if row.given or state.num_pending > MOST_PENDING:
-                self._behind.add(row.slot)
+                state.pending.append(row.hidden)
+            if row.from_plan or state.num_pending > MOST_PENDING:
+                self._due_slots.add(row.slot)
 
     def _due(self, slot: int, end: int) -> _Entries | None:
-        """Returns the missing entries of a slot before position `end` whose inputs exist, and counts them as valid.
+        """Returns the entries of a slot before position `end` that are missing and can be computed, and counts them as valid.
 
         Returns:
             None if there are no such entries.
@@ -229,7 +229,7 @@ class ModelDrafter:
             assert self.model is not None, "no step runs while memory is released"
             whole = tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*state.pending, strict=True))
             states = self.model.entry(tuple(each[:count] for each in whole))
-            rest = len(whole[0]) > count  # clones, because a view would keep the states of a whole chunk alive
+            rest = len(whole[0]) > count  # the rest is cloned, because a view would keep the states of the whole chunk in memory
             state.pending = [tuple(each[count:].clone() for each in whole)] if rest else []
         first, state.valid = state.valid, state.valid + count
         return _Entries(slot, first, state.text[first + shift : first + shift + count], states)
@@ -237,8 +237,8 @@ class ModelDrafter:
     def _drafted(self, rows: Sequence[_Entries], numbers: Sequence[int]) -> list[int]:
         """Computes the rows' entries and their draft tokens, with one wait for the device.
 
-        The first pass computes one draft token per row. Each further pass computes one more draft token for the first rows, which
-        are those with the largest numbers.
+        The first pass drafts one token per row. Each later pass drafts one more token for the rows that need more. These are the
+        first rows, because rows are in descending order of their numbers of draft tokens.
 
         Args:
             numbers: number of draft tokens of each row, descending.
@@ -246,14 +246,13 @@ class ModelDrafter:
         Returns:
             The draft tokens, pass by pass and in row order within a pass.
         """
-        assert self.model is not None, "nobody is asked to draft while its memory is released"
+        assert self.model is not None, "no draft tokens are requested while the model is released"
         columns = [_columns_of(rows)]
         ends = columns[0].starts + columns[0].counts
         for number in range(1, numbers[0]):
-            going = sum(most > number for most in numbers)
-            columns.append(
-                _Columns(columns[0].slots[:going], ends[:going] + np.int32(number - 1), np.ones(going, dtype=np.int32))
-            )
+            num_rows = sum(most > number for most in numbers)  # rows that need more than `number` draft tokens
+            starts = ends[:num_rows] + np.int32(number - 1)
+            columns.append(_Columns(columns[0].slots[:num_rows], starts, np.ones(num_rows, dtype=np.int32)))
         readback, found = Readback(self._streams), list[Tensor]()
         try:
             views = self._send(columns, rows)
@@ -261,8 +260,8 @@ class ModelDrafter:
             for number, own in enumerate(columns):
                 tokens, after = self.model.draft(self._pass(f"{number}_", own.max_context, views, ids, states))
                 found.append(tokens)
-                going = len(columns[number + 1].slots) if number + 1 < len(columns) else 0
-                ids, states = tokens[:going], None if after is None else after[:going].clone()
+                next_rows = len(columns[number + 1].slots) if number + 1 < len(columns) else 0
+                ids, states = tokens[:next_rows], None if after is None else after[:next_rows].clone()
             readback.add("found", torch.cat(found))
         finally:
             self._ring.release(readback.launch())
@@ -270,7 +269,7 @@ class ModelDrafter:
         return drafted
 
     def _send(self, columns: Sequence[_Columns], rows: Sequence[_Entries]) -> dict[str, Tensor]:
-        """Uploads the columns of all passes, with the pass's number as prefix, and the ids of the first pass."""
+        """Uploads the columns of all passes, named "PASS_COLUMN" with the number of the pass, and the ids of the first pass."""
         sections = [section for number, each in enumerate(columns) for section in each.sections(f"{number}_")]
         ids = np.array([token for row in rows for token in row.ids], dtype=np.int32)
         views = self._ring.send([*sections, ("ids", np.clip(ids, 0, self._vocab_size - 1))])
@@ -278,7 +277,7 @@ class ModelDrafter:
         return views
 
     def _pass(self, prefix: str, max_context: int, views: Mapping[str, Tensor], ids: Tensor, states: Tensor | None) -> Tensor:
-        """Launches a pass of the draft model over the rows whose columns have the prefix.
+        """Launches a pass of the draft model over the rows of the uploaded columns whose names begin with `prefix`.
 
         Args:
             ids: int64[T].
@@ -288,7 +287,7 @@ class ModelDrafter:
             The index of each row's last entry, int64[R].
         """
         assert self.model is not None and self.pool is not None, "no step runs while memory is released"
-        assert max_context <= self._max_context, "entries are inside the model's context"
+        assert max_context <= self._max_context, "all entries are inside the draft model's context"
         positions, page_size = views[f"{prefix}positions"], self._page_size
         pages = self._table[views[f"{prefix}slot_of"].long(), (positions // page_size).long()].long()
         ragged = RaggedRows(
@@ -311,5 +310,5 @@ def _columns_of(rows: Sequence[_Entries]) -> _Columns:
 
 
 def _joined(rows: Sequence[_Entries]) -> Tensor | None:
-    given = [row.states for row in rows if row.states is not None]
-    return torch.cat(given) if given else None
+    states = [row.states for row in rows if row.states is not None]
+    return torch.cat(states) if states else None

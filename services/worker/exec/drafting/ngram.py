@@ -1,8 +1,8 @@
-"""Draft tokens from earlier text: prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding).
+"""Draft tokens from n-grams of earlier text: prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-The drafter proposes the tokens that followed an earlier occurrence of the last few tokens. They are often accepted if an output
-repeats its prompt, itself or the client's prediction, as in quotes and edited code. If there is no match in these texts, the
-drafter searches the operator's corpus.
+The drafter searches the last few tokens in earlier text, and proposes the tokens that followed there. They are often accepted if
+the output repeats parts of its prompt, of itself or of the client's prediction, as in quotes and edited code. If there is no
+match in these texts, the drafter searches the operator's corpus.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from rootstock_llm.services.worker.exec.contracts.drafter import Computed
 from rootstock_llm.services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
 from rootstock_llm.services.worker.exec.drafting.prediction import Prediction
 
-MOST_TOKENS = 4096  # last tokens of a text that are searched; a text is cut to this length when it is twice as long
-MOST_INDEXES = 16  # texts that are indexed at a time; an index takes up to 5 MB
-SHORTEST_OF_CORPUS = 3  # smallest length of a match in the corpus; shorter matches occur in a large text by chance
+MOST_TOKENS = 4096  # number of last tokens of a text that are searched; a text is cut to them when it is twice as long
+MOST_INDEXES = 16  # largest number of texts with an index; an index takes up to 5 MB
+SHORTEST_OF_CORPUS = 3  # smallest number of matching tokens in the corpus; a large text has shorter matches by chance
 
 
 @dataclass(slots=True)
 class _SlotHistory:
     """The text of a slot's request: its last tokens and their index."""
 
-    first: int  # position of the first token
-    tokens: list[int]
+    first: int  # position in the slot of tokens[0]
+    tokens: list[int]  # last tokens of the text
     prediction: Prediction | None = None  # the client's prediction, or None without one
     after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram to the index in `tokens` after its last occurrence
-    indexed: int = 0  # tokens that `after` covers
+    indexed: int = 0  # number of first tokens that `after` covers
 
     @property
     def tail(self) -> list[int]:
@@ -38,16 +38,16 @@ class _SlotHistory:
         return self.tokens[-LONGEST:]
 
     def index(self) -> None:
-        for place in range(max(self.indexed, SHORTEST), len(self.tokens)):
-            for size in range(SHORTEST, min(LONGEST, place) + 1):
-                self.after[tuple(self.tokens[place - size : place])] = place
+        for end in range(max(self.indexed, SHORTEST), len(self.tokens)):
+            for size in range(SHORTEST, min(LONGEST, end) + 1):
+                self.after[tuple(self.tokens[end - size : end])] = end
         self.indexed = len(self.tokens)
 
-    def forget(self) -> None:
+    def drop_index(self) -> None:
         self.after.clear()
         self.indexed = 0
         if self.prediction is not None:
-            self.prediction.forget()
+            self.prediction.drop_index()
 
     def shorten(self) -> None:
         if len(self.tokens) > 2 * MOST_TOKENS:
@@ -65,9 +65,11 @@ class _SlotHistory:
         """
         for size in range(min(LONGEST, len(self.tokens)), SHORTEST - 1, -1):
             tail = self.tokens[-size:]
-            place = self.after.get(tuple(tail))
-            if place is not None and self.tokens[place - size : place] == tail:  # the entry may be stale
-                return size, place
+            end = self.after.get(tuple(tail))
+            if (
+                end is not None and self.tokens[end - size : end] == tail
+            ):  # set_tokens() does not remove entries of replaced tokens
+                return size, end
         return 0, 0
 
 
@@ -88,60 +90,60 @@ class NgramDrafter:
         text = self._texts[slot.slot] = _SlotHistory(first, slot.history[first:].tolist())
         if len(slot.prediction):
             text.prediction = Prediction(slot.prediction, slot.num_prompt_tokens)
-            text.prediction.follow(slot.history[slot.num_prompt_tokens :].tolist())
+            text.prediction.append(slot.history[slot.num_prompt_tokens :].tolist())
 
-    def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
+    def set_tokens(self, slot: int, start: int, ids: Sequence[int]) -> None:
         text = self._texts[slot]
         skipped = max(0, text.first - start)
-        begin, given = start + skipped - text.first, list(ids[skipped:])
+        begin, new = start + skipped - text.first, list(ids[skipped:])
         if text.prediction is not None:
-            text.prediction.know(start, ids, any(map(ne, text.tokens[begin:], given)))
-        if text.tokens[begin:] != given:
-            text.tokens[begin:] = given
+            text.prediction.set_tokens(start, ids, any(map(ne, text.tokens[begin:], new)))
+        if text.tokens[begin:] != new:
+            text.tokens[begin:] = new
             text.indexed = min(text.indexed, begin)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         self._predicted.clear()
         return {slot: self._proposed(slot, most) for slot, most in wanted.items()}
 
-    def predicted(self, slot: int) -> bool:
+    def used_prediction(self, slot: int) -> bool:
         return slot in self._predicted
 
     def _proposed(self, slot: int, most: int) -> list[int]:
         text = self._texts[slot]
         prediction = text.prediction
-        if prediction is not None and (predicted := prediction.ahead(most)):
+        if prediction is not None and (predicted := prediction.next_tokens(most)):
             self._predicted.add(slot)
             return predicted
         self._index(slot, text)
-        size, place = text.find()
+        size, end = text.find()
         if prediction is not None:
-            found, there = prediction.find(text.tail)
+            found, index = prediction.find(text.tail)
             if found and found >= size:
-                prediction.go_on(there)
+                prediction.follow_from(index)
                 self._predicted.add(slot)
-                return prediction.ahead(most)
-        return text.tokens[place : place + most] if size else self._of_corpus(text.tail, most)
+                return prediction.next_tokens(most)
+        return text.tokens[end : end + most] if size else self._from_corpus(text.tail, most)
 
     def _index(self, slot: int, text: _SlotHistory) -> None:
         self._indexes[slot] = None
         self._indexes.move_to_end(slot)
         if len(self._indexes) > MOST_INDEXES:
-            self._texts[self._indexes.popitem(last=False)[0]].forget()
+            self._texts[self._indexes.popitem(last=False)[0]].drop_index()
         text.index()
 
-    def _of_corpus(self, tail: Sequence[int], most: int) -> list[int]:
+    def _from_corpus(self, tail: Sequence[int], most: int) -> list[int]:
         if self._corpus is None:
             return []
-        size, places = self._corpus.places(tail)
-        return self._corpus.follow(self._corpus.likeliest(places), most) if size >= SHORTEST_OF_CORPUS else []
+        size, positions = self._corpus.find(tail)
+        return self._corpus.tokens_from(self._corpus.likeliest(positions), most) if size >= SHORTEST_OF_CORPUS else []
 
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
         text = self._texts[slot]
         text.tokens.extend(tokens)
         text.shorten()
         if text.prediction is not None:
-            text.prediction.follow(tokens)
+            text.prediction.append(tokens)
 
     def computed(self, rows: Sequence[Computed]) -> None:
         """Does nothing, because n-grams need no KV."""

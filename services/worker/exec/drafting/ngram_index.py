@@ -1,6 +1,6 @@
-"""An index of a constant text that finds the last few tokens of another text: a suffix array of limited depth.
+"""An index of a constant text that finds where the last few tokens of another text occur: a suffix array of limited depth.
 
-A place is an index in the text. The places are sorted by the tokens before them.
+A position is an index into the text. The positions are sorted by the tokens before them, backwards.
 """
 
 from __future__ import annotations
@@ -13,58 +13,57 @@ import numpy as np
 from rootstock_llm.services.worker.core.contracts.plan import I32
 from rootstock_llm.services.worker.exec.contracts.drafter import BETWEEN_TEXTS
 
-LONGEST, SHORTEST = 4, 2  # tokens of a match; the longest match is used
-SAMPLE = 256  # largest number of places that likeliest() compares
+LONGEST, SHORTEST = 4, 2  # largest and smallest number of matching tokens
+SAMPLE = 256  # largest number of positions that likeliest() compares
 
 
 class NgramIndex:
-    """An index of texts. It takes 4 bytes per token in addition to the tokens, and 40 while it is built."""
+    """An index of texts. In addition to the tokens, it takes 4 bytes per token, and 40 bytes per token while it is built."""
 
     def __init__(self, tokens: I32) -> None:
         """Builds the index.
 
         Args:
-            tokens: int32[n], texts that are separated by BETWEEN_TEXTS. The index keeps a reference to it.
+            tokens: int32[n], texts that are separated by BETWEEN_TEXTS. The index reads the array later, so it must not change.
         """
         self._tokens = tokens
         padded = np.concatenate([np.full(LONGEST, BETWEEN_TEXTS, dtype=np.int32), tokens])
         before = [padded[LONGEST - back : len(padded) - back] for back in range(LONGEST, 0, -1)]
-        kept = (tokens != BETWEEN_TEXTS) & np.all([part != BETWEEN_TEXTS for part in before[-SHORTEST:]], axis=0)
-        order = np.lexsort(
-            [part[kept] for part in before]
-        )  # sorted by the token before the place, then by the token before that, and so on; equal places by index
-        self._places: I32 = np.flatnonzero(kept)[order].astype(np.int32)
+        usable = (tokens != BETWEEN_TEXTS) & np.all([part != BETWEEN_TEXTS for part in before[-SHORTEST:]], axis=0)
+        # Sorts by the token before the position, then by the token before that, and so on, and finally by position.
+        order = np.lexsort([part[usable] for part in before])
+        self._positions: I32 = np.flatnonzero(usable)[order].astype(np.int32)
 
-    def places(self, tail: Sequence[int]) -> tuple[int, I32]:
-        """Finds the longest end of `tail` that occurs in the text, of at most LONGEST tokens.
+    def find(self, tail: Sequence[int]) -> tuple[int, I32]:
+        """Finds the occurrences of the last tokens of `tail`: of as many tokens as occur in the text, up to LONGEST.
 
         Returns:
-            The number of tokens of that end and the places after its occurrences. 0 and no places if fewer than SHORTEST tokens
-            match.
+            The number of these tokens, and the positions after their occurrences. (0, no positions) if fewer than SHORTEST tokens
+            occur.
         """
-        begin, end, found = 0, len(self._places), 0
+        begin, end, found = 0, len(self._positions), 0
         for size in range(SHORTEST, min(len(tail), LONGEST) + 1):
             wanted = list(tail[: -size - 1 : -1])
 
-            def before(place: np.int32, size: int = size) -> list[int]:
-                reverse: list[int] = self._tokens[max(0, int(place) - size) : place][::-1].tolist()
+            def before(position: np.int32, size: int = size) -> list[int]:
+                reverse: list[int] = self._tokens[max(0, int(position) - size) : position][::-1].tolist()
                 return reverse
 
-            low = bisect_left(self._places, wanted, begin, end, key=before)
-            high = bisect_right(self._places, wanted, low, end, key=before)
+            low = bisect_left(self._positions, wanted, begin, end, key=before)
+            high = bisect_right(self._positions, wanted, low, end, key=before)
             if low == high:
                 break
             begin, end, found = low, high, size
-        return found, self._places[begin:end] if found else self._places[:0]
+        return found, self._positions[begin:end] if found else self._positions[:0]
 
-    def follow(self, place: int, most: int) -> list[int]:
-        """Returns up to `most` tokens from a place on, not beyond the end of its text."""
-        tokens: list[int] = self._tokens[place : place + most].tolist()
+    def tokens_from(self, position: int, most: int) -> list[int]:
+        """Returns up to `most` tokens from a position on, not beyond the end of the text that it belongs to."""
+        tokens: list[int] = self._tokens[position : position + most].tolist()
         return tokens[: tokens.index(BETWEEN_TEXTS)] if BETWEEN_TEXTS in tokens else tokens
 
-    def likeliest(self, places: I32) -> int:
-        """Returns one of the places with the most frequent next token. It compares at most SAMPLE of them."""
-        some = places[:: -(-len(places) // SAMPLE)]
+    def likeliest(self, positions: I32) -> int:
+        """Returns a position whose token is the most frequent one at the given positions. Compares at most SAMPLE of them."""
+        some = positions[:: -(-len(positions) // SAMPLE)]
         following = self._tokens[some]
         tokens, counts = np.unique(following, return_counts=True)
         return int(some[np.flatnonzero(following == tokens[counts.argmax()])[-1]])

@@ -11,68 +11,69 @@ from rootstock_llm.services.worker.exec.drafting.ngram_index import NgramIndex
 
 
 class Prediction:
-    """The prediction of a slot's request, and the place, which is the index in it that the output has reached.
+    """The prediction of a slot's request, and the index of the predicted token that would come next in the output.
 
-    While the output equals the prediction, the place is the index of the next token. After a difference, the place still advances
-    by one per output token, because insertions and omissions are usually short compared with the text. The object belongs to the
-    thread that launches steps.
+    The index advances by one per output token, even after the output differs from the prediction. It then is an estimate, which
+    is usually close, because insertions and omissions are short compared with the text. The object belongs to the thread that
+    launches steps.
     """
 
     def __init__(self, tokens: I32, output_at: int) -> None:
-        """Begins at the start of the prediction.
+        """Begins at the first predicted token.
 
         Args:
-            tokens: int32[n].
-            output_at: position of the output's first token.
+            tokens: int32[n], the prediction.
+            output_at: position in the slot of the output's first token.
         """
         self._tokens, self._output_at = tokens, output_at
         self._index: NgramIndex | None = None
-        self._place, self._along = 0, True  # whether the output follows the prediction at the place
-        self._had = 0  # output tokens received so far
+        self._next = 0  # index of the next predicted token
+        self._matches = True  # whether the output is assumed to continue with this token
+        self._num_output = 0  # output tokens so far
 
-    def follow(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Adds the next tokens of the output."""
         for token in tokens:
-            self._along = self._along and self._place < len(self._tokens) and int(self._tokens[self._place]) == token
-            self._place += 1
-        self._had += len(tokens)
+            self._matches = self._matches and self._next < len(self._tokens) and int(self._tokens[self._next]) == token
+            self._next += 1
+        self._num_output += len(tokens)
 
-    def know(self, start: int, ids: Sequence[int], replaces: bool) -> None:
-        """Sets the slot's text from position `start` on, which ends after `ids`.
+    def set_tokens(self, start: int, ids: Sequence[int], replaces: bool) -> None:
+        """Sets the slot's tokens from position `start` on. The text ends after `ids`.
 
         Args:
-            replaces: whether the ids differ from known tokens at these positions.
+            replaces: whether `ids` differ from earlier tokens at the same positions.
         """
-        had, has = self._had, max(0, start + len(ids) - self._output_at)
-        if not has:
-            self._place, self._along, self._had = 0, True, 0
+        before, now = self._num_output, max(0, start + len(ids) - self._output_at)
+        if not now:
+            self._next, self._matches, self._num_output = 0, True, 0
             return
-        self._along = self._along and not replaces and has >= had
-        if has > had:
-            self.follow(ids[had - has :])
+        self._matches = self._matches and not replaces and now >= before
+        if now > before:
+            self.append(ids[before - now :])
         else:
-            self._place, self._had = max(0, self._place - (had - has)), has
+            self._next, self._num_output = max(0, self._next - (before - now)), now
 
-    def ahead(self, most: int) -> list[int]:
-        """Returns up to `most` next tokens of the prediction. Empty if the output does not follow it or has reached its end."""
-        return self._tokens[self._place : self._place + most].tolist() if self._along else []
+    def next_tokens(self, most: int) -> list[int]:
+        """Returns up to `most` next tokens of the prediction. Empty after a difference, or at the end of the prediction."""
+        return self._tokens[self._next : self._next + most].tolist() if self._matches else []
 
     def find(self, tail: Sequence[int]) -> tuple[int, int]:
         """Finds the last tokens of the output in the prediction.
 
         Returns:
-            The number of matching tokens and the place after them, or (0, 0) without a match. Of several places, it returns the
-            one nearest to the output's place.
+            The number of matching tokens and the index after them, or (0, 0) without a match. Of several matches, it returns the
+            one nearest to the index of the next predicted token.
         """
         if self._index is None:
             self._index = NgramIndex(self._tokens)
-        size, places = self._index.places(tail)
-        return (size, int(places[np.abs(places - self._place).argmin()])) if size else (0, 0)
+        size, positions = self._index.find(tail)
+        return (size, int(positions[np.abs(positions - self._next).argmin()])) if size else (0, 0)
 
-    def go_on(self, place: int) -> None:
-        """Sets the place, from which the output is assumed to follow the prediction."""
-        self._place, self._along = place, True
+    def follow_from(self, index: int) -> None:
+        """Assumes that the output continues with the predicted token at the index."""
+        self._next, self._matches = index, True
 
-    def forget(self) -> None:
-        """Frees the index, which find() builds again."""
+    def drop_index(self) -> None:
+        """Frees the n-gram index. The next find() builds it again."""
         self._index = None

@@ -1,8 +1,8 @@
-"""Llama, Mistral, Qwen2 and Qwen3: one dense decoder architecture with five switches, which each class reads from its config.
+"""Llama, Mistral, Qwen2 and Qwen3: one dense decoder architecture whose variants differ in switches of DenseConfig.
 
 embedding ─► layers: norm ─► attention ─► + ─► norm ─► gated MLP ─► + ─► ... ─► norm ─► head
 
-A Decoder runs a model over the ragged batch of a step. Neither holds state of requests.
+A DenseModel has the weights, and a Decoder runs it over the ragged batch of a step. Neither stores anything about a request.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Decoder:
         """
         Args:
             cos_sin: float32[positions, D], see rope_table().
-            attend: Kernels.paged_attention, or that of an attention back end.
-            aux_layers: layers whose inputs are stored for a draft head, ascending. The number of layers means the output of the
-                last layer.
+            attend: Kernels.paged_attention, or attend() of an attention back end.
+            aux_layers: layers whose inputs are stored for a draft head, ascending. A number equal to the number of layers stands
+                for the output of the last layer.
         """
-        assert all(0 <= layer <= len(model.layers) for layer in aux_layers), "a layer's input, or the last one's output"
+        assert all(0 <= layer <= len(model.layers) for layer in aux_layers), "aux layers are numbers of layers, or the output"
         self.model = model
         self._cos_sin, self._attend, self._aux_layers = cos_sin, attend, aux_layers
         self._hidden_size = model.config.hidden_size
@@ -58,15 +58,15 @@ class Decoder:
         self._last: tuple[Tensor, Tensor] | None = None  # residual and update of the last pass
 
     def attending(self, attend: Attend, aux_layers: tuple[int, ...] = ()) -> Decoder:
-        """Returns a decoder of the same model with another attention, and with separate buffers."""
+        """Returns a decoder with the same weights that calls another attention function and has separate buffers."""
         return Decoder(self.model, self._cos_sin, attend, aux_layers)
 
     def reserve(self, num_tokens: int, num_wanted: int) -> None:
-        """Takes the buffers of the largest step, and fixes them.
+        """Allocates the activation buffers of the largest step now. Later steps reuse them, and cannot enlarge them.
 
         Args:
-            num_tokens: tokens of the step.
-            num_wanted: largest number of rows of one call of states() or logits().
+            num_tokens: tokens of the largest step.
+            num_wanted: largest number of tokens in one call of states() or logits().
         """
         self.model.reserve(lambda name, columns: self._space.take(name, num_tokens, columns))
         self.aux_states(num_tokens)
@@ -76,8 +76,10 @@ class Decoder:
         self._space.fix()
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
-        assert len(input_ids) == len(rows.positions) == len(rows.locations), "a position and a place in the pool for each token"
-        assert len(pool.keys) == len(self.model.layers), "a pool for each layer"
+        assert len(input_ids) == len(rows.positions) == len(rows.locations), (
+            "each token has a position and a location in the pool"
+        )
+        assert len(pool.keys) == len(self.model.layers), "each layer has keys and values in the pool"
         context = ForwardContext(self._space, self._hidden_size, rows, self._cos_sin, self._attend)
         aux = dict(zip(self._aux_layers, self.aux_states(len(input_ids)), strict=True))
         self.model.forward(input_ids, pool, context, aux)
@@ -86,15 +88,16 @@ class Decoder:
     def aux_states(self, num_tokens: int) -> tuple[Tensor, ...]:
         """Returns the inputs of the aux layers, [num_tokens, N] each, for the first tokens of the last pass.
 
-        A graph may have replayed the last pass. The results are valid until the next pass.
+        The last pass may be one that a graph replayed, because the buffers have constant addresses. The results are valid until
+        the next pass.
         """
         return tuple(self._space.take(f"aux {layer}", num_tokens, self._hidden_size) for layer in self._aux_layers)
 
     def states(self, wanted: Tensor) -> Tensor:
-        """Returns the final norm of the wanted rows. See CausalModel."""
+        """Returns the final norm of the wanted tokens. See TokenModel."""
         if self._last is None:
-            raise RuntimeError("no step has been computed")
-        assert wanted.dim() == 1, "wanted is a list of indices"
+            raise RuntimeError("states() was called before the first forward()")
+        assert wanted.dim() == 1, "wanted has one dimension: indices of tokens"
         normed = self._space.take("normed", len(wanted), self._hidden_size)
         if len(wanted):
             residual, update = self._last
@@ -102,10 +105,10 @@ class Decoder:
         return normed
 
     def logits(self, wanted: Tensor) -> Tensor:
-        """Projects the states of the wanted rows. Raises NoVocabulary. See CausalModel."""
+        """Projects the states of the wanted tokens. Raises NoVocabulary. See CausalModel."""
         head = self.model.head
         if head is None:
-            raise NoVocabulary("this model computes vectors and samples no tokens")
+            raise NoVocabulary("this model has no vocabulary projection: it computes embeddings and samples no tokens")
         logits = self._space.take("logits", len(wanted), head.vocab_size, torch.float32)
         if len(wanted):
             head.forward(logits, self.states(wanted))
@@ -114,14 +117,13 @@ class Decoder:
 
 @dataclass(frozen=True)
 class DenseModel(ABC):
-    """A decoder whose layers are all of one kind. Holds weights and no state of requests."""
+    """The weights of a decoder whose layers all have the same structure."""
 
     config: DenseConfig
     embedding: Embedding
     layers: tuple[TransformerLayer, ...]
     norm: RmsNorm
-    # absent if the checkpoint has no vocabulary projection
-    head: Head | None
+    head: Head | None  # None if the model has no vocabulary projection
 
     @classmethod
     @abstractmethod
@@ -130,11 +132,11 @@ class DenseModel(ABC):
 
     @classmethod
     def read(cls, weights: WeightReader, config: DenseConfig) -> Self:
-        """Reads each tensor of the model once, the embedding first."""
+        """Reads the model's tensors, each of them once, the embedding first."""
         body = weights.at(config.prefix.removesuffix(".")) if config.prefix else weights
         embedding = Embedding.read(body.at("embed_tokens"), config.vocab_size, config.hidden_size)
         layers = [read_layer(body.at(f"layers.{index}"), config, window) for index, window in enumerate(config.windows)]
-        assert len(layers) == config.num_layers, "a window for each layer"
+        assert len(layers) == config.num_layers, "the config has a window for each layer"
         norm = RmsNorm.read(body.at("norm"), config.hidden_size, config.rms_norm_eps)
         head = None
         if config.has_head and config.tie_word_embeddings:
@@ -145,21 +147,21 @@ class DenseModel(ABC):
 
     @property
     def cache(self) -> tuple[LayerKV, ...]:
-        """The cache size of each layer, per token."""
+        """The size of a token's KV in each layer."""
         return tuple(layer.cache for layer in self.layers)
 
     def reserve(self, take: Take) -> None:
-        """Takes the buffers that forward() will take."""
+        """Takes all buffers that forward() uses, so that they are allocated before the first step."""
         stream_buffers(take, self.config.hidden_size)
         for layer in self.layers:
             layer.reserve(take)
 
     def forward(self, input_ids: Tensor, pool: KVPool, context: ForwardContext, aux: Mapping[int, Tensor]) -> None:
-        """Computes all layers. The output of the last layer is the sum of the buffers residual and update.
+        """Computes all layers. The output of the last layer is the sum of context.residual and context.update.
 
         Args:
             input_ids: int64[T].
-            aux: buffers [T, N] for the inputs of layers, by layer. The number of layers means the output of the last layer.
+            aux: buffers [T, N] for the inputs of the aux layers, by layer, see Decoder.
         """
         residual, update, hidden = context.residual, context.update, context.hidden
         self.embedding.forward(residual, input_ids)
@@ -179,7 +181,7 @@ class DenseModel(ABC):
             yield from part.tensors()
 
     def num_bytes(self) -> int:
-        """Returns the bytes of distinct storage, packed copies included."""
+        """Returns the bytes of the weights, packed copies included. Shared storage counts once."""
         return storage_bytes(self.tensors())
 
 
@@ -232,34 +234,29 @@ class DenseConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    # rope_parameters of the config: rope_type, rope_theta and the parameters of the type
-    rope: dict[str, Any]
-    # by layer: number of last tokens, including the token itself, to which a token attends; 0 for all
-    windows: tuple[int, ...]
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    # whether an RMS norm is applied to each head's queries and keys
-    qk_norm: bool = False
-    # whether the model has a vocabulary projection, which may be the embedding
-    has_head: bool = True
-    # prefix of all tensor names except the vocabulary projection's: "model." or empty
-    prefix: str = "model."
+    rope: dict[str, Any]  # rope_parameters of the config: rope_type, rope_theta and the parameters of this type
+    windows: tuple[int, ...]  # per layer: number of last tokens, itself included, to which a token attends; 0 for all
+    qkv_bias: bool = False  # whether the projections to queries, keys and values have biases
+    o_bias: bool = False  # whether the output projection of attention has a bias
+    mlp_bias: bool = False  # whether the projections of the MLP have biases
+    qk_norm: bool = False  # whether an RMS norm is applied to each head's queries and keys
+    has_head: bool = True  # whether the model has a vocabulary projection, which may be the embedding
+    prefix: str = "model."  # prefix of all tensor names except the vocabulary projection's: "model." or empty
 
     def resolved(self, checkpoint: Checkpoint, dtype: torch.dtype) -> DenseConfig:
-        """Returns the config with facts that only the checkpoint's tensors show, by the rules of transformers.
+        """Returns the config, corrected by what the checkpoint's tensors show, as transformers does it.
 
         - If tensor names lack "model.", the model was saved without its vocabulary projection. It then has a projection only if
           the config ties it to the embedding.
-        - If the checkpoint has a projection that differs from the embedding, the projection is not tied, even if the config says
-          that it is.
+        - If the checkpoint has a projection that differs from the embedding, the projection is not tied, even if
+          tie_word_embeddings is set.
         """
-        config = replace(self, prefix="" if checkpoint.holds(EMBEDDING) else "model.")
-        holds_head = checkpoint.holds(HEAD)
-        if config.has_head and not config.tie_word_embeddings and not config.prefix and not holds_head:
+        config = replace(self, prefix="" if checkpoint.has(EMBEDDING) else "model.")
+        in_checkpoint = checkpoint.has(HEAD)
+        if config.has_head and not config.tie_word_embeddings and not config.prefix and not in_checkpoint:
             return replace(config, has_head=False)
         name = config.prefix + EMBEDDING
-        if config.tie_word_embeddings and holds_head and checkpoint.holds(name):
+        if config.tie_word_embeddings and in_checkpoint and checkpoint.has(name):
             shape = (config.vocab_size, config.hidden_size)
             embedding, head = (checkpoint.tensor(each, shape, dtype) for each in (name, HEAD))
             return replace(config, tie_word_embeddings=torch.equal(embedding, head))
@@ -270,8 +267,9 @@ def read_layer(weights: WeightReader, config: DenseConfig, window: int, attentio
     """Reads one layer.
 
     Args:
-        weights: at the layer, such as "model.layers.3".
-        attention_features: size of the attention's input; 0 for the hidden size.
+        weights: reader with the layer's prefix, such as "model.layers.3.".
+        window: sliding window of the layer in tokens, 0 for none.
+        attention_features: size of the attention's input, 0 for the hidden size.
     """
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return TransformerLayer(

@@ -1,6 +1,6 @@
 """Draft models: a small separate decoder, or a head of one layer that reads hidden states of the target.
 
-A head's input at a position is the embedding of the token and a state. EAGLE-3 (https://arxiv.org/abs/2503.01840) and
+A head computes a position from the embedding of its token and from a state. EAGLE-3 (https://arxiv.org/abs/2503.01840) and
 multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) differ in three points:
 
 | | EAGLE-3 | MTP |
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.contracts.drafter import HiddenStates
 from rootstock_llm.services.worker.exec.models import registry
 from rootstock_llm.services.worker.exec.models.dense import Decoder, DenseConfig, read_layer
 from rootstock_llm.services.worker.exec.models.layers import (
@@ -55,22 +56,22 @@ EAGLE3 = "Eagle3"  # ending of the architecture of an EAGLE-3 head
 
 
 class DecoderDraftModel:
-    """Implements DraftModel by a causal model whose vocabulary is at least the target's."""
+    """Implements DraftModel by a separate causal model, whose vocabulary includes the target's."""
 
     shift = 0
 
     def __init__(self, decoder: CausalModel, layers: tuple[LayerKV, ...], max_context: int, vocab_size: int) -> None:
         """
         Args:
-            vocab_size: size of the target's vocabulary. Tokens outside of it are not drafted.
+            vocab_size: size of the target's vocabulary. Tokens outside of it are never drafted.
         """
         self._decoder, self.layers, self.max_context, self._vocab_size = decoder, layers, max_context, vocab_size
 
     def forward(self, ids: Tensor, states: Tensor | None, rows: RaggedRows, pool: KVPool) -> None:
-        assert states is None, "this model reads no states of the target"
+        assert states is None, "a draft model with shift 0 reads no states of the target"
         self._decoder.forward(ids, rows, pool)
 
-    def entry(self, kept: tuple[Tensor, ...]) -> None:
+    def entry(self, hidden: HiddenStates) -> None:
         return None
 
     def draft(self, wanted: Tensor) -> tuple[Tensor, None]:
@@ -79,38 +80,36 @@ class DecoderDraftModel:
 
 @dataclass(frozen=True)
 class DraftHead(ABC):
-    """The weights of a head of one layer, and the formulas in which heads differ."""
+    """The weights of a head of one layer, and the formulas in which EAGLE-3 and MTP differ. N is the hidden size."""
 
-    # sizes and switches of the layer
-    config: DenseConfig
+    config: DenseConfig  # sizes and switches of the layer
     embedding: Embedding
-    embedding_norm: RmsNorm
-    state_norm: RmsNorm
+    embedding_norm: RmsNorm  # norm of the token's embedding
+    state_norm: RmsNorm  # norm of the state
     layer: TransformerLayer
-    norm: RmsNorm
-    head: Head
-    # layers of the target whose inputs the head reads, see Decoder
-    aux_layers: tuple[int, ...]
+    norm: RmsNorm  # norm of the layer's output, before the vocabulary projection
+    head: Head  # vocabulary projection
+    aux_layers: tuple[int, ...]  # layers of the target whose inputs the head reads, see Decoder
 
     @abstractmethod
     def entry(self, out: Tensor, aux: tuple[Tensor, ...]) -> None:
-        """Writes the states out [T, N] for the aux states [T, N] of T tokens of the target."""
+        """Computes the states [T, N] of T tokens into `out`, from the target's hidden states `aux`, [T, N] per aux layer."""
 
     @abstractmethod
     def layer_input(self, both: Tensor, states: Tensor, context: ForwardContext) -> Tensor:
-        """Sets the residual, and returns the input of the layer's attention.
+        """Sets context.residual, and returns the input of the layer's attention.
 
         Args:
-            both: [T, 2 N], normed embeddings and normed states.
-            states: [T, N].
+            both: [T, 2 N], normed embeddings, then normed states.
+            states: [T, N], the states before the norm.
         """
 
     @abstractmethod
     def next_states(self, output: Tensor, normed: Tensor) -> Tensor:
-        """Returns the states with which the draft tokens' entries are computed: the layer's output or its norm."""
+        """Returns the states [W, N] for the entries of the draft tokens: `output`, or `normed`, its norm."""
 
     def tokens(self, draft_ids: Tensor) -> Tensor:
-        """Returns the target's ids of the head's tokens."""
+        """Converts token ids of the head's vocabulary to those of the target's."""
         return draft_ids
 
     def tensors(self) -> Iterator[Tensor]:
@@ -118,7 +117,7 @@ class DraftHead(ABC):
             yield from part.tensors()
 
     def num_bytes(self, target: Decoder) -> int:
-        """Returns the bytes of the head's storage that it does not share with the target."""
+        """Returns the bytes of the head's weights that it does not share with the target."""
         return storage_bytes(self.tensors(), target.model.tensors())
 
 
@@ -126,10 +125,8 @@ class DraftHead(ABC):
 class Eagle3Head(DraftHead):
     """An EAGLE-3 head. Its embedding norm is the layer's input norm, and its attention reads 2 N features."""
 
-    # [N, N * number of aux layers]
-    fc: Linear
-    # int64[draft vocabulary]: target token of each draft token. None if both vocabularies are equal
-    ids: Tensor | None
+    fc: Linear  # [N, N * number of aux layers], projects the hidden states of the aux layers to a state
+    ids: Tensor | None  # int64[draft vocabulary], the target's id of each token of the head; None if both vocabularies are equal
 
     def entry(self, out: Tensor, aux: tuple[Tensor, ...]) -> None:
         self.fc.forward(out, torch.cat(aux, 1))
@@ -151,11 +148,13 @@ class Eagle3Head(DraftHead):
 
 @dataclass(frozen=True)
 class MtpHead(DraftHead):
-    """The layer for multi-token prediction of a checkpoint, with the target's embedding and vocabulary projection."""
+    """The layer for multi-token prediction in the target's checkpoint.
 
-    # [N, 2 N]
-    joined: Linear
-    target_norm: RmsNorm
+    It uses the target's embedding and vocabulary projection.
+    """
+
+    joined: Linear  # [N, 2 N], joins the normed embedding and the normed state
+    target_norm: RmsNorm  # the target's final norm, which makes a state of its last layer's output
 
     def entry(self, out: Tensor, aux: tuple[Tensor, ...]) -> None:
         (last,) = aux
@@ -175,7 +174,7 @@ class MtpHead(DraftHead):
 
 
 class HeadDraftModel:
-    """Implements DraftModel by a draft head, with separate buffers."""
+    """Implements DraftModel by a draft head. Its activation buffers are separate from the target's."""
 
     shift = 1
 
@@ -192,9 +191,9 @@ class HeadDraftModel:
         self._space = Workspace(weight.dtype, weight.device)
         self._last: tuple[Tensor, Tensor] | None = None  # residual and update of the last pass
 
-    def entry(self, kept: tuple[Tensor, ...]) -> Tensor:
-        states = torch.empty((len(kept[0]), self._hidden_size), dtype=kept[0].dtype, device=kept[0].device)
-        self._head.entry(states, kept)
+    def entry(self, hidden: HiddenStates) -> Tensor:
+        states = torch.empty((len(hidden[0]), self._hidden_size), dtype=hidden[0].dtype, device=hidden[0].device)
+        self._head.entry(states, hidden)
         return states
 
     def forward(self, ids: Tensor, states: Tensor | None, rows: RaggedRows, pool: KVPool) -> None:
@@ -209,7 +208,7 @@ class HeadDraftModel:
         self._last = context.residual, context.update
 
     def draft(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._last is not None, "draft tokens follow a pass"
+        assert self._last is not None, "draft() is called after forward()"
         head = self._head
         output, update = (each[wanted] for each in self._last)
         normed = torch.empty_like(output)
@@ -228,10 +227,10 @@ def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kern
     draft_vocab = int(getattr(given, "draft_vocab_size", None) or config.vocab_size)
     with closing(Checkpoint(folder)) as checkpoint:
         weights = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.weight.device), kernels)
-        body = weights.at("model") if checkpoint.holds("model.norm.weight") else weights
-        name = "layers.0" if checkpoint.holds(f"{body.prefix}layers.0.hidden_norm.weight") else "midlayer"
+        body = weights.at("model") if checkpoint.has("model.norm.weight") else weights
+        name = "layers.0" if checkpoint.has(f"{body.prefix}layers.0.hidden_norm.weight") else "midlayer"
         layer = read_layer(body.at(name), config, 0, 2 * hidden)
-        has_embedding = checkpoint.holds(f"{body.prefix}embed_tokens.weight")
+        has_embedding = checkpoint.has(f"{body.prefix}embed_tokens.weight")
         return Eagle3Head(
             config=config,
             embedding=Embedding.read(body.at("embed_tokens"), config.vocab_size, hidden) if has_embedding else model.embedding,
@@ -247,43 +246,45 @@ def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kern
 
 
 def _eagle3_config(folder: Path, given: Any, target: DenseConfig) -> DenseConfig:
-    """Returns the config of the head's layer, whose family its architecture names. Raises UnsupportedModel."""
+    """Returns the config of the head's layer. The name of the architecture begins with its family. Raises UnsupportedModel."""
     architecture = architecture_of(given)
     if not architecture.endswith(EAGLE3):
-        raise UnsupportedModel(f"{folder} has the architecture {architecture}; that of an EAGLE-3 head ends in {EAGLE3}")
+        raise UnsupportedModel(
+            f"{folder} has the architecture {architecture}; the architecture of an EAGLE-3 head ends in {EAGLE3}"
+        )
     given.architectures, given.num_hidden_layers = [architecture.removesuffix(EAGLE3)], 1
-    given.model_type = registry.model_type_of(architecture_of(given))  # because the config may have another model_type
+    given.model_type = registry.model_type_of(architecture_of(given))  # the config of a head may have another model_type
     if getattr(given, "layer_types", None):
         given.layer_types = given.layer_types[:1]
     config = registry.config_of(given)
     if config.hidden_size != target.hidden_size or config.vocab_size != target.vocab_size:
         raise UnsupportedModel(
-            f"{folder} is for a model of {config.vocab_size} tokens and hidden size {config.hidden_size}, not of"
-            f" {target.vocab_size} and {target.hidden_size}"
+            f"{folder} drafts for a model with a vocabulary of {config.vocab_size} tokens and hidden size {config.hidden_size};"
+            f" this model has {target.vocab_size} and {target.hidden_size}"
         )
     return config
 
 
 def _eagle3_aux_layers(given: Any, num_layers: int) -> tuple[int, ...]:
-    """Returns the aux layers. Raises UnsupportedModel for layers that the target lacks.
+    """Returns the aux layers. Raises UnsupportedModel if the target does not have these layers.
 
-    A config names layers by their outputs, which are the inputs of the next layers. The default is a low, the middle and a
-    high layer.
+    The config lists the layers whose outputs the head reads. The output of layer i is the input of layer i + 1. The default is an
+    early, the middle and a late layer.
     """
     named = (getattr(given, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
     layers = tuple(int(layer) + 1 for layer in named) if named else (2, num_layers // 2, num_layers - 3)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
-        raise UnsupportedModel(f"an EAGLE-3 head cannot read layers {layers} of a model that has {num_layers}")
+        raise UnsupportedModel(f"an EAGLE-3 head cannot read the inputs of layers {layers} of a model with {num_layers} layers")
     return layers
 
 
 def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int, device: torch.device) -> Tensor | None:
-    """Returns the target's token of each token of the head. The tensor d2t has the differences. Raises CheckpointError."""
-    if draft_vocab == vocab_size and not checkpoint.holds("d2t"):
+    """Returns Eagle3Head.ids. The tensor d2t has the difference of both ids for each token. Raises CheckpointError."""
+    if draft_vocab == vocab_size and not checkpoint.has("d2t"):
         return None
     ids = torch.arange(draft_vocab) + checkpoint.integers("d2t", (draft_vocab,))
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise CheckpointError(f"d2t has tokens outside of the target's vocabulary of {vocab_size} tokens")
+        raise CheckpointError(f"the tensor d2t has tokens outside of the target's vocabulary of {vocab_size} tokens")
     return ids.to(device)
 
 
@@ -291,20 +292,22 @@ def load_mtp(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels
     """Loads the MTP layer of the target's checkpoint. Raises CheckpointError if the folder has no such layer."""
     model = target.model
     config = replace(model.config, num_layers=1, windows=(0,))
-    hidden, eps, behind = config.hidden_size, config.rms_norm_eps, f"layers.{len(model.layers)}"
+    hidden, eps, additional = config.hidden_size, config.rms_norm_eps, f"layers.{len(model.layers)}"
     with closing(Checkpoint(folder)) as checkpoint:
-        if checkpoint.holds("mtp.fc.weight"):
+        if checkpoint.has("mtp.fc.weight"):
             prefix, name = "mtp", "layers.0"
             embedding_norm, state_norm, joined, norm = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
-        elif checkpoint.holds(f"model.{behind}.eh_proj.weight"):
-            prefix, name = "model", behind
+        elif checkpoint.has(f"model.{additional}.eh_proj.weight"):
+            prefix, name = "model", additional
             embedding_norm, state_norm, joined, norm = (
-                f"{behind}.{each}" for each in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+                f"{additional}.{each}" for each in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
             )
         else:
-            raise CheckpointError(f"{folder} has no layer for multi-token prediction: neither mtp.* nor model.{behind}.eh_proj")
+            raise CheckpointError(
+                f"{folder} has no layer for multi-token prediction: neither mtp.* nor model.{additional}.eh_proj"
+            )
         if model.head is None:
-            raise CheckpointError(f"{folder} has no vocabulary projection to draft with")
+            raise CheckpointError(f"{folder} has no vocabulary projection, which an MTP layer needs to draft tokens")
         body = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.weight.device), kernels).at(prefix)
         return MtpHead(
             config=config,

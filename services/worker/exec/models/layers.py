@@ -1,12 +1,12 @@
-"""The layers of decoder models, and the state that the layers of one forward pass share.
+"""The layers of decoder models, and the buffers that the layers of one forward pass share.
 
-A layer has tensors in the layout of its kernels:
+A layer has its weights in the layout of its kernels, and these methods:
 
-- `read()` gets them from a WeightReader.
-- `forward()` writes its result into its first argument.
-- `tensors()` yields the tensors that stay in memory.
-- `buffers()` returns the activation buffers, if the layer uses any.
-- `cache` is the size of a token's KV, if the layer caches tokens.
+- `read()` makes the layer from the tensors of a WeightReader.
+- `forward()` writes the result into its first argument.
+- `tensors()` yields the weights that stay in memory.
+- `buffers()` returns the activation buffers that forward() uses, if there are any.
+- `cache` is the size of a token's KV, if the layer has KV.
 
 Shapes: T tokens of the pass, hidden size N, H query heads, G key/value heads, head size D, vocabulary V.
 """
@@ -28,10 +28,10 @@ Take = Callable[[str, int], Tensor]  # returns the buffer [T, columns] of a name
 
 
 class Workspace:
-    """Activation buffers that stay allocated from step to step, because new buffers cause page faults.
+    """Activation buffers that stay allocated from step to step, because new memory would cause page faults.
 
-    A buffer grows to the largest requested size until fix() is called. Then its size is fixed, because captured graphs have its
-    address.
+    Until fix() is called, a buffer grows to the largest requested size. Then sizes and addresses are constant, because captured
+    graphs contain the addresses.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Workspace:
         self._fixed = True
 
     def take(self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a buffer [rows, columns] of undefined contents, valid until the same name is taken again.
+        """Returns the buffer of this name as [rows, columns], with undefined content. Valid until the next take() of the name.
 
         Raises:
             ValueError: the workspace is fixed and has no buffer of this name and size.
@@ -53,9 +53,11 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < rows * columns:
             if self._fixed:
-                raise ValueError(f"{rows} rows of {name} exceed the reserved buffer")
+                raise ValueError(
+                    f"buffer {name} is too small for {rows} rows of {columns}, and its size is fixed after reserve()"
+                )
             buffer = self._buffers[name] = torch.empty(rows * columns, dtype=dtype or self._dtype, device=self._device)
-        assert buffer.dtype == (dtype or self._dtype), "a name is always taken with the same dtype"
+        assert buffer.dtype == (dtype or self._dtype), "all calls for a name have the same dtype"
         assert buffer.numel() >= rows * columns, "a buffer has at least the requested size"
         return buffer[: rows * columns].view(rows, columns)
 
@@ -69,16 +71,17 @@ class Attend(Protocol):
 
 
 class ForwardContext:
-    """The inputs and the buffers that all layers of one forward pass over T tokens share.
+    """The inputs and the activation buffers that all layers of one forward pass over T tokens share.
 
-    The output of a layer is the sum of `residual` and `update`, [T, N] each.
+    The output of a layer is the sum of the buffers `residual` and `update`, [T, N] each. `hidden` is a buffer for normed states.
     """
 
     def __init__(self, space: Workspace, hidden_size: int, rows: RaggedRows, cos_sin: Tensor, attend: Attend) -> None:
         """Takes the buffers that every layer uses.
 
         Args:
-            cos_sin: float32[positions, D]: cosines, then sines, of D / 2 angles.
+            space: owns the buffers.
+            cos_sin: float32[positions, D]: per position, the cosines and then the sines of D / 2 angles.
         """
         self.rows, self.cos_sin, self.attend = rows, cos_sin, attend
         self._space, self._num_tokens = space, len(rows.positions)
@@ -86,7 +89,7 @@ class ForwardContext:
         self.residual, self.update, self.hidden = stream_buffers(self.take, hidden_size)
 
     def take(self, name: str, columns: int) -> Tensor:
-        """Returns the buffer [T, columns] of this name. All layers that take the name share its memory."""
+        """Returns the buffer [T, columns] of this name. All layers that take a name get the same memory."""
         found = self._taken.get((name, columns))
         if found is None:
             found = self._taken[name, columns] = self._space.take(name, self._num_tokens, columns)
@@ -102,12 +105,12 @@ def stream_buffers(take: Take, hidden_size: int) -> tuple[Tensor, Tensor, Tensor
 class Linear:
     """y = x W^T + b."""
 
-    packed: PackedLinear
+    packed: PackedLinear  # W and b in the layout of the kernels
     kernels: Kernels
 
     @classmethod
     def read(cls, weights: WeightReader, parts: Sequence[tuple[str, int]], in_features: int, bias: bool = False) -> Linear:
-        """Reads projections of one input as one matrix.
+        """Reads several projections of one input as one matrix.
 
         Args:
             parts: names of the projections and their numbers of output features.
@@ -148,8 +151,7 @@ class RmsNorm:
 class Embedding:
     """A vector for each token of the vocabulary."""
 
-    # [V, N]
-    weight: Tensor
+    weight: Tensor  # [V, N]
 
     @classmethod
     def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int) -> Embedding:
@@ -168,14 +170,12 @@ class Attention:
 
     qkv: Linear
     o: Linear
-    # RMS norm weights [D] of queries and of keys, or None
-    qk_norms: tuple[Tensor, Tensor] | None
-    eps: float
+    qk_norms: tuple[Tensor, Tensor] | None  # weights [D] of the RMS norms of queries and of keys, or None without norms
+    eps: float  # epsilon of these norms
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # number of last tokens, including the token itself, to which a token attends; 0 for all
-    window: int
+    window: int  # number of last tokens, itself included, to which a token attends; 0 for all
     kernels: Kernels
 
     @classmethod
@@ -197,7 +197,7 @@ class Attention:
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         qkv = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
         norms = [weights.tensor(f"{name}.weight", head_dim) for name in ("q_norm", "k_norm") if qk_norm]
-        assert len(norms) in (0, 2), "queries and keys are both normed, or neither"
+        assert len(norms) in (0, 2), "either both queries and keys have a norm, or none of them"
         return cls(
             qkv=Linear.read(weights, qkv, in_features, qkv_bias),
             o=Linear.read(weights, [("o_proj", hidden_size)], q_size, o_bias),
@@ -212,16 +212,16 @@ class Attention:
 
     @property
     def cache(self) -> LayerKV:
-        """The cache size of the layer, per token."""
+        """The size of a token's KV in the layer."""
         return LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
 
     def buffers(self, take: Take) -> tuple[Tensor, Tensor]:
-        """Returns buffers of the projections [T, (H + 2 G) D] and of the mixed values [T, H D]."""
+        """Returns the buffers of queries, keys and values, [T, (H + 2 G) D], and of the attention result, [T, H D]."""
         return take("qkv", self.qkv.packed.out_features), take("mixed", self.o.packed.in_features)
 
     def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
         """Writes keys and values of the tokens to the pools, and the attention's output to out [T, N]."""
-        assert context.cos_sin.shape[1] == self.head_dim, "cosines and sines of half a head's dimensions each"
+        assert context.cos_sin.shape[1] == self.head_dim, "the table has cosines and sines of D / 2 angles"
         qkv, mixed = self.buffers(context.take)
         keys, values = pools
         self.qkv.forward(qkv, x)
@@ -267,7 +267,7 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class TransformerLayer:
-    """Attention and an MLP. Each of them follows a norm, and its output is added to the residual stream."""
+    """Attention and an MLP. Each of them has a norm before it, and its output is added to the residual stream."""
 
     input_norm: RmsNorm
     attention: Attention
@@ -279,15 +279,15 @@ class TransformerLayer:
         return self.attention.cache
 
     def reserve(self, take: Take) -> None:
-        """Takes the buffers that forward() will take."""
+        """Takes all buffers that forward() uses, so that they are allocated before the first step."""
         self.attention.buffers(take)
         self.mlp.buffers(take)
 
     def forward(self, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
-        """Adds the attention to the residual, and writes the MLP's output to the update.
+        """Adds the output of attention to context.residual, and writes the output of the MLP to context.update.
 
         Args:
-            x: the attention's input, [T, K]. It is normed, and may be the buffer `hidden`.
+            x: [T, K], the input of attention after its norm. It may be context.hidden.
             pools: the layer's keys and values.
         """
         self.attention.forward(context.update, x, pools, context)
@@ -311,7 +311,7 @@ class Head:
 
     @classmethod
     def tied(cls, embedding: Embedding, kernels: Kernels) -> Head:
-        """Returns the head whose weight is the embedding's."""
+        """Returns the head that uses the weight of the embedding."""
         return cls(Linear(kernels.pack_linear(embedding.weight, None), kernels))
 
     @property
@@ -319,7 +319,7 @@ class Head:
         return self.linear.packed.out_features
 
     def forward(self, logits: Tensor, x: Tensor) -> None:
-        """Writes float32[T, V]."""
+        """Writes the logits, float32[T, V]."""
         self.linear.forward(logits, x)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -331,7 +331,7 @@ def packed_tensors(linear: PackedLinear) -> list[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor], shared: Iterable[Tensor] = ()) -> int:
-    """Returns the bytes of the tensors' storage, each storage counted once, without the storage of `shared`."""
+    """Returns the bytes of the tensors, except those that share storage with `shared`. Shared storage counts once."""
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     for tensor in shared:
         sizes.pop(tensor.untyped_storage().data_ptr(), None)

@@ -1,4 +1,4 @@
-"""A loaded model, and the sizes by which an executor allocates."""
+"""A loaded model, and the sizes on which the executor's allocations depend."""
 
 from __future__ import annotations
 
@@ -21,33 +21,29 @@ NO_GRAPHS = GraphLimits()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """A model on its device, and facts about it."""
+
     model: CausalModel
-    # transformers PreTrainedConfig
-    config: Any
-    kernels: LayerKernels
-    dtype: torch.dtype
-    # cache size of each layer, per token; empty for an encoder
-    layers: tuple[LayerKV, ...]
-    # tokens
-    context_len: int
-    # resident
-    weight_bytes: int
-    # how vectors are made of hidden states
-    pooling: PoolingConfig
-    # whether the model has a vocabulary projection
-    generates: bool
+    config: Any  # transformers PreTrainedConfig
+    kernels: LayerKernels  # kernels for which the weights are packed
+    dtype: torch.dtype  # dtype of weights and KV
+    layers: tuple[LayerKV, ...]  # size of a token's KV in each layer; empty for an encoder
+    context_len: int  # tokens
+    weight_bytes: int  # bytes of the weights, packed copies included
+    pooling: PoolingConfig  # how an embedding is made of hidden states
+    generates: bool  # whether the model has a vocabulary projection
     is_encoder: bool = False
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The sizes by which pools, tables and sampler are allocated."""
+        """The values on which the allocation of pools, tables and sampler depends."""
         config = self.config
         sizes = config.vocab_size, config.hidden_size, self.context_len
         return architecture_of(config), *sizes, self.layers, self.dtype, self.pooling, self.generates
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of all layers."""
+        """Bytes of a token's keys and values over all layers."""
         return bytes_per_token(self.layers, self.dtype)
 
     def info(
@@ -58,7 +54,16 @@ class LoadedModel:
         graphs: GraphLimits = NO_GRAPHS,
         context_len: int | None = None,
     ) -> LoadedInfo:
-        """Describes the model to the engine, with the context length of the executor or, by default, of the model."""
+        """Returns the description of the model for the engine.
+
+        Args:
+            request: the request with which the model was loaded.
+            num_pages: pages of the KV pool.
+            graph_rows: see LoadedInfo.
+            graphs: limits of the graphs.
+            context_len: context length of the executor, or None for the model's.
+        """
+        fingerprint = request.target.numerics
         return LoadedInfo(
             architecture=architecture_of(self.config),
             context_len=context_len or self.context_len,
@@ -74,9 +79,7 @@ class LoadedModel:
             needs_whole_prompt=self.is_encoder,
             pooling_reuses_prefix=self.pooling.kind == PoolingKind.LAST and not self.is_encoder,
             load_seconds=request.phases.seconds(),
-            numerics=told(self.dtype, self.context_len, request.page_size)
-            if (told := request.target.numerics) is not None
-            else "",
+            numerics="" if fingerprint is None else fingerprint(self.dtype, self.context_len, request.page_size),
             graph_rows=graph_rows,
             graph_rereads=graphs.rereads,
             eager_step_cost=graphs.eager_cost,

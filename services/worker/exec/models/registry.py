@@ -1,4 +1,4 @@
-"""The model class of each architecture that config.json can name, and the configs that these classes do not cover."""
+"""Maps architectures of config.json to our model classes, and refuses configs that these classes cannot compute."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ ARCHITECTURES = {f"{family}{ending}": model for family, model in FAMILIES.items(
 
 
 class NotCovered(UnsupportedModel):
-    """No class of this registry can compute the model. transformers' code may be able to."""
+    """Raised if no class of this registry can compute the model. transformers' code may be able to compute it."""
 
 
 def config_of(given: Any) -> DenseConfig:
-    """Returns the config with which the architecture's class reads its weights.
+    """Converts a config for the model class of its architecture.
 
     Args:
         given: a transformers PreTrainedConfig.
 
     Raises:
-        NotCovered: transformers' code may compute the model.
+        NotCovered: no model class can compute the model.
         UnsupportedModel: the config has sizes that no decoder can have.
     """
     architecture = architecture_of(given)
     model = ARCHITECTURES.get(architecture)
     if model is None:
-        raise NotCovered(f"architecture {architecture} is not one of {', '.join(sorted(FAMILIES))}")
+        raise NotCovered(
+            f"architecture {architecture} is not of a family that this worker has code for: {', '.join(sorted(FAMILIES))}"
+        )
     _check_covered(given, architecture)
     _check_sizes(given)
     return model.config_of(given)
 
 
 def model_type_of(architecture: str) -> str:
-    """Returns the model_type that configs of a registered architecture have."""
+    """Returns the model_type in configs of a registered architecture."""
     return architecture.removesuffix(CAUSAL).removesuffix(BASE).lower()
 
 
 def _check_covered(given: Any, architecture: str) -> None:
-    """Refuses a config whose arithmetic the dense models lack. Raises NotCovered."""
+    """Checks that the dense models implement the arithmetic of the config. Raises NotCovered if not."""
     if given.model_type != model_type_of(architecture):
-        raise NotCovered(f"model type {given.model_type} is not that of {architecture}")
+        raise NotCovered(f"model_type {given.model_type} does not match architecture {architecture}")
     if given.hidden_act != "silu":
         raise NotCovered(f"hidden_act {given.hidden_act} is not supported; supported: silu")
     if not getattr(given, "is_causal", True) or getattr(given, "use_bidirectional_attention", False):
@@ -60,11 +62,12 @@ def _check_covered(given: Any, architecture: str) -> None:
 
 
 def _check_sizes(given: Any) -> None:
-    """Refuses sizes that no decoder can have. Raises UnsupportedModel."""
+    """Checks that the sizes are positive and fit each other. Raises UnsupportedModel if not."""
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(getattr(given, name), int) or getattr(given, name) < 1:
-            raise UnsupportedModel(f"{name} {getattr(given, name)} is not a positive number")
+            raise UnsupportedModel(f"{name} is {getattr(given, name)}; it must be a positive integer")
     if given.num_attention_heads % (given.num_key_value_heads or given.num_attention_heads):
         raise UnsupportedModel(
-            f"{given.num_attention_heads} heads are not a multiple of {given.num_key_value_heads} key/value heads"
+            f"num_attention_heads {given.num_attention_heads} is not a multiple of"
+            f" num_key_value_heads {given.num_key_value_heads}"
         )

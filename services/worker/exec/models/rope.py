@@ -1,4 +1,4 @@
-"""Rotary embedding tables: default, linear, llama3 and yarn scaling, as transformers' modeling_rope_utils defines them."""
+"""Computes tables for rotary embedding, with the scalings of transformers' modeling_rope_utils: default, linear, llama3, yarn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _base_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 
 def _llama3(rope: dict[str, Any], frequencies: Tensor) -> Tensor:
-    """Stretches long wavelengths by the factor, leaves short wavelengths unchanged, and interpolates between (Llama 3.1)."""
+    """Stretches long wavelengths by the factor, leaves short ones unchanged, and interpolates for those between (Llama 3.1)."""
     factor, old_context = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     wavelengths = 2 * math.pi / frequencies
@@ -40,7 +40,7 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
 
 
 def _yarn(rope: dict[str, Any], frequencies: Tensor, head_dim: int) -> tuple[Tensor, float]:
-    """Returns frequencies, and the factor of cosines and sines (arXiv 2309.00071)."""
+    """Returns the scaled frequencies, and the factor by which cosines and sines are multiplied (arXiv 2309.00071)."""
     factor, base = float(rope["factor"]), float(rope["rope_theta"])
     old_context = float(rope["original_max_position_embeddings"])
 
@@ -57,12 +57,17 @@ def _yarn(rope: dict[str, Any], frequencies: Tensor, head_dim: int) -> tuple[Ten
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int) -> Tensor:
-    """Returns float32[num_positions, head_dim]: cosines, then sines, of head_dim / 2 angles. Raises UnsupportedModel.
+    """Returns float32[num_positions, head_dim]: per position, cosines and then sines of head_dim / 2 angles.
 
     Args:
         rope: the rope_parameters of the config.
+        head_dim: elements of a head; even.
+        num_positions: positions from 0 on.
+
+    Raises:
+        UnsupportedModel: the rope_type is not in ROPE_TYPES.
     """
-    assert head_dim % 2 == 0 and num_positions > 0, "angles of pairs of dimensions"
+    assert head_dim % 2 == 0 and num_positions > 0, "dimensions are rotated in pairs"
     kind = rope.get("rope_type", "default")
     frequencies, attention_factor = _base_frequencies(rope, head_dim), 1.0
     if kind == "linear":
@@ -73,6 +78,6 @@ def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int) -> Tenso
         frequencies, attention_factor = _yarn(rope, frequencies, head_dim)
     elif kind != "default":
         raise UnsupportedModel(f"rope type {kind} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    assert len(frequencies) == head_dim // 2, "an angle for each pair of dimensions"
+    assert len(frequencies) == head_dim // 2, "there is a frequency for each pair of dimensions"
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor

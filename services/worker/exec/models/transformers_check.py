@@ -1,9 +1,9 @@
-"""Loads a causal model through transformers' modeling code, and refuses it if paged attention would compute it wrongly.
+"""Loads a causal model through transformers' modeling code, and refuses the model if paged attention would compute it wrongly.
 
-1. The config is refused if it names layers or sizes that no check covers.
-2. A probe runs the model once over a few tokens. Under PROBE_ATTENTION the layers call probe(), which records the sizes and the
-   mask of each layer, and raises UnsupportedModel for a layer that paged attention cannot compute.
-3. Two trials compare the model with paged attention with the model with its own attention.
+1. The config is refused if it has types or sizes of layers that the next checks do not cover.
+2. A probe runs the model once over a few tokens. With the attention PROBE_ATTENTION, the layers call probe(), which records the
+   sizes and the mask of each layer. It raises UnsupportedModel for a layer that paged attention cannot compute.
+3. Two trials compare the results with paged attention to the results with the model's own attention.
 
 A trial computes two prompts in three steps:
 
@@ -11,10 +11,10 @@ A trial computes two prompts in three steps:
 2. its second chunk, together with the whole second prompt
 3. one decoded token of each prompt
 
-The results differ if the model has state between steps, mixes rows, or has another kind of attention. The short trial runs all
-layers up to the logits. The prompt of the long trial exceeds every block and compression rate of the config, and every window up
-to LONGEST_WINDOW. The long trial runs only the first layers of each kind, because all layers would take most of the start of a
-large model.
+The results differ if the model stores state between steps, mixes rows, or needs another kind of attention. The short trial runs
+all layers and the vocabulary projection. The prompt of the long trial is longer than every block and compression rate of the
+config, and than every window up to LONGEST_WINDOW. The long trial runs only the first layers of each kind, because all layers
+would take too long for a large model.
 """
 
 from __future__ import annotations
@@ -54,41 +54,40 @@ from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import i
 
 PROBE_ATTENTION = "rootstock_probe"
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
-PAGE_SIZE = 4
-SHORTEST, CUT, SHORT = 24, 11, 8  # tokens of the short trial's first prompt, of its first chunk, and of the second prompt
-LONGER = 160  # minimum length of the long trial's prompt; some classes have a block of 128 that their config does not name
+PAGE_SIZE = 4  # tokens of a page in the trials
+SHORTEST, CUT, SHORT = 24, 11, 8  # short trial: tokens of the first prompt, of its first chunk, and of the second prompt
+LONGER = 160  # smallest length of the long trial's prompt; some classes have a block of 128 tokens that no config shows
 BEYOND = 24  # tokens of the long trial's prompt after the last boundary
-LONGEST = 2048  # maximum length of the long trial's prompt in tokens; later boundaries are not tried
-LONGEST_WINDOW = 1024  # tokens; longer windows are not tried, but checked by their masks
-TOLERANCE = 1e-3
-HALF_TOLERANCE = 0.05  # rounding of half precision depends on the order of sums
-AGREEING = 0.95  # share of a long prompt's tokens that must agree, because a router may send a few tokens to another expert
+LONGEST = 2048  # largest boundary in tokens that the long trial covers
+LONGEST_WINDOW = 1024  # largest window in tokens that the long trial covers; longer windows are checked only by their masks
+TOLERANCE = 1e-3  # largest relative error in float32
+HALF_TOLERANCE = 0.05  # largest relative error in half precision, whose rounding depends on the order of sums
+AGREEING = 0.95  # share of a long prompt's tokens that must agree; rounding may make a router choose another expert for a few
+# A key of a config is a length in tokens if it has a word of _SIZES, and no word of _NO_LENGTHS or _STATE.
 _SIZES = {"block", "chunk", "rate", "rates", "stride", "segment", "compress", "compression", "window"}
 _NO_LENGTHS = {"type", "types", "pattern", "layers", "layer", "theta", "multiplier", "multiple", "dim", "adjust", "forward"}
-_MASKED = {"sliding_window", "attention_chunk_size"}  # transformers describes them by masks
-_STATE = {"mamba", "ssm", "conv"}  # words of layers that are refused by their type
+_STATE = {"mamba", "ssm", "conv"}  # words for layers that are refused by their type
+_MASKED = {"sliding_window", "attention_chunk_size"}  # lengths that transformers expresses by masks, which the probe checks
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCausal:
-    model: TransformersModel
-    # has the layers that were found
-    probe: Probe
-    # resident
-    weight_bytes: int
+    model: TransformersModel  # on the CPU, with paged attention
+    probe: Probe  # has recorded the model's layers
+    weight_bytes: int  # bytes of parameters and buffers
 
 
 def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int, kernels: Kernels) -> LoadedCausal:
-    """Loads the model and checks it with paged attention.
+    """Loads the model on the CPU, and checks it with paged attention.
 
     Args:
-        config: one that refuse_by_config() accepts.
+        config: a config that refuse_by_config() accepts.
         context_len: at most max_context().
-        kernels: of the CPU, for the check.
+        kernels: kernels of the CPU, for the checks.
 
     Raises:
         CheckpointError: the folder cannot be loaded.
-        UnsupportedModel: paged attention computes other numbers than the model's own attention.
+        UnsupportedModel: paged attention cannot compute the model, or its results differ from the model's own attention.
     """
     has_head = is_causal_head(config)
     model = transformers_checkpoint.load(folder, config, auto_class_of(config), dtype, "eager")
@@ -96,7 +95,7 @@ def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int,
     trial = short_trial(int(config.vocab_size), context_len)
     expected = outputs(model, trial, has_head)
     if expected[0].shape[1] != config.vocab_size and has_head:
-        raise UnsupportedModel(f"{expected[0].shape[1]} logits for a vocabulary of {config.vocab_size}")
+        raise UnsupportedModel(f"the model computes {expected[0].shape[1]} logits, but its vocab_size is {config.vocab_size}")
     holder = StepHolder()
     holder.attach(model)
     probe = _probed(model, holder, trial.ids[0], context_len)
@@ -107,11 +106,11 @@ def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int,
     return LoadedCausal(paged, probe, transformers_checkpoint.num_bytes(model))
 
 
-def refuse_by_config(config: Any, asked_context: int | None) -> None:
-    """Refuses a model by its config, before its weights are read. Raises UnsupportedModel.
+def refuse_by_config(config: Any, requested_context: int | None) -> None:
+    """Checks the config of a model before its weights are read. Raises UnsupportedModel.
 
     Args:
-        asked_context: context length in tokens, or None for the model's longest.
+        requested_context: context length in tokens, or None for the longest one of the model.
     """
     name = architecture_of(config)
     refuse_layer_types(config, name)
@@ -122,30 +121,30 @@ def refuse_by_config(config: Any, asked_context: int | None) -> None:
     if config.sub_configs:
         raise UnsupportedModel(served_config.several_models(name, config.sub_configs))
     longest = max_context(config)
-    refuse_sizes(config, min(asked_context or longest, longest), name)
+    refuse_sizes(config, min(requested_context or longest, longest), name)
 
 
 def refuse_layer_types(config: Any, name: str) -> None:
-    """Refuses layers whose type may cache something else than keys and values of single tokens. Raises UnsupportedModel."""
+    """Raises UnsupportedModel if a layer has a type that may cache anything except keys and values of single tokens."""
     unknown = served_config.unknown_layers((getattr(config, each, None) for each in TYPE_LISTS), LAYER_TYPES)
     if unknown:
         raise UnsupportedModel(served_config.unserved_layers(name, unknown))
 
 
 def refuse_sizes(config: Any, context_len: int, name: str) -> None:
-    """Refuses a block, a rate or a window within the context that is longer than any trial. Raises UnsupportedModel."""
+    """Raises UnsupportedModel if a block, compression rate or window is shorter than the context and longer than LONGEST."""
     for key, size in named_sizes(config):
         if LONGEST < size < context_len:
             raise UnsupportedModel(
-                f"{name} names {key} of {size} tokens; attention is checked with {LONGEST} tokens at most. Set context_len to"
-                f" {size} or less."
+                f"{name} has {key} {size}; attention can be checked up to {LONGEST} tokens. Set context_len to {size} or less, so"
+                f" that {key} has no effect."
             )
 
 
 def named_sizes(config: Any) -> Iterator[tuple[str, int]]:
-    """Yields blocks, compression rates and windows of a config, in tokens, by their keys.
+    """Yields (key, tokens) of each block, compression rate and window of a config.
 
-    Windows above LONGEST_WINDOW are left out if transformers describes them by masks.
+    Windows above LONGEST_WINDOW are left out if their key is in _MASKED.
     """
     for key, value in _numbers(config.to_dict(), ""):
         if size_named(key) and value > 1 and not (key in _MASKED and value > LONGEST_WINDOW):
@@ -153,13 +152,13 @@ def named_sizes(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def size_named(key: str) -> bool:
-    """Whether the config's key is that of a length in tokens."""
+    """Whether the value of this key of a config is a length in tokens."""
     words = set(key.split("_"))
     return bool(words & _SIZES) and not words & (_NO_LENGTHS | _STATE)
 
 
 def _numbers(values: Any, key: str) -> Iterator[tuple[str, int]]:
-    """Yields the integers of a JSON value with their keys. A number in an object under a length's key has both keys."""
+    """Yields (key, integer) for all integers in a JSON value. In an object whose key is a length, both keys are joined."""
     if isinstance(values, dict):
         for own, value in values.items():
             yield from _numbers(value, f"{key}_{own}" if size_named(key) else str(own))
@@ -172,37 +171,40 @@ def _numbers(values: Any, key: str) -> Iterator[tuple[str, int]]:
 
 @dataclass(slots=True)
 class Probe:
-    """Records the layers of one pass, in the order in which they run."""
+    """Records the attention layers of one pass, in the order in which they run."""
 
-    context_len: int
-    # by the layer's number in the model
-    layers: dict[int, AttentionLayer] = field(default_factory=dict)
+    context_len: int  # tokens
+    layers: dict[int, AttentionLayer] = field(default_factory=dict)  # by layer_idx of the attention module
 
     def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, window: int | None) -> None:
         name = type(module).__name__
         number = getattr(module, "layer_idx", None)
         if not isinstance(number, int) or number in self.layers:
-            raise UnsupportedModel(f"{name} does not compute one attention over one sequence per layer")
+            raise UnsupportedModel(f"{name} does not compute exactly one attention per layer")
         if not (query.shape[0] == 1 and query.shape[2] == key.shape[2] == value.shape[2]):
-            raise UnsupportedModel(f"{name} attends to other tokens than the prompt's")
+            raise UnsupportedModel(f"{name} attends to tokens that are not in the prompt")
         if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
-            raise UnsupportedModel(f"{name} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads")
+            raise UnsupportedModel(
+                f"{name} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, which do not match"
+            )
         kv = LayerKV(key.shape[1], key.shape[3], value.shape[3])
         self.layers[number] = AttentionLayer(len(self.layers), kv, self._window(name, mask, window))
 
     def _window(self, name: str, mask: Any, window: int | None) -> int:
-        """Returns the window, 0 for none. Raises UnsupportedModel for a mask that is not causal."""
+        """Returns the sliding window in tokens, 0 for none. Raises UnsupportedModel for any other mask."""
         if mask is None:
             return window or 0
         if not isinstance(mask, MaskDescription):
-            raise UnsupportedModel(f"{name} computes its own mask")
+            raise UnsupportedModel(f"{name} computes its attention mask without transformers' mask functions")
         if not mask.is_causal_window(self.context_len):
             raise UnsupportedModel(f"{name} needs a mask other than a causal mask with or without a sliding window")
         return mask.window
 
     def ordered(self) -> Sequence[LayerKV]:
-        """Returns the cache size of each layer, by the index of its pools."""
-        assert [layer.index for layer in self.layers.values()] == list(range(len(self.layers))), "a pool for each layer"
+        """Returns the size of a token's KV in each layer, in the order of the layers' indices in a pool."""
+        assert [layer.index for layer in self.layers.values()] == list(range(len(self.layers))), (
+            "the layers have the indices 0, 1, ... in a pool"
+        )
         return [layer.kv for layer in self.layers.values()]
 
 
@@ -213,8 +215,8 @@ def _probed(model: Any, holder: StepHolder, ids: Tensor, context_len: int) -> Pr
         model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False)
     except UnsupportedModel:
         raise
-    except Exception as error:  # modeling code raises errors of any type; the refusal has the reason
-        raise UnsupportedModel(f"{type(model).__name__} cannot run with another attention: {error!r}") from error
+    except Exception as error:  # of any type, because it comes from modeling code
+        raise UnsupportedModel(f"{type(model).__name__} cannot run with a replaced attention: {error!r}") from error
     if not probe.layers:
         raise UnsupportedModel(f"{type(model).__name__} has no attention layers that can be replaced")
     return probe
@@ -232,7 +234,11 @@ def probe(
     position_bias: Tensor | None = None,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """Records the layer, and returns zeros. query, key, value: [1, heads, tokens, dims] each."""
+    """Takes the place of a layer's attention: records the layer, and returns zeros.
+
+    Args:
+        query, key, value: [1, heads, tokens, elements per head] each.
+    """
     if position_bias is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to its scores")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
@@ -245,17 +251,15 @@ def probe(
 
 @dataclass(frozen=True, slots=True)
 class MaskDescription:
-    """The description from which transformers would make a layer's mask."""
+    """The description from which transformers would make a layer's attention mask."""
 
-    # (batch, head, query position, key position) -> bool
-    allows: MaskFunction
-    # positions; 0 for none
-    window: int
+    allows: MaskFunction  # (batch, head, query position, key position) -> whether the query attends to the key
+    window: int  # sliding window in tokens; 0 for none
 
     def is_causal_window(self, context_len: int) -> bool:
-        """Whether each position attends to itself and to all earlier positions, or to the last `window` of these positions.
+        """Whether each position attends to itself and all earlier positions, or only to the last `window` of them.
 
-        Checks the first positions, the positions around the end of the window, and the last position.
+        It checks the first positions, those around the end of the window, the middle one and the last one.
         """
         assert context_len > 0 and self.window >= 0, "the context is positive and the window is not negative"
         keys = torch.arange(context_len)
@@ -271,29 +275,28 @@ class MaskDescription:
 
 
 def describe_mask(*_: Any, mask_function: MaskFunction, local_size: int | None = None, **__: Any) -> MaskDescription:
-    """Replaces the mask creation of transformers: returns the description of a mask."""
+    """Replaces transformers' function that makes masks: returns the description of the mask."""
     return MaskDescription(mask_function, local_size or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The sizes of a model under check."""
+    """The properties of a model under check."""
 
-    # by the index of their pools
-    layers: Sequence[LayerKV]
+    layers: Sequence[LayerKV]  # size of a token's KV in each layer, by the layer's index in the pool
     dtype: torch.dtype
     kernels: Kernels
-    has_head: bool
+    has_head: bool  # whether logits are compared; otherwise, hidden states are
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Two prompts, and the way in which their tokens are compared."""
+    """Two prompts, and the way in which their results are compared."""
 
     ids: tuple[Tensor, Tensor]  # int64
     cut: int  # tokens of the first prompt's first chunk
-    boundaries: tuple[int, ...] = ()  # positions at which a layer's computation may change
-    agreeing: float = 1.0  # share of the tokens whose numbers agree in float32
+    boundaries: tuple[int, ...] = ()  # positions after which a layer may compute in another way
+    agreeing: float = 1.0  # share of the tokens whose results must agree in float32
 
     @property
     def steps(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
@@ -315,28 +318,28 @@ class Trial:
         return table
 
     def pieces(self) -> Iterator[slice]:
-        """Yields the parts of the first prompt that its cut and the boundaries make."""
+        """Yields the ranges of the first prompt between its start, the cut, the boundaries and its end."""
         long = len(self.ids[0])
         edges = sorted({0, long, self.cut, *(each for each in self.boundaries if each < long)})
         yield from (slice(*pair) for pair in pairwise(edges))
 
 
 def short_trial(vocab_size: int, context_len: int) -> Trial:
-    """Returns the trial of all layers. Raises UnsupportedModel if the prompt exceeds the context."""
+    """Returns the trial for all layers. Raises UnsupportedModel if the context is shorter than the prompt."""
     if context_len < SHORTEST:
-        raise UnsupportedModel(f"a context of {context_len} tokens is too short to check the model with")
+        raise UnsupportedModel(f"context_len is {context_len}; the check of the model needs at least {SHORTEST} tokens")
     return Trial(_prompts(vocab_size, SHORTEST, 1), CUT)
 
 
 def long_trial(config: Any, context_len: int) -> Trial:
-    """Returns the trial whose prompt reaches beyond each boundary that the config names, or to the end of the context."""
+    """Returns the trial whose prompt is longer than each boundary of the config, or as long as the context."""
     boundaries = tuple(sorted({size for _, size in named_sizes(config) if size <= LONGEST and size < context_len}))
     tokens = min(context_len, max((LONGER, *(size + BEYOND for size in boundaries))))
     return Trial(_prompts(int(config.vocab_size), tokens, 3), tokens // 2 - 1, boundaries, AGREEING)
 
 
 def _prompts(vocab_size: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """int64[tokens] and int64[SHORT]."""
+    """Returns random prompts, int64[tokens] and int64[SHORT]."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab_size, (tokens + SHORT,), generator=generator)
     return ids[:tokens], ids[tokens:]
@@ -354,7 +357,7 @@ def outputs(model: Any, trial: Trial, has_head: bool) -> tuple[Tensor, Tensor]:
 
 
 def _check_long(model: Any, decoder: Any, holder: StepHolder, probe: Probe, subject: Subject, trial: Trial) -> None:
-    """Checks the first layers of each kind over many tokens. Leaves the model unchanged, with paged attention."""
+    """Checks the first layers of each kind with the long trial. Afterwards, the model has all layers, with paged attention."""
     count = _layers_of_each_kind(probe, getattr(model.config, "layer_types", None) or ())
     layers = {number: layer for number, layer in probe.layers.items() if number < count}
     with _first_layers(decoder, count, len(probe.layers)) as is_cut:
@@ -367,7 +370,7 @@ def _check_long(model: Any, decoder: Any, holder: StepHolder, probe: Probe, subj
 
 
 def _layers_of_each_kind(probe: Probe, types: Sequence[str]) -> int:
-    """Returns the smallest number of first layers that contain each kind of attention."""
+    """Returns the smallest number n of layers so that the first n layers include every kind of attention."""
     kinds: dict[object, int] = {}
     for number, layer in sorted(probe.layers.items()):
         kinds.setdefault((types[number] if number < len(types) else "", layer.window, layer.kv), number)
@@ -376,7 +379,12 @@ def _layers_of_each_kind(probe: Probe, types: Sequence[str]) -> int:
 
 @contextmanager
 def _first_layers(decoder: nn.Module, count: int, total: int) -> Iterator[bool]:
-    """Cuts the decoder to its first layers inside the block. Yields False, and cuts nothing, if it finds no list of layers."""
+    """Removes all layers except the first `count` ones while the block runs.
+
+    Yields:
+        Whether layers were removed. False if the decoder's list of layers was not found, or if it has no more than `count`
+        layers.
+    """
     found = next(_lists_of_layers(decoder, total), None)
     if found is None or count >= total:
         yield False
@@ -390,7 +398,7 @@ def _first_layers(decoder: nn.Module, count: int, total: int) -> Iterator[bool]:
 
 
 def _lists_of_layers(decoder: nn.Module, total: int) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
-    """Yields (parent, name, list) for each list of modules whose element i contains the layer with number i."""
+    """Yields (parent module, attribute, list) for each list of modules whose element i has the layer with layer_idx i."""
     for parent in decoder.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == total:
@@ -404,8 +412,8 @@ def _checked(paged: TransformersModel, subject: Subject, expected: tuple[Tensor,
         check(paged, subject, expected, trial)
     except UnsupportedModel:
         raise
-    except Exception as error:  # modeling code raises errors of any type
-        raise UnsupportedModel(f"paged attention does not run in this model: {error!r}") from error
+    except Exception as error:  # of any type, because it comes from modeling code
+        raise UnsupportedModel(f"this model cannot run with paged attention: {error!r}") from error
 
 
 def check(model: CausalModel, subject: Subject, expected: tuple[Tensor, Tensor], trial: Trial) -> None:
@@ -415,7 +423,7 @@ def check(model: CausalModel, subject: Subject, expected: tuple[Tensor, Tensor],
     for slots, starts, ends in trial.steps:
         spans = list(zip(slots, starts, ends, strict=True))
         input_ids = torch.cat([trial.ids[slot][start:end] for slot, start, end in spans])
-        assert len(input_ids) == sum(end - start for _, start, end in spans), "a token for every position"
+        assert len(input_ids) == sum(end - start for _, start, end in spans), "each position has a token"
         model.forward(input_ids, _rows(trial.table, slots, starts, ends), pool)
         wanted = torch.arange(len(input_ids))
         computed = (model.logits(wanted) if subject.has_head else model.states(wanted)).float()
@@ -427,8 +435,8 @@ def check(model: CausalModel, subject: Subject, expected: tuple[Tensor, Tensor],
 
 
 def _rows(table: Tensor, slots: tuple[int, ...], starts: tuple[int, ...], ends: tuple[int, ...]) -> RaggedRows:
-    assert len(slots) == len(starts) == len(ends), "columns of the same rows"
-    assert max(ends) <= table.shape[1] * PAGE_SIZE, "a row has pages for its tokens"
+    assert len(slots) == len(starts) == len(ends), "each row has a slot, a start and an end"
+    assert max(ends) <= table.shape[1] * PAGE_SIZE, "the table has pages for all tokens of a row"
     pieces = [torch.arange(start, end, dtype=torch.int32) for start, end in zip(starts, ends, strict=True)]
     pages = [table[slot][piece // PAGE_SIZE].long() for slot, piece in zip(slots, pieces, strict=True)]
     positions = torch.cat(pieces)
@@ -447,15 +455,17 @@ def _rows(table: Tensor, slots: tuple[int, ...], starts: tuple[int, ...], ends: 
 
 
 def _compare(ours: Tensor, own: Tensor, dtype: torch.dtype, agreeing: float) -> None:
-    """Compares outputs, relative to the norm of each token's output. Raises UnsupportedModel.
+    """Compares the results of each token by the relative error in the norm. Raises UnsupportedModel if too few tokens agree.
 
-    In half precision, half of the tokens must agree. In float32, the share `agreeing` of them must agree. The others may differ,
-    because rounding may make a router choose another expert.
+    In float32, the share `agreeing` of the tokens must agree, and in half precision half of them. The results of the other tokens
+    may differ, because rounding may make a router choose another expert.
     """
     errors = (ours - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-6)
     error, tolerance = (errors.quantile(agreeing), TOLERANCE) if dtype == torch.float32 else (errors.median(), HALF_TOLERANCE)
     if not error <= tolerance:
-        raise UnsupportedModel(f"paged attention computes other results than the model's own attention (off by {error:.2g} of 1)")
+        raise UnsupportedModel(
+            f"paged attention computes other results than the model's own attention (relative error {error:.2g})"
+        )
 
 
 AttentionInterface.register(PROBE_ATTENTION, probe)

@@ -1,7 +1,8 @@
 """Runs a model of transformers' modeling code over a ragged batch, with paged attention in its layers.
 
-The layers call attention by the name of an implementation. Under PAGED_ATTENTION they call attend(), which finds the step in the
-StepHolder of its module. transformers_check accepts or refuses a model.
+In transformers, a model has the name of an attention implementation, which its layers call. For PAGED_ATTENTION, this is
+attend(). It finds the current step in the StepHolder of the calling module. transformers_check.py decides whether a model can be
+computed.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedMod
 from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_causal_head
 
 PAGED_ATTENTION = "rootstock_paged"
-HOLDER = "rootstock_step_holder"  # attribute of attention modules
+HOLDER = "rootstock_step_holder"  # attribute of attention modules that has their StepHolder
 
 
 class TransformersModel:
-    """Implements CausalModel."""
+    """Implements CausalModel with a model of transformers."""
 
     def __init__(self, model: Any, decoder: Any, attention: PagedLayers, max_positions: int) -> None:
         """
         Args:
-            model: its layers call the attention.
-            decoder: the part of the model below its vocabulary projection; the model itself if it has none.
-            max_positions: higher positions are clamped. Only padding rows have them, and their results are dropped.
+            model: a model whose attention implementation is PAGED_ATTENTION.
+            decoder: the part of the model before its vocabulary projection, or the model itself if it has no projection.
+            attention: the layers' attention.
+            max_positions: number of positions. Higher positions, which only padding rows have, are clamped to the last one.
         """
         self._model = model
         self._decoder = decoder
@@ -44,7 +46,7 @@ class TransformersModel:
         self._output: Any = None
 
     def to(self, device: torch.device, kernels: Kernels) -> TransformersModel:
-        """Returns the model on another device, with that device's kernels."""
+        """Moves the model to another device, and returns it with the kernels of that device."""
         moved = self._model.to(device)
         return TransformersModel(moved, self._decoder, self._attention.using(kernels), self._last_position + 1)
 
@@ -56,13 +58,13 @@ class TransformersModel:
 
     def states(self, wanted: Tensor) -> Tensor:
         states: Tensor = self._output.last_hidden_state[0, wanted]
-        assert states.shape[0] == len(wanted), "a vector for each wanted token"
+        assert states.shape[0] == len(wanted), "each wanted token has a state"
         return states
 
     def logits(self, wanted: Tensor) -> Tensor:
         """Projects the states with the model's own code, which may scale or cap the logits. Raises NoVocabulary."""
         if self._head is None:
-            raise NoVocabulary("this model computes vectors and samples no tokens")
+            raise NoVocabulary("this model has no vocabulary projection: it computes embeddings and samples no tokens")
         self._computed.output = type(self._output)(last_hidden_state=self.states(wanted)[None])
         ids = torch.zeros(1, len(wanted), dtype=torch.int64, device=wanted.device)
         logits: Tensor = self._head(input_ids=ids, use_cache=False).logits[0]
@@ -70,7 +72,10 @@ class TransformersModel:
 
 
 class _ComputedLayers(nn.Module):
-    """Replaces the layers of a model, and returns the output that they computed before."""
+    """Takes the place of a model's layers, and returns an output that they have computed before.
+
+    Calling the model then runs only its vocabulary projection, on chosen tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +86,7 @@ class _ComputedLayers(nn.Module):
 
 
 def _replaced(model: nn.Module, path: Sequence[str], leaf: nn.Module) -> nn.Module:
-    """Returns a copy of the model with another module at the path. All other modules are shared, and the model is unchanged."""
+    """Returns a copy of the model with `leaf` as the module at the path. It shares all other modules with the unchanged model."""
     if not path:
         return leaf
     clone = copy.copy(model)
@@ -97,15 +102,13 @@ def _path_of(module: nn.Module, model: nn.Module) -> list[str]:
 class PagedLayers:
     """The attention of one model's layers."""
 
-    # attached to the model
-    holder: StepHolder
-    # by the layer's number in the model
-    layers: Mapping[int, AttentionLayer]
+    holder: StepHolder  # attached to the model's attention modules
+    layers: Mapping[int, AttentionLayer]  # by layer_idx of the attention module
     kernels: Kernels
 
     def begin(self, rows: RaggedRows, pool: KVPool) -> None:
-        """Makes the layers attend to these rows, and write to this pool, until the next call."""
-        assert len(pool.keys) == len(self.layers), "a pool for each layer"
+        """Sets the step of the holder: the layers attend to these rows and use this pool until the next call."""
+        assert len(pool.keys) == len(self.layers), "each layer has keys and values in the pool"
         self.holder.step = PagedStep(rows, pool, self.layers, self.kernels)
 
     def using(self, kernels: Kernels) -> PagedLayers:
@@ -115,32 +118,29 @@ class PagedLayers:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """The state of a forward pass over T tokens."""
+    """The inputs of attention in a forward pass over T tokens."""
 
     rows: RaggedRows
     pool: KVPool
-    # by the layer's number in the model
-    layers: Mapping[int, AttentionLayer]
+    layers: Mapping[int, AttentionLayer]  # by layer_idx of the attention module
     kernels: Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    # index of the layer's pools
-    index: int
-    kv: LayerKV
-    # number of last positions, including the token's own position, to which a token attends; 0 for all
-    window: int
+    index: int  # index of the layer in the pool
+    kv: LayerKV  # size of a token's KV
+    window: int  # number of last tokens, itself included, to which a token attends; 0 for all
 
 
 @dataclass(slots=True)
 class StepHolder:
-    """The Probe or the step for which the attention modules of one model run. The caller of the model's forward sets it.
+    """Passes the current step to the attention modules of one model. The caller of the model sets `step` before each call.
 
-    Keyword arguments are not used, because some models do not pass them to their layers.
+    A keyword argument would not work, because some models do not pass keyword arguments to their layers.
     """
 
-    step: Any = None
+    step: Any = None  # PagedStep, or a Probe while transformers_check inspects the model
 
     def attach(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -149,10 +149,10 @@ class StepHolder:
 
 
 def step_of(module: nn.Module) -> Any:
-    """Returns the step of the module's holder. Raises UnsupportedModel for a module that is no numbered layer."""
+    """Returns the step of the module's holder. Raises UnsupportedModel if the module has no layer_idx, and so no holder."""
     holder = getattr(module, HOLDER, None)
     if not isinstance(holder, StepHolder):
-        raise UnsupportedModel(f"{type(module).__name__} has no layer number")
+        raise UnsupportedModel(f"{type(module).__name__} computes attention and has no layer_idx")
     return holder.step
 
 
@@ -168,12 +168,15 @@ def attend(
     s_aux: Tensor | None = None,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """Writes keys and values to the layer's pages, then attends to them. Ignores the mask: rows and window define it.
+    """Writes keys and values to the layer's pages, then attends to the pages. The rows and the window replace the mask.
 
     Args:
         query: [1, H, T, D].
         key: [1, G, T, D].
         value: [1, G, T, E].
+        scaling: factor of the scores; None for 1 / sqrt(D).
+        softcap: limit of the scores, see Kernels.general_attention; None for no limit.
+        s_aux: attention sinks, see Kernels.general_attention; None for no sinks.
 
     Returns:
         [1, T, H, E], and None in place of attention weights.
@@ -181,8 +184,12 @@ def attend(
     number, step = module.layer_idx, step_of(module)
     assert isinstance(number, int) and isinstance(step, PagedStep)
     layer, rows = step.layers[number], step.rows
-    assert query.shape[2] == key.shape[2] == value.shape[2] == len(rows.positions), "the layer gets the step's tokens"
-    assert key.shape[3] == layer.kv.key_dim and value.shape[3] == layer.kv.value_dim, "the layer has the probed sizes"
+    assert query.shape[2] == key.shape[2] == value.shape[2] == len(rows.positions), (
+        "the layer computes exactly the tokens of the step"
+    )
+    assert key.shape[3] == layer.kv.key_dim and value.shape[3] == layer.kv.value_dim, (
+        "the layer has the sizes that the probe recorded"
+    )
     keys, values = step.pool.layer(layer.index)
     step.kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), rows, keys, values)
     q = query[0].transpose(0, 1)
@@ -198,7 +205,7 @@ def attend(
 def _through_kernel(
     kernels: Kernels, out: Tensor, q: Tensor, keys: Tensor, values: Tensor, rows: RaggedRows, scale: float, window: int
 ) -> None:
-    """Calls the kernel with q in the first columns of a qkv matrix. It reads no other columns."""
+    """Calls paged_attention, which takes queries as the first columns of a qkv matrix. It does not read the other columns."""
     tokens, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     qkv = q.new_empty(tokens, (heads + 2 * kv_heads) * head_dim)
@@ -211,28 +218,28 @@ def auto_class_of(config: Any) -> Any:
 
 
 def max_context(config: Any) -> int:
-    """Returns the longest context in which other rows do not change a row's rotation. Raises UnsupportedModel."""
+    """Returns the longest context in which the angles of a row do not depend on other rows. Raises UnsupportedModel."""
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
-        raise UnsupportedModel(f"{architecture_of(config)} names no max_position_embeddings")
+        raise UnsupportedModel(f"the config of {architecture_of(config)} has no max_position_embeddings")
     originals = [int(rope["original_max_position_embeddings"]) for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
-    return min([longest, *originals])  # in longer contexts, the longest row of a batch changes the angles of all rows
+    return min([longest, *originals])  # beyond it, longrope changes the angles of all rows if one row of the batch is that long
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Returns the rope parameters, one for each type of layer that has its own."""
+    """Returns the rope parameters of the model, or those of each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
 
 
 def decoder_of(model: Any) -> Any:
-    """Returns the part below the vocabulary projection. Raises UnsupportedModel."""
+    """Returns the part of the model before its vocabulary projection. Raises UnsupportedModel if it cannot be found."""
     named = model.get_decoder()
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
     if named is model and not inner:
-        raise UnsupportedModel(f"{type(model).__name__} does not tell its layers from its vocabulary projection")
-    is_below = named is not model and isinstance(named, PreTrainedModel)  # some models name their projection "decoder"
-    return named if is_below or not inner else inner[0]
+        raise UnsupportedModel(f"{type(model).__name__} has no separate module for the layers before its vocabulary projection")
+    is_decoder = named is not model and isinstance(named, PreTrainedModel)  # some models call the projection "decoder"
+    return named if is_decoder or not inner else inner[0]
 
 
 AttentionInterface.register(PAGED_ATTENTION, attend)

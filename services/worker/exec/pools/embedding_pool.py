@@ -1,4 +1,7 @@
-"""Turns hidden states into one vector per request: pooling over chunks, cut, normalisation. Called by the launching thread."""
+"""Makes the embedding of a request from hidden states: pools them over chunks, cuts and normalises the vector.
+
+The thread that launches steps makes all calls.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, RowFault, SlotParams
 
-States = Callable[[Tensor], Tensor]
+States = Callable[[Tensor], Tensor]  # TokenModel.states()
 
 
 class PoolingKind(enum.StrEnum):
@@ -27,36 +30,38 @@ class PoolingConfig:
     """The pooling of a model, from its files."""
 
     kind: PoolingKind
-    normalize: bool  # scale vectors to length 1, unless the request chooses otherwise
+    normalize: bool  # whether vectors are scaled to length 1 if the request does not set EmbeddingParams.normalize
 
 
 def finite_vectors(vectors: Mapping[int, Tensor]) -> tuple[dict[int, NDArray[np.float32]], dict[int, RowFault]]:
-    """Returns vectors on the host, float32[dimensions], and faults, by row of the plan.
+    """Separates vectors that are not finite.
 
-    A row whose vector is not finite has only a fault.
+    Returns:
+        The finite vectors on the host, float32[dimensions], by row of the plan, and faults for the other rows.
     """
-    sound = {row: bool(vector.isfinite().all()) for row, vector in vectors.items()}
-    found = {row: vector.numpy() for row, vector in vectors.items() if sound[row]}
-    return found, {row: RowFault.NAN_LOGITS for row in vectors if not sound[row]}
+    finite = {row: bool(vector.isfinite().all()) for row, vector in vectors.items()}
+    found = {row: vector.numpy() for row, vector in vectors.items() if finite[row]}
+    return found, {row: RowFault.NAN_LOGITS for row in vectors if not finite[row]}
 
 
 @dataclass(slots=True)
 class _Pooled:
-    """The sum over one slot's prompt so far."""
+    """The sum of the hidden states of one slot's prompt so far."""
 
     params: EmbeddingParams
-    total: Tensor | None = None  # float32[hidden], sum of the states of the pooled tokens; unset before the first of them
+    total: Tensor | None = None  # float32[hidden], sum of the states of pooled tokens; None before the first token
     count: int = 0  # number of tokens in the sum
-    end: int = 0  # position after the last token in the sum, so that a repeated step adds nothing twice
+    end: int = 0  # position after the last token in the sum; earlier tokens are not added again if a step is repeated
 
     def add(self, states: Tensor, in_order: bool) -> None:
         """Adds states of tokens.
 
         Args:
             states: [tokens, hidden] in the model dtype.
-            in_order: add one token after the other, so that the cut of a prompt into chunks does not change the bits of the sum.
+            in_order: whether to add one token after another, so that the bits of the sum do not depend on the chunks of the
+                prompt.
         """
-        assert states.dim() == 2 and len(states) > 0, "tokens that count"
+        assert states.dim() == 2 and len(states) > 0, "there are states of tokens to add"
         if in_order:
             summed = states.new_zeros(states.shape[1], dtype=torch.float32) if self.total is None else self.total
             for state in states:
@@ -65,14 +70,14 @@ class _Pooled:
         else:
             summed = states.sum(0, dtype=torch.float32)
             self.total = summed if self.total is None else self.total + summed
-        assert len(states) > 0 and summed.shape == self.total.shape, "all states of a vector are equally wide"
+        assert len(states) > 0 and summed.shape == self.total.shape, "all states have the same size"
         self.count += len(states)
 
     def vector(self, normalize: bool) -> Tensor:
         """Returns float32[dimensions]: the mean of the added states, cut and normalised as requested."""
         if self.total is None:
-            raise RuntimeError("a vector is requested, but none of its pooled tokens was computed")
-        assert 0 < self.count <= self.end, "a prompt has as many tokens as were computed"
+            raise RuntimeError("an embedding is requested before the states of any pooled token were added")
+        assert 0 < self.count <= self.end, "the sum has at most as many tokens as positions before its end"
         mean = self.total / self.count
         cut = mean[: self.params.dimensions] if self.params.dimensions else mean
         wanted = normalize if self.params.normalize is None else self.params.normalize
@@ -80,18 +85,18 @@ class _Pooled:
 
 
 class EmbeddingPool:
-    """The sums of all slots whose requests ask for a vector. A sum begins when the request is admitted to the slot.
+    """The sums of all slots whose requests ask for an embedding. A sum begins with the admission of the request.
 
-    Mean and first-token pooling need all prompt tokens, so that such requests must not have a prefix hit.
+    Pooling by the mean or the first token needs states of the whole prompt, so such a request must not use a cached prefix.
     """
 
     def __init__(self, config: PoolingConfig, device: torch.device | None = None, in_order: bool = False) -> None:
-        """Starts without pools.
+        """Starts without sums.
 
         Args:
             config: pooling of the model.
             device: device of the states, None for the CPU.
-            in_order: sums add one token after the other.
+            in_order: see _Pooled.add().
         """
         self._config, self._in_order = config, in_order
         self._device = device
@@ -104,17 +109,20 @@ class EmbeddingPool:
 
     @property
     def empty(self) -> bool:
-        """Whether no slot's request wants a vector."""
+        """Whether no slot's request asks for an embedding."""
         return not self._pools
 
     def pool(self, plan: BatchPlan, states: States) -> dict[int, Tensor]:
-        """Adds the step's tokens, and returns float32[dimensions] for the rows with `sample` set, by row of the plan.
+        """Adds the states of the step's tokens to the sums, and computes the embeddings of rows that end a prompt (plan.sample).
 
         Args:
             plan: the step's plan.
             states: returns the hidden states after the final norm, [W, hidden], for int64[W] indices into the step's tokens.
+
+        Returns:
+            float32[dimensions] by row of the plan.
         """
-        assert plan.num_extend <= plan.num_rows == len(plan.num_tokens), "extend rows are the first of all rows"
+        assert plan.num_extend <= plan.num_rows == len(plan.num_tokens), "there are at most as many extend rows as rows"
         vectors: dict[int, Tensor] = {}
         if self.empty:
             return vectors
@@ -125,7 +133,7 @@ class EmbeddingPool:
                 continue
             assert int(plan.starts[row]) <= pooled.end or self._config.kind != PoolingKind.MEAN, "a mean leaves no token out"
             first, last = self._counted(plan, row)
-            assert 0 <= first <= last <= int(plan.num_tokens[row]), "what counts lies inside the row"
+            assert 0 <= first <= last <= int(plan.num_tokens[row]), "the pooled tokens are inside the row"
             first = max(first, pooled.end - int(plan.starts[row]))
             if first < last:
                 start = int(offsets[row])
@@ -137,7 +145,7 @@ class EmbeddingPool:
         return vectors
 
     def _counted(self, plan: BatchPlan, row: int) -> tuple[int, int]:
-        """Returns the range, within the row, of the tokens that are pooled."""
+        """Returns the range [first, end) of the pooled tokens within the row."""
         count = int(plan.num_tokens[row])
         if self._config.kind == PoolingKind.MEAN:
             return 0, count

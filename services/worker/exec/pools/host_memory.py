@@ -1,4 +1,4 @@
-"""Measures the memory that this machine has left for a process."""
+"""Measures the host memory that this process may still allocate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _read_int(path: Path) -> int | None:
 
 
 def _reclaimable(stat: Path, key: str) -> int:
-    """Returns the bytes of page cache that the kernel frees before it kills. The cgroup counts them as used."""
+    """Returns the bytes of page cache that a cgroup counts as used, although the kernel frees them before it kills a process."""
     try:
         fields = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines() if " " in line)
         return int(fields.get(key, 0))
@@ -22,28 +22,28 @@ def _reclaimable(stat: Path, key: str) -> int:
 
 
 def _cgroup_free(root: Path, group: str, limit: str, usage: str, cache_key: str) -> list[int]:
-    """Returns the free bytes under each limit, from the group up to the root of its hierarchy."""
-    left, folder = [], root / group.strip("/")
-    for place in (folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)):
-        cap, used = _read_int(place / limit), _read_int(place / usage)
+    """Returns the free bytes under the limit of the group and of each of its parents that has a limit."""
+    free, folder = [], root / group.strip("/")
+    for path in (folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)):
+        cap, used = _read_int(path / limit), _read_int(path / usage)
         if cap is not None and used is not None:
-            left.append(cap - used + _reclaimable(place / "memory.stat", cache_key))
-    return left
+            free.append(cap - used + _reclaimable(path / "memory.stat", cache_key))
+    return free
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the bytes that this process may still allocate: MemAvailable, or less under a cgroup limit (v1 or v2)."""
+    """Returns the bytes that this process may still allocate: MemAvailable, or less if a cgroup (v1 or v2) has a limit."""
     lines = (proc / "meminfo").read_text().splitlines()
-    left = [next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))]
+    free = [next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))]
     try:
         groups = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
     except OSError:
         groups = []
     for _, controllers, group in groups:
         if controllers == "":
-            left += _cgroup_free(cgroups, group, "memory.max", "memory.current", "inactive_file")
+            free += _cgroup_free(cgroups, group, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            left += _cgroup_free(
+            free += _cgroup_free(
                 cgroups / "memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
             )
-    return max(0, min(left))
+    return max(0, min(free))

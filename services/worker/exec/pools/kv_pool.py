@@ -1,9 +1,9 @@
-"""Paged KV memory: the KV of a token per attention layer, pools whose layers may differ, and layer-wise loads into them.
+"""Paged KV memory: the pools, whose layers may have different sizes, and loads that fill their pages layer by layer.
 
-A load runs on a thread in parallel with the steps. The core gets the fact of a load before its last bytes have arrived. From
-then on, a step may have these pages in its tables. The first step with these pages waits on the forward stream for each layer
-before it reads the layer. Later work on the forward stream therefore finds complete pages. All other readers and writers of these
-pages, or of their host memory, call settle() first.
+A load runs on a thread in parallel with the steps. Its fact may be reported to the core before its last layers have arrived (an
+early fact). From then on, a step may have the pages in its page table. On the forward stream, the first such step waits for each
+layer of the load before it reads the layer, so that all later work on this stream finds complete pages. All other readers and
+writers of these pages, or of the host memory that is loaded, call settle() first.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import Kernels
 from rootstock_llm.services.worker.core.contracts.transfers import EARLY_S, I32
-from rootstock_llm.services.worker.exec.streams.cuda_streams import Arrival, NeverCame, Streams
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Arrival, LoadFailed, Streams
 
-MOST_GROUPS = 16  # largest number of groups of layers per load, because each group takes a launch and an event
-SAYS_BYTES = 16 << 20  # smallest size in bytes of a load whose rate is used to predict the duration of later loads
+MOST_GROUPS = 16  # largest number of groups of layers per load; each group takes a launch and an event
+MIN_RATED_BYTES = 16 << 20  # smallest size of a load whose rate predicts the duration of later loads
 
 
 class PoolTooSmall(ValueError):
-    """Raised if the free memory cannot hold the pages of one sequence."""
+    """Raised if the free memory cannot hold a page, or the pages of one request with the configured context."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The size of one layer's KV of a token."""
+    """The size of a token's KV in one layer."""
 
     kv_heads: int  # key/value heads
     key_dim: int  # elements of a key, per head
@@ -38,6 +38,7 @@ class LayerKV:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -48,23 +49,26 @@ class KVPool:
     keys: tuple[Tensor, ...]  # per layer [pages, kv heads, page size, key_dim] in the model dtype; every page id is usable
     values: tuple[Tensor, ...]  # per layer [pages, kv heads, page size, value_dim]
     arrivals: Arrivals | None = None  # layer-wise loads into the pool, None if there are no such loads
-    first: int = 0  # number of the pool's first layer across all pools
+    first: int = 0  # number of the pool's first layer; layers are numbered across the pools of model and draft model
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.values), "each layer has keys and values"
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values for the next launch on the current stream, which waits for a load if needed."""
+        """Returns a layer's keys and values for the next launch on the current stream.
+
+        The stream first waits for loads of the layer.
+        """
         if self.arrivals is not None:
             self.arrivals.wait(self.first + index)
         return self.keys[index], self.values[index]
 
 
-NO_POOL = KVPool((), ())  # in place of a pool whose memory is released
+NO_POOL = KVPool((), ())  # stands for a pool whose memory is released or not allocated yet
 
 
 def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
-    """Returns the bytes of keys and values over all layers."""
+    """Returns the bytes of a token's keys and values over all layers."""
     return sum(layer.size for layer in layers) * dtype.itemsize
 
 
@@ -76,7 +80,7 @@ def kv_pool_tokens(free_bytes: int, mem_fraction_static: float, token_bytes: int
         mem_fraction_static: the share, 0 to 1.
         token_bytes: bytes of a token's KV.
     """
-    assert token_bytes > 0, "a token takes memory"
+    assert token_bytes > 0, "a token's KV takes memory"
     return max(0, int(free_bytes * mem_fraction_static)) // token_bytes
 
 
@@ -89,14 +93,14 @@ def allocate(
     arrivals: Arrivals | None = None,
     first: int = 0,
 ) -> KVPool:
-    """Allocates a pool.
+    """Allocates a pool with undefined content.
 
     Args:
-        layers: sizes of the layers.
+        layers: sizes of a token's KV in each layer.
         num_pages: pages of the pool.
         page_size: tokens of a page.
         dtype: dtype of keys and values.
-        kernels: allocates tensors in the form that its kernels need.
+        kernels: kernels that will use the pool; they allocate its tensors in the form that they need.
         arrivals: see KVPool.
         first: see KVPool.
     """
@@ -110,16 +114,16 @@ def allocate(
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The groups of layers in which a load arrives. Layers are numbered across all pools."""
+    """The groups of layers in which pages are loaded. Layers are numbered across the pools of model and draft model."""
 
     layers: tuple[tuple[int, ...], ...]  # layers of each group, in the order of arrival
     of: tuple[int, ...]  # group of each layer
 
     @classmethod
     def for_pools(cls, num_layers: Sequence[int]) -> LayerGroups:
-        """Returns the groups for pools with these numbers of layers.
+        """Returns the groups for pools with these numbers of layers. The first pool is the model's.
 
-        The first pool's layers come last, because a draft model computes with its own pool before the target runs.
+        The model's layers come last, because the draft model computes with its pool before the model runs.
         """
         total, first = sum(num_layers), num_layers[0]
         assert total, "pools have layers"
@@ -133,16 +137,17 @@ class LayerGroups:
 
 
 @dataclass(slots=True, eq=False)
-class _Coming:
-    """A load that is not known to be complete."""
+class _RunningLoad:
+    """A load that may not be complete yet."""
 
-    pages: I32
+    pages: I32  # pages of the pools
     groups: LayerGroups
     arrival: Arrival
-    next: int = 0  # first group that no step has waited for; if there is no such group, all later steps run after the load
+    next: int = 0  # first group for which the forward stream has not waited; equal to `count` if it has waited for all of them
 
     @property
     def count(self) -> int:
+        """Number of groups."""
         return len(self.groups.layers)
 
     def wait(self, group: int) -> None:
@@ -152,41 +157,45 @@ class _Coming:
 
 
 class Arrivals:
-    """The loads that steps may have to wait for. Any thread may call add() and settle(), the launching thread everything else."""
+    """The loads for which steps may have to wait.
+
+    Any thread may call add() and settle(). The thread that launches steps makes all other calls.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._coming: tuple[_Coming, ...] = ()
-        self._awaited: list[_Coming] = []
+        self._running: tuple[_RunningLoad, ...] = ()  # registered loads; replaced under the lock
+        self._awaited: list[_RunningLoad] = []  # loads with pages in the tables of the step that is launched now
 
     def add(self, pages: I32, groups: LayerGroups, arrival: Arrival) -> None:
-        """Registers a load, before its fact is reported to the core."""
+        """Registers a load. Called before the early fact of the load is reported to the core."""
         with self._lock:
-            self._coming = (*(each for each in self._coming if not each.arrival.is_over), _Coming(pages, groups, arrival))
+            running = (each for each in self._running if not each.arrival.is_over)
+            self._running = (*running, _RunningLoad(pages, groups, arrival))
 
     def settle(self) -> None:
-        """Blocks until all registered loads are complete. Raises NeverCame."""
-        for each in self._coming:
+        """Blocks until all registered loads are complete. Raises LoadFailed."""
+        for each in self._running:
             each.arrival.settle(each.count - 1)
 
     def expect(self, pages: I32) -> None:
-        """Declares that the next launched step is the first one with these pages in its tables."""
-        if not self._coming:
+        """Declares that the step that is launched next gets these pages in its page tables."""
+        if not self._running:
             return
         with self._lock:
-            self._coming = tuple(each for each in self._coming if not each.arrival.is_over)
-            coming = [each for each in self._coming if each.next < each.count and each not in self._awaited]
-        self._awaited += [each for each in coming if np.isin(pages, each.pages).any()]
+            self._running = tuple(each for each in self._running if not each.arrival.is_over)
+            running = [each for each in self._running if each.next < each.count and each not in self._awaited]
+        self._awaited += [each for each in running if np.isin(pages, each.pages).any()]
 
     def wait(self, layer: int) -> None:
-        """Makes the forward stream wait for a layer, numbered across all pools, before the next launch reads it."""
+        """Makes the forward stream wait for a layer of the awaited loads. Called before a launch that reads the layer."""
         for each in self._awaited:
             each.wait(each.groups.of[layer])
 
     def wait_all(self) -> None:
-        """Makes the forward stream wait for all layers.
+        """Makes the forward stream wait for all layers of the awaited loads.
 
-        Called before a launch that reads any layer, and after the step's launches.
+        Called before a launch that may read any layer, such as a graph, and at the end of each step.
         """
         while self._awaited:
             self._awaited[-1].wait(self._awaited[-1].count - 1)
@@ -194,61 +203,61 @@ class Arrivals:
 
 
 class LayerLoads:
-    """Loads pages.
+    """Loads pages into the pools, group by group of layers, on the calling thread.
 
-    For a device, all groups are queued on its stream at once; on a host, the thread copies one group after another.
+    For a GPU, the copies of all groups are launched at once. On a CPU, the thread copies one group after another.
     """
 
     def __init__(self, streams: Streams, arrivals: Arrivals) -> None:
         self._streams, self._arrivals = streams, arrivals
-        self._bytes_s = 0.0  # rate of the last large load; 0 before the first one
+        self._bytes_s = 0.0  # bytes per second of the last load of at least MIN_RATED_BYTES; 0 before the first one
 
     def load(
-        self, bring: Callable[[int], None], pages: I32, groups: LayerGroups, num_bytes: int, tell: Callable[[], None]
+        self, copy_group: Callable[[int], None], pages: I32, groups: LayerGroups, num_bytes: int, report: Callable[[], None]
     ) -> tuple[float, bool]:
         """Loads pages and returns when all groups are complete.
 
         Args:
-            bring: copies a group, on the current stream.
-            pages: int32[n], pages of the pool.
+            copy_group: copies the layers of a group on the current stream.
+            pages: int32[n], pages of the pools.
             groups: groups of layers.
-            num_bytes: size of the load.
-            tell: called before the last group is complete, when the rest is expected to take less than EARLY_S. From then on,
-                steps wait for the load.
+            num_bytes: bytes of the whole load.
+            report: reports the load to the core early. It is called when the groups that are not complete are expected to take
+                less than EARLY_S seconds. From then on, steps may wait for the load.
 
         Returns:
-            The duration in seconds, and whether `tell` was called.
+            The duration in seconds, and whether `report` was called.
 
         Raises:
-            NeverCame: the load failed after `tell` was called.
+            LoadFailed: the load failed after `report` was called.
             Exception: the load failed before, and no step waits for it.
         """
-        count, told = len(groups.layers), False
+        count, reported = len(groups.layers), False
         arrival = self._streams.arrival(count)
         try:
             if not self._streams.on_host:
                 for group in range(count):
-                    bring(group)
-                    arrival.came(group)
+                    copy_group(group)
+                    arrival.add(group)
             for group in range(count):
-                if not told and num_bytes * (count - group) <= self._bytes_s * EARLY_S * count:
+                if not reported and num_bytes * (count - group) <= self._bytes_s * EARLY_S * count:
                     self._arrivals.add(pages, groups, arrival)
-                    told = True
-                    tell()
-                self._wait_for(arrival, group, bring)
-        except Exception as error:  # errors of a driver, or of a host without memory
-            if not told:
+                    reported = True
+                    report()
+                self._wait_for(arrival, group, copy_group)
+        except Exception as error:  # of any type, such as errors of a driver
+            if not reported:
                 raise
             arrival.failed(error)
-            raise NeverCame(f"could not load pages for which steps wait: {error!r}") from error
+            raise LoadFailed(f"could not load KV pages for which steps wait: {error!r}") from error
         seconds = arrival.seconds
-        if num_bytes >= SAYS_BYTES:
+        if num_bytes >= MIN_RATED_BYTES:
             self._bytes_s = num_bytes / max(seconds, 1e-9)
-        return seconds, told
+        return seconds, reported
 
-    def _wait_for(self, arrival: Arrival, group: int, bring: Callable[[int], None]) -> None:
+    def _wait_for(self, arrival: Arrival, group: int, copy_group: Callable[[int], None]) -> None:
         if self._streams.on_host:
-            bring(group)
-            arrival.came(group)
+            copy_group(group)
+            arrival.add(group)
         else:
             arrival.settle(group)

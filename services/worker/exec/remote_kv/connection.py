@@ -1,7 +1,7 @@
 """A TCP or Unix socket connection, with or without TLS, whose operations end at a deadline.
 
-The deadline holds for a whole operation, so a remote side that sends a byte now and then cannot prolong it. Only `wait` has no
-deadline; it is for connections within one machine.
+The deadline is for a whole operation. A remote side that sends single bytes with pauses therefore cannot prolong the operation.
+Only wait() has no deadline; it is for connections within one machine.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_CREDENTIALS = struct.Struct("3i")  # ids of process, user and group
 
 
 class Connection:
     """A connection that owns its socket.
 
-    It belongs to one thread; only `shut_down` may be called on any thread. Deadlines are values of time.monotonic().
+    It belongs to one thread; other threads may call only shut_down(). Deadlines are values of time.monotonic().
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._open = threading.Lock()  # guards the descriptor, because the system soon reuses the number of a closed one
-        # Requests are small, and the sender waits for the response. The kernel chooses the buffer sizes: an explicit size is a
-        # ceiling, and with the usual net.core.wmem_max it is lower than the size to which the kernel lets a buffer grow.
-        with suppress(OSError):  # a broken connection fails at its first use
+        self._open = threading.Lock()  # guards the descriptor; the system reuses the number of a closed one for other files
+        # TCP_NODELAY, because requests are small and the sender waits for the response. Buffer sizes are not set: the kernel
+        # would limit them to net.core.wmem_max, which is usually less than the size to which it enlarges a buffer by itself.
+        with suppress(OSError):  # a broken connection; its first use raises
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def secure(self, context: ssl.SSLContext, deadline: float, server_hostname: str | None = None) -> ssl.SSLSocket:
@@ -40,10 +40,10 @@ class Connection:
         Args:
             context: TLS context of this side.
             deadline: end of the handshake.
-            server_hostname: for a client, the name of the server; None for a server.
+            server_hostname: name of the server, if this side is the client; None if this side is the server.
 
         Returns:
-            The TLS socket, which has the remote side's certificate.
+            The TLS socket, from which the remote side's certificate can be read.
 
         Raises:
             OSError: the handshake failed.
@@ -65,16 +65,16 @@ class Connection:
             TimeoutError: the deadline has passed.
             OSError: the connection is broken.
         """
-        # Not sendall(): with TLS, its timeout would begin again with each part.
+        # Not sendall(), because its timeout with TLS is for each part and not for the whole call.
         rest = memoryview(data).cast("B")
         while rest:
             self._socket.settimeout(_seconds_left(deadline))
             rest = rest[self._socket.send(rest) :]
 
     def receive_into(self, out: bytearray | memoryview, deadline: float) -> int:
-        """Fills `out`, and returns the number of received bytes.
+        """Fills `out` and returns the number of received bytes.
 
-        The number is smaller than the size of `out` if the remote side has closed or broken the connection.
+        The number is smaller than the size of `out` if the connection ends before.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -92,18 +92,18 @@ class Connection:
         return received
 
     def wait(self) -> None:
-        """Blocks until the remote side sends a byte or closes the connection. Has no deadline."""
+        """Blocks without a deadline until the remote side sends a byte or closes the connection."""
         readable = select.poll()
         readable.register(self._socket, select.POLLIN)
         readable.poll()
 
     @property
-    def is_of_same_user(self) -> bool:
-        """Whether the process on the other side of a Unix socket runs as the same user. Raises OSError."""
+    def is_from_same_user(self) -> bool:
+        """Whether the process on the other side of a Unix socket runs as the same user as this process. Raises OSError."""
         credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
-    def send_with(self, fd: int, data: bytes, deadline: float) -> None:
+    def send_with_fd(self, fd: int, data: bytes, deadline: float) -> None:
         """Sends bytes and a file descriptor over a Unix socket.
 
         Raises:
@@ -114,12 +114,12 @@ class Connection:
         sent = socket.send_fds(self._socket, [data], [fd])
         self.send(data[sent:], deadline)
 
-    def receive_with(self, size: int, deadline: float) -> tuple[int | None, bytes]:
+    def receive_with_fd(self, size: int, deadline: float) -> tuple[int | None, bytes]:
         """Receives a file descriptor and `size` bytes over a Unix socket.
 
         Returns:
-            The descriptor, which the caller owns, or None if the message has no descriptor; and the bytes. They are fewer than
-            `size` if the remote side has closed or broken the connection.
+            The descriptor, which the caller must close, or None if none was sent; and the bytes. They are fewer than `size` if
+            the connection ends before.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -137,37 +137,37 @@ class Connection:
         return (fds[0] if fds else None), data + rest[:received]
 
     def is_stale(self) -> bool:
-        """Returns whether the remote side has closed the connection or has sent bytes that were not requested."""
+        """Returns whether the remote side has closed the connection, or has sent bytes that were not requested."""
         readable = select.poll()
         readable.register(self._socket, select.POLLIN)
         return bool(readable.poll(0))
 
     def shut_down(self) -> None:
         """Ends the connection and wakes all threads that wait on it."""
-        with self._open, suppress(OSError):  # the connection has ended already
-            # Not SSLSocket.shutdown(), which first removes TLS: another thread might then send plain text.
+        with self._open, suppress(OSError):  # the connection has already ended
+            # Not SSLSocket.shutdown(), which first removes TLS. Another thread could then send plain text.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection and closes the socket. No other call may follow."""
+        """Ends the connection and closes the socket. No other call may follow, except shut_down()."""
         self.shut_down()
         with self._open:
             self._socket.close()
 
 
 def connect(
-    address: str, context: ssl.SSLContext | None, deadline: float, made: Callable[[Connection], None], name: str = ""
+    address: str, context: ssl.SSLContext | None, deadline: float, on_socket: Callable[[Connection], None], name: str = ""
 ) -> Connection:
-    """Returns a TCP connection, secured if there is a context.
+    """Connects over TCP, with TLS if there is a context.
 
-    The system decides how long the lookup of a host name takes.
+    The deadline does not limit the lookup of a host name.
 
     Args:
         address: host:port.
         context: TLS context of a client, None for plain TCP.
         deadline: end of connecting and of the handshake.
-        made: receives the connection before the first wait; raises if the caller no longer needs a connection.
-        name: name that the server's certificate must have, if the context checks names; "": the host of `address`.
+        on_socket: called with each connection before it connects, so that another thread can shut it down. It may raise to abort.
+        name: name that the server's certificate must have if the context checks names; empty for the host of `address`.
 
     Raises:
         ValueError: `address` is not host:port.
@@ -175,13 +175,13 @@ def connect(
     """
     host, port = parse_address(address)
     failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, socket_address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         connecting = socket.socket(family, kind, protocol)
         connection = Connection(connecting)
         try:
-            made(connection)
+            on_socket(connection)
             connecting.settimeout(_seconds_left(deadline))
-            connecting.connect(place)
+            connecting.connect(socket_address)
             if context is not None:
                 connection.secure(context, deadline, name or host)
             return connection
@@ -194,26 +194,26 @@ def connect(
     raise failure
 
 
-def connect_unix(path: Path, deadline: float, made: Callable[[Connection], None]) -> Connection:
-    """Returns a connection to a Unix socket of the same user.
+def connect_unix(path: Path, deadline: float, on_socket: Callable[[Connection], None]) -> Connection:
+    """Connects to a Unix socket of a process of the same user.
 
     Args:
-        path: the socket.
+        path: path of the socket.
         deadline: end of connecting.
-        made: as in connect().
+        on_socket: see connect().
 
     Raises:
-        PermissionError: another user has the socket.
+        PermissionError: the socket belongs to a process of another user.
         OSError: no connection could be made.
     """
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection = Connection(connecting)
     try:
-        made(connection)
+        on_socket(connection)
         connecting.settimeout(_seconds_left(deadline))
         connecting.connect(str(path))
-        if not connection.is_of_same_user:
-            raise PermissionError(f"{path} is another user's")
+        if not connection.is_from_same_user:
+            raise PermissionError(f"the process that listens on {path} runs as another user")
     except BaseException:
         connection.close()
         raise
@@ -221,16 +221,16 @@ def connect_unix(path: Path, deadline: float, made: Callable[[Connection], None]
 
 
 def is_local(address: str) -> bool:
-    """Returns whether the host of host:port is an address of this machine; in a pod, of this pod.
+    """Returns whether the host of host:port is an address of this machine, or of this pod in Kubernetes.
 
     Raises:
         ValueError: `address` is not host:port.
-        OSError: the name has no address.
+        OSError: the host name has no address.
     """
     host, port = parse_address(address)
-    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+    for family, _, _, _, socket_address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as trying, suppress(OSError):
-            trying.bind((place[0], 0, *place[2:]))
+            trying.bind((socket_address[0], 0, *socket_address[2:]))
             return True
     return False
 
@@ -242,13 +242,13 @@ def parse_address(address: str) -> tuple[str, int]:
     host = host[1:-1] if bracketed else host
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16
     if not (colon and host and is_port) or (":" in host) != bracketed:
-        raise ValueError(f"{address!r} is no host:port")
+        raise ValueError(f"{address!r} is not of the form host:port or [IPv6 address]:port")
     return host, int(port)
 
 
 def _seconds_left(deadline: float) -> float:
-    """Returns the seconds until the deadline, more than 0. Raises TimeoutError if it has passed."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    return left
+    """Returns the seconds until the deadline, more than 0. Raises TimeoutError if the deadline has passed."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("the deadline has passed")
+    return seconds

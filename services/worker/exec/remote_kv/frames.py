@@ -2,18 +2,19 @@
 
     reader                        server
     hello 48 | layout        ->
-                             <-   answer 16 | error message, if the status is not OK
+                             <-   response 16 | error message, if the status is not OK
     request 80, READ         ->
-                             <-   answer 16 | pages
-    request 80, LEAVE        ->   no answer
+                             <-   response 16 | pages
+    request 80, LEAVE        ->   no response
     request 80, STAGE        ->
-                             <-   answer 16 | StagingArea (kv.proto); later pages go through it (nixl_staging.py)
+                             <-   response 16 | StagingArea (kv.proto); later pages go through this area (nixl_staging.py)
 
-Frames are little-endian and have fixed sizes. Numbers are sizes in bytes. Over a Unix socket, the answer to a hello is followed
-by the 16 bytes and the descriptor of a ring, through which the pages go (shared_ring.py).
+Frames are little-endian and have fixed sizes. The numbers are sizes in bytes. Over a Unix socket, the response to a hello is
+followed by the description (16 bytes) and the descriptor of a ring in shared memory. Pages then go through the ring
+(shared_ring.py).
 
 A connection begins with a hello and has one request at a time. A hello of any version begins with magic and version. If the
-status of an answer is not OK, its payload is an error message in UTF-8, possibly empty.
+status of a response is not OK, its payload is an error message in UTF-8, which may be empty.
 """
 
 from __future__ import annotations
@@ -27,43 +28,42 @@ from rootstock_llm.services.worker.core.contracts.reservations import PROOF_BYTE
 
 VERSION = 1
 DIGEST_BYTES = 32
-MAX_LAYOUT_BYTES = 4096  # longest layout in a hello, which is cut there; the digest covers the uncut layout
-MAX_ERROR_BYTES = 16384  # longest error message
+MAX_LAYOUT_BYTES = 4096  # longest layout in a hello; a longer one is cut, but the digest is that of the whole layout
+MAX_ERROR_BYTES = 16384  # longest error message in bytes
 _MAGIC = b"RSTKVPGS"
 _HELLO = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, bytes of the layout, digest
-_REQUEST = struct.Struct(
-    f"<B3xIQQ{RESERVATION_SECRET_BYTES}sI4x{PROOF_BYTES}s"
-)  # kind, first, number, epoch, secret, count, proof
-_ANSWER = struct.Struct("<B7xQ")  # status, bytes of the payload
+# kind, first page, number, epoch and secret of the reservation, count of pages, proof
+_REQUEST = struct.Struct(f"<B3xIQQ{RESERVATION_SECRET_BYTES}sI4x{PROOF_BYTES}s")
+_RESPONSE = struct.Struct("<B7xQ")  # status, bytes of the payload
 _RING = struct.Struct("<I4xQ")  # slots, bytes of a slot
-_RESERVATION = struct.Struct(f"<QQ{RESERVATION_SECRET_BYTES}s")
+_RESERVATION = struct.Struct(f"<QQ{RESERVATION_SECRET_BYTES}s")  # number, epoch, secret
 _NO_PROOF = bytes(PROOF_BYTES)
-HELLO_BYTES, REQUEST_BYTES, ANSWER_BYTES, RING_BYTES = _HELLO.size, _REQUEST.size, _ANSWER.size, _RING.size
+HELLO_BYTES, REQUEST_BYTES, RESPONSE_BYTES, RING_BYTES = _HELLO.size, _REQUEST.size, _RESPONSE.size, _RING.size
 
 
 class Malformed(ValueError):
-    """Raised for bytes that are no valid frame. The message states the fault."""
+    """Raised if received bytes are not a valid frame. The message states the fault."""
 
 
 class RequestKind(enum.IntEnum):
-    """Kinds of requests. READ reads pages, LEAVE releases the reservation, STAGE requests a staging area for NIXL."""
+    """Kinds of requests."""
 
-    READ = 1
-    LEAVE = 2
-    STAGE = 3
+    READ = 1  # read pages
+    LEAVE = 2  # release the reservation
+    STAGE = 3  # send later pages through a staging area for NIXL
 
 
 class Status(enum.IntEnum):
-    """Result of a request."""
+    """Status of a response."""
 
     OK = 0
-    NO_RESERVATION = 1  # no open reservation has this number, epoch and secret; the answer does not tell which one is wrong
+    NO_RESERVATION = 1  # no open reservation has this number, epoch and secret; which of them is wrong is not revealed
     OUT_OF_RANGE = 2  # the reservation does not have these pages
     OTHER_PROMPT = 3  # the proof is for another prompt
-    TOO_LARGE = 4  # more bytes than one answer may have
+    TOO_LARGE = 4  # the pages have more bytes than one response may have
     MALFORMED = 5  # the frame is invalid
-    LAYOUT = 6  # the reader has another version or page layout
-    NO_AREA = 7  # the server has no NIXL, or all its staging areas are in use
+    LAYOUT = 6  # the reader has another version of the transport or another page layout
+    NO_AREA = 7  # the server does not use NIXL, or all its staging areas are in use
 
     @property
     def label(self) -> str:
@@ -73,9 +73,9 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """The meaning of a page's bytes. Both sides must have the same layout."""
+    """What the bytes of a page mean. Reader and server must have equal layouts."""
 
-    name: bytes  # readable description of any length
+    name: bytes  # KV layout (LoadedInfo.kv_layout), of any length
     page_size: int  # tokens
     page_bytes: int
 
@@ -86,7 +86,7 @@ class PageLayout:
 
     @property
     def description(self) -> bytes:
-        """The readable form for a hello and error messages, at most MAX_LAYOUT_BYTES."""
+        """The text in a hello and in error messages, at most MAX_LAYOUT_BYTES."""
         return (f"{self.page_size} tokens in {self.page_bytes} bytes: ".encode() + self.name)[:MAX_LAYOUT_BYTES]
 
 
@@ -95,8 +95,8 @@ class Hello:
     """The first frame of a connection."""
 
     version: int
-    layout_bytes: int  # size of the layout after the frame
-    digest: bytes
+    layout_bytes: int  # size of the layout's description after the frame
+    digest: bytes  # PageLayout.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,40 +105,40 @@ class PageRequest:
 
     kind: RequestKind
     reservation: KvReservation
-    first: int = 0  # first page; only with READ
-    count: int = 0  # number of pages; only with READ
-    proof: bytes = _NO_PROOF  # proof of the prompt up to the last page, only with READ; see reservations.py
+    first: int = 0  # READ: index of the first page in the reservation; otherwise 0
+    count: int = 0  # READ: number of pages; otherwise 0
+    proof: bytes = _NO_PROOF  # READ: proof that the reader has the prompt up to the last page (reservations.py); otherwise zeros
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The fixed-size frame that begins an answer of the KV server: its status and the size of the payload that follows."""
+class Response:
+    """The frame with which each response of the server begins."""
 
     status: Status
     payload_bytes: int = 0  # size of the payload after the frame
 
 
 def pack_hello(layout: PageLayout) -> bytes:
-    """Returns a hello and the layout after it."""
+    """Returns a hello, and the description of the layout after it."""
     return _HELLO.pack(_MAGIC, VERSION, len(layout.description), layout.digest) + layout.description
 
 
 def parse_hello(frame: bytes | bytearray) -> Hello:
-    """Returns a hello of any version. Raises Malformed."""
+    """Parses a hello of any version. Raises Malformed."""
     magic, version, layout_bytes, digest = _HELLO.unpack(frame)
     if magic != _MAGIC:
-        raise Malformed("the first bytes are no hello; this port serves only reads of KV pages")
+        raise Malformed("the connection does not begin with a hello; this port serves only reads of KV pages")
     if layout_bytes > MAX_LAYOUT_BYTES:
-        raise Malformed(f"the hello announces a layout of {layout_bytes} bytes; the limit is {MAX_LAYOUT_BYTES} bytes")
+        raise Malformed(f"the layout of the hello has {layout_bytes} bytes; the limit is {MAX_LAYOUT_BYTES} bytes")
     return Hello(version, layout_bytes, digest)
 
 
 def objection(hello: Hello, description: bytes | bytearray, layout: PageLayout) -> str:
-    """Returns why the sender of a hello cannot read pages of this layout; empty if it can.
+    """Returns the reason why the sender of a hello cannot read pages of this worker, or an empty string if it can.
 
     Args:
-        hello: the frame.
-        description: description of the sender's layout, from the bytes after the frame.
+        hello: the received hello.
+        description: description of the sender's layout, received after the hello.
         layout: layout of this worker.
     """
     if hello.version != VERSION:
@@ -149,9 +149,11 @@ def objection(hello: Hello, description: bytes | bytearray, layout: PageLayout) 
 
 
 def pack_reservation(reservation: KvReservation) -> bytes:
-    """Returns number, epoch and secret of a reservation, which a reader must send. Raises ValueError if a value does not fit."""
+    """Packs number, epoch and secret of a reservation. Raises ValueError if a value does not fit."""
     if len(reservation.secret) != RESERVATION_SECRET_BYTES:
-        raise ValueError(f"the secret of a reservation has {RESERVATION_SECRET_BYTES} bytes, not {len(reservation.secret)}")
+        raise ValueError(
+            f"the secret of a reservation has {len(reservation.secret)} bytes; it must have {RESERVATION_SECRET_BYTES}"
+        )
     try:
         return _RESERVATION.pack(reservation.number, reservation.epoch, reservation.secret)
     except struct.error as error:
@@ -159,36 +161,36 @@ def pack_reservation(reservation: KvReservation) -> bytes:
 
 
 def pack_request(request: PageRequest) -> bytes:
-    """Returns the frame. Raises ValueError if a value does not fit into it."""
+    """Packs a request. Raises ValueError if a value does not fit."""
     if len(request.proof) != PROOF_BYTES:
-        raise ValueError(f"a proof has {PROOF_BYTES} bytes, not {len(request.proof)}")
+        raise ValueError(f"the proof has {len(request.proof)} bytes; it must have {PROOF_BYTES}")
     number, epoch, secret = _RESERVATION.unpack(pack_reservation(request.reservation))
     try:
         return _REQUEST.pack(request.kind, request.first, number, epoch, secret, request.count, request.proof)
     except struct.error as error:
-        raise ValueError(f"the page numbers do not fit into a frame: {error}") from error
+        raise ValueError(f"first page or count does not fit into a frame: {error}") from error
 
 
 def parse_request(frame: bytes | bytearray) -> PageRequest:
-    """Returns the request of a frame. Raises Malformed."""
+    """Parses a request. Raises Malformed for an unknown kind."""
     kind, first, number, epoch, secret, count, proof = _REQUEST.unpack(frame)
     try:
         return PageRequest(RequestKind(kind), KvReservation(number, epoch, secret), first, count, proof)
     except ValueError as error:
-        raise Malformed(f"unknown kind of request: {kind}") from error
+        raise Malformed(f"the request has the unknown kind {kind}") from error
 
 
-def pack_answer(answer: Answer) -> bytes:
-    return _ANSWER.pack(answer.status, answer.payload_bytes)
+def pack_response(response: Response) -> bytes:
+    return _RESPONSE.pack(response.status, response.payload_bytes)
 
 
-def parse_answer(frame: bytes | bytearray) -> Answer:
-    """Returns the answer of a frame. Raises Malformed."""
-    status, payload_bytes = _ANSWER.unpack(frame)
+def parse_response(frame: bytes | bytearray) -> Response:
+    """Parses a response. Raises Malformed for an unknown status."""
+    status, payload_bytes = _RESPONSE.unpack(frame)
     try:
-        return Answer(Status(status), payload_bytes)
+        return Response(Status(status), payload_bytes)
     except ValueError as error:
-        raise Malformed(f"unknown status of an answer: {status}") from error
+        raise Malformed(f"the response has the unknown status {status}") from error
 
 
 def pack_ring(slots: int, slot_bytes: int) -> bytes:
@@ -196,7 +198,7 @@ def pack_ring(slots: int, slot_bytes: int) -> bytes:
 
 
 def parse_ring(frame: bytes | bytearray) -> tuple[int, int]:
-    """Returns (slots, slot_bytes) of a ring. Does not check the values."""
+    """Parses the description of a ring: (slots, slot_bytes). Does not check the values."""
     slots, slot_bytes = _RING.unpack(frame)
     return slots, slot_bytes
 

@@ -1,8 +1,8 @@
-"""Serves pages of this worker's KV reservations: over TCP, through NIXL, or through shared memory on one machine.
+"""Serves pages of this worker's KV reservations: over TCP, through NIXL, or through shared memory on the same machine.
 
-One thread per listener accepts connections, and each connection has a thread that ends with it. A fault ends only its connection.
-Each connection has one read at a time. So copies of pages take at most max_connections * max_read_bytes bytes, and the same
-amount of pinned memory if the pool is on a GPU.
+One thread per listener accepts connections, and one thread serves each connection. An error ends only the connection in which it
+occurs. Each connection has one read at a time. Copies of pages therefore take at most max_connections * max_read_bytes bytes, and
+the same amount of pinned memory if the pool is on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
 from rootstock_llm.services.worker.exec.remote_kv import frames
 from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
-from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.frames import Malformed, PageLayout, PageRequest, RequestKind, Response, Status
 from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier, NoAreaLeft
 from rootstock_llm.services.worker.exec.remote_kv.nixl_staging import StagingSender
 from rootstock_llm.services.worker.exec.remote_kv.offered_reservations import OfferedReservations
@@ -33,24 +33,24 @@ from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFol
 from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
 logger = logging.getLogger(__name__)
-ACCEPT_PAUSE_S = 0.5  # pause after a failed accept(), for example without free descriptors
-CLOSE_TIMEOUT_S = 5.0  # longest wait of close() for all threads
-BACKLOG = 128  # connections that wait for accept()
+ACCEPT_PAUSE_S = 0.5  # seconds of pause after a failed accept(), for example because no descriptor is free
+CLOSE_TIMEOUT_S = 5.0  # seconds for which close() waits for all threads together
+BACKLOG = 128  # largest number of connections that wait for accept()
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """Limits of a reservation server."""
 
-    max_connections: int = 64
-    hello_timeout_s: float = 5.0  # time for a hello to begin, and for every frame from its first byte to its last
-    idle_timeout_s: float = 60.0  # longest time between two requests
-    send_timeout_s: float = 10.0  # time for a whole answer
-    max_read_bytes: int = 64 << 20  # largest answer; one page is always permitted
+    max_connections: int = 64  # connections at a time
+    hello_timeout_s: float = 5.0  # seconds until a hello begins, and from the first to the last byte of every frame
+    idle_timeout_s: float = 60.0  # seconds between two requests
+    send_timeout_s: float = 10.0  # seconds for a whole response
+    max_read_bytes: int = 64 << 20  # bytes of pages in one response; one page is always permitted
 
 
 class TcpKvServer:
-    """A KvServer. It listens as soon as it is constructed."""
+    """Implements KvServer. It listens as soon as it is constructed."""
 
     def __init__(
         self,
@@ -71,19 +71,21 @@ class TcpKvServer:
         Args:
             host: address to listen on.
             port: port to listen on; 0 for a free one.
-            layout: equal if two pools can exchange pages; sizes are compared separately.
+            layout: KV layout. Only readers with an equal layout, page size and page bytes are served.
             page_size: tokens of a page.
             page_bytes: bytes of a page.
             read_pages: copies pages out of the pool.
-            on_left: called on any thread, at most once per version of a reservation, if its reader releases it or the connection
-                of its last read ends. The reservation stays open until it is shut.
+            on_left: called on any thread when a reader releases a reservation, or when the connection of its last read ends. It
+                is called at most once per version of a reservation. The reservation stays open until the worker closes it.
             limits: limits, None for the defaults.
             tls: certificates, None for no TLS.
-            folder: folder of the socket for readers on this machine, which share memory, None if they read over TCP.
-            carrier: NIXL for readers that request it, closed with this server, None for no NIXL.
+            folder: folder for the Unix socket of readers on this machine, which then read through shared memory. None if these
+                readers also read over TCP.
+            carrier: process that sends pages through NIXL, for readers that request it. It is closed with this server. None for
+                no NIXL.
 
         Raises:
-            OSError: the address cannot be listened on.
+            OSError: the server cannot listen on the address.
         """
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._limits = limits or ServerLimits()
@@ -116,33 +118,33 @@ class TcpKvServer:
     def open(self, reservation: OpenReservation) -> None:
         self._reservations.open(reservation)
 
-    def shut(self, reservations: Sequence[KvReservation]) -> None:
-        self._reservations.shut(reservations)
+    def close_reservations(self, reservations: Sequence[KvReservation]) -> None:
+        self._reservations.close_reservations(reservations)
 
-    def shut_all(self) -> None:
-        self._reservations.shut_all()
+    def close_all_reservations(self) -> None:
+        self._reservations.close_all_reservations()
 
     def counts(self) -> PeerCounts:
         """Returns the counts of this server.
 
-        Reasons of refusals are the labels of frames.Status, and:
+        The reasons of refusals are the labels of frames.Status, and:
 
-        - `connections`: there were max_connections connections already;
-        - `areas`: all staging areas for NIXL were in use, and the pages went over TCP;
-        - `tls`: the reader had no valid certificate;
+        - `connections`: there were already max_connections connections.
+        - `areas`: all staging areas for NIXL were in use. The pages went over TCP.
+        - `tls`: the reader had no valid certificate.
         - `user`: the reader on this machine ran as another user.
         """
         with self._lock:
             return PeerCounts(self._served_bytes, dict(self._refused), len(self._connections))
 
     def close(self) -> None:
-        """Closes all reservations, without calls of on_left, and ends all connections."""
-        self._reservations.shut_all()
+        """Closes all reservations, and ends all connections. on_left is not called for these reservations."""
+        self._reservations.close_all_reservations()
         with self._lock:
             self._closed.set()
             serving = dict(self._connections)
         for listener in self._listeners:
-            with suppress(OSError):  # the listener has been closed before
+            with suppress(OSError):  # the listener is already closed
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             listener.close()
         for connection in serving:
@@ -157,6 +159,7 @@ class TcpKvServer:
             self._carrier.close()
 
     def _accept(self, listener: socket.socket) -> None:
+        """Accepts connections until close(). Readers of a Unix socket read through shared memory."""
         is_shared = listener.family == socket.AF_UNIX
         while not self._closed.is_set():
             try:
@@ -168,7 +171,7 @@ class TcpKvServer:
                     self._closed.wait(ACCEPT_PAUSE_S)
 
     def _admit(self, connection: Connection, is_shared: bool) -> None:
-        """Starts the thread of a connection. Closes the connection if there are max_connections already.
+        """Starts the thread of a connection. Closes the connection if there are already max_connections connections.
 
         Raises:
             RuntimeError: no thread can be started.
@@ -189,35 +192,36 @@ class TcpKvServer:
             connection.close()
 
     def _serve(self, connection: Connection, is_shared: bool) -> None:
-        with ExitStack() as ends:  # runs all callbacks, the last one first, even if a callback raises
-            ends.callback(self._is_gone, connection)
+        with ExitStack() as ends:  # runs all callbacks, the last one first, even if one of them raises
+            ends.callback(self._remove, connection)
             try:
-                if self._is_let_in(connection, is_shared) and self._is_greeted(connection):
+                if self._authenticate(connection, is_shared) and self._exchange_hello(connection):
                     sender = self._sender(connection, is_shared)
                     ends.callback(sender.close)
-                    self._converse(connection, sender, ends)
+                    self._serve_requests(connection, sender, ends)
             except Malformed as error:
                 logger.info("a remote reader sent an invalid frame", extra=fields(error=str(error)))
                 self._refuse(connection, Status.MALFORMED, str(error))
             except OSError as error:
                 logger.info("lost the connection to a remote reader", extra=fields(error=str(error)))
-            except Exception:  # for example of read_pages; it ends this connection only
+            except Exception:  # of any type, such as errors of read_pages; only this connection ends
                 logger.exception("could not serve KV pages")
             finally:
                 connection.close()
 
-    def _is_gone(self, connection: Connection) -> None:
+    def _remove(self, connection: Connection) -> None:
+        """Removes an ended connection, and releases the reservations whose last read came over it."""
         with self._lock:
             del self._connections[connection]
         self._report_released(self._reservations.release_read_by(connection))
 
-    def _converse(self, connection: Connection, sender: PageSender, senders: ExitStack) -> None:
+    def _serve_requests(self, connection: Connection, sender: PageSender, senders: ExitStack) -> None:
         """Serves requests until the connection ends.
 
         Args:
-            connection: the connection, after its hello.
+            connection: the connection, after the exchange of the hello.
             sender: sends pages.
-            senders: closes a sender that replaces `sender`.
+            senders: to which a sender for NIXL, which replaces `sender`, is added to be closed.
 
         Raises:
             Malformed: the reader has sent an invalid frame.
@@ -228,19 +232,19 @@ class TcpKvServer:
             request = frames.parse_request(frame)
             match request.kind:
                 case RequestKind.READ:
-                    self._answer(connection, sender, request)
+                    self._serve_read(connection, sender, request)
                 case RequestKind.LEAVE:
                     self._report_released(self._reservations.release(request.reservation))
                 case RequestKind.STAGE:
                     if not isinstance(sender, SocketSender):
-                        raise Malformed("STAGE on a connection that already sends pages through a ring or a staging area")
-                    if (staging := self._staged(connection, request.reservation)) is not None:
+                        raise Malformed("the reader sent STAGE although pages already go through a ring or a staging area")
+                    if (staging := self._staging_sender(connection, request.reservation)) is not None:
                         senders.callback(staging.close)
                         sender = staging
                         self._send(connection, Status.OK, staging.description)
 
-    def _staged(self, connection: Connection, reservation: KvReservation) -> StagingSender | None:
-        """Returns a sender through NIXL. Returns None after a refusal; pages then go over the connection. Raises OSError."""
+    def _staging_sender(self, connection: Connection, reservation: KvReservation) -> StagingSender | None:
+        """Returns a sender through NIXL, or None after sending a refusal. Then pages go over the connection. Raises OSError."""
         if self._reservations.find(reservation) is None:
             self._refuse(connection, Status.NO_RESERVATION)
         elif self._carrier is None:
@@ -253,7 +257,7 @@ class TcpKvServer:
                 self._count_refused("areas")
                 self._send(connection, Status.NO_AREA, frames.pack_error(str(error)))
             except OSError as error:
-                logger.warning("could not allocate a staging area for NIXL, pages go over TCP", extra=fields(error=str(error)))
+                logger.warning("could not allocate a staging area for NIXL; pages go over TCP", extra=fields(error=str(error)))
                 self._send(connection, Status.NO_AREA)
         return None
 
@@ -263,13 +267,13 @@ class TcpKvServer:
             return SocketSender(connection, self._layout.page_bytes)
         return RingSender(connection, self._layout.page_bytes, time.monotonic() + self._limits.hello_timeout_s)
 
-    def _is_let_in(self, connection: Connection, is_shared: bool) -> bool:
-        """Returns whether the reader may connect: the same user on this machine, or valid TLS over the network.
+    def _authenticate(self, connection: Connection, is_shared: bool) -> bool:
+        """Returns whether the reader may connect: on this machine the same user, over the network a valid certificate.
 
         Raises OSError.
         """
         if is_shared:
-            if not connection.is_of_same_user:
+            if not connection.is_from_same_user:
                 self._count_refused("user")
                 return False
         elif self._tls is not None:
@@ -282,10 +286,13 @@ class TcpKvServer:
                 return False
         return True
 
-    def _is_greeted(self, connection: Connection) -> bool:
-        """Exchanges the hello. Returns False if no hello came or its layout differs. Raises Malformed or OSError."""
+    def _exchange_hello(self, connection: Connection) -> bool:
+        """Receives and answers the hello. Returns False if there is no hello, or if the layouts differ.
+
+        Raises Malformed or OSError.
+        """
         frame = self._frame(connection, frames.HELLO_BYTES, self._limits.hello_timeout_s)
-        if frame is None:  # for example, a probe of the port
+        if frame is None:  # for example, the connection is a probe of the port
             return False
         hello = frames.parse_hello(frame)
         description = bytearray(hello.layout_bytes)
@@ -298,7 +305,7 @@ class TcpKvServer:
         return True
 
     def _frame(self, connection: Connection, size: int, timeout_s: float) -> bytearray | None:
-        """Returns a frame, or None if no frame begins in time or the connection has ended. Raises Malformed."""
+        """Receives a frame. Returns None if no byte arrives within timeout_s, or if the connection ends. Raises Malformed."""
         frame = bytearray(size)
         try:
             begun = connection.receive_into(memoryview(frame)[:1], time.monotonic() + timeout_s)
@@ -310,24 +317,24 @@ class TcpKvServer:
         return frame
 
     def _fill(self, connection: Connection, rest: memoryview) -> None:
-        """Receives the rest of a frame. Raises Malformed if it does not arrive in time."""
+        """Receives the rest of a frame. Raises Malformed if it does not arrive within hello_timeout_s."""
         try:
             received = connection.receive_into(rest, time.monotonic() + self._limits.hello_timeout_s)
         except TimeoutError as error:
-            raise Malformed("the rest of a frame did not arrive in time") from error
+            raise Malformed(f"the rest of a frame did not arrive within {self._limits.hello_timeout_s} s") from error
         if received < len(rest):
             raise Malformed("the connection ended within a frame")
 
-    def _answer(self, connection: Connection, sender: PageSender, request: PageRequest) -> None:
-        """Sends the pages of a READ, or refuses it. Raises OSError and the errors of read_pages."""
+    def _serve_read(self, connection: Connection, sender: PageSender, request: PageRequest) -> None:
+        """Sends the pages of a READ request, or a refusal. Raises OSError and the errors of read_pages."""
         offered = self._reservations.find(request.reservation)
         version = None if offered is None else offered.version
-        status = Status.NO_RESERVATION if version is None else self._verdict(request, version)
+        status = Status.NO_RESERVATION if version is None else self._check(request, version)
         if offered is None or version is None or status is not Status.OK:
             self._refuse(connection, status)
             return
         pages = version.pages[request.first : request.first + request.count]
-        # Recorded before the send, so that the reservation is also released if the reader is lost during the send.
+        # Before the send, so that the reservation is also released if the connection ends during the send.
         self._reservations.was_read(offered, version, connection)
         sent = sender.send(pages, partial(self._reservations.copy, offered), time.monotonic() + self._limits.send_timeout_s)
         with self._lock:
@@ -335,12 +342,12 @@ class TcpKvServer:
         if not sent:
             self._refuse(connection, Status.NO_RESERVATION)
         elif sent < request.count:
-            self._count_refused(Status.NO_RESERVATION.label)  # the sender has reported this to the reader by a mark
+            self._count_refused(Status.NO_RESERVATION.label)  # the sender has already sent the mark BROKEN to the reader
 
-    def _verdict(self, request: PageRequest, version: OpenReservation) -> Status:
-        """Returns OK, or the reason why the requested pages of an open reservation cannot be read.
+    def _check(self, request: PageRequest, version: OpenReservation) -> Status:
+        """Returns OK, or the reason why the requested pages of an open reservation must not be sent.
 
-        It checks the sizes before it allocates anything.
+        Sizes are checked first, before any memory is allocated.
         """
         end = request.first + request.count
         if request.count * self._layout.page_bytes > max(self._limits.max_read_bytes, self._layout.page_bytes):
@@ -348,8 +355,8 @@ class TcpKvServer:
         if not request.count or end > len(version.pages):
             return Status.OUT_OF_RANGE
         tokens = version.tokens[: end * self._layout.page_size * TOKEN_BYTES]
-        is_same = request.proof == proof(version.reservation.secret, version.tree, tokens)
-        return Status.OK if is_same else Status.OTHER_PROMPT
+        is_same_prompt = request.proof == proof(version.reservation.secret, version.tree, tokens)
+        return Status.OK if is_same_prompt else Status.OTHER_PROMPT
 
     def _refuse(self, connection: Connection, status: Status, message: str = "") -> None:
         """Counts and sends a refusal. Ends the connection if the refusal cannot be sent."""
@@ -365,21 +372,21 @@ class TcpKvServer:
             self._refused[reason] += 1
 
     def _send(self, connection: Connection, status: Status, payload: bytes = b"") -> None:
-        """Sends an answer. Raises OSError."""
+        """Sends a response. Raises OSError."""
         connection.send(
-            frames.pack_answer(Answer(status, len(payload))) + payload, time.monotonic() + self._limits.send_timeout_s
+            frames.pack_response(Response(status, len(payload))) + payload, time.monotonic() + self._limits.send_timeout_s
         )
 
     def _report_released(self, releases: Sequence[ReservationReleased]) -> None:
         for release in releases:
             try:
                 self._on_left(release)
-            except Exception:  # concerns one reservation; the others are still reported
+            except Exception:  # of any type; the other releases are still reported
                 logger.exception("could not report the release of a KV reservation")
 
 
 def _listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket. Raises OSError."""
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    is_any = host == "::" and socket.has_dualstack_ipv6()  # accepts IPv4, too, if the system can
-    return socket.create_server((str(place[0]), port), family=family, backlog=BACKLOG, dualstack_ipv6=is_any)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    is_any = host == "::" and socket.has_dualstack_ipv6()  # also accepts IPv4 if the system supports it
+    return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG, dualstack_ipv6=is_any)

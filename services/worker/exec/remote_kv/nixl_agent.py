@@ -1,6 +1,7 @@
-"""The part of NIXL's agent that workers use: registered host memory for remote readers, and reads of remote memory.
+"""The functions of a NIXL agent that workers use: it registers host memory for remote readers, and reads remote memory.
 
-Making an agent loads the library. All descriptors are made from integers, never from pickled bytes of a remote side.
+A HostAgent loads the library when it is constructed. Descriptors are made from integers, never from pickled bytes of a remote
+side.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ BACKEND, HOST_MEMORY = "UCX", "DRAM"
 
 
 class AgentFailed(Exception):
-    """Raised if the library fails. The message states the fault."""
+    """Raised if NIXL fails. The message states the fault."""
 
 
 class NixlRead:
-    """A read that one agent runs."""
+    """A running read of remote memory. The creator must call end()."""
 
     def __init__(self, agent: Any, handle: Any, state: str, lock: threading.RLock) -> None:
         self._agent, self._handle, self._state, self._lock = agent, handle, state, lock
@@ -33,35 +34,38 @@ class NixlRead:
             if self._state == "PROC":
                 self._state = self._agent.check_xfer_state(self._handle)
         if self._state not in ("PROC", "DONE"):
-            raise AgentFailed("a read through NIXL has failed")
+            raise AgentFailed(f"a read through NIXL has ended in the state {self._state}")
         return self._state == "DONE"
 
     def end(self) -> None:
-        """Releases the read. Aborts it if it still runs.
+        """Frees the read, and aborts it if it still runs.
 
         Raises:
-            AgentFailed: the read cannot be aborted; NIXL may still write to its target memory.
+            AgentFailed: the read cannot be aborted. NIXL may still write to the target memory.
         """
         with self._lock, _translated("a read through NIXL cannot be ended"):
             self._handle.release()
 
 
 class HostAgent:
-    """A NIXL agent. Any thread may call it; a lock admits one call at a time."""
+    """A NIXL agent. Any thread may call it. A lock lets one call run at a time."""
 
     def __init__(self) -> None:
         """Loads NIXL and creates an agent. Raises AgentFailed."""
         self._lock = threading.RLock()
-        self._loaded: Counter[Any] = Counter()  # remote agents by name, with the number of their load() calls
+        self._loaded: Counter[Any] = Counter()  # number of load() calls without unload(), by name of the remote agent
         with _translated("NIXL cannot be loaded"):
             from nixl._api import nixl_agent, nixl_agent_config
 
             self._agent: Any = nixl_agent(secrets.token_hex(16), nixl_agent_config(backends=[BACKEND]))
         if BACKEND not in self._agent.backends:
-            raise AgentFailed(f"NIXL has no {BACKEND}")
+            raise AgentFailed(f"NIXL has no back end {BACKEND}; install NIXL with it")
 
     def register(self, address: int, size: int) -> tuple[Any, bytes]:
-        """Returns a registration, and the metadata with which a remote agent can read only these bytes. Raises AgentFailed."""
+        """Registers memory. Returns the registration, and the metadata with which a remote agent can read only these bytes.
+
+        Raises AgentFailed.
+        """
         with self._lock, _translated("NIXL cannot register memory"):
             registered = self._agent.register_memory([(address, size, 0, "")], HOST_MEMORY, [BACKEND])
             try:
@@ -70,16 +74,16 @@ class HostAgent:
                 self._agent.deregister_memory(registered, [BACKEND])
                 raise
 
-    def forget(self, registered: Any) -> None:
-        """Ends a registration, after which no remote agent can read the memory. Raises AgentFailed."""
+    def deregister(self, registered: Any) -> None:
+        """Ends a registration. Afterwards, no remote agent can read the memory. Raises AgentFailed."""
         with self._lock, _translated("NIXL cannot deregister memory"):
             self._agent.deregister_memory(registered, [BACKEND])
 
     def load(self, metadata: bytes) -> Any:
-        """Adds a remote agent and returns its name. The caller undoes each call by unload().
+        """Adds a remote agent and returns its name. The caller must call unload() once per call.
 
         Args:
-            metadata: metadata of the remote agent's memory.
+            metadata: metadata that the remote agent's register() returned.
 
         Raises:
             AgentFailed: NIXL does not accept the metadata.
@@ -90,7 +94,7 @@ class HostAgent:
             return name
 
     def unload(self, name: Any) -> None:
-        """Removes a remote agent after the last of its load() calls has been undone. Raises AgentFailed."""
+        """Undoes one load(). The last unload() removes the remote agent. Raises AgentFailed."""
         with self._lock, _translated("NIXL cannot remove a remote agent"):
             self._loaded[name] -= 1
             if not self._loaded[name]:
@@ -98,7 +102,10 @@ class HostAgent:
                 self._agent.remove_remote_agent(name)
 
     def read(self, name: Any, remote: int, local: int, size: int) -> NixlRead:
-        """Begins to copy `size` bytes from the address `remote` of a remote agent's memory to `local`. Raises AgentFailed."""
+        """Begins a read of `size` bytes from the address `remote` of a remote agent to the address `local`.
+
+        Raises AgentFailed.
+        """
         with self._lock, _translated("NIXL cannot begin a read"):
             target, source = (
                 self._agent.get_xfer_descs(np.array([[address, size, 0]], np.uint64), HOST_MEMORY) for address in (local, remote)
@@ -109,7 +116,7 @@ class HostAgent:
 
 @contextmanager
 def _translated(fault: str) -> Iterator[None]:
-    """Turns all exceptions of the library, which have no common base, into AgentFailed. Messages begin with `fault`."""
+    """Turns any exception of the library, which have no common base class, into AgentFailed. The message begins with `fault`."""
     try:
         yield
     except Exception as error:

@@ -1,12 +1,12 @@
-"""The carrier: the process that loads NIXL, python -m rootstock_llm.services.worker.exec.remote_kv.nixl_carrier DESCRIPTOR.
+"""The carrier, a process that runs NIXL for a worker: python -m rootstock_llm...remote_kv.nixl_carrier DESCRIPTOR.
 
-The descriptor is a socket to the carrier's worker. NIXL runs in a separate process for safety: over a network without remote
-keys, such as TCP, a remote agent can read and write all memory of the process. The carrier has no secrets. The only data in its
-memory are pages that are being sent or received.
+DESCRIPTOR is a socket to the worker. NIXL runs in a separate process for safety. On a network without remote keys, such as TCP, a
+remote agent could read and write all memory of the process. The carrier has no secrets, and no data except pages that are being
+sent or received.
 
-The worker shares memory areas with the carrier. One thread serves each area over a separate socket, the line, and ends with the
-line. The process ends with its worker. Areas stay mapped, because on a network without remote keys, a late read of an unmapped
-address would end the process.
+The worker shares memory areas with the carrier. For each area, there is a socket (the line) and a thread that serves it. The
+thread ends with the line, and the process ends with the worker. Areas stay mapped: on a network without remote keys, a late
+remote read of an unmapped address would end the process.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from rootstock_llm.services.worker.exec.remote_kv.nixl_agent import AgentFailed,
 from rootstock_llm.services.worker.exec.remote_kv.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
-REPLY_S = 10.0  # time limit for sending a reply
-ORDER_S = 10.0  # from the first to the last byte of an order
+REPLY_S = 10.0  # seconds; limit for sending a reply
+ORDER_S = 10.0  # seconds; limit from the first to the last byte of an order
 POLL_S = 0.0002  # seconds between two checks of a running read
-UNENDED_POLL_S = 0.1  # seconds between two attempts to abort a read whose time limit has passed
+ABORT_POLL_S = 0.1  # seconds between two attempts to abort a read that has exceeded its time limit
 
 
 class Mappings:
-    """Maps the memory areas of the worker, each of them once."""
+    """The memory areas of the worker that are mapped into this process. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: dict[int, NDArray[np.uint8]] = {}  # by inode
 
     def of(self, fd: int, size: int) -> NDArray[np.uint8]:
-        """Returns the area of a descriptor as uint8[size]. Raises OSError or ValueError."""
+        """Returns the area of a descriptor, uint8[size], and maps it at the first call. Raises OSError or ValueError."""
         inode = os.fstat(fd).st_ino
         with self._lock:
             if inode not in self._mapped:
@@ -54,7 +54,10 @@ class Mappings:
 
 
 class CarriedMemory:
-    """Memory that worker and carrier share. Remote agents read it, or one read writes to its beginning. Belongs to one thread."""
+    """A registered memory area, which remote agents read, or to whose beginning reads of this process write.
+
+    Belongs to one thread.
+    """
 
     def __init__(self, agent: HostAgent, memory: NDArray[np.uint8]) -> None:
         """Registers the memory.
@@ -69,42 +72,42 @@ class CarriedMemory:
         self._agent, self._size = agent, len(memory)
         self.address: int = memory.ctypes.data
         self._registered, self.metadata = agent.register(self.address, self._size)
-        self._other: Any = None  # remote agent whose memory is read
-        self._unended: NixlRead | None = None  # a read that may still write to the memory
+        self._remote: Any = None  # name of the remote agent whose memory is read, None before LOAD
+        self._running: NixlRead | None = None  # read that may still write to the memory
 
-    def do(self, order: Order) -> None:
+    def run(self, order: Order) -> None:
         """Runs a LOAD or READ order. Raises AgentFailed or TimeoutError."""
         if order.kind is OrderKind.READ:
             self._read(order)
-        elif self._other is None:
-            self._other = self._agent.load(order.payload)
+        elif self._remote is None:
+            self._remote = self._agent.load(order.payload)
         else:
-            raise AgentFailed("a remote agent is loaded already")
+            raise AgentFailed("the area has already loaded a remote agent")
 
     def close(self) -> None:
-        """Returns when no remote agent reads the memory and no read writes to it. Raises AgentFailed."""
+        """Ends the use of the memory. Returns when no remote agent reads it and no read writes to it. Raises AgentFailed."""
         try:
-            if self._other is not None:
-                self._agent.unload(self._other)
-            while self._unended is not None and not self._is_ended(self._unended):
-                time.sleep(UNENDED_POLL_S)
+            if self._remote is not None:
+                self._agent.unload(self._remote)
+            while self._running is not None and not self._try_end(self._running):
+                time.sleep(ABORT_POLL_S)
         finally:
-            self._agent.forget(self._registered)
+            self._agent.deregister(self._registered)
 
     def _read(self, order: Order) -> None:
-        if self._other is None or self._unended is not None or not 0 < order.size <= self._size:
-            raise AgentFailed("no remote memory is loaded, a read is still pending, or the size is outside the area")
+        if self._remote is None or self._running is not None or not 0 < order.size <= self._size:
+            raise AgentFailed("a read needs a loaded remote agent, no other running read, and a size within the area")
         deadline = time.monotonic() + order.seconds
-        reading = self._unended = self._agent.read(self._other, order.address, self.address, order.size)
+        reading = self._running = self._agent.read(self._remote, order.address, self.address, order.size)
         while not reading.is_done():
             if time.monotonic() > deadline:
-                raise TimeoutError("a read through NIXL has not ended in time")
+                raise TimeoutError(f"a read through NIXL has not ended within {order.seconds:.1f} s")
             time.sleep(POLL_S)
         reading.end()
-        self._unended = None
+        self._running = None
 
     @staticmethod
-    def _is_ended(reading: NixlRead) -> bool:
+    def _try_end(reading: NixlRead) -> bool:
         try:
             reading.end()
         except AgentFailed:  # the read still runs
@@ -113,12 +116,12 @@ class CarriedMemory:
 
 
 def _serve(agent: HostAgent, memory: NDArray[np.uint8], line: Connection) -> None:
-    """Serves one memory area until its line ends."""
+    """Serves one memory area until END or until its line ends. Raises OSError or ValueError."""
     try:
         carried = CarriedMemory(agent, memory)
         try:
             _reply(line, True, frames.ADDRESS.pack(carried.address) + carried.metadata)
-            _obey(carried, line)
+            _run_orders(carried, line)
         finally:
             carried.close()
         _reply(line, True)
@@ -126,15 +129,15 @@ def _serve(agent: HostAgent, memory: NDArray[np.uint8], line: Connection) -> Non
         _reply(line, False, str(error).encode())
 
 
-def _obey(carried: CarriedMemory, line: Connection) -> None:
-    """Runs the orders of a line until END. Raises OSError if the line ends, and ValueError for a malformed order."""
+def _run_orders(carried: CarriedMemory, line: Connection) -> None:
+    """Runs the orders of a line until END. Raises OSError if the line ends, and ValueError for an order of unknown kind."""
     while True:
         line.wait()
         order = frames.receive_order(line, time.monotonic() + ORDER_S)
         if order.kind is OrderKind.END:
             return
         try:
-            carried.do(order)
+            carried.run(order)
             _reply(line, True)
         except (AgentFailed, TimeoutError) as error:
             _reply(line, False, str(error).encode())
@@ -146,7 +149,7 @@ def _reply(line: Connection, is_done: bool, payload: bytes = b"") -> None:
 
 
 def _carry(agent: HostAgent, mappings: Mappings, memory_fd: int, size: int, line: Connection) -> None:
-    """Runs on a thread and serves one memory area."""
+    """Maps and serves one memory area on the calling thread, and closes both descriptors."""
     try:
         _serve(agent, mappings.of(memory_fd, size), line)
     except (OSError, ValueError) as error:
@@ -157,7 +160,9 @@ def _carry(agent: HostAgent, mappings: Mappings, memory_fd: int, size: int, line
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the worker finishes its work and then ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # after Ctrl-C in a terminal, the worker finishes its work and then ends this process
     worker = socket.socket(fileno=int(sys.argv[1]))
     connection = Connection(worker)
     try:
@@ -171,7 +176,7 @@ def main() -> None:
     while True:
         data, fds, _, _ = socket.recv_fds(worker, frames.SIZE.size, 2)
         if not data:
-            os._exit(0)  # the worker has ended; does not wait for other threads
+            os._exit(0)  # the worker has ended; _exit() does not wait for other threads
         memory_fd, line_fd = fds
         line = Connection(socket.socket(fileno=line_fd))
         (size,) = frames.SIZE.unpack(data)

@@ -1,6 +1,6 @@
-"""The worker's side of the carrier, the process that loads NIXL: starts it and shares memory with it.
+"""Starts the carrier (nixl_carrier.py), the process that runs NIXL for this worker, and shares memory areas with it.
 
-Failures of NIXL are raised as OSError; the pages then go over TCP. A carrier that has ended is not started again.
+Failures of NIXL are raised as OSError. The pages then go over TCP. A carrier that has ended is not started again.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from rootstock_llm.services.worker.exec.remote_kv.nixl_frames import Order, Orde
 
 logger = logging.getLogger(__name__)
 ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
-# Prefixes of the environment variables that the carrier inherits. No such variable is a secret of the worker.
+# Prefixes of the environment variables that the carrier inherits. No variable with such a prefix is a secret of the worker.
 PASSED_ON = ("UCX_", "NIXL_", "LD_LIBRARY_PATH", "PATH")
-START_S = 60.0  # time limit for loading NIXL
-END_S = 1.0  # time limit for the end of an area or of the process
-REPLY_S = 1.0  # seconds for the reply after the deadline of an order; the carrier checks that deadline itself
+START_S = 60.0  # seconds; limit for loading NIXL
+END_S = 1.0  # seconds; limit for ending the use of an area, and for the end of the process
+REPLY_S = 1.0  # seconds after the deadline of an order until which its reply must arrive; the carrier enforces the deadline
 
 
 class NoAreaLeft(OSError):
-    """Raised if the largest number of memory areas is in use."""
+    """Raised if MAX_STAGING_AREAS memory areas are in use."""
 
 
 class SharedMemory:
-    """Memory that this process and its carrier share, at different addresses."""
+    """Memory that is mapped into this process and into the carrier, at different addresses."""
 
     def __init__(self, size: int) -> None:
         """Allocates the memory. Raises OSError."""
@@ -58,46 +58,51 @@ class SharedMemory:
 
 
 class CarriedArea:
-    """A memory area that remote workers read through NIXL, or into which a read writes.
+    """A memory area that remote workers read through NIXL, or into which reads through NIXL write. Belongs to one thread.
 
-    It belongs to one thread. `close` returns the memory, wiped.
+    close() fills the memory with zeros and returns it to the Carrier.
     """
 
     def __init__(
-        self, memory: SharedMemory, line: Connection, take_back: Callable[[SharedMemory], None], deadline: float
+        self, memory: SharedMemory, line: Connection, return_memory: Callable[[SharedMemory], None], deadline: float
     ) -> None:
         """Waits until the carrier has registered the memory.
 
         Args:
-            memory: shared with the carrier.
-            line: socket to the carrier's thread for this memory.
-            take_back: receives the memory when neither the carrier nor a remote agent uses it any more.
+            memory: memory that the carrier has also mapped.
+            line: connection to the carrier's thread for this memory.
+            return_memory: called with the memory when neither the carrier nor a remote agent uses it any more.
             deadline: end of the wait.
 
         Raises:
-            OSError: the carrier has refused or ended.
+            OSError: the carrier has refused the memory, or has ended.
         """
-        self._memory, self._line, self._take_back = memory, line, take_back
+        self._memory, self._line, self._return_memory = memory, line, return_memory
         reply = frames.receive_reply(line, deadline)
         (self.address,) = frames.ADDRESS.unpack_from(reply)  # address of the first byte in the carrier
-        self.metadata = reply[frames.ADDRESS.size :]  # a remote agent needs it to read the memory
+        self.metadata = reply[frames.ADDRESS.size :]  # metadata with which a remote agent can read the memory
         self.data = memory.data  # uint8[n]
 
     def load(self, metadata: bytes, deadline: float) -> None:
-        """Adds remote memory, from which read() reads. Raises OSError."""
+        """Sets the remote memory from which read() reads. Raises OSError.
+
+        Args:
+            metadata: metadata of a CarriedArea of the remote worker.
+            deadline: end of the call.
+        """
         self._order(Order(OrderKind.LOAD, metadata), deadline)
 
     def read(self, address: int, size: int, deadline: float) -> None:
-        """Reads `size` bytes from the address of the remote memory to the beginning of the area.
+        """Reads `size` bytes from an address in the remote memory to the beginning of the area.
 
         Raises OSError or TimeoutError.
         """
         self._order(Order(OrderKind.READ, address=address, size=size, seconds=deadline - time.monotonic()), deadline)
 
     def close(self) -> None:
-        """Wipes the memory and returns it.
+        """Fills the memory with zeros and returns it to the Carrier.
 
-        If the carrier does not confirm in time that the memory is unused, the memory is not used again.
+        If the carrier process does not confirm within END_S that the memory is unused, the memory is not used again.
         """
         self.wipe()
         try:
@@ -106,12 +111,13 @@ class CarriedArea:
             logger.info("NIXL did not release a memory area in time", extra=fields(error=str(error)))
             self._memory.close()
         else:
-            self.wipe()  # an aborted read may have written to it
-            self._take_back(self._memory)
+            self.wipe()  # an aborted read may have written to the memory
+            self._return_memory(self._memory)
         finally:
             self._line.close()
 
     def wipe(self) -> None:
+        """Fills the memory with zeros."""
         self.data[:] = 0
 
     def _order(self, order: Order, deadline: float) -> None:
@@ -120,10 +126,10 @@ class CarriedArea:
 
 
 class Carrier:
-    """The carrier process, from its start on. Any thread may call it."""
+    """The carrier process of this worker, from its start to its end. Any thread may call it."""
 
     def __init__(self) -> None:
-        """Starts the process and waits until it has loaded NIXL. Raises OSError if NIXL cannot be loaded."""
+        """Starts the process, and waits until it has loaded NIXL. Raises OSError if NIXL cannot be loaded."""
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         own.set_inheritable(False)
         with its:
@@ -136,8 +142,8 @@ class Carrier:
             )
         self._socket = own
         self._lock = threading.Lock()  # guards sends on the socket, and the fields below
-        self._free: list[SharedMemory] = []  # areas of equal size
-        self._made = 0
+        self._free: list[SharedMemory] = []  # memory for areas that is not in use; all of one size
+        self._num_allocated = 0  # number of SharedMemory objects that were allocated
         self._is_closed = False
         try:
             frames.receive_reply(Connection(own), time.monotonic() + START_S)
@@ -146,25 +152,25 @@ class Carrier:
             raise
 
     def area(self, size: int, deadline: float) -> CarriedArea:
-        """Returns a memory area.
+        """Returns a memory area, which the caller must close.
 
         Args:
             size: bytes; the same in every call.
-            deadline: end of the registration.
+            deadline: end of the wait for the carrier process.
 
         Raises:
-            NoAreaLeft: the largest number of areas is in use.
-            OSError: the carrier has refused or ended.
+            NoAreaLeft: MAX_STAGING_AREAS areas are in use.
+            OSError: the carrier process has refused the memory, or has ended.
         """
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         line = Connection(own)
         try:
             with its:
-                memory = self._give(size, its)
+                memory = self._take_memory(size, its)
             try:
-                return CarriedArea(memory, line, self._take_back, deadline)
-            except frames.CarrierRefuses:  # the carrier does not use the memory
-                self._take_back(memory)
+                return CarriedArea(memory, line, self._return_memory, deadline)
+            except frames.CarrierRefuses:  # after a refusal, the carrier does not use the memory
+                self._return_memory(memory)
                 raise
             except BaseException:
                 memory.close()
@@ -174,7 +180,7 @@ class Carrier:
             raise
 
     def close(self) -> None:
-        """Ends the process. Afterwards, only existing areas may be used, to close them."""
+        """Ends the process. Afterwards, no call may follow, except close() of areas."""
         with self._lock:
             self._is_closed = True
             self._socket.close()  # the process then ends by itself
@@ -186,31 +192,31 @@ class Carrier:
             self._process.kill()
             self._process.wait()
 
-    def _take_back(self, memory: SharedMemory) -> None:
+    def _return_memory(self, memory: SharedMemory) -> None:
         with self._lock:
             if self._is_closed:
                 memory.close()
             else:
                 self._free.append(memory)
 
-    def _give(self, size: int, line: socket.socket) -> SharedMemory:
-        """Takes free memory, or allocates some, and sends it to the carrier with a line.
+    def _take_memory(self, size: int, line: socket.socket) -> SharedMemory:
+        """Returns free memory, or allocates memory. Sends its descriptor and the socket `line` to the carrier process.
 
         Raises:
-            NoAreaLeft: the largest number of areas is in use.
-            OSError: the carrier has ended.
+            NoAreaLeft: MAX_STAGING_AREAS areas are in use.
+            OSError: the carrier process has ended.
         """
         with self._lock:
             if self._is_closed:
                 raise OSError("the NIXL carrier is closed")
             if self._free:
                 memory = self._free.pop()
-            elif self._made < limits.MAX_STAGING_AREAS:
+            elif self._num_allocated < limits.MAX_STAGING_AREAS:
                 memory = SharedMemory(size)
-                self._made += 1
+                self._num_allocated += 1
             else:
                 raise NoAreaLeft(f"all {limits.MAX_STAGING_AREAS} staging areas for NIXL are in use")
-            assert len(memory.data) == size, "all areas have one size"
+            assert len(memory.data) == size, "all areas have the same size"
             try:
                 socket.send_fds(self._socket, [frames.SIZE.pack(size)], [memory.fd, line.fileno()])
             except OSError:

@@ -1,13 +1,12 @@
-"""Sends pages to a remote worker through memory that the remote worker reads with NIXL, piece by piece.
+"""Sends and receives pages through a staging area: memory of the server that the reader reads with NIXL, piece by piece.
 
-    area   slots x slot_bytes, for one connection: memory of the carrier; only this reader gets its address
+An area belongs to one connection and has SLOTS slots. Only this reader gets its address. The reader can read the area at any
+time, so a slot has pages only while they are being sent:
 
-The reader can read the area at any time, so a slot has a piece only while the piece is being sent:
-
-1. The server copies the piece to private memory and checks that the reservation is still open.
+1. The server copies a piece to private memory, and checks that the reservation is still open.
 2. The server copies the piece to a slot, and sends the mark FILLED over the connection (shared_ring.py).
-3. The reader reads the slot and sends the mark FREE.
-4. The server wipes the slot: at this mark, at the deadline, or when the connection ends.
+3. The reader reads the slot through NIXL, and sends the mark FREE.
+4. The server fills the slot with zeros: at this mark, at the deadline, or when the connection ends.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.worker.core.contracts.transfers import I32
 from rootstock_llm.services.worker.exec.remote_kv import frames
 from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
-from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Malformed, Status
+from rootstock_llm.services.worker.exec.remote_kv.frames import Malformed, Response, Status
 from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
 from rootstock_llm.services.worker.exec.remote_kv.shared_ring import BROKEN, FILLED, FREE, RingShape, receive_mark
 
 SLOTS = 4
-SLOT_BYTES = 4 << 20  # limit of a piece; a piece has at least one page
-NONCE_BYTES = 32
-PIECE_TIMEOUT_S = 2.0  # short enough to leave time for a read over TCP
-_ADDRESSES = 1 << 64
+SLOT_BYTES = 4 << 20  # size of a slot, and so of a piece; a slot for one page if a page is larger
+NONCE_BYTES = 32  # random bytes with which the reader tests that it can read the area
+PIECE_TIMEOUT_S = 2.0  # seconds for the read of a piece; short, so that time is left for a read over TCP
+_ADDRESSES = 1 << 64  # number of addresses
 
 
 class Unstaged(OSError):
-    """Raised if pages cannot be read through NIXL on this connection. The message states the fault."""
+    """Raised if pages cannot be read through NIXL over this connection. The message states the fault."""
 
 
 def staging_shape(page_bytes: int) -> RingShape:
@@ -44,7 +43,7 @@ def staging_shape(page_bytes: int) -> RingShape:
 
 
 class StagingSender:
-    """Sends the pages of one connection through a staging area."""
+    """Implements PageSender through a staging area."""
 
     def __init__(self, connection: Connection, page_bytes: int, carrier: Carrier, deadline: float) -> None:
         """Allocates the area. Raises OSError."""
@@ -53,14 +52,14 @@ class StagingSender:
         self._own = memoryview(bytearray(shape.slot_bytes))
         self._area = carrier.area(shape.num_bytes, deadline)
         self._slots = self._area.data.reshape(shape.slots, shape.slot_bytes)
-        self.description = self._describe().SerializeToString()  # a StagingArea, for the reader
+        self.description = self._describe().SerializeToString()  # serialized StagingArea, for the reader
 
     def send(self, pages: I32, copy: Callable[[I32, memoryview], bool], deadline: float) -> int:
-        """Sends pages as PageSender.send() does. Returns after the reader has read all of them."""
+        """See PageSender. Returns after the reader has read all pages."""
         shape, sent = self._shape, 0
-        head = frames.pack_answer(Answer(Status.OK, len(pages) * self._page_bytes))
+        head = frames.pack_response(Response(Status.OK, len(pages) * self._page_bytes))
         at_once = shape.slot_bytes // self._page_bytes
-        filled = emptied = 0
+        filled = emptied = 0  # numbers of pieces that were put into slots, and that the reader has read
         while sent < len(pages):
             if filled - emptied == shape.slots:
                 self._empty(emptied, deadline)
@@ -82,13 +81,13 @@ class StagingSender:
         self._area.close()
 
     def _empty(self, piece: int, deadline: float) -> None:
-        """Waits for the reader's mark and wipes the slot. Raises OSError, TimeoutError or Malformed."""
+        """Waits for the reader's mark FREE, and fills the slot of the piece with zeros. Raises OSError or Malformed."""
         if receive_mark(self._connection, deadline) != FREE:
-            raise Malformed("the reader returned a slot with an unknown mark")
+            raise Malformed("the reader sent an unknown mark instead of FREE")
         self._slots[piece % self._shape.slots] = 0
 
     def _describe(self) -> pb.StagingArea:
-        """Returns the description of the area. Writes a nonce into the area, with which the reader tests the path."""
+        """Writes a nonce into the area, with which the reader tests its reads, and returns the description of the area."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         written = self._area.data[:NONCE_BYTES]
         written[:] = np.frombuffer(nonce, np.uint8)[: len(written)]
@@ -99,21 +98,24 @@ class StagingSender:
 
 
 class StagingReceiver:
-    """Receives the pages of one connection through a staging area. This worker's area has pages only during a read."""
+    """Implements PageReceiver through a staging area of the server and one slot of this worker's own memory.
+
+    The own memory has pages only during a read.
+    """
 
     transport = "nixl"
 
     def __init__(self, description: bytes, page_bytes: int, carrier: Carrier, deadline: float) -> None:
-        """Reads the server's nonce through NIXL, to test the path.
+        """Tests that the server's area can be read, by a read of its nonce.
 
         Args:
-            description: a serialized StagingArea.
+            description: serialized StagingArea of the server.
             page_bytes: size of a page.
             carrier: carrier of this worker.
             deadline: end of the test.
 
         Raises:
-            Unstaged: the test failed.
+            Unstaged: the test has failed.
         """
         shape = staging_shape(page_bytes)
         area = parse_area(description, page_bytes, shape.slot_bytes)
@@ -126,13 +128,13 @@ class StagingReceiver:
             self._area.load(area.metadata, deadline)
             self._read(0, len(area.nonce), deadline)
             if self._area.data[: len(area.nonce)].tobytes() != area.nonce:
-                raise Unstaged("the nonce that was read differs from the announced nonce")
+                raise Unstaged("the bytes that were read through NIXL differ from the nonce in the description")
         except OSError as error:
             self._area.close()
             raise Unstaged(str(error)) from error
 
     def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
-        """Receives pages as PageReceiver does. Raises Unstaged if the connection has become unusable."""
+        """See PageReceiver. Raises Unstaged if a read through NIXL fails. The connection then cannot be used any longer."""
         target = np.frombuffer(out, np.uint8)
         try:
             for piece, begin in enumerate(range(0, len(target), self._slot_bytes)):
@@ -140,7 +142,7 @@ class StagingReceiver:
                 if mark == BROKEN:
                     return False
                 if mark != FILLED:
-                    raise Malformed("the remote worker passed a piece with an unknown mark")
+                    raise Malformed("the server sent an unknown mark instead of FILLED or BROKEN")
                 part = target[begin : begin + self._slot_bytes]
                 self._read(piece % len(self._addresses), len(part), min(deadline, time.monotonic() + PIECE_TIMEOUT_S))
                 np.copyto(part, self._area.data[: len(part)])
@@ -153,7 +155,7 @@ class StagingReceiver:
         self._area.close()
 
     def _read(self, slot: int, size: int, deadline: float) -> None:
-        """Reads from a slot of the server to the beginning of this worker's area. Raises Unstaged."""
+        """Reads `size` bytes of a slot of the server into this worker's own memory. Raises Unstaged."""
         try:
             self._area.read(self._addresses[slot], size, deadline)
         except OSError as error:
@@ -161,18 +163,20 @@ class StagingReceiver:
 
 
 def parse_area(description: bytes, page_bytes: int, max_slot_bytes: int) -> pb.StagingArea:
-    """Returns the parsed and checked StagingArea. Raises Unstaged if pages of this size cannot be read from it."""
+    """Parses and checks a StagingArea. Raises Unstaged if it is invalid, or does not fit the page size."""
     area = pb.StagingArea()
     try:
         area.ParseFromString(description)
     except DecodeError as error:
-        raise Unstaged("the description of the staging area is not a StagingArea") from error
+        raise Unstaged("the server's description of the staging area cannot be parsed as StagingArea") from error
     if not 0 < len(area.metadata) <= limits.MAX_NIXL_METADATA_BYTES or not 0 < len(area.addresses) <= limits.MAX_STAGING_SLOTS:
-        raise Unstaged(f"the staging area has {len(area.addresses)} slots and {len(area.metadata)} bytes of metadata")
+        raise Unstaged(
+            f"the staging area has an invalid number of slots ({len(area.addresses)}) or bytes of metadata ({len(area.metadata)})"
+        )
     if not 0 < area.slot_bytes <= max_slot_bytes or area.slot_bytes % page_bytes:
         raise Unstaged(
-            f"slots of {area.slot_bytes} bytes: not whole pages of {page_bytes} bytes, or above {max_slot_bytes} bytes"
+            f"a slot has {area.slot_bytes} bytes; it must have whole pages of {page_bytes} bytes, and at most {max_slot_bytes}"
         )
     if not 0 < len(area.nonce) <= min(NONCE_BYTES, area.slot_bytes) or max(area.addresses) > _ADDRESSES - area.slot_bytes:
-        raise Unstaged("the staging area has a nonce of invalid size or an invalid address")
+        raise Unstaged("the staging area has a nonce of invalid size, or an invalid address")
     return area

@@ -8,22 +8,24 @@ from typing import Protocol
 from rootstock_llm.services.worker.core.contracts.transfers import I32
 from rootstock_llm.services.worker.exec.remote_kv import frames
 from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
-from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Status
+from rootstock_llm.services.worker.exec.remote_kv.frames import Response, Status
 from rootstock_llm.services.worker.exec.remote_kv.shared_ring import RingWriter, shape_for
 
-REUSED_BYTES = 16 << 20  # largest buffer that is reused for the next copy; filling fresh memory is several times slower
+REUSED_BYTES = 16 << 20  # largest buffer that is kept for the next read; filling new memory is several times slower
 Copy = Callable[[I32, memoryview], bool]
-"""A function of (pages: int32[n], out): fills `out` with the bytes of the pages. Returns False if they must not be sent."""
+"""Copies pages of a reservation. Called with page ids, int32[n], and the buffer for their bytes.
+
+Returns False if the copied bytes must not be sent, because the reservation was closed."""
 
 
 class PageSender(Protocol):
     """Sends the pages of one connection on one thread."""
 
     def send(self, pages: I32, copy: Copy, deadline: float) -> int:
-        """Sends an answer with the pages, or with as many of the first pages as `copy` permits.
+        """Sends a response with the pages, or with the first pages until `copy` returns False.
 
         Returns:
-            Number of sent pages. If it is 0, no answer was sent.
+            Number of sent pages. If it is 0, no response was sent.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -35,7 +37,7 @@ class PageSender(Protocol):
 
 
 class SocketSender:
-    """Sends pages through the socket. It copies all pages of a request before it sends the first one."""
+    """Implements PageSender through the socket. It copies all pages of a request before it sends the first one."""
 
     def __init__(self, connection: Connection, page_bytes: int) -> None:
         self._connection, self._page_bytes = connection, page_bytes
@@ -48,7 +50,7 @@ class SocketSender:
             self._buffer = out
         if not copy(pages, out[:size]):
             return 0
-        self._connection.send(frames.pack_answer(Answer(Status.OK, size)), deadline)
+        self._connection.send(frames.pack_response(Response(Status.OK, size)), deadline)
         self._connection.send(out[:size], deadline)
         return len(pages)
 
@@ -57,7 +59,7 @@ class SocketSender:
 
 
 class RingSender:
-    """Sends pages through a ring in shared memory."""
+    """Implements PageSender through a ring in shared memory."""
 
     def __init__(self, connection: Connection, page_bytes: int, deadline: float) -> None:
         """Allocates the ring and sends its descriptor to the reader. Raises OSError."""
@@ -65,13 +67,13 @@ class RingSender:
         shape = shape_for(page_bytes)
         self._ring = RingWriter(shape)
         try:
-            connection.send_with(self._ring.fd, frames.pack_ring(shape.slots, shape.slot_bytes), deadline)
+            connection.send_with_fd(self._ring.fd, frames.pack_ring(shape.slots, shape.slot_bytes), deadline)
         except OSError:
             self._ring.close()
             raise
 
     def send(self, pages: I32, copy: Copy, deadline: float) -> int:
-        head = frames.pack_answer(Answer(Status.OK, len(pages) * self._page_bytes))
+        head = frames.pack_response(Response(Status.OK, len(pages) * self._page_bytes))
         return self._ring.send(self._connection, head, pages, self._page_bytes, copy, deadline)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Reads pages of remote workers' KV reservations: through shared memory on one machine, through NIXL, or over TCP.
+"""Reads pages of remote workers' KV reservations: through shared memory on the same machine, through NIXL, or over TCP.
 
-NIXL is used if both workers have it. The reader keeps one connection per address and connects at the first read. It has no
-threads of its own; at most one thread at a time may read from one address. It logs when a remote worker becomes unreadable and
-when it is readable again, but not each failed read.
+NIXL is used if both workers have it. The reader has one connection per address, and connects at the first read. It starts no
+threads; at most one thread at a time may read from an address. It logs when a remote worker cannot be read, and when it can be
+read again, but not each failed read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rootstock_llm.services.worker.core.contracts.transfers import Pull
 from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerRate
 from rootstock_llm.services.worker.exec.remote_kv import frames
 from rootstock_llm.services.worker.exec.remote_kv.connection import Connection, connect, connect_unix, is_local, parse_address
-from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.frames import Malformed, PageLayout, PageRequest, RequestKind, Response, Status
 from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
 from rootstock_llm.services.worker.exec.remote_kv.nixl_staging import StagingReceiver, Unstaged
 from rootstock_llm.services.worker.exec.remote_kv.shared_ring import RingReader, RingShape
@@ -35,20 +35,20 @@ from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFol
 from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
 logger = logging.getLogger(__name__)
-LEAVE_TIMEOUT_S = 0.5  # limit for the release of a reservation
+LEAVE_TIMEOUT_S = 0.5  # seconds; limit for the release of a reservation
 MEASURED_BYTES = 8 << 20  # smallest read whose rate is measured
-SLOW_BYTES_S = 1e9  # below this rate, reading KV may take longer than computing it; the log warns
-STAGE_TIMEOUT_S = 2.0  # limit for the test of a NIXL path
-UNSTAGED_S = 60.0  # time after a failed test in which new connections stay on TCP
-REST_S = 2.0  # time after a failure in which reads from the remote worker fail at once, instead of waiting for the timeout
+SLOW_BYTES_S = 1e9  # bytes per second; below it, reading KV may take longer than computing it, and the log has a warning
+STAGE_TIMEOUT_S = 2.0  # seconds; limit for switching a connection to NIXL
+UNSTAGED_S = 60.0  # seconds after a failure of NIXL for which new connections to the remote worker do not try NIXL
+REST_S = 2.0  # seconds after a failure for which reads from the remote worker fail at once, instead of after a timeout
 
 
 class _PeerRefuses(OSError):
-    """Raised if the remote worker refuses the hello. The message is the remote worker's."""
+    """Raised if the remote worker refuses the hello. The message is from the remote worker."""
 
 
-class _Unanswered(ConnectionError):
-    """Raised if the connection ends before the first byte of an answer. The request may be sent again."""
+class _NoResponse(ConnectionError):
+    """Raised if the connection ends before the first byte of a response. The request may be sent again."""
 
 
 class PageReceiver(Protocol):
@@ -78,18 +78,18 @@ class _Peer:
     """A remote worker and the connection to it."""
 
     address: str
-    connection: Connection | None = None  # open, or being made
-    receiver: PageReceiver | None = None  # receives pages through a ring or a staging area; None: pages come over the connection
-    nixl_is_decided: bool = False  # whether the connection uses NIXL has been negotiated
-    is_busy: bool = False  # a thread uses the connection
-    failure: str = ""  # last reason why the worker could not be read; empty if it can be read
+    connection: Connection | None = None  # connection that is open or being opened
+    receiver: PageReceiver | None = None  # receives pages through a ring or a staging area; None if the connection carries them
+    nixl_is_decided: bool = False  # whether it is negotiated if this connection uses NIXL
+    is_busy: bool = False  # whether a thread uses the connection
+    failure: str = ""  # reason why the last read failed; empty if the remote worker can be read
     rests_until: float = 0.0  # time.monotonic() until which reads fail at once (REST_S)
-    unstaged_until: float = 0.0  # time.monotonic() until which new connections stay on TCP (UNSTAGED_S)
+    unstaged_until: float = 0.0  # time.monotonic() until which new connections do not try NIXL (UNSTAGED_S)
     rate: PeerRate | None = None  # last measured rate, None before the first measurement
 
 
 class TcpPeerReader:
-    """A PeerReader."""
+    """Implements PeerReader."""
 
     def __init__(
         self,
@@ -106,15 +106,17 @@ class TcpPeerReader:
         """Starts without connections.
 
         Args:
-            layout: as in TcpKvServer.
-            page_size: as in TcpKvServer.
-            page_bytes: as in TcpKvServer.
-            connect_timeout_s: limit for making a connection.
-            read_timeout_s: limit for a whole read, including the connection, except the lookup of a host name.
-            max_peers: number of connections from which on the connection that has been idle for longest is closed.
+            layout: KV layout, which must equal that of the remote workers.
+            page_size: tokens of a page.
+            page_bytes: bytes of a page.
+            connect_timeout_s: limit in seconds for opening a connection.
+            read_timeout_s: limit in seconds for a whole read, with the opening of a connection, but without the lookup of a host
+                name.
+            max_peers: largest number of connections. If it is reached, the connection that has been idle for longest is closed.
             tls: certificates, None for no TLS.
-            folder: folder of the sockets of workers on this machine; None: these workers are read over TCP, too.
-            carrier: NIXL, closed with this reader; None: NIXL is not used.
+            folder: folder with the Unix sockets of workers on this machine, which are read through shared memory. None if they
+                are also read over TCP.
+            carrier: process that reads through NIXL. It is closed with this reader. None if NIXL is not used.
         """
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._connect_timeout_s, self._read_timeout_s, self._max_peers = connect_timeout_s, read_timeout_s, max_peers
@@ -140,10 +142,10 @@ class TcpPeerReader:
         with self._exclusive(pull.source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
                 was_connected, begun = self._open_connection(peer) is not None, time.monotonic()
-                status, message = self._ask(peer, request, out.cast("B"), deadline)
-                is_read, transport = self._has_answered(peer, status, message), self._transport(peer)
+                status, message = self._request_pages(peer, request, out.cast("B"), deadline)
+                is_read, transport = self._log_status(peer, status, message), self._transport(peer)
                 if is_read and was_connected:
-                    self._measured(peer, out.nbytes, time.monotonic() - begun)
+                    self._record_rate(peer, out.nbytes, time.monotonic() - begun)
         if not is_read:
             return 0
         with self._lock:
@@ -153,13 +155,13 @@ class TcpPeerReader:
     def leave(self, source: KvSource) -> None:
         """Releases the reservation.
 
-        If this fails, the reservation ends with the connection of its last read, or with its hold time.
+        If this fails, the remote worker frees the reservation when the connection of its last read ends, or after its hold time.
         """
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._exclusive(source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
                 frame = frames.pack_request(PageRequest(RequestKind.LEAVE, source.reservation))
-                connection = self._open_connection(peer) or self._connected(peer, deadline)
+                connection = self._open_connection(peer) or self._connect(peer, deadline)
                 connection.send(frame, deadline)
 
     def close(self) -> None:
@@ -169,21 +171,21 @@ class TcpPeerReader:
             self._peers.clear()
             idle = [peer for peer in peers if not peer.is_busy]
         for peer in peers:
-            connection = peer.connection  # the thread that uses the connection may close it at the same time
+            connection = peer.connection  # read once, because the thread that uses it may set it to None
             if connection is not None:
                 connection.shut_down()
         if self._carrier is not None:
-            self._carrier.close()  # before _disconnect(), which would wait for a carrier that hangs
+            self._carrier.close()  # before _disconnect(), which would wait for a carrier process that hangs
         for peer in idle:
             _disconnect(peer)
 
     @contextmanager
     def _exclusive(self, address: str) -> Iterator[_Peer | None]:
-        """Gives the calling thread exclusive use of the remote worker of an address. Yields None if the reader is closed.
+        """Lets only the calling thread use the connection to an address during the block. Yields None if the reader is closed.
 
-        An OSError or ValueError in the block ends the block. It is logged and closes the connection.
+        An OSError or ValueError in the block is logged, closes the connection, and is not raised.
         """
-        peer = self._take(address)
+        peer = self._acquire(address)
         if peer is None:
             yield None
             return
@@ -194,14 +196,14 @@ class TcpPeerReader:
             peer.rests_until = time.monotonic() + REST_S
             self._log_failure(peer, str(error))
         finally:
-            self._give_back(peer)
+            self._release(peer)
 
-    def _take(self, address: str) -> _Peer | None:
+    def _acquire(self, address: str) -> _Peer | None:
         with self._lock:
             if self._is_closed:
                 return None
             peer = self._peers.pop(address, None) or _Peer(address)
-            assert not peer.is_busy, "one thread at a time for an address"
+            assert not peer.is_busy, "only one thread at a time reads from an address"
             peer.is_busy = True
             longest_idle = next((each for each in self._peers.values() if not each.is_busy), None)
             evicted = longest_idle if len(self._peers) >= self._max_peers else None
@@ -209,82 +211,85 @@ class TcpPeerReader:
                 del self._peers[evicted.address]
             self._peers[address] = peer
         if evicted is not None:
-            _disconnect(evicted)  # no other thread can find it
+            _disconnect(evicted)  # it is not in _peers any more, so no other thread uses it
         return peer
 
-    def _give_back(self, peer: _Peer) -> None:
+    def _release(self, peer: _Peer) -> None:
         with self._lock:
             peer.is_busy = False
             is_closed = self._is_closed
         if is_closed:
             _disconnect(peer)
 
-    def _ask(self, peer: _Peer, request: PageRequest, out: memoryview, deadline: float) -> tuple[Status, str]:
-        """Sends a request, and sends it again over TCP if NIXL fails.
+    def _request_pages(self, peer: _Peer, request: PageRequest, out: memoryview, deadline: float) -> tuple[Status, str]:
+        """Requests pages. If NIXL fails, requests them again over TCP.
 
         Returns:
-            Status and error message.
+            Status and error message of the response. With OK, `out` is filled.
 
         Raises:
             OSError: the request has failed.
             ValueError: the address or a frame is malformed.
         """
         try:
-            return self._ask_as_is(peer, request, out, deadline)
+            return self._request_once(peer, request, out, deadline)
         except Unstaged as error:
             staged = replace(peer)
             peer.connection = peer.receiver = None
             peer.unstaged_until = time.monotonic() + UNSTAGED_S
             if not self._is_closed:
                 logger.warning(
-                    "NIXL failed, a remote worker is read over TCP", extra=fields(address=peer.address, error=str(error))
+                    "could not read a remote worker through NIXL; it is read over TCP",
+                    extra=fields(address=peer.address, error=str(error)),
                 )
         try:
-            return self._ask_as_is(peer, request, out, deadline)
+            return self._request_once(peer, request, out, deadline)
         finally:
-            _disconnect(staged)  # not earlier: the server releases a reservation when the connection of its last read ends
+            _disconnect(
+                staged
+            )  # after the new read, because the server releases a reservation when the connection of its last read ends
 
-    def _ask_as_is(self, peer: _Peer, request: PageRequest, out: memoryview, deadline: float) -> tuple[Status, str]:
-        """Sends a request over the open connection, or over a new one.
+    def _request_once(self, peer: _Peer, request: PageRequest, out: memoryview, deadline: float) -> tuple[Status, str]:
+        """Requests pages over the open connection, or over a new one.
 
         Raises:
-            Unstaged: NIXL has failed. The caller may retry over TCP with a new connection.
+            Unstaged: NIXL has failed. The caller may retry over a new connection without NIXL.
             OSError: the request has failed.
             ValueError: the address or a frame is malformed.
         """
         connection = self._open_connection(peer)
         if connection is not None:
             try:
-                return self._read_over(peer, connection, request, out, deadline)
-            except _Unanswered:  # the remote worker has closed the connection, or has been restarted
+                return self._request_over(peer, connection, request, out, deadline)
+            except _NoResponse:  # the remote worker has closed the connection, for example because it has restarted
                 _disconnect(peer)
-        return self._read_over(peer, self._connected(peer, deadline), request, out, deadline)
+        return self._request_over(peer, self._connect(peer, deadline), request, out, deadline)
 
-    def _read_over(
+    def _request_over(
         self, peer: _Peer, connection: Connection, request: PageRequest, out: memoryview, deadline: float
     ) -> tuple[Status, str]:
-        """Sends a request over a connection.
+        """Requests pages over a connection.
 
         Returns:
-            Status and error message. With OK, `out` is filled.
+            Status and error message of the response. With OK, `out` is filled.
 
         Raises:
             OSError: the connection is broken.
             ValueError: a frame is malformed.
         """
-        if not self._stage(peer, connection, request.reservation, deadline):
+        if not self._negotiate_nixl(peer, connection, request.reservation, deadline):
             return Status.NO_RESERVATION, ""
         _send_request(connection, request, deadline)
-        return _receive_answer(connection, out, deadline, peer.receiver)
+        return _receive_response(connection, out, deadline, peer.receiver)
 
-    def _stage(self, peer: _Peer, connection: Connection, reservation: KvReservation, deadline: float) -> bool:
-        """Switches the connection to NIXL if possible. No effect if this was negotiated before.
+    def _negotiate_nixl(self, peer: _Peer, connection: Connection, reservation: KvReservation, deadline: float) -> bool:
+        """Switches the connection to NIXL if both sides have it. Does nothing if this is already negotiated.
 
         Returns:
             False if the server does not have the reservation.
 
         Raises:
-            _Unanswered: the server has closed the connection.
+            _NoResponse: the server has closed the connection.
             Unstaged: NIXL has failed.
         """
         if self._carrier is None or peer.receiver is not None or peer.nixl_is_decided:
@@ -296,7 +301,7 @@ class TcpPeerReader:
         try:
             _send_request(connection, PageRequest(RequestKind.STAGE, reservation), deadline)
             status, payload = _receive_area(connection, deadline)
-        except _Unanswered:
+        except _NoResponse:
             raise
         except (OSError, Malformed) as error:
             raise Unstaged(str(error)) from error
@@ -308,45 +313,45 @@ class TcpPeerReader:
         return peer.nixl_is_decided
 
     def _open_connection(self, peer: _Peer) -> Connection | None:
-        """Returns the usable connection to a remote worker, or None. Closes a stale connection."""
+        """Returns the open connection to a remote worker, or None. Closes a connection that is stale."""
         if peer.connection is not None and peer.connection.is_stale():
             _disconnect(peer)
         return peer.connection
 
-    def _connected(self, peer: _Peer, deadline: float) -> Connection:
-        """Returns a new connection that is ready for requests.
+    def _connect(self, peer: _Peer, deadline: float) -> Connection:
+        """Opens a connection and exchanges the hello.
 
         Raises:
-            OSError: no connection could be made, or the remote worker refuses.
+            OSError: no connection could be opened, or the remote worker refuses the hello.
             ValueError: the address or a frame is malformed.
         """
         deadline = min(deadline, time.monotonic() + self._connect_timeout_s)
         if self._folder is not None and is_local(peer.address):
             try:
-                return self._through_memory(peer, self._folder.path(parse_address(peer.address)[1]), deadline)
-            except (FileNotFoundError, ConnectionRefusedError):  # the worker has no such socket
+                return self._connect_on_machine(peer, self._folder.path(parse_address(peer.address)[1]), deadline)
+            except (FileNotFoundError, ConnectionRefusedError):  # the worker has no Unix socket
                 _disconnect(peer)
             except _PeerRefuses:
                 raise
             except (OSError, Malformed) as error:
                 _disconnect(peer)
                 logger.warning(
-                    "shared memory failed, a worker on this machine is read over TCP",
+                    "could not read a worker on this machine through shared memory; it is read over TCP",
                     extra=fields(address=peer.address, error=str(error)),
                 )
         context, name = (None, "") if self._tls is None else (self._tls.contexts().client, self._tls.name)
-        connection = connect(peer.address, context, deadline, partial(self._keep, peer), name)
-        self._greet(connection, deadline)
-        self._keep(peer, connection)  # TLS has replaced the socket that close() may have seen
+        connection = connect(peer.address, context, deadline, partial(self._register, peer), name)
+        self._exchange_hello(connection, deadline)
+        self._register(peer, connection)  # again: if close() came before TLS replaced the socket, it has shut down the old socket
         return connection
 
-    def _through_memory(self, peer: _Peer, path: Path, deadline: float) -> Connection:
-        """Connects to a worker on this machine and maps its ring. Raises OSError or Malformed."""
-        connection = connect_unix(path, deadline, partial(self._keep, peer))
-        self._greet(connection, deadline)
-        fd, frame = connection.receive_with(frames.RING_BYTES, deadline)
+    def _connect_on_machine(self, peer: _Peer, path: Path, deadline: float) -> Connection:
+        """Connects to the Unix socket of a worker on this machine, and maps its ring. Raises OSError or Malformed."""
+        connection = connect_unix(path, deadline, partial(self._register, peer))
+        self._exchange_hello(connection, deadline)
+        fd, frame = connection.receive_with_fd(frames.RING_BYTES, deadline)
         if fd is None:
-            raise Malformed("the server sent no descriptor of a ring")
+            raise Malformed("the server did not send the descriptor of a ring")
         try:
             if len(frame) < frames.RING_BYTES:
                 raise Malformed("the connection ended within the description of the ring")
@@ -355,30 +360,30 @@ class TcpPeerReader:
             os.close(fd)
         return connection
 
-    def _greet(self, connection: Connection, deadline: float) -> None:
-        """Sends a hello and receives the answer.
+    def _exchange_hello(self, connection: Connection, deadline: float) -> None:
+        """Sends a hello and receives the response.
 
         Raises:
             _PeerRefuses: the remote worker has refused the hello.
             OSError: the connection is broken.
-            Malformed: the answer is invalid.
+            Malformed: the response is invalid.
         """
         connection.send(frames.pack_hello(self._layout), deadline)
-        status, message = _receive_answer(connection, memoryview(b""), deadline)
+        status, message = _receive_response(connection, memoryview(b""), deadline)
         if status is not Status.OK:
             raise _PeerRefuses(_refusal(status, message))
 
-    def _keep(self, peer: _Peer, connection: Connection) -> None:
-        """Registers a connection, so that close() ends it. Raises OSError if the reader is closed already."""
+    def _register(self, peer: _Peer, connection: Connection) -> None:
+        """Sets the connection of a remote worker, so that close() ends it. Raises OSError if the reader is already closed."""
         with self._lock:
             if self._is_closed:
-                raise OSError("the reader is closed")
+                raise OSError("the reader of remote workers is closed")
             peer.connection = connection
 
-    def _has_answered(self, peer: _Peer, status: Status, message: str) -> bool:
-        """Returns whether pages were read, and logs changes of the worker's state.
+    def _log_status(self, peer: _Peer, status: Status, message: str) -> bool:
+        """Logs if the remote worker can or cannot be read since this response. Returns whether pages were read.
 
-        A refusal does not close the connection, because other reservations have been read over it and would be released.
+        A refusal does not close the connection. The server would otherwise release the other reservations that were read over it.
         """
         if status not in (Status.OK, Status.NO_RESERVATION):
             self._log_failure(peer, _refusal(status, message))
@@ -388,7 +393,7 @@ class TcpPeerReader:
         return status is Status.OK
 
     def _log_failure(self, peer: _Peer, failure: str) -> None:
-        """Logs a failure, unless it equals the last one."""
+        """Logs a failure, unless it equals the last one of this remote worker."""
         if failure != peer.failure and not self._is_closed:
             peer.failure = failure
             logger.warning("a remote worker cannot be read", extra=fields(address=peer.address, error=failure))
@@ -398,29 +403,29 @@ class TcpPeerReader:
             return peer.receiver.transport
         return "tcp" if self._tls is None else "tls"
 
-    def _measured(self, peer: _Peer, size: int, seconds: float) -> None:
-        """Records the rate of a large read over an open connection. Logs the first rate per remote worker and transport.
+    def _record_rate(self, peer: _Peer, size: int, seconds: float) -> None:
+        """Records the rate of a large read. Logs the first rate per remote worker and transport.
 
         Args:
             peer: the remote worker.
-            size: bytes.
-            seconds: duration, connecting excluded.
+            size: bytes that were read.
+            seconds: duration of the read over an open connection.
         """
         if size < MEASURED_BYTES:
             return
         transport = self._transport(peer)
         measured = PeerRate(peer.address, transport, size / max(seconds, 1e-9))
-        is_news = peer.rate is None or peer.rate.transport != transport
+        is_first = peer.rate is None or peer.rate.transport != transport
         with self._lock:
             peer.rate = measured
-        if is_news:
+        if is_first:
             log = logger.warning if measured.bytes_s < SLOW_BYTES_S else logger.info
             rate = round(measured.bytes_s / 1e9, 2)
             log(f"pages are read over {transport}", extra=fields(address=peer.address, gb_per_s=rate))
 
 
 def _disconnect(peer: _Peer) -> None:
-    """Closes the connection. Only the thread that uses the connection may call this; any thread may if no thread uses it."""
+    """Closes the connection. Called by the thread that uses the connection, or by any thread if no thread uses it."""
     if peer.connection is not None:
         peer.connection.close()
         if peer.receiver is not None:
@@ -430,64 +435,66 @@ def _disconnect(peer: _Peer) -> None:
 
 
 def _send_request(connection: Connection, request: PageRequest, deadline: float) -> None:
-    """Sends a request. Raises _Unanswered if the connection has ended, and OSError."""
+    """Sends a request. Raises _NoResponse if the connection has ended, and OSError."""
     try:
         connection.send(frames.pack_request(request), deadline)
     except (ConnectionError, ssl.SSLEOFError) as error:
-        raise _Unanswered(str(error)) from error
+        raise _NoResponse(str(error)) from error
 
 
 def _receive_area(connection: Connection, deadline: float) -> tuple[Status, bytes]:
-    """Returns status and payload of the answer to STAGE. Raises OSError or Malformed."""
-    answer = _receive_head(connection, deadline)
-    if answer.payload_bytes > limits.MAX_STAGING_MESSAGE_BYTES:
+    """Receives the response to STAGE: its status and payload. Raises OSError or Malformed."""
+    response = _receive_head(connection, deadline)
+    if response.payload_bytes > limits.MAX_STAGING_MESSAGE_BYTES:
         raise Malformed(
-            f"the answer to STAGE has {answer.payload_bytes} bytes; the limit is {limits.MAX_STAGING_MESSAGE_BYTES} bytes"
+            f"the response to STAGE has {response.payload_bytes} bytes; the limit is {limits.MAX_STAGING_MESSAGE_BYTES} bytes"
         )
-    payload = bytearray(answer.payload_bytes)
+    payload = bytearray(response.payload_bytes)
     if connection.receive_into(payload, deadline) < len(payload):
-        raise ConnectionError("the connection ended within an answer")
-    return answer.status, bytes(payload)
+        raise ConnectionError("the connection ended within a response")
+    return response.status, bytes(payload)
 
 
-def _receive_answer(
+def _receive_response(
     connection: Connection, out: memoryview, deadline: float, receiver: PageReceiver | None = None
 ) -> tuple[Status, str]:
-    """Receives an answer, and its pages into `out`.
+    """Receives a response, with its pages into `out`.
 
     Returns:
         Status, and the error message if the status is not OK. With OK, `out` is filled.
 
     Raises:
-        Malformed: the answer does not belong to the request.
+        Malformed: the response does not match the request.
         OSError: the connection is broken.
     """
-    answer = _receive_head(connection, deadline)
-    if answer.status is Status.OK:
-        if answer.payload_bytes != out.nbytes:
-            raise Malformed(f"the response has {answer.payload_bytes} bytes; {out.nbytes} were requested")
+    response = _receive_head(connection, deadline)
+    if response.status is Status.OK:
+        if response.payload_bytes != out.nbytes:
+            raise Malformed(f"the response has {response.payload_bytes} bytes; {out.nbytes} were requested")
         if receiver is not None and out.nbytes:
             return (Status.OK if receiver.receive_into(connection, out, deadline) else Status.NO_RESERVATION), ""
         payload = out
     else:
-        if answer.payload_bytes > frames.MAX_ERROR_BYTES:
-            raise Malformed(f"an error message has {answer.payload_bytes} bytes; the limit is {frames.MAX_ERROR_BYTES} bytes")
-        payload = memoryview(bytearray(answer.payload_bytes))
+        if response.payload_bytes > frames.MAX_ERROR_BYTES:
+            raise Malformed(
+                f"the error message of a response has {response.payload_bytes} bytes; the limit is {frames.MAX_ERROR_BYTES} bytes"
+            )
+        payload = memoryview(bytearray(response.payload_bytes))
     if connection.receive_into(payload, deadline) < payload.nbytes:
-        raise ConnectionError("the connection ended within an answer")
-    return answer.status, "" if answer.status is Status.OK else frames.parse_error(bytes(payload))
+        raise ConnectionError("the connection ended within a response")
+    return response.status, "" if response.status is Status.OK else frames.parse_error(bytes(payload))
 
 
-def _receive_head(connection: Connection, deadline: float) -> Answer:
-    """Returns the head of an answer. Raises _Unanswered, OSError or Malformed."""
-    head = bytearray(frames.ANSWER_BYTES)
+def _receive_head(connection: Connection, deadline: float) -> Response:
+    """Receives the first frame of a response. Raises _NoResponse, OSError or Malformed."""
+    head = bytearray(frames.RESPONSE_BYTES)
     received = connection.receive_into(head, deadline)
     if not received:
-        raise _Unanswered("the connection ended before the answer")
+        raise _NoResponse("the connection ended before the response")
     if received < len(head):
-        raise Malformed("the connection ended within the head of an answer")
-    return frames.parse_answer(head)
+        raise Malformed("the connection ended within the first frame of a response")
+    return frames.parse_response(head)
 
 
 def _refusal(status: Status, message: str) -> str:
-    return message or f"the remote worker refuses: {status.label}"
+    return message or f"the remote worker refuses the request: {status.label}"

@@ -1,11 +1,10 @@
-"""Sends pages to another worker on the same machine through shared memory, piece by piece.
+"""Sends and receives pages on the same machine through a ring in shared memory, piece by piece.
 
-    ring   slots x slot_bytes, in memory with a descriptor (memfd); its size is sealed, and only its maker can write it
-
-The descriptor goes over a Unix socket. Marks of one byte go over it, too: the server sends one for each filled slot, and the
-reader sends one for each slot that may be filled again. Server and reader copy at the same time, and a piece is still in the CPU
-cache when the reader copies it. If the reservation is closed during the copy of a piece, the server sends BROKEN instead of
-FILLED, and the reader does not read the slot.
+A ring has a number of slots, each of which holds one piece: one or more pages. It is memory with a descriptor (memfd) that the
+server sends over a Unix socket. The memory is sealed: its size cannot change, and only the server can write it. The server fills
+a slot and sends the mark FILLED, a byte, over the socket. The reader copies the slot, and sends FREE if the slot is needed again.
+Both sides copy at the same time, and a piece is still in the CPU cache when the reader copies it. If the reservation is closed
+during the copy of a piece, the server sends BROKEN instead of FILLED, and the reader does not read the slot.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
 from rootstock_llm.services.worker.exec.remote_kv.frames import Malformed
 
 SLOTS = 4
-SLOT_BYTES = 1 << 20  # limit of a piece; a piece has at least one page
-MOST_RING_BYTES = 1 << 34  # largest ring that a reader maps
+SLOT_BYTES = 1 << 20  # size of a slot, and so of a piece; a slot for one page if a page is larger
+MOST_RING_BYTES = 1 << 34  # largest ring that a reader accepts
 FILLED, BROKEN, FREE = b"\1", b"\0", b"\1"  # marks; the server sends FILLED and BROKEN, the reader sends FREE
-_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; the name is Python 3.13's
+_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of <linux/fcntl.h>, which fcntl has since Python 3.13
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
 
 
@@ -43,6 +42,7 @@ class RingShape:
         return self.slots * self.slot_bytes
 
     def pieces(self, size: int) -> int:
+        """Returns the number of pieces for `size` bytes."""
         return -(-size // self.slot_bytes)
 
 
@@ -51,10 +51,10 @@ def shape_for(page_bytes: int) -> RingShape:
 
 
 class RingWriter:
-    """The server's side of a ring, for one connection. The reader gets `fd`."""
+    """The server's side of the ring of one connection. `fd` is the descriptor for the reader."""
 
     def __init__(self, shape: RingShape) -> None:
-        """Allocates the memory. Raises OSError if the system has no sealed shared memory."""
+        """Allocates the memory. Raises OSError, for example if the system does not support sealed memory."""
         self._shape = shape
         self.fd = os.memfd_create("kv-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -74,18 +74,18 @@ class RingWriter:
         copy: Callable[[I32, memoryview], bool],
         deadline: float,
     ) -> int:
-        """Sends pages, with `head` before the first piece.
+        """Sends pages.
 
         Args:
-            connection: carries the marks.
-            head: head of the answer.
+            connection: connection for the marks.
+            head: first frame of the response, sent before the first mark.
             pages: int32[n], pages of the pool.
             page_bytes: bytes of a page.
-            copy: as PageSender's.
+            copy: see page_senders.Copy.
             deadline: end of the whole call.
 
         Returns:
-            Number of sent pages; fewer than n if `copy` has returned False. If it is 0, `head` was not sent.
+            Number of sent pages. It is less than n if `copy` has returned False. If it is 0, nothing was sent.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -103,18 +103,20 @@ class RingWriter:
                 if piece:
                     connection.send(BROKEN, deadline)
                     for _ in range(min(piece, pieces - shape.slots) - max(0, piece - shape.slots + 1)):
-                        receive_mark(connection, deadline)  # consumes the reader's marks of earlier slots
+                        receive_mark(
+                            connection, deadline
+                        )  # receives the marks FREE of earlier pieces, so that none is left for the next read
                 return piece * at_once
             connection.send(FILLED if piece else head + FILLED, deadline)
         return len(pages)
 
     def close(self) -> None:
-        """Closes the descriptor. The memory stays until the last mapping ends."""
+        """Closes the descriptor. The memory is freed when the last mapping ends."""
         os.close(self.fd)
 
 
 class RingReader:
-    """The reader's side of a ring, for one connection."""
+    """Implements PageReceiver: the reader's side of the ring of one connection."""
 
     transport = "shm"
 
@@ -122,16 +124,18 @@ class RingReader:
         """Maps the ring.
 
         Args:
-            fd: descriptor of the memory. The caller closes it, and may do so after this call.
+            fd: descriptor of the memory. The caller may close it after this call.
             shape: size of the ring.
             page_bytes: bytes of a page.
 
         Raises:
-            Malformed: the shape is invalid, or the memory is not sealed.
+            Malformed: the shape is invalid, or the memory is not sealed or smaller than the ring.
             OSError: the memory cannot be mapped.
         """
         if not (shape.slots > 0 and shape.slot_bytes > 0 and shape.slot_bytes % page_bytes == 0):
-            raise Malformed(f"pages of {page_bytes} bytes do not fill {shape.slots} slots of {shape.slot_bytes}")
+            raise Malformed(
+                f"the ring has {shape.slots} slots of {shape.slot_bytes} bytes; a slot must have whole pages of {page_bytes}"
+            )
         if shape.num_bytes > MOST_RING_BYTES:
             raise Malformed(f"the ring has {shape.num_bytes} bytes; the limit is {MOST_RING_BYTES} bytes")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size < shape.num_bytes:
@@ -148,7 +152,7 @@ class RingReader:
             if mark == BROKEN:
                 return False
             if mark != FILLED:
-                raise Malformed("the remote worker passed a piece with an unknown mark")
+                raise Malformed("the server sent an unknown mark instead of FILLED or BROKEN")
             part = target[piece * shape.slot_bytes : (piece + 1) * shape.slot_bytes]
             # Unlike an assignment to a slice, copyto() releases the interpreter lock.
             np.copyto(part, self._slots[piece % shape.slots, : len(part)])
@@ -157,13 +161,13 @@ class RingReader:
         return True
 
     def close(self) -> None:
-        """Drops the memory. It stays until the last mapping ends."""
+        """Drops the mapping. The memory is freed when the last mapping ends."""
         self._slots = self._slots[:0]
 
 
 def receive_mark(connection: Connection, deadline: float) -> bytes:
-    """Returns the next mark. Raises TimeoutError or OSError."""
+    """Receives a mark. Raises OSError; TimeoutError if the deadline has passed."""
     mark = bytearray(1)
     if not connection.receive_into(mark, deadline):
-        raise ConnectionError("the connection ended within an answer")
+        raise ConnectionError("the connection ended within a response")
     return bytes(mark)

@@ -1,8 +1,8 @@
 """TLS between workers: both sides present a certificate that the configured authority has signed.
 
-If a name is configured, each certificate must have this name, so that one authority can sign all services. Without a name, names
-are not checked, and the authority must sign workers only. The name is never an address, because certificates do not have the
-addresses of pods, which discovery reports.
+If a name is configured, the certificate of the other side must have this name. So the same authority can also sign certificates
+of other services. Without a configured name, names are not checked, and the authority must sign only certificates of workers. The
+name is not the address of the remote worker, because certificates do not have the addresses of pods.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rootstock_llm.services.shared.tls.handshake import names_of
 
 
 class PeerTls:
-    """The certificates of this worker."""
+    """The certificate of this worker, and the check of the other side's certificate."""
 
     def __init__(self, certificate: Path, key: Path, authority: Path, name: str = "") -> None:
         """Loads the files.
 
         Args:
             certificate: this worker's certificate.
-            key: its private key.
+            key: private key of the certificate.
             authority: certificate of the authority.
-            name: name in the certificates of workers; "" for any.
+            name: name that the certificates of other workers must have; empty for any name.
 
         Raises:
             ValueError: a file cannot be used.

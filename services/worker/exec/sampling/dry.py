@@ -1,6 +1,7 @@
-"""Repetitions at the end of a sequence, for the DRY penalty ("Don't Repeat Yourself", p-e-w, text-generation-webui #5677).
+"""Computes the DRY penalties of a sequence ("Don't Repeat Yourself", p-e-w, text-generation-webui #5677).
 
-If the last n tokens also occur earlier in the sequence, the token after the earlier occurrence would continue the repetition.
+If the last n tokens of a sequence also occur earlier in it, the token after the earlier occurrence would continue the repetition.
+The logit of this token gets a penalty that grows with n. A breaker is a token that ends repetitions.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.core.contracts.plan import I32, DryParams
 
-MAX_PENALTY = 1e30  # larger than any logit, but finite, so that penalties alone never forbid all tokens of a row
+MAX_PENALTY = 1e30  # larger than any logit; finite, so that a row always has a token with a finite logit
 
 
 def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
-    """Returns for each index j the length of the longest common suffix of tokens[:j] and all tokens, int32[n].
+    """Returns for each index j the length of the longest common suffix of tokens[:j] and tokens, int32[n].
 
-    No suffix contains a breaker. The function is the Z function (Gusfield 1997) of the reversed sequence and takes O(n).
+    No suffix contains a breaker. The lengths are the Z function (Gusfield 1997) of the reversed sequence, computed in O(n).
     """
     size = len(tokens)
     back = tokens[::-1]
@@ -39,19 +40,19 @@ def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
 
 
 class Repeats:
-    """A sequence with the length of a repetition for every index j: the longest common suffix of tokens[:j] and the sequence.
+    """A sequence, and for each index j of it the length of the longest common suffix of tokens[:j] and the sequence.
 
-    Adding a token takes O(window). All tokens are inside the vocabulary.
+    Adding a token takes O(window). All tokens must be inside the vocabulary.
     """
 
     def __init__(self, params: DryParams, tokens: NDArray[np.int64]) -> None:
         self._params = params
         self._breakers = frozenset(params.breakers)
         self._breaker_ids = np.array(sorted(self._breakers), dtype=np.int64)
-        kept = tokens[-params.window :] if params.window else tokens
-        self._begin(kept.tolist())
+        window = tokens[-params.window :] if params.window else tokens
+        self._set_tokens(window.tolist())
 
-    def _begin(self, tokens: list[int]) -> None:
+    def _set_tokens(self, tokens: list[int]) -> None:
         self._size = len(tokens)
         zeros = np.zeros(self._size + 256, dtype=np.int32)
         self._tokens, self._lengths = zeros, zeros.copy()
@@ -79,29 +80,31 @@ class Repeats:
 
     def remove_last(self, count: int) -> None:
         assert 0 <= count <= self._size, "at most all tokens are removed"
-        self._begin(self._tokens[: self._size - count].tolist())
+        self._set_tokens(self._tokens[: self._size - count].tolist())
 
     def continued(self) -> Repeats:
-        """Returns an independent copy, to which draft tokens are added."""
+        """Returns an independent copy, to which draft tokens can be added."""
         other = copy.copy(self)
         other._tokens, other._lengths = self._tokens.copy(), self._lengths.copy()
         return other
 
     def penalties(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Returns the distinct ids of tokens that would continue a repetition, and the value to subtract from each logit.
+        """Returns the distinct tokens that would continue a repetition, int64[n], and the penalty to subtract from each logit.
 
         Breakers are not in the result, because they end a repetition.
         """
         first, params = self._first, self._params
         lengths = np.minimum(self._lengths[first : self._size], np.arange(self._size - first))  # within the window
-        places = np.flatnonzero(lengths >= max(1, params.allowed_length))
-        tokens = self._tokens[first : self._size][places].astype(np.int64)
-        kept = ~np.isin(tokens, self._breaker_ids)
-        ids, where = np.unique(tokens[kept], return_inverse=True)
-        assert len(where) == int(kept.sum()), "each place has its token"
+        indices = np.flatnonzero(lengths >= max(1, params.allowed_length))
+        tokens = self._tokens[first : self._size][indices].astype(np.int64)
+        penalised = ~np.isin(tokens, self._breaker_ids)
+        ids, where = np.unique(tokens[penalised], return_inverse=True)
+        assert len(where) == int(penalised.sum()), "each penalised occurrence has an index into ids"
         longest = np.zeros(len(ids), dtype=np.int32)
-        np.maximum.at(longest, where, lengths[places[kept]].astype(np.int32))
-        assert (longest >= max(1, params.allowed_length)).all(), "a penalty is for allowed_length tokens or more"
+        np.maximum.at(longest, where, lengths[indices[penalised]].astype(np.int32))
+        assert (longest >= max(1, params.allowed_length)).all(), (
+            "only repetitions of at least allowed_length tokens are penalised"
+        )
         with np.errstate(over="ignore"):
             lost = params.multiplier * np.float64(params.base) ** (longest.astype(np.float64) - params.allowed_length)
         return ids, np.minimum(lost, MAX_PENALTY).astype(np.float32)

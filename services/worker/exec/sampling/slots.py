@@ -1,8 +1,8 @@
 """The sampling state of slots: parameters and token counts on the device, past tokens on the host. Owned by the sampler.
 
-A step uploads the parameters of newly admitted slots as an Admission, and DeviceSlots writes them into its SlotTable.
-PastTokens corrects the device's token counts and computes the losses of DRY. A set of tokens is a
-row of bits over the vocabulary: bit i of word w represents token 32 w + i.
+A step uploads the parameters of newly admitted slots as an Admission, and DeviceSlots writes them into its SlotTable. PastTokens
+computes the corrections of the device's token counts, and the losses of DRY. A loss is a value that is subtracted from a logit. A
+set of tokens is a row of bits over the vocabulary: bit i of word w represents token 32 w + i.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rootstock_llm.services.worker.exec.sampling.dry import Repeats
 
 I32 = NDArray[np.int32]
 Words = NDArray[np.uint32]
-Loss = tuple[NDArray[np.int64], NDArray[np.float32]]  # a row's distinct ids, and the loss of each logit
+Loss = tuple[NDArray[np.int64], NDArray[np.float32]]  # all losses of a row: distinct token ids, and the loss of each
 WORD_BITS = 32
 MASK32 = (1 << 32) - 1
-MAX_BIASES = 1024  # per slot; the limit of a request
-MAX_STOPS = 512  # per slot: stop tokens of the request and of the model
-LATEST = np.iinfo(np.int32).max  # position after the end of every sequence
+MAX_BIASES = 1024  # largest number of logit biases per slot, which is the limit of a request
+MAX_STOPS = 512  # largest number of stop tokens per slot: those of the request and of the model
+LATEST = np.iinfo(np.int32).max  # a position after the end of any sequence
 NO_LOSS: Loss = (np.empty(0, np.int64), np.empty(0, np.float32))
-FLOATS = (
+FLOATS = (  # columns with float32 bits, in the order in which _fill() writes them
     SlotColumn.TEMPERATURE,
     SlotColumn.TOP_P,
     SlotColumn.MIN_P,
@@ -41,56 +41,58 @@ FLOATS = (
 
 
 class TooManyEdits(ValueError):
-    """A slot has more logit biases or stop tokens than a row of the table. The slot's rows get a fault."""
+    """Raised if a slot has more logit biases or stop tokens than a row of the table holds. The slot's rows then get a fault."""
 
 
 class DeviceSlots:
-    """The table on the device. It is written on the forward stream, in the order of steps."""
+    """Writes the slot table on the device, on the forward stream in the order of steps."""
 
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self.table = allocate_slot_table(max_slots, vocab_size, device)
 
     def admission(self, admitted: Sequence[SlotParams]) -> Admission:
-        """Returns the columns of the slots. Raises TooManyEdits."""
+        """Returns the parameters of the slots for an upload. Raises TooManyEdits."""
         admission = Admission.of(admitted, self._vocab_size)
         for column, limit, noun in (
             (SlotColumn.NUM_BIASES, MAX_BIASES, "logit biases"),
             (SlotColumn.NUM_STOPS, MAX_STOPS, "stop tokens"),
         ):
             if len(admitted) and admission.params[:, column].max() > limit:
-                raise TooManyEdits(f"more than {limit} {noun}")
+                raise TooManyEdits(f"a slot has more than {limit} {noun}")
         return admission
 
     def admit(self, views: Mapping[str, Tensor]) -> None:
         """Writes an uploaded Admission into the table."""
         table, slots = self.table, views["slots"].long()
         assert len(views["params"]) == len(slots) * SlotColumn.WIDTH, "each slot has a row of parameters"
-        assert len(views["words"]) == len(views["word_slots"]) * table.words.shape[1], "a slot with a token set has its words"
+        assert len(views["words"]) == len(views["word_slots"]) * table.words.shape[1], (
+            "each slot with a token set has the words of its set"
+        )
         table.params.index_copy_(0, slots, views["params"].view(-1, SlotColumn.WIDTH))
         if len(views["bias_slots"]):
-            places = views["bias_slots"].long(), views["bias_places"].long()
-            table.bias_ids.index_put_(places, views["bias_ids"])
-            table.biases.index_put_(places, views["biases"].view(torch.float32))
+            indices = views["bias_slots"].long(), views["bias_indices"].long()
+            table.bias_ids.index_put_(indices, views["bias_ids"])
+            table.biases.index_put_(indices, views["biases"].view(torch.float32))
         if len(views["stop_slots"]):
-            places = views["stop_slots"].long(), views["stop_places"].long()
-            table.stop_ids.index_put_(places, views["stop_ids"])
+            indices = views["stop_slots"].long(), views["stop_indices"].long()
+            table.stop_ids.index_put_(indices, views["stop_ids"])
         if len(views["word_slots"]):
             table.words.index_copy_(0, views["word_slots"].long(), views["words"].view(-1, table.words.shape[1]))
         if len(views["counted_slots"]):
             table.counts.index_fill_(0, views["counted_slots"].long(), 0)
-            places = views["count_slots"].long(), views["count_ids"].long()
-            table.counts.index_put_(places, views["counts"].to(torch.int16))
+            indices = views["count_slots"].long(), views["count_ids"].long()
+            table.counts.index_put_(indices, views["counts"].to(torch.int16))
 
     def adjust_counts(self, slots: Tensor, ids: Tensor, changes: Tensor) -> None:
-        """Adds `changes` to counts[slots, ids]. Each pair of slot and id occurs once."""
-        assert len(slots) == len(ids) == len(changes), "each change has a slot and a token"
-        places = slots.long(), ids.long()
-        self.table.counts.index_put_(places, self.table.counts[places] + changes.to(torch.int16))
+        """Adds `changes` to counts[slots, ids]. Each pair of slot and id must occur at most once."""
+        assert len(slots) == len(ids) == len(changes), "each change has a slot and a token id"
+        indices = slots.long(), ids.long()
+        self.table.counts.index_put_(indices, self.table.counts[indices] + changes.to(torch.int16))
 
 
 def allocate_slot_table(max_slots: int, vocab_size: int, device: torch.device) -> SlotTable:
-    """Returns a table of zeros, which means greedy sampling without edits."""
+    """Returns a table of zeros: every slot samples greedily, and no logits are edited."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -106,32 +108,32 @@ def allocate_slot_table(max_slots: int, vocab_size: int, device: torch.device) -
 
 
 def merged_changes(changes: Mapping[tuple[int, int], int]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Returns slots, ids and changes as parallel columns, without changes of 0."""
-    kept = [(slot, token, change) for (slot, token), change in changes.items() if change]
-    columns = np.array(kept, dtype=np.int32).reshape(-1, 3)
+    """Returns the changes by (slot, token) as parallel columns of slots, tokens and changes, without changes of 0."""
+    entries = [(slot, token, change) for (slot, token), change in changes.items() if change]
+    columns = np.array(entries, dtype=np.int32).reshape(-1, 3)
     assert (columns[:, 2] != 0).all(), "changes of 0 are left out"
     return columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The parameters of A slots that a step admits, as flat columns. Columns with the same size letter are parallel."""
+    """The parameters of A slots that a step admits, as flat columns. Columns whose sizes have the same letter are parallel."""
 
     slots: I32  # [A]
     params: I32  # [A, SlotColumn.WIDTH]
-    bias_slots: I32  # [B], the slot of each logit bias
-    bias_places: I32  # [B], its index in the slot's list
-    bias_ids: I32  # [B]
-    biases: NDArray[np.float32]  # [B]
-    stop_slots: I32  # [C], the slot of each stop token
-    stop_places: I32  # [C], its index in the slot's list
-    stop_ids: I32  # [C]
+    bias_slots: I32  # [B], slot of each logit bias
+    bias_indices: I32  # [B], index of the bias in the slot's list
+    bias_ids: I32  # [B], token of the bias
+    biases: NDArray[np.float32]  # [B], value of the bias
+    stop_slots: I32  # [C], slot of each stop token
+    stop_indices: I32  # [C], index of the stop token in the slot's list
+    stop_ids: I32  # [C], the stop tokens
     word_slots: I32  # [W], slots with allowed or banned tokens
-    words: NDArray[np.uint32]  # [W * ceil(V / 32)], their token sets
+    words: NDArray[np.uint32]  # [W * ceil(V / 32)], set of the tokens that each of these slots may sample
     counted_slots: I32  # slots whose past tokens are counted for penalties
-    count_slots: I32  # [P], a slot and one of its distinct past tokens
-    count_ids: I32  # [P]
-    counts: I32  # [P], as in SlotTable.counts
+    count_slots: I32  # [P], slot of each distinct past token
+    count_ids: I32  # [P], the past token
+    counts: I32  # [P], value of the token in SlotTable.counts
 
     @classmethod
     def of(cls, admitted: Sequence[SlotParams], vocab_size: int) -> Admission:
@@ -140,21 +142,21 @@ class Admission:
         worded = [slot for slot in admitted if slot.params.allowed_token_ids or slot.params.banned_token_ids]
         counted = [slot for slot in admitted if needs_counts(slot)]
         past = [past_counts(slot, vocab_size) for slot in counted]
-        assert len({slot.slot for slot in admitted}) == len(admitted), "a step admits a slot once"
+        assert len({slot.slot for slot in admitted}) == len(admitted), "a step admits a slot at most once"
         params = np.zeros((len(admitted), SlotColumn.WIDTH), dtype=np.int32)
         for row, slot, bias, stop in zip(params, admitted, biases, stops, strict=True):
             _fill(row, slot, len(bias[0]), len(stop))
-        bias_slots, bias_places = _addresses(admitted, [ids for ids, _ in biases])
-        stop_slots, stop_places = _addresses(admitted, stops)
+        bias_slots, bias_indices = _addresses(admitted, [ids for ids, _ in biases])
+        stop_slots, stop_indices = _addresses(admitted, stops)
         return cls(
             slots=_i32([slot.slot for slot in admitted]),
             params=params,
             bias_slots=bias_slots,
-            bias_places=bias_places,
+            bias_indices=bias_indices,
             bias_ids=_joined([ids for ids, _ in biases]),
             biases=np.concatenate([np.empty(0, np.float32), *(values for _, values in biases)]),
             stop_slots=stop_slots,
-            stop_places=stop_places,
+            stop_indices=stop_indices,
             stop_ids=_joined(stops),
             word_slots=_i32([slot.slot for slot in worded]),
             words=np.concatenate([np.empty(0, np.uint32), *(_words(slot, vocab_size) for slot in worded)]),
@@ -165,17 +167,18 @@ class Admission:
         )
 
     def sections(self) -> list[tuple[str, NDArray[np.generic]]]:
-        """Returns the columns as sections of an upload, named by their fields."""
+        """Returns the columns as sections of an upload, with the names of the fields."""
         return [(name, getattr(self, name)) for name in self.__slots__]
 
 
 def edited_until(slot: SlotParams) -> int:
-    """Returns the first position whose logits the slot's parameters leave unchanged.
+    """Returns the position from which on the slot's parameters no longer change logits.
 
-    The losses of DRY do not count here, because each step uploads its own (SampleRows.losses).
+    Losses of DRY are ignored here, because each step uploads them separately (SampleRows.losses).
 
     Returns:
-        0 if nothing is edited; the position after min_new_tokens if only stop tokens are forbidden; otherwise LATEST.
+        0 if no logits are changed. The position after min_new_tokens if only stop tokens are forbidden before it. Otherwise
+        LATEST.
     """
     params = slot.params
     if needs_counts(slot) or params.logit_bias or params.allowed_token_ids or params.banned_token_ids:
@@ -189,19 +192,19 @@ def needs_counts(slot: SlotParams) -> bool:
 
 
 def past_counts(slot: SlotParams, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the distinct tokens of the slot's history and their values in SlotTable.counts.
+    """Returns the distinct tokens of the slot's history, and their values in SlotTable.counts.
 
-    A value is the number of occurrences in the output of the history, with the bit SEEN if the prompt has the token.
+    A value is the number of occurrences in the output part of the history, with the bit SEEN if the prompt has the token.
     """
     history = slot.history.astype(np.int64).clip(0, vocab_size - 1)
     prompt, output = history[: slot.num_prompt_tokens], history[slot.num_prompt_tokens :]
     ids = np.unique(history)
     counts = np.zeros(len(ids), dtype=np.int64)
-    kept, times = np.unique(output, return_counts=True)
-    counts[np.searchsorted(ids, kept)] = times.clip(max=MAX_COUNT)
-    counts[np.searchsorted(ids, np.unique(prompt))] += SEEN  # SEEN is the sign bit of an int16; adding it sets it
+    output_ids, times = np.unique(output, return_counts=True)
+    counts[np.searchsorted(ids, output_ids)] = times.clip(max=MAX_COUNT)
+    counts[np.searchsorted(ids, np.unique(prompt))] += SEEN  # SEEN is the sign bit of an int16, so adding SEEN sets the bit
     assert not len(counts) or (counts.min() >= SEEN and counts.max() <= MAX_COUNT), "a count fits 16 bits"
-    assert (counts != 0).all(), "each token of the history has been seen"
+    assert (counts != 0).all(), "each token of the history is counted or has the bit SEEN"
     return ids, counts
 
 
@@ -220,16 +223,16 @@ def _fill(row: I32, slot: SlotParams, num_biases: int, num_stops: int) -> None:
 
 
 def _addresses(admitted: Sequence[SlotParams], lists: Sequence[NDArray[np.integer]]) -> tuple[I32, I32]:
-    """Returns the slot of each entry of the lists, and its index in its list."""
+    """Returns for each entry of the slots' lists its slot, and its index in the list."""
     sizes = [len(entries) for entries in lists]
-    assert len(lists) == len(admitted), "each slot has a list, an empty one too"
+    assert len(lists) == len(admitted), "each slot has a list, which may be empty"
     slots = np.repeat(_i32([slot.slot for slot in admitted]), sizes).astype(np.int32)
     return slots, _joined([np.arange(size) for size in sizes])
 
 
 def _biases(slot: SlotParams, vocab_size: int) -> tuple[I32, NDArray[np.float32]]:
-    kept = [(token, bias) for token, bias in slot.params.logit_bias if 0 <= token < vocab_size]
-    return _i32([token for token, _ in kept]), np.array([bias for _, bias in kept], dtype=np.float32)
+    biases = [(token, bias) for token, bias in slot.params.logit_bias if 0 <= token < vocab_size]
+    return _i32([token for token, _ in biases]), np.array([bias for _, bias in biases], dtype=np.float32)
 
 
 def _words(slot: SlotParams, vocab_size: int) -> NDArray[np.uint32]:
@@ -245,7 +248,7 @@ def _joined(parts: Sequence[NDArray[np.integer]]) -> I32:
 
 
 def inside(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
-    """Returns the tokens that are inside the vocabulary, int64, in their order."""
+    """Returns the tokens that are inside the vocabulary, int64, in the given order."""
     ids = np.array(tokens, dtype=np.int64)
     return ids[(ids >= 0) & (ids < vocab_size)]
 
@@ -255,19 +258,19 @@ def token_words(allowed: Sequence[int], banned: Sequence[int], vocab_size: int) 
     bits = np.full(-(-vocab_size // WORD_BITS) * WORD_BITS, not allowed, dtype=np.uint8)
     bits[inside(allowed, vocab_size)] = 1
     bits[inside(banned, vocab_size)] = 0
-    assert len(bits) % WORD_BITS == 0 and len(bits) >= vocab_size, "whole words, and a bit for each token"
+    assert len(bits) % WORD_BITS == 0 and len(bits) >= vocab_size, "the set has whole words, and a bit for each token"
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
 class PastTokens:
-    """The past tokens of slots with penalties or DRY, from each admission until the slot's next one.
+    """The past tokens of slots whose requests have penalties or DRY, until the next admission to the slot.
 
-    The caller passes the tokens of all earlier steps to Past.add() before it asks for the losses of a step.
+    Before losses of a step are requested, the caller passes the sampled tokens of all earlier steps to Past.add().
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._of: dict[int, Past] = {}
+        self._of: dict[int, Past] = {}  # by slot
 
     def __len__(self) -> int:
         return len(self._of)
@@ -282,18 +285,18 @@ class PastTokens:
         self._of[slot.slot] = Past(FollowedTokens(len(history)), repeats, needs_counts(slot))
 
     def of_rows(self, slots: I32) -> list[tuple[int, Past]]:
-        """Returns the index and the past of each row that has a past.
+        """Returns (index of a row, Past) for the rows whose slots have a Past.
 
-        The pasts belong to the present admissions. When the result of the step arrives, a slot may have another request.
+        The caller keeps the Past objects until the step's result arrives, because a slot may have another request by then.
         """
         return [(row, past) for row, slot in enumerate(slots.tolist()) if (past := self._of.get(slot))] if self._of else []
 
     def follows(self, plan: BatchPlan) -> bool:
-        """Returns whether an extend row of the plan belongs to a slot with a past."""
+        """Returns whether follow() has to be called for the plan: whether an extend row belongs to a slot with a Past."""
         return bool(self._of) and any(slot in self._of for slot in plan.slots[: plan.num_extend].tolist())
 
     def follow(self, plan: BatchPlan) -> dict[tuple[int, int], int]:
-        """Adds the tokens of the plan's extend rows. Returns the changes of the device's counts by (slot, token)."""
+        """Adds the tokens of the plan's extend rows. Returns the necessary changes of the device's counts by (slot, token)."""
         changes: Counter[tuple[int, int]] = Counter()
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):
@@ -302,7 +305,7 @@ class PastTokens:
             if past is None:
                 continue
             ids = plan.input_ids[end - int(plan.num_tokens[row]) : end].clip(0, self._vocab_size - 1)
-            assert len(ids) == int(plan.num_tokens[row]), "an extend row has all of its ids"
+            assert len(ids) == int(plan.num_tokens[row]), "an extend row has the ids of all its tokens"
             removed, added = past.follow(int(plan.starts[row]), ids.tolist())
             if past.counts:
                 changes.update((slot, token) for token in added)
@@ -314,8 +317,8 @@ class PastTokens:
         past = self._of.get(slot)
         return NO_LOSS if past is None or past.repeats is None else past.repeats.penalties()
 
-    def losses_behind(self, slot: int, draft_tokens: Sequence[int]) -> list[Loss]:
-        """Returns the losses for the token after each draft token, provided that all draft tokens before it are accepted."""
+    def losses_after(self, slot: int, draft_tokens: Sequence[int]) -> list[Loss]:
+        """Returns for each draft token the losses at the position after it, if it and all draft tokens before it are accepted."""
         past = self._of.get(slot)
         if past is None or past.repeats is None:
             return [NO_LOSS] * len(draft_tokens)
@@ -331,8 +334,8 @@ class Past:
     """The past tokens of one admission of a slot."""
 
     followed: FollowedTokens
-    repeats: Repeats | None  # for DRY, or None without it
-    counts: bool  # the device counts the slot's tokens for penalties
+    repeats: Repeats | None  # repetitions for DRY, or None without DRY
+    counts: bool  # whether the device counts the slot's tokens for penalties
 
     def add(self, token: int) -> None:
         self.followed.add(token)
@@ -350,9 +353,9 @@ class Past:
 
 
 class FollowedTokens:
-    """The tokens of one sequence after its history, as the model has read or sampled them.
+    """The tokens of one sequence after its history: sampled tokens, and input tokens of extend rows.
 
-    If the model's input at a position differs from the sampled token, the sampled token and all tokens after it are removed.
+    If an input token differs from the token that was sampled at its position, the sampled token and all later tokens are removed.
     """
 
     def __init__(self, first: int) -> None:
@@ -360,27 +363,27 @@ class FollowedTokens:
         self._tokens: list[int] = []
 
     def add(self, token: int) -> None:
-        """Appends the next token, which was sampled."""
+        """Appends a sampled token."""
         self._tokens.append(token)
 
     def follow(self, start: int, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Replaces the tokens from position `start` on by the model's input.
+        """Replaces the tokens from position `start` on by input tokens.
 
         Returns:
-            The removed tokens in order, and the added tokens. Tokens that were equal are in neither list.
+            The removed tokens in order, and the added tokens. Tokens that stay equal are in neither list.
         """
         skipped = max(0, self._first - start)
         begin, end = max(0, start - self._first), start + len(ids) - self._first
         if end < 0:
             return [], []
-        given = list(ids[skipped:])
+        inputs = list(ids[skipped:])
         same = begin
-        while same < min(end, len(self._tokens)) and self._tokens[same] == given[same - begin]:
+        while same < min(end, len(self._tokens)) and self._tokens[same] == inputs[same - begin]:
             same += 1
-        removed, added = self._tokens[same:], given[same - begin :]
+        removed, added = self._tokens[same:], inputs[same - begin :]
         self._tokens[same:] = added
-        assert self._tokens[begin:end] == given, "the tokens equal the model's input"
-        assert len(self._tokens) == max(end, 0), "no token follows the input"
+        assert self._tokens[begin:end] == inputs, "the tokens equal the input tokens"
+        assert len(self._tokens) == max(end, 0), "no token follows the input tokens"
         return removed, added
 
 
@@ -388,9 +391,9 @@ class FollowedTokens:
 class Losses:
     """The losses of a batch's rows, in the form of rootstock_llm.kernels.contracts.sample_ops.SampleRows."""
 
-    offsets: I32  # [n + 1]
-    ids: I32  # [L]
-    values: NDArray[np.float32]  # [L]
+    offsets: I32  # [n + 1], index of each row's first loss, and the number of losses L
+    ids: I32  # [L], token of each loss
+    values: NDArray[np.float32]  # [L], value that is subtracted from the token's logit
 
     @classmethod
     def of(cls, rows: Sequence[Loss]) -> Losses:

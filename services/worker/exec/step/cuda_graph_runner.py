@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: for each padded number of rows one graph of the forward pass and one of sampling.
+"""Captures decode steps as CUDA graphs: for each padded number of rows, one graph of the forward pass and one of sampling.
 
 A graph is a sequence of launches that is recorded once and replayed with one call. All graphs share the memory of one
-GraphMemory. A row of a graph is one token. Most rows read the last token of their sequence from the relay. The id of a row may
-also come from the plan or from a drafter.
+GraphMemory. Each row of a graph computes one token. A row reads its token id from the relay, which has the last sampled token of
+each slot, unless the id is known from the plan or from a drafter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rootstock_llm.services.worker.exec.contracts.step_parts import StepSampler
 from rootstock_llm.services.worker.exec.step.passes import ForwardPass
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Graph, Streams
 
-WARM_UP_RUNS = 2  # runs before a capture, in which libraries choose kernels and allocate workspaces
+WARM_UP_RUNS = 2  # runs before a capture, during which libraries choose kernels and allocate workspaces
 
 
 class CudaGraphRunner:
@@ -34,34 +34,34 @@ class CudaGraphRunner:
         self, sizes: Sequence[int], memory: GraphMemory, forward: ForwardPass, sampler: StepSampler, attention: AttentionBackend
     ) -> None:
         self._sizes = sorted(sizes)
-        assert len(set(sizes)) == len(sizes), "one graph for each number of rows"
+        assert len(set(sizes)) == len(sizes), "the sizes are distinct"
         self._memory, self._forward, self._sampler, self._attention = memory, forward, sampler, attention
         self._graphs: dict[int, CudaGraph] = {}
-        self._told: set[int] = set()  # sizes of graphs whose `known` column may have ids
+        self._with_known: set[int] = set()  # sizes of graphs whose `known` tensor may have ids other than -1
 
-    def capture(self, told: Callable[[int, int], None]) -> None:
+    def capture(self, report: Callable[[int, int], None]) -> None:
         """Captures a graph for each size.
 
         Args:
-            told: called after each graph with the number of captured graphs and the number of sizes.
+            report: called after each graph with the number of captured graphs and the total number of graphs.
         """
         for number, size in enumerate(reversed(self._sizes), 1):
             self._graphs[size] = self._captured(size)
-            told(number, len(self._sizes))
+            report(number, len(self._sizes))
 
     def release(self) -> None:
         self._graphs.clear()
-        self._told.clear()
+        self._with_known.clear()
         self._attention.release_graphs()
 
     def for_rows(self, num_rows: int) -> CudaGraph | None:
         """Returns the smallest captured graph with at least num_rows rows, or None if there is no such graph."""
-        place = bisect_left(self._sizes, num_rows)
-        assert place == len(self._sizes) or self._sizes[place] >= num_rows, "the graph has at least num_rows rows"
-        return self._graphs.get(self._sizes[place]) if num_rows > 0 and place < len(self._sizes) else None
+        index = bisect_left(self._sizes, num_rows)
+        assert index == len(self._sizes) or self._sizes[index] >= num_rows, "the graph has at least num_rows rows"
+        return self._graphs.get(self._sizes[index]) if num_rows > 0 and index < len(self._sizes) else None
 
-    def tell(self, graph: CudaGraph, known: Tensor | None) -> None:
-        """Writes the ids for the next replay into the graph. Called on the forward stream.
+    def set_known(self, graph: CudaGraph, known: Tensor | None) -> None:
+        """Writes the known token ids of the next replay into the graph. Called on the forward stream.
 
         Args:
             known: int32[size], -1 for a row that reads the relay, or None if all rows read it.
@@ -69,10 +69,10 @@ class CudaGraphRunner:
         if known is not None:
             assert len(known) == graph.size, "each row of the graph has an id or -1"
             graph.known.copy_(known)
-            self._told.add(graph.size)
-        elif graph.size in self._told:
+            self._with_known.add(graph.size)
+        elif graph.size in self._with_known:
             graph.known.fill_(-1)
-            self._told.discard(graph.size)
+            self._with_known.discard(graph.size)
 
     def _captured(self, size: int) -> CudaGraph:
         columns = ForwardBatch.idle(self._forward.capacity, size)
@@ -96,10 +96,10 @@ class CudaGraphRunner:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Returns ascending sizes up to max_rows. Small sizes differ little, because padding is a large share of a small batch."""
+    """Returns the ascending sizes of the graphs, up to max_rows. Small sizes are close, so that padding stays a small share."""
     steps = [1, 2, 4, *range(8, 32, 4), *range(32, 64, 8), *range(64, 256, 16), *range(256, max(257, max_rows), 64)]
     sizes = tuple(dict.fromkeys(size for size in (*steps, max_rows) if 0 < size <= max_rows))
-    assert sizes == tuple(sorted(sizes)) and (not sizes or sizes[-1] == max_rows), "rising, up to all rows"
+    assert sizes == tuple(sorted(sizes)) and (not sizes or sizes[-1] == max_rows), "the sizes rise up to max_rows"
     return sizes
 
 
@@ -107,16 +107,16 @@ class GraphMemory(Protocol):
     """Captures graphs and owns the memory that they share."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Runs `work` on the forward stream to warm it up, then records it.
+        """Runs `work` on the forward stream to warm it up, then records its launches.
 
-        `work` must not read a value of the device. Values that it takes from the host are recorded as they are now.
+        `work` must not read values of the device. Values that it passes from the host to kernels are the same in every replay.
         """
 
 
 class CudaGraphMemory:
-    """Memory for CUDA graphs, which share their temporary tensors.
+    """Memory that CUDA graphs share for their temporary tensors.
 
-    Two graphs of one memory must not be replayed at the same time.
+    Two graphs with the same memory must not be replayed at the same time.
     """
 
     def __init__(self, streams: Streams) -> None:

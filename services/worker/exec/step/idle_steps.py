@@ -1,4 +1,4 @@
-"""Steps without requests, launched to measure memory, to compile kernels and to time or capture decode steps."""
+"""Launches steps without requests: to measure memory, to compile kernels and to time decode steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
 
 class StepLauncher(Protocol):
-    """The parts of a model runner that an idle step needs."""
+    """The attributes of a DeviceRunner that an idle step uses."""
 
     streams: Streams
     passes: ForwardPass
@@ -28,18 +28,19 @@ class StepLauncher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The size of the largest step."""
+    """The limits of all steps."""
 
-    max_tokens: int  # tokens of one step
-    max_slots: int  # sampled rows of one step
-    context_len: int  # tokens of one row
-    generates: bool  # the model has a vocabulary to sample from
+    max_tokens: int  # largest number of tokens of one step
+    max_slots: int  # largest number of sampled rows of one step
+    context_len: int  # largest number of tokens of one row
+    generates: bool  # whether the model has a vocabulary projection
 
 
 def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
     """Launches a step with max_tokens prompt tokens and max_slots sampled rows.
 
-    The prompt tokens form one row, or several rows if they exceed context_len. All rows use page 0. The table is then empty.
+    The prompt tokens form one row, or several rows if they exceed context_len. All rows use page 0. Afterwards, the page table is
+    empty.
     """
     max_tokens, max_slots = bounds.max_tokens, bounds.max_slots
     passes, streams = runner.passes, runner.streams
@@ -48,7 +49,7 @@ def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
     counts = np.full(rows, count, dtype=np.int32)
     counts[-1] = max_tokens - count * (rows - 1)
     nobody, zeros = np.full(max_slots, NO_SLOT, dtype=np.int32), np.zeros(max_slots, dtype=np.int32)
-    assert counts.min() > 0 and int(counts.sum()) == max_tokens, "the rows have all of the step's tokens"
+    assert counts.min() > 0 and int(counts.sum()) == max_tokens, "the rows together have max_tokens tokens"
     slots = np.arange(rows, dtype=np.int32) % len(passes.table)
     offsets = (np.arange(rows) * count).astype(np.int32)
     starts = np.zeros(rows, dtype=np.int32)
@@ -57,13 +58,13 @@ def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
         passes.table.fill_(0)
         words = torch.from_numpy(columns.words()).to(passes.device)
         ids, ragged = passes.fresh_rows(columns, words)
-        given = torch.zeros(columns.total, dtype=torch.int32, device=passes.device)
+        extend_ids = torch.zeros(columns.total, dtype=torch.int32, device=passes.device)
         runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, rows, ragged))
-        passes.run(ids, ragged, columns, given)
+        passes.run(ids, ragged, columns, extend_ids)
         sample_slots, positions, indices = columns.sample_columns(words)
         if bounds.generates:
             logits = passes.model.logits(indices.long())
-            runner.sampler.run_kernels(SampleBatch.idle(logits, runner.sampler.passing_inputs(sample_slots, positions)))
+            runner.sampler.run_kernels(SampleBatch.idle(logits, runner.sampler.step_inputs(sample_slots, positions)))
         else:
             passes.model.states(indices.long())
         passes.table.fill_(-1)
@@ -79,6 +80,6 @@ def idle_decode(runner: StepLauncher, rows: int) -> tuple[Tensor, Tensor]:
     words = torch.from_numpy(columns.words()).to(passes.device)
     ids, ragged = passes.fresh_rows(columns, words)
     runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, ragged))
-    passes.run(ids, ragged, columns, given=None)
+    passes.run(ids, ragged, columns, None)
     slots, positions, _ = columns.sample_columns(words)
     return slots, positions

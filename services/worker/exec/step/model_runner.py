@@ -1,7 +1,7 @@
-"""Launches each step: updates of page table and slots, the forward pass, then sampling.
+"""Launches the steps of a model: updates of page table and slots, the forward pass, then sampling.
 
-One thread launches everything, and the forward stream orders it. The host waits only in result(), and if the device's memory
-does not suffice for a step.
+One thread launches all work, and the forward stream runs it in launch order. The host waits only in result(), and if a step does
+not fit into the device's memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, Draf
 from rootstock_llm.services.worker.exec.contracts.step_data import (
     CudaGraph,
     ForwardBatch,
-    Places,
     PromptPiece,
     SampleBatch,
+    SampleOrder,
     ScorePiece,
 )
 from rootstock_llm.services.worker.exec.contracts.step_parts import StepGraphs, StepSampler
@@ -40,45 +40,48 @@ logger = logging.getLogger(__name__)
 
 I64 = NDArray[np.int64]
 TABLE_COLUMNS = ("table_slots", "table_firsts", "table_counts", "table_offsets", "table_pages")
-UPLOAD_WORDS = 1 << 16  # words of an upload buffer in addition to a step's tokens; the buffer is enlarged if a step needs more
+UPLOAD_WORDS = 1 << 16  # words of an upload buffer for everything except token ids; the buffer grows if a step needs more
 
 
 @dataclass(slots=True)
 class StepRun:
     """A launched step.
 
-    Any thread may use plan, draft_tokens and result. All other fields belong to the thread that launches steps.
+    Any thread may use the fields plan, draft_tokens and result. The other fields belong to the thread that launches steps.
     """
 
     plan: BatchPlan
     readback: Readback  # results of the forward pass other than logits
     batches: list[SampleBatch] = field(default_factory=list)  # rows to sample, one batch per pass; sample() launches them
-    graph: CudaGraph | None = None  # the graph that computed the step, or None if no graph did
-    order: I64 | None = None  # see ForwardBatch
-    # int32[tokens], ids of draft tokens, -1 for other tokens, or None without draft tokens. Pieces leave out their rows.
+    graph: CudaGraph | None = None  # the graph that computed the step, or None for a step without a graph
+    order: I64 | None = None  # see ForwardBatch.order
+    # int32[tokens of the plan], ids of draft tokens, -1 for other tokens, or None without draft tokens. If the step is computed
+    # in pieces, the rows of draft tokens are not computed.
     known: NDArray[np.int32] | None = None
-    prompts: list[PromptPiece] = field(default_factory=list)  # measured log probabilities of prompts
+    prompts: list[PromptPiece] = field(default_factory=list)  # prompt log probabilities in the readback
     embeddings: list[int] = field(default_factory=list)  # rows of the plan that have an embedding in the readback
-    scores: list[ScorePiece] = field(default_factory=list)  # measured log probabilities of labels
+    scores: list[ScorePiece] = field(default_factory=list)  # label log probabilities in the readback
     faults: dict[int, RowFault] = field(default_factory=dict)  # rows that did not fit into memory, by row of the plan
     error: BaseException | None = None  # the reason why the step failed
-    in_pieces: bool = False  # several passes computed the step
-    draft_tokens: Future[DraftTokens] = field(default_factory=Future)  # draft tokens by decode row
+    in_pieces: bool = False  # whether several passes computed the step
+    draft_tokens: Future[DraftTokens] = field(default_factory=Future)  # draft tokens by row of the plan, set by publish()
     result: Callable[[], StepResult] | None = None  # waits for the result; set by sample()
 
     def publish(self, draft_tokens: DraftTokens) -> None:
-        """Publishes the draft tokens to Executor.draft_tokens(). Later calls have no effect."""
+        """Makes the draft tokens available to Executor.draft_tokens(). Only the first call has an effect."""
         if not self.draft_tokens.done():
             self.draft_tokens.set_result(draft_tokens)
 
 
 def _table_sections(plan: BatchPlan) -> list[tuple[str, NDArray[np.generic]]]:
-    """Returns the upload's sections with the page-table updates; empty if the plan has none."""
+    """Returns the sections of an upload with the plan's page-table updates; empty if there are none."""
     if not len(plan.table_slots):
         return []
     offsets = np.cumsum(plan.table_counts) - plan.table_counts
-    assert len(plan.table_slots) == len(plan.table_firsts) == len(plan.table_counts), "columns of updates are equally long"
-    assert int(plan.table_counts.sum()) == len(plan.table_pages), "each page belongs to one update"
+    assert len(plan.table_slots) == len(plan.table_firsts) == len(plan.table_counts), (
+        "each page-table update has a slot, a first index and a count"
+    )
+    assert int(plan.table_counts.sum()) == len(plan.table_pages), "the updates have as many pages as their counts say"
     columns = (plan.table_slots, plan.table_firsts, plan.table_counts, offsets, plan.table_pages)
     return list(zip(TABLE_COLUMNS, columns, strict=True))
 
@@ -102,44 +105,44 @@ class DeviceRunner:
         arrivals: Arrivals,
         cut_rows: bool = True,
     ) -> None:
-        """Takes the parts.
+        """Stores the parts, and allocates upload buffers.
 
         Args:
             relay: int64[slots], see ForwardPass.
-            unwritten: int32[1], see ForwardPass, or None if relayed tokens are not checked.
-            reclaim: returns the allocator's cached memory to the device; called before a piece of a step is tried.
+            unwritten: see ForwardPass.
+            reclaim: returns the allocator's cached memory to the device. It is called before a piece of a step is computed.
             max_tokens: largest number of tokens of one pass. A step with more tokens is computed in pieces.
             max_wanted: largest number of tokens whose states or logits the model returns in one call.
-            arrivals: pages whose content arrives in the pools layer by layer.
-            cut_rows: whether a row may be cut into pieces. An encoder needs whole rows, because tokens attend to later tokens.
+            arrivals: loads that write pages of the pools layer by layer, in parallel with steps.
+            cut_rows: whether a row may be cut into pieces. In an encoder, tokens attend to later tokens, so rows must stay whole.
         """
         self.streams, self.passes, self.attention, self.sampler = streams, passes, attention, sampler
         self._kernels, self._embeddings, self._relay, self._unwritten = kernels, embeddings, relay, unwritten
         self._reclaim = reclaim
         self._arrivals = arrivals
-        self._silent = np.zeros(relay.shape[0], dtype=np.bool_)  # slots whose requests end with their prompt, without sampling
+        self._prompt_only = np.zeros(relay.shape[0], dtype=np.bool_)  # whether the slot's request ends with its prompt, unsampled
         self._max_tokens = max_tokens
         self._max_wanted = max_wanted
         self._cut_rows = cut_rows
         self._ring = UploadRing(streams, 2 * max_tokens + UPLOAD_WORDS)
-        self._unsampled: BatchPlan | None = None  # plan of the last launched forward pass, or None once it is sampled
+        self._unsampled: BatchPlan | None = None  # plan of the last forward pass until it is sampled, otherwise None
         self.graphs: StepGraphs | None = None
         self.graph_limits = GraphLimits()
         self.stats = ExecutorStats()
 
     def forward(self, run: StepRun) -> None:
         plan = run.plan
-        assert self._unsampled is None, "a step is sampled before the next one's forward pass"
-        assert not run.batches, "a step is launched once"
+        assert self._unsampled is None, "a step is sampled before the next forward()"
+        assert not run.batches, "forward() is called once per step"
         run.publish({})
         self._unsampled = plan
         try:
             graph = self._graph_for(plan, run.known is not None)
             samples = self._samples(plan)
-            columns, given = self._columns(plan, graph, samples, run.known)
-            sections = self._sections(plan, columns, given)
+            columns, ids = self._columns(plan, graph, samples, run.known)
+            sections = self._sections(plan, columns, ids)
             views = self._ring.send(sections if run.known is None or graph is not None else [*sections, ("known", run.known)])
-        except BaseException:  # any exception, such as no memory for a larger buffer: a later plan may use these pages
+        except BaseException:  # of any type, such as no memory for a larger buffer; later plans may use the step's pages
             self.map_pages(plan)
             raise
         self.streams.forward_after_schedule()
@@ -154,31 +157,32 @@ class DeviceRunner:
             self._arrivals.wait_all()
 
     def sample(
-        self, run: StepRun, masks: Masks, behind: Masks = NO_MASKS, places: Callable[[SampleBatch], Places] | None = None
+        self, run: StepRun, masks: Masks, behind: Masks = NO_MASKS, order: Callable[[SampleBatch], SampleOrder] | None = None
     ) -> None:
         """Launches the sampling of the step and the copies of its results to the host.
 
         Args:
             masks: grammar masks by row of the plan.
-            behind: empty; DraftedSteps passes the masks of draft tokens in `masks`.
-            places: returns the positions of a batch's rows if rows verify draft tokens, or None if no row depends on another.
+            behind: must be empty, because DraftedSteps passes the masks of draft tokens in `masks`.
+            order: returns the order of a batch's rows if they verify draft tokens, or None if no row depends on another.
         """
-        assert not behind, "a runner verifies no draft tokens"
-        assert self._unsampled is run.plan, "a step is sampled after its own forward pass, once"
+        assert not behind, "the masks of draft tokens are in `masks`"
+        assert self._unsampled is run.plan, "sample() is called once per step, directly after its forward()"
         self._unsampled = None
         self.sampler.follow(run.plan)
         replay = run.graph.sample.replay if run.graph is not None else None
         for index, batch in enumerate(run.batches):
-            run.batches[index] = self.sampler.launch(batch, masks, replay, None if places is None else places(batch))
+            run.batches[index] = self.sampler.launch(batch, masks, replay, None if order is None else order(batch))
         if self._unwritten is not None:
             with self.streams.on_forward():
                 run.readback.add("unwritten", self._unwritten.clone())
         self.release(run)
 
     def map_pages(self, plan: BatchPlan) -> None:
-        """Applies the page-table updates of a plan before its forward pass.
+        """Applies only the page-table updates of a plan.
 
-        A drafter computes in these pages before the pass, and a failed step still needs its pages mapped.
+        This is needed before forward() if a drafter computes in these pages, and for a failed step, because later steps use its
+        pages.
         """
         if sections := _table_sections(plan):
             views = self._ring.send(sections)
@@ -187,21 +191,19 @@ class DeviceRunner:
                 self._arrivals.expect(plan.table_pages)
                 self._update_table(views)
 
-    def kept(self, run: StepRun, of_pass: tuple[Tensor, ...], first: int, count: int) -> tuple[Tensor, ...]:
-        """Returns copies of the hidden states of the tokens first to first + count - 1 of the plan.
-
-        Called on the forward stream.
+    def copied_states(self, run: StepRun, of_pass: tuple[Tensor, ...], first: int, count: int) -> tuple[Tensor, ...]:
+        """Copies the hidden states of the tokens first .. first + count - 1 of the plan. Called on the forward stream.
 
         Args:
-            of_pass: hidden states of the pass that has just computed the whole plan, each [T, H].
+            of_pass: hidden states of the pass that has just computed the whole plan, each [T, H], in the order of the pass.
         """
         if run.order is None:
             return tuple(each[first : first + count].clone() for each in of_pass)
-        places = np.argsort(run.order)[first : first + count].tolist()
-        return tuple(torch.cat([each[place : place + 1] for place in places]) for each in of_pass)
+        indices = np.argsort(run.order)[first : first + count].tolist()
+        return tuple(torch.cat([each[index : index + 1] for index in indices]) for each in of_pass)
 
     def settle(self) -> None:
-        """Makes the forward stream wait for all arriving pages, so that no later step has to."""
+        """Makes the forward stream wait for all pages that steps wait for."""
         with self.streams.on_forward():
             self._arrivals.wait_all()
 
@@ -212,15 +214,15 @@ class DeviceRunner:
         self.sampler.ring.release(mark)
 
     def drop(self) -> None:
-        """Releases the graphs. No call may follow."""
+        """Releases the graphs. No other call may follow."""
         if self.graphs is not None:
             self.graphs.release()
 
     def release(self, run: StepRun) -> None:
-        """Frees the step's upload buffers as soon as the device has finished the step.
+        """Lets the step's upload buffers be reused as soon as the device has finished the step.
 
-        The point at which they are free is the end of the copy of the last results, or of an additional copy if the forward pass
-        has separate results.
+        This point is the end of the copy of the last sampled batch. If the readback has other results, or nothing is sampled, it
+        is the end of the readback's copies, which are launched here.
         """
         self._unsampled = None
         sampled = [batch.readback.mark for batch in run.batches if batch.readback is not None]
@@ -233,20 +235,23 @@ class DeviceRunner:
         """Waits for the step and returns its result.
 
         Raises:
-            UnwrittenToken: a row read a slot of the relay that was never written, and relayed tokens are checked.
+            UnwrittenToken: reads of the relay are checked, and a row has read a slot that was never written.
         """
         plan, tokens = run.plan, np.zeros(run.plan.num_rows, dtype=np.int32)
         host = run.readback.host()
         if "unwritten" in host and int(host["unwritten"][0]):
-            raise UnwrittenToken(f"no token was written for one of the slots {plan.slots[plan.num_extend :].tolist()}")
-        prompts, faults = self.sampler.wishes.prompts(run.prompts, host)
-        vectors, failed = finite_vectors({row: host[f"embedding_{row}"] for row in run.embeddings})
-        scores, unsound = self.sampler.wishes.scores(run.scores, host)
-        faults |= failed | unsound
+            slots = plan.slots[plan.num_extend :].tolist()
+            raise UnwrittenToken(
+                f"step {plan.step_id} read a token of the relay that was never written, of one of the slots {slots}"
+            )
+        prompts, faults = self.sampler.logprobs.prompts(run.prompts, host)
+        vectors, vector_faults = finite_vectors({row: host[f"embedding_{row}"] for row in run.embeddings})
+        scores, score_faults = self.sampler.logprobs.scores(run.scores, host)
+        faults |= vector_faults | score_faults
         logprobs: dict[int, RowLogprobs] = {}
         for batch in run.batches:
             outcome, rows = self.sampler.outcome(batch), batch.rows
-            assert len(outcome.tokens) == len(rows), "each row that was sampled has a token"
+            assert len(outcome.tokens) == len(rows), "each row of a batch has a token"
             tokens[rows] = outcome.tokens
             faults |= {int(rows[index]): fault for index, fault in outcome.faults.items()}
             logprobs |= {int(rows[index]): values for index, values in outcome.logprobs.items()}
@@ -256,19 +261,19 @@ class DeviceRunner:
     # Upload
 
     def _samples(self, plan: BatchPlan) -> NDArray[np.bool_]:
-        """Admits the plan's slots and returns the rows that sample a token, bool[rows]."""
+        """Records the admitted slots, and returns which rows sample a token, bool[rows]."""
         for slot in plan.admitted:
             self._embeddings.admit(slot)
-            self._silent[slot.slot] = not slot.params.samples
-        return plan.sample & ~self._silent[plan.slots] if plan.num_extend else plan.sample
+            self._prompt_only[slot.slot] = not slot.params.samples
+        return plan.sample & ~self._prompt_only[plan.slots] if plan.num_extend else plan.sample
 
     def _graph_for(self, plan: BatchPlan, drafted: bool) -> CudaGraph | None:
-        """Returns the graph that can compute the plan, or None if no graph can.
+        """Returns the graph that computes the plan, or None if no graph can.
 
-        A graph computes decode rows that all sample. It also computes a few tokens of extend rows of running requests.
+        A graph computes decode rows if all of them sample. It can also compute a few tokens of extend rows of running requests.
 
         Args:
-            drafted: whether the plan has draft tokens. A slot then has several rows, and all of them need logits.
+            drafted: whether the plan has draft tokens. Then a slot may have several rows, and all of them need logits.
         """
         if self.graphs is None or not plan.sample[plan.num_extend :].all():
             return None
@@ -280,8 +285,11 @@ class DeviceRunner:
         return graph
 
     def _extends_in_graph(self, plan: BatchPlan) -> bool:
-        """Returns whether a graph may compute the extend rows. A graph computes only logits of sampled rows."""
-        if plan.admitted or len(plan.prompt_logprob_rows) or self._silent[plan.slots[: plan.num_extend]].any():
+        """Returns whether a graph may compute the plan's extend rows.
+
+        A graph computes only the logits of sampled rows, so it cannot measure prompts or compute embeddings and scores.
+        """
+        if plan.admitted or len(plan.prompt_logprob_rows) or self._prompt_only[plan.slots[: plan.num_extend]].any():
             return False
         return self.graph_limits.hold(plan.starts, plan.num_tokens)
 
@@ -291,11 +299,13 @@ class DeviceRunner:
         """Returns the columns of the pass and the token ids to upload.
 
         Args:
+            graph: the graph that computes the plan, or None.
+            samples: bool[rows], the rows that sample a token.
             known: see StepRun.
 
         Returns:
-            None and the plan's ids if the plan has no rows. The ids are those of the extend rows. If a graph computes extend rows
-            or draft tokens, they are those of all its rows, -1 for a row that reads the relay.
+            The columns, None if the plan has no rows, and the ids. The ids are those of the extend rows. If a graph computes
+            extend rows or draft tokens, they are those of all rows of the graph, -1 for a row that reads the relay.
         """
         if not plan.num_rows:
             return None, plan.input_ids
@@ -306,17 +316,17 @@ class DeviceRunner:
         return ForwardBatch.of_decode(plan, self.passes.capacity, graph.size), plan.input_ids
 
     def _sections(
-        self, plan: BatchPlan, columns: ForwardBatch | None, given: NDArray[np.int32]
+        self, plan: BatchPlan, columns: ForwardBatch | None, ids: NDArray[np.int32]
     ) -> list[tuple[str, NDArray[np.generic]]]:
         sections: list[tuple[str, NDArray[np.generic]]] = []
         if columns is not None:
-            sections += [("columns", columns.words()), ("given", given)]
+            sections += [("columns", columns.words()), ("ids", ids)]
         sections += _table_sections(plan)
         if plan.admitted:
             sections += self.sampler.admission(plan.admitted).sections()
             sections.append(("admitted", np.array([slot.slot for slot in plan.admitted], dtype=np.int32)))
-        if (scored := self.sampler.wishes.of_prompts(plan)) is not None:
-            sections += self.sampler.wishes.score_sections(scored)
+        if (scored := self.sampler.logprobs.scored_rows(plan)) is not None:
+            sections += self.sampler.logprobs.score_sections(scored)
         return sections
 
     def _begin(self, plan: BatchPlan, views: Mapping[str, Tensor]) -> None:
@@ -334,11 +344,11 @@ class DeviceRunner:
     # Forward pass
 
     def _replay(self, run: StepRun, graph: CudaGraph, columns: ForwardBatch, views: Mapping[str, Tensor]) -> None:
-        assert self.graphs is not None, "there are graphs"
-        assert columns.total == graph.size, "a graph is replayed with all of its rows"
+        assert self.graphs is not None, "a graph is replayed only if graphs are captured"
+        assert columns.total == graph.size, "the columns are padded to the size of the graph"
         self.stats.graph_steps += 1
         graph.words.copy_(views["columns"])
-        self.graphs.tell(graph, views["given"] if run.plan.num_extend or run.known is not None else None)
+        self.graphs.set_known(graph, views["ids"] if run.plan.num_extend or run.known is not None else None)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, graph.rows, graph=graph.size))
         graph.forward.replay()
         run.graph, run.order = graph, columns.order
@@ -351,30 +361,30 @@ class DeviceRunner:
             self._in_pieces(run, plan)
             return
         try:
-            self._compute(run, whole(plan), columns, views, kept=False)
+            self._compute(run, whole(plan), columns, views, copy_inputs=False)
         except torch.OutOfMemoryError as error:
-            logger.warning("no memory for step %d of %d tokens, computed in pieces: %s", plan.step_id, columns.total, error)
+            logger.warning("no memory for step %d of %d tokens; it is computed in pieces: %s", plan.step_id, columns.total, error)
             run.readback, run.batches, run.prompts, run.embeddings, run.scores = Readback(self.streams), [], [], [], []
         else:
             return
-        self._in_pieces(run, plan)  # outside of the handler, whose traceback holds tensors
+        self._in_pieces(run, plan)  # outside of the handler: there, the traceback would keep tensors alive
 
-    def _compute(self, run: StepRun, piece: Piece, columns: ForwardBatch, views: Mapping[str, Tensor], kept: bool) -> None:
+    def _compute(self, run: StepRun, piece: Piece, columns: ForwardBatch, views: Mapping[str, Tensor], copy_inputs: bool) -> None:
         """Launches the forward pass of a piece and the measurements that its tokens need.
 
         Args:
-            kept: whether the inputs of sampling are copied. This is necessary if the step has further passes, which run before
-                sampling and overwrite them.
+            copy_inputs: whether the inputs of sampling are copied. This is necessary if the step has more passes, because they
+                run before sampling and overwrite the inputs.
         """
         assert columns.total <= self._max_tokens, "a pass has at most max_tokens tokens"
         plan, words = piece.plan, views["columns"]
         ids, rows = self.passes.fresh_rows(columns, words)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, columns.num_extend, rows))
-        self.passes.run(ids, rows, columns, views["given"], views.get("known"))
-        prompts = self.sampler.wishes.measure_prompts(plan, ids, self.passes.model.logits, run.readback, f"{len(run.prompts)}_")
+        self.passes.run(ids, rows, columns, views["ids"], views.get("known"))
+        prompts = self.sampler.logprobs.measure_prompts(plan, ids, self.passes.model.logits, run.readback, f"{len(run.prompts)}_")
         vectors = self._embeddings.pool(plan, self._states)
         scores = self._score(plan, views, run)
-        batch = self._batch(piece, columns, words, kept)
+        batch = self._batch(piece, columns, words, copy_inputs)
         for row, vector in vectors.items():
             run.readback.add(f"embedding_{int(piece.rows[row])}", vector)
         run.embeddings += [int(piece.rows[row]) for row in vectors]
@@ -383,38 +393,38 @@ class DeviceRunner:
         run.batches += [batch] if batch is not None else []
 
     def _score(self, plan: BatchPlan, views: Mapping[str, Tensor], run: StepRun) -> list[ScorePiece]:
-        wishes, logits = self.sampler.wishes, self.passes.model.logits
-        scored = wishes.of_prompts(plan)
-        return [] if scored is None else wishes.measure_scores(scored, views, logits, run.readback, f"{len(run.scores)}_")
+        logprobs, logits = self.sampler.logprobs, self.passes.model.logits
+        scored = logprobs.scored_rows(plan)
+        return [] if scored is None else logprobs.measure_scores(scored, views, logits, run.readback, f"{len(run.scores)}_")
 
     def _states(self, wanted: Tensor) -> Tensor:
-        """Returns TokenModel.states() for any number of tokens, because mean pooling needs the states of a whole prompt."""
+        """Returns TokenModel.states() for any number of tokens. Mean pooling needs the states of a whole prompt."""
         model = self.passes.model
         if len(wanted) <= self._max_wanted:
             return model.states(wanted)
         return torch.cat([model.states(part).clone() for part in torch.split(wanted, self._max_wanted)])
 
-    def _batch(self, piece: Piece, columns: ForwardBatch, words: Tensor, kept: bool) -> SampleBatch | None:
-        """Returns the rows to sample, or None if there are no such rows.
+    def _batch(self, piece: Piece, columns: ForwardBatch, words: Tensor, copy_inputs: bool) -> SampleBatch | None:
+        """Returns the rows to sample, or None if no row samples.
 
-        It must run after all other calls of the model's logits(), because each call overwrites the previous logits.
+        No call of the model's logits() may follow before the rows are sampled, because it would overwrite the logits.
         """
         if not len(columns.rows):
             return None
         slots, positions, indices = columns.sample_columns(words)
         logits = self.passes.model.logits(indices.long())
-        if kept:
+        if copy_inputs:
             logits, slots, positions = logits.clone(), slots.clone(), positions.clone()
-        inputs = self.sampler.passing_inputs(slots, positions)
+        inputs = self.sampler.step_inputs(slots, positions)
         return SampleBatch.of(logits, inputs, columns.sample_slots, piece.rows[columns.rows])
 
     # Out of memory
 
     def _in_pieces(self, run: StepRun, plan: BatchPlan) -> None:
-        """Computes a step in pieces, halving each piece until it fits into memory.
+        """Computes a step in pieces. A piece that does not fit into memory is halved.
 
-        If a single token (or a row that must not be cut) does not fit, the row with the longest context ends with a
-        fault, and the other rows are tried again.
+        If a piece cannot be halved and does not fit, the row with the longest context gets a fault, and the other pieces are
+        tried again.
         """
         run.in_pieces = True
         piece = whole(plan)
@@ -431,16 +441,17 @@ class DeviceRunner:
                 pending = self._without_largest(run, [piece, *pending])
 
     def _fits(self, run: StepRun, piece: Piece) -> bool:
+        """Computes a piece. Returns False, and leaves `run` unchanged, if the piece does not fit into memory."""
         if piece.num_tokens > self._max_tokens:
             return False
         done = (len(run.prompts), len(run.embeddings), len(run.batches), len(run.scores))
         self._free_memory()
         try:
-            columns, given = self._columns(piece.plan, None, self._samples(piece.plan))
+            columns, ids = self._columns(piece.plan, None, self._samples(piece.plan))
             assert columns is not None
-            views = self._ring.send(self._sections(piece.plan, columns, given))
+            views = self._ring.send(self._sections(piece.plan, columns, ids))
             self.streams.forward_after_schedule()
-            self._compute(run, piece, columns, views, kept=True)
+            self._compute(run, piece, columns, views, copy_inputs=True)
         except torch.OutOfMemoryError:
             del run.prompts[done[0] :], run.embeddings[done[1] :], run.batches[done[2] :], run.scores[done[3] :]
             return False
@@ -452,6 +463,7 @@ class DeviceRunner:
         self._reclaim()
 
     def _without_largest(self, run: StepRun, pending: Sequence[Piece]) -> list[Piece]:
+        """Gives the row with the longest context a fault, and returns the pieces without this row."""
         lengths = {
             int(row): int(start + count)
             for piece in pending
@@ -459,8 +471,10 @@ class DeviceRunner:
         }
         largest = max(lengths, key=lambda row: lengths[row])
         self.stats.given_up += 1
-        self._relay[int(run.plan.slots[largest])].fill_(0)  # the next step, which is planned already, may read it
-        logger.error("no memory for a row of %d tokens of step %d: its request ends", lengths[largest], run.plan.step_id)
+        self._relay[int(run.plan.slots[largest])].fill_(0)  # the next step may be planned already and read it
+        logger.error(
+            "no memory for a row of %d tokens in step %d: its request ends with an error", lengths[largest], run.plan.step_id
+        )
         assert largest not in run.faults, "a row gets at most one fault"
         run.faults[largest] = RowFault.OUT_OF_MEMORY
         rest = [select(piece, np.flatnonzero(piece.rows != largest)) for piece in pending]

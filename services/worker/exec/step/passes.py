@@ -1,7 +1,7 @@
-"""The forward pass of the model over the rows of a step, or over a piece of them.
+"""Runs the forward pass of the model over the rows of a step, or over a piece of the step.
 
-Graphs capture a pass; other steps launch it kernel by kernel. A step that does not fit into the device's memory is computed in
-several passes, each over a piece of the plan. A piece has no admissions and no page-table updates, because these were applied
+A pass is captured in a graph, or launched kernel by kernel. A step that does not fit into the device's memory is computed in
+several passes, each over a piece of the plan. A piece has no admissions and no page-table updates, because they are applied
 before the first piece.
 """
 
@@ -27,13 +27,13 @@ POISON = -1  # value of a slot in the relay until a token is sampled for it
 
 
 class UnwrittenToken(RuntimeError):
-    """A decode row read a slot of the relay for which no step has sampled a token."""
+    """Raised if a decode row has read a slot of the relay for which no step has sampled a token."""
 
 
 class ForwardPass:
-    """The tensors and kernels of a forward pass: it resolves input tokens and positions, then runs the model.
+    """Resolves the input tokens and positions of a pass, then runs the model.
 
-    Model and pool are replaced when their memory is released and resumed.
+    The attributes `model` and `pool` are replaced when memory is released and resumed.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class ForwardPass:
         vocab_size: int,
         unwritten: Tensor | None,
     ) -> None:
-        """Stores the parts.
+        """Stores the arguments.
 
         Args:
             table: int32[slots, pages], the page table.
             relay: int64[slots], the last token sampled for each slot.
-            unwritten: int32[1], counts reads of POISON from the relay, or None if relayed tokens are not checked.
+            unwritten: int32[1], to which the number of reads of POISON from the relay is added; None to not check for POISON.
         """
         self.model, self.pool = model, pool
         self._kernels, self.table, self._relay = kernels, table, relay
@@ -62,17 +62,17 @@ class ForwardPass:
 
     @property
     def capacity(self) -> int:
-        """Number of positions that the table maps for a slot."""
+        """Number of positions for which the page table has pages, per slot."""
         return int(self.table.shape[1]) * self._page_size
 
     def fresh_rows(self, columns: ForwardBatch, words: Tensor) -> tuple[Tensor, RaggedRows]:
-        """Returns input ids, int64[T], and rows. Both have uninitialized columns that run() fills.
+        """Allocates input ids, int64[T], and the rows of a pass. run() fills the ids, and positions and locations of the rows.
 
         Args:
             words: columns.words() on the device.
         """
         total = columns.total
-        assert columns.max_context <= self.capacity, "no position lies beyond the pages of its slot"
+        assert columns.max_context <= self.capacity, "no row is longer than the pages of a slot"
         ids = torch.empty(total, dtype=torch.int64, device=self.device)
         slots, starts, num_tokens, offsets = columns.row_columns(words)
         rows = RaggedRows(
@@ -88,19 +88,20 @@ class ForwardPass:
         return ids, rows
 
     def run(
-        self, ids: Tensor, rows: RaggedRows, columns: ForwardBatch, given: Tensor | None, known: Tensor | None = None
+        self, ids: Tensor, rows: RaggedRows, columns: ForwardBatch, extend_ids: Tensor | None, known: Tensor | None = None
     ) -> None:
         """Resolves ids, positions and locations, and runs the model. Attention must have been planned for these rows.
 
         Args:
             ids: int64[T], filled here.
-            rows: its positions and locations are filled here.
-            given: int32, the tokens of the extend rows, or None for none.
-            known: int32[T], the ids of decode rows, -1 for a row that reads the relay, or None if all read it.
+            rows: rows whose positions and locations are filled here.
+            columns: columns of the pass.
+            extend_ids: int32, token ids of the extend rows, or None without extend rows.
+            known: int32[T], token ids of decode rows, -1 for a row that reads the relay, or None if all decode rows read it.
         """
-        assert len(ids) == len(rows.positions) == len(rows.locations), "each token has an id, a position and a place"
-        assert known is None or len(known) == len(ids), "known has an entry per token"
-        tokens = self._nothing if given is None else given
+        assert len(ids) == len(rows.positions) == len(rows.locations), "each token has an id, a position and a location"
+        assert known is None or len(known) == len(ids), "known has an element for each token"
+        tokens = self._nothing if extend_ids is None else extend_ids
         extends, longest = columns.num_extend, columns.max_tokens
         self._kernels.resolve_tokens(
             ids, rows, tokens, self._relay, self._unwritten, extends, self._page_size, self._vocab_size, longest, known
@@ -117,7 +118,7 @@ class Piece:
     """Some rows of a plan, or a part of one extend row."""
 
     plan: BatchPlan  # with the rows of this piece only
-    rows: I64  # int64[rows of the piece], their rows in the whole plan
+    rows: I64  # int64[rows of the piece], the row of the whole plan for each row of the piece
 
     @property
     def num_tokens(self) -> int:
@@ -125,14 +126,15 @@ class Piece:
 
 
 def whole(plan: BatchPlan) -> Piece:
+    """Returns a piece with all rows of the plan."""
     rest = replace(plan, admitted=(), table_slots=NOTHING, table_firsts=NOTHING, table_counts=NOTHING, table_pages=NOTHING)
     return Piece(rest, np.arange(plan.num_rows))
 
 
 def halves(piece: Piece, cut_rows: bool = True) -> tuple[Piece, Piece] | None:
-    """Returns two consecutive pieces with about half of the tokens each.
+    """Splits a piece into two consecutive pieces with about half of the tokens each.
 
-    Several rows are distributed whole. A single row is cut if cut_rows is set.
+    If the piece has several rows, no row is cut. A single row is cut if cut_rows is set.
 
     Returns:
         None if the piece is a single token, or a single row that must not be cut.
@@ -141,7 +143,7 @@ def halves(piece: Piece, cut_rows: bool = True) -> tuple[Piece, Piece] | None:
     if len(counts) > 1:
         ends = np.cumsum(counts)
         first = int(np.clip(np.searchsorted(ends, int(ends[-1]) // 2) + 1, 1, len(counts) - 1))
-        assert 0 < first < len(counts), "neither half is empty"
+        assert 0 < first < len(counts), "both halves have rows"
         return select(piece, np.arange(first)), select(piece, np.arange(first, len(counts)))
     if piece.num_tokens < 2 or not cut_rows:
         return None
@@ -149,7 +151,7 @@ def halves(piece: Piece, cut_rows: bool = True) -> tuple[Piece, Piece] | None:
 
 
 def select(piece: Piece, rows: I64) -> Piece:
-    """Returns a piece with the given rows of this piece, which are ascending."""
+    """Returns a piece with the given rows of a piece. `rows` is ascending."""
     plan = piece.plan
     ends = np.cumsum(plan.num_tokens[: plan.num_extend])
     extends = rows[rows < plan.num_extend]
@@ -167,36 +169,41 @@ def select(piece: Piece, rows: I64) -> Piece:
         prompt_logprob_offsets=plan.prompt_logprob_offsets[scored],
         prompt_logprob_nexts=plan.prompt_logprob_nexts[scored],
     )
-    assert len(chosen.input_ids) == int(chosen.num_tokens[: chosen.num_extend].sum()), "rows keep their own ids"
-    assert len(chosen.prompt_logprob_rows) == len(scored), "rows keep their prompt logprobs"
+    assert len(chosen.input_ids) == int(chosen.num_tokens[: chosen.num_extend].sum()), (
+        "the piece has exactly the token ids of its extend rows"
+    )
+    assert len(chosen.prompt_logprob_rows) == len(scored), "the piece has the prompt logprob rows of its rows"
     return Piece(chosen, piece.rows[rows])
 
 
 def _cut(piece: Piece, at: int) -> tuple[Piece, Piece]:
-    """Returns the parts of a single extend row before its token `at` and from that token on."""
+    """Cuts a piece of one extend row before its token with the index `at`."""
     plan, size = piece.plan, piece.num_tokens
     return _part(piece, 0, at, int(plan.input_ids[at])), _part(piece, at, size, None)
 
 
 def _part(piece: Piece, first: int, end: int, following: int | None) -> Piece:
-    """Returns the tokens first to end - 1 of a single extend row.
+    """Returns the part of a piece of one extend row that has the tokens first .. end - 1.
 
     Args:
-        following: the token after the part, or None for the last part, which keeps the plan's next token and its `sample`.
+        following: id of the token after the part. None for the last part, which keeps `sample` and prompt_logprob_nexts of the
+            plan.
     """
     plan = piece.plan
-    assert 0 <= first < end <= piece.num_tokens and plan.num_rows == plan.num_extend == 1, "a part of one extend row"
+    assert 0 <= first < end <= piece.num_tokens and plan.num_rows == plan.num_extend == 1, (
+        "the piece has one extend row, and the part has tokens of it"
+    )
     offsets = np.maximum(plan.prompt_logprob_offsets - first, 0)
     nexts = plan.prompt_logprob_nexts if following is None else np.full_like(plan.prompt_logprob_nexts, following)
-    kept = np.flatnonzero(offsets < end - first)
+    inside = np.flatnonzero(offsets < end - first)
     part = replace(
         plan,
         starts=plan.starts + first,
         num_tokens=np.array([end - first], dtype=np.int32),
         input_ids=plan.input_ids[first:end],
         sample=plan.sample if following is None else np.zeros_like(plan.sample),
-        prompt_logprob_rows=plan.prompt_logprob_rows[kept],
-        prompt_logprob_offsets=offsets[kept],
-        prompt_logprob_nexts=nexts[kept],
+        prompt_logprob_rows=plan.prompt_logprob_rows[inside],
+        prompt_logprob_offsets=offsets[inside],
+        prompt_logprob_nexts=nexts[inside],
     )
     return Piece(part, piece.rows)

@@ -1,8 +1,8 @@
-"""The streams on which steps run, and their order: three streams of a GPU, or one thread of a CPU.
+"""The streams on which steps run: three streams of a GPU, or one thread in place of them for a CPU (host_streams.py).
 
-schedule   one copy per step, from host memory
-forward    all computation, in step order
-copy       results to host memory
+schedule   copies of the columns of each step to the device
+forward    all computation, in the order of the steps
+copy       copies of results to host memory
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-# Streams per priority. Torch has 32 streams per priority and returns them in turn, so that a larger number of new streams would
-# include those of the steps.
+# Largest number of spare streams per priority. Torch has 32 streams per priority and returns them round robin. If more than 32
+# were requested, spare streams would be the same as those of the steps.
 MOST_SPARE = 8
 CUDA: Any = torch.cuda  # torch does not declare the types of its streams and events
 
@@ -34,34 +34,34 @@ class Mark(Protocol):
 
 
 class Arrival(Protocol):
-    """A load into device memory that runs in parallel with the steps.
+    """A load of pages into the pools that runs in parallel with the steps.
 
-    One thread fills the memory, group after group. Steps wait for groups.
+    One thread loads one group of layers after another. Steps wait for groups.
     """
 
-    def came(self, group: int) -> None:
-        """Reports that the group is complete when the work now on the current stream is done.
+    def add(self, group: int) -> None:
+        """Declares that the group is complete as soon as the work that is now on the current stream is done.
 
-        Called by the loading thread, in order.
+        Called by the loading thread, in the order of the groups.
         """
 
     def failed(self, error: BaseException) -> None:
-        """Reports that the load has failed, so that no further group arrives. Called by the loading thread."""
+        """Declares that the load has failed, so that no other group will be complete. Called by the loading thread."""
 
     def wait(self, group: int) -> None:
         """Makes later work on the caller's current stream wait for a group.
 
-        On a device, came() must have been called for all groups.
+        On a GPU, add() must have been called for all groups.
 
         Raises:
-            NeverCame: the load has failed.
+            LoadFailed: the load has failed.
         """
 
     def settle(self, group: int) -> None:
         """Blocks until the group is complete. Releases the interpreter lock.
 
         Raises:
-            NeverCame: the load has failed.
+            LoadFailed: the load has failed.
             Exception: the device has failed.
         """
 
@@ -71,18 +71,18 @@ class Arrival(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Duration from the construction to the last group. Valid after the last group."""
+        """Duration in seconds from the construction until the last group was complete. Valid after that."""
 
 
-class NeverCame(RuntimeError):
-    """Raised to threads that wait for a load if the load has failed."""
+class LoadFailed(RuntimeError):
+    """Raised if a load has failed for which a step or another thread waits. The awaited pages will not arrive."""
 
 
 class Moment(Protocol):
-    """A point in time of the forward stream."""
+    """A point on the forward stream, for timing."""
 
     def seconds_since(self, earlier: Moment) -> float:
-        """Waits for this moment and returns the seconds since an earlier one.
+        """Waits until the device has passed this moment, and returns the seconds since an earlier one.
 
         Args:
             earlier: a moment of the same streams.
@@ -99,8 +99,9 @@ class Graph(Protocol):
 class Streams(Protocol):
     """The streams of one executor.
 
-    One thread calls launch, collect and close. The other methods are called from within the work that these methods were given.
-    All work runs in inference mode. Work must not raise, except for work given to collect().
+    One thread calls launch(), collect() and close(). Any thread may call on_spare() and arrival(). The other methods are called
+    from within the work that is passed to launch() or collect(). This work runs in inference mode. Work for launch() must not
+    raise.
     """
 
     @property
@@ -108,20 +109,20 @@ class Streams(Protocol):
 
     @property
     def on_host(self) -> bool:
-        """Whether the device is the host: launched work is done on return, and reading its values does not block."""
+        """Whether the device is the host. Kernels are then done when their launch returns, and reading values does not block."""
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Runs `work`, which adds its part of a step to the streams after all earlier parts. Does not wait for the device."""
+        """Runs `work` after all earlier work. `work` puts kernels and copies on the streams. Does not wait for the device."""
 
     def collect(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Runs `work`, which reads the results of earlier launches.
+        """Runs `work`, which may wait for the device and read the results of earlier work.
 
         Returns:
             A function, to be called once. It blocks until the work is done, and then returns its value or raises its exception.
         """
 
     def close(self) -> None:
-        """Ends the streams. All collected work must be done."""
+        """Ends the streams. The functions that collect() returned must have been called."""
 
     def on_schedule(self) -> AbstractContextManager[Any]: ...
 
@@ -129,11 +130,11 @@ class Streams(Protocol):
 
     def on_copy(self) -> AbstractContextManager[Any]: ...
 
-    def beside(self, priority: int = 0) -> AbstractContextManager[Any]:
-        """Makes a spare stream the current stream of a thread that runs in parallel with the steps.
+    def on_spare(self, priority: int = 0) -> AbstractContextManager[Any]:
+        """Makes a spare stream the current stream of the calling thread, which may be any thread.
 
         Args:
-            priority: below 0 for work that steps wait for.
+            priority: priority of the stream; below 0 for work that steps wait for.
         """
 
     def forward_after_schedule(self) -> None:
@@ -146,13 +147,13 @@ class Streams(Protocol):
     def mark_copy(self) -> Mark: ...
 
     def arrival(self, groups: int) -> Arrival:
-        """Returns an arrival of `groups` groups, which begins at the present point of the caller's current stream."""
+        """Returns an Arrival of `groups` groups. Its duration begins at the present point of the caller's current stream."""
 
     def moment(self) -> Moment:
         """Returns the present point of the forward stream, for timing."""
 
     def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
-        """Returns int32[num_words] in host memory, and its copy target on the device.
+        """Returns int32[num_words] in host memory, and a tensor of the same size on the device for its copy.
 
         Both are the same tensor if the device is the host.
         """
@@ -161,25 +162,25 @@ class Streams(Protocol):
         """Copies a tensor to host memory on the copy stream.
 
         Returns:
-            The copy. Its values are valid after the host has waited for the next mark_copy(). If the device is the host, returns
-            the source itself.
+            The copy. Its values are valid after the host has waited for the next mark_copy(). If the device is the host, the
+            source itself is returned.
         """
 
     def synchronize(self) -> None:
-        """Blocks until the device has done all work. Raises the error of the device."""
+        """Blocks until the device has done all work. Raises the device's error if work has failed."""
 
 
 class SpareStreams(Generic[T]):
-    """Streams for threads that do not launch steps.
+    """Streams for threads that do not launch steps. Any thread may call lent().
 
-    Each stream is lent to one thread at a time. If all are lent, further threads share them. Any thread may call `lent`.
+    A stream is lent to one thread at a time. If all MOST_SPARE streams of a priority are lent, several threads share a stream.
     """
 
     def __init__(self, make: Callable[[int], T]) -> None:
         """Starts without streams.
 
         Args:
-            make: makes a stream of a priority.
+            make: makes a stream with the given priority.
         """
         self._make = make
         self._lock = threading.Lock()
@@ -190,10 +191,10 @@ class SpareStreams(Generic[T]):
     def lent(self, priority: int) -> Iterator[T]:
         with self._lock:
             free, made = self._free[priority], self._made[priority]
-            is_own = bool(free) or len(made) < MOST_SPARE
+            is_exclusive = bool(free) or len(made) < MOST_SPARE
             if free:
                 stream = free.pop()
-            elif is_own:
+            elif is_exclusive:
                 stream = self._make(priority)
                 made.append(stream)
             else:
@@ -202,7 +203,7 @@ class SpareStreams(Generic[T]):
         try:
             yield stream
         finally:
-            if is_own:
+            if is_exclusive:
                 with self._lock:
                     free.append(stream)
 
@@ -210,14 +211,14 @@ class SpareStreams(Generic[T]):
 class CudaStreams:
     """Streams of a GPU.
 
-    Work runs on the calling thread, which only launches it. Current streams are set for that thread only.
+    Work runs on the calling thread, which only launches kernels and copies. Current streams are set for that thread only.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._schedule, self._forward, self._copy = (CUDA.Stream(device) for _ in range(3))
         self._spare = SpareStreams(lambda priority: CUDA.Stream(device, priority))
-        self._reached = CUDA.Event()  # one event is enough for all calls, because each call records it and waits for it at once
+        self._reached = CUDA.Event()  # event of _after()
 
     @property
     def device(self) -> torch.device:
@@ -232,7 +233,7 @@ class CudaStreams:
             work()
 
     def collect(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Runs the work when its value is requested, so that the device computes until then."""
+        """Runs `work` when the returned function is called, so that the caller does not wait for the device before."""
 
         def collected() -> T:
             with torch.inference_mode():
@@ -253,7 +254,7 @@ class CudaStreams:
         return torch.cuda.stream(self._copy)
 
     @contextmanager
-    def beside(self, priority: int = 0) -> Iterator[None]:
+    def on_spare(self, priority: int = 0) -> Iterator[None]:
         with self._spare.lent(priority) as stream, torch.cuda.stream(stream):
             yield
 
@@ -267,10 +268,10 @@ class CudaStreams:
         self._after(self._forward, self._copy)
 
     def _after(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """Makes a stream wait for another one.
+        """Makes a stream wait for the work that is now on another one.
 
-        Unlike Stream.wait_stream, it does not create an event per call: the device uses the event's state at the time of the
-        call.
+        Unlike Stream.wait_stream(), it creates no event per call. One event is enough, because a wait refers to the event's
+        record at the time of the call.
         """
         self._reached.record(earlier)
         later.wait_event(self._reached)
@@ -313,12 +314,12 @@ class CudaMark:
 
 class CudaArrival:
     def __init__(self, groups: int) -> None:
-        assert groups, "an arrival has groups"
+        assert groups, "a load has at least one group"
         self._error: BaseException | None = None
         self._began, *self._events = (CUDA.Event(enable_timing=at in (0, groups)) for at in range(groups + 1))
         self._began.record()
 
-    def came(self, group: int) -> None:
+    def add(self, group: int) -> None:
         self._events[group].record()
 
     def failed(self, error: BaseException) -> None:
@@ -326,12 +327,12 @@ class CudaArrival:
 
     def wait(self, group: int) -> None:
         if self._error is not None:
-            raise NeverCame("pages did not come") from self._error
+            raise LoadFailed("a load of KV pages has failed") from self._error
         self._events[group].wait()
 
     def settle(self, group: int) -> None:
         if self._error is not None:
-            raise NeverCame("pages did not come") from self._error
+            raise LoadFailed("a load of KV pages has failed") from self._error
         self._events[group].synchronize()
 
     @property
@@ -348,6 +349,6 @@ class CudaMoment:
         self._event = event
 
     def seconds_since(self, earlier: Moment) -> float:
-        assert isinstance(earlier, CudaMoment), "moments of one device"
+        assert isinstance(earlier, CudaMoment), "both moments are of the same device"
         self._event.synchronize()
         return float(earlier._event.elapsed_time(self._event)) / 1000

@@ -1,7 +1,7 @@
 """The streams of a CPU: one thread that runs launched work in call order, in place of all three streams.
 
-Only this thread accesses tensors, pools and the relay. The loop's thread queues work and waits for collected values. When work
-runs, all earlier work is done, so that no stream has to wait for another. Host and device memory are the same.
+Only this thread accesses tensors, pools and the relay. The loop's thread queues work, and waits for the values that collect()
+returns. When work runs, all earlier work is done, so that no stream has to wait for another. Host and device memory are the same.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rootstock_llm.services.worker.exec.streams.cuda_streams import Arrival, Mark, Moment, NeverCame, T
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Arrival, LoadFailed, Mark, Moment, T
 
-CLOSE_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 30.0  # seconds for which close() waits for the thread
 
 
-class _PastEvent:
-    """A mark that has been passed, because all earlier work is done."""
+class _PassedMark:
+    """A Mark of a CPU. It has been passed, because all earlier work is done."""
 
     def wait(self) -> None:
         return
@@ -34,19 +34,19 @@ class _PastEvent:
 
 
 class HostArrival:
-    """An Arrival of a CPU. A waiter blocks its thread."""
+    """An Arrival of a CPU. A thread that waits is blocked."""
 
     def __init__(self, groups: int) -> None:
-        assert groups, "an arrival has groups"
-        self._groups, self._came = groups, 0
+        assert groups, "a load has at least one group"
+        self._groups, self._complete = groups, 0
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._began = self._ended = time.perf_counter()
 
-    def came(self, group: int) -> None:
-        assert group == self._came, "groups come in order"
+    def add(self, group: int) -> None:
+        assert group == self._complete, "groups are loaded in order"
         with self._changed:
-            self._came, self._ended = group + 1, time.perf_counter()
+            self._complete, self._ended = group + 1, time.perf_counter()
             self._changed.notify_all()
 
     def failed(self, error: BaseException) -> None:
@@ -58,16 +58,16 @@ class HostArrival:
         self.settle(group)
 
     def settle(self, group: int) -> None:
-        if self._came > group:
+        if self._complete > group:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._came > group or self._error is not None)
-            if self._came <= group:
-                raise NeverCame("pages did not come") from self._error
+            self._changed.wait_for(lambda: self._complete > group or self._error is not None)
+            if self._complete <= group:
+                raise LoadFailed("a load of KV pages has failed") from self._error
 
     @property
     def is_over(self) -> bool:
-        return self._came == self._groups
+        return self._complete == self._groups
 
     @property
     def seconds(self) -> float:
@@ -81,7 +81,7 @@ class HostMoment:
         self._at = time.perf_counter()
 
     def seconds_since(self, earlier: Moment) -> float:
-        assert isinstance(earlier, HostMoment), "moments of one clock"
+        assert isinstance(earlier, HostMoment), "both moments are of the same clock"
         return self._at - earlier._at
 
 
@@ -92,10 +92,10 @@ class HostStreams:
         """Starts the thread.
 
         Args:
-            num_threads: threads with which torch computes. The executor sets the threads of our own kernels.
+            num_threads: threads with which torch computes. The number for our C++ kernels is set when they are loaded.
         """
         self._device = torch.device("cpu")
-        self._nothing, self._past = nullcontext(), _PastEvent()
+        self._nothing, self._past = nullcontext(), _PassedMark()
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(num_threads,), name="cpu-forward", daemon=True)
@@ -110,13 +110,15 @@ class HostStreams:
         return True
 
     def launch(self, work: Callable[[], None]) -> None:
-        assert threading.current_thread() is not self._thread, "work does not launch work, which would run after it"
+        assert threading.current_thread() is not self._thread, "only the loop's thread launches work"
         self._queue.put(work)
 
     def collect(self, work: Callable[[], T]) -> Callable[[], T]:
-        assert threading.current_thread() is not self._thread, "work does not wait for later work"
+        assert threading.current_thread() is not self._thread, (
+            "only the loop's thread collects: work that waits for later work would never end"
+        )
         if self._closed:
-            raise RuntimeError("the streams are closed, so the work would never run")
+            raise RuntimeError("collect() was called after close(): the work would never run")
         future = Future[T]()
         self._queue.put(partial(_complete, future, work))
         return future.result
@@ -141,7 +143,7 @@ class HostStreams:
     def on_copy(self) -> AbstractContextManager[Any]:
         return self._nothing
 
-    def beside(self, priority: int = 0) -> AbstractContextManager[Any]:
+    def on_spare(self, priority: int = 0) -> AbstractContextManager[Any]:
         return self._nothing
 
     def forward_after_schedule(self) -> None:
@@ -170,13 +172,15 @@ class HostStreams:
         return source
 
     def synchronize(self) -> None:
-        assert threading.current_thread() is self._thread, "called by work on the streams, after which all earlier work is done"
+        assert threading.current_thread() is self._thread, (
+            "synchronize() is called by work on the streams, so all earlier work is done"
+        )
 
 
 def _complete(future: Future[T], work: Callable[[], T]) -> None:
     try:
         value = work()
-    except BaseException as error:  # raised again by Future.result(), for the waiting thread
+    except BaseException as error:  # Future.result() raises it in the waiting thread
         future.set_exception(error)
     else:
         future.set_result(value)

@@ -1,4 +1,4 @@
-"""Returns unused memory of this process to the device or to the system."""
+"""Returns memory that this process has freed to the device or to the system."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rootstock_llm.services.shared.memory import trim_heap
 
 
 def return_memory(device: torch.device) -> None:
-    """Collects garbage, and returns all free memory of the process."""
+    """Collects garbage, and returns all memory that the allocator has cached."""
     gc.collect()
     return_cached(device)
 
 
 def return_cached(device: torch.device) -> None:
-    """Returns the memory that the allocator caches. The C library keeps small and middle-sized blocks."""
+    """Returns freed memory that torch's allocator (GPU) or the C library (CPU) has cached."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return

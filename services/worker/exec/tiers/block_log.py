@@ -1,11 +1,12 @@
-"""A log of block names next to a page store.
+"""A log with the names of the blocks whose pages are in a page store.
 
-A page key does not reveal tokens. With the log, a worker can report its stored blocks to the prefix index again after a restart.
+The prefix index needs the names of blocks, and a name cannot be computed from a page key. With the log, a worker can report its
+stored blocks to the prefix index again after a restart.
 
     header 64 | record | record | ...        record: head 20 | keys, [n, 40] | checksum 8        little-endian
 
 Names are hints. If a name is missing, torn or of another identity, the only effect is that a request may be routed to another
-worker. So the log syncs nothing and reports no disk error to its callers. It has a single owner and runs on one thread.
+worker. The log therefore syncs nothing, and only logs disk errors. It has one owner, which calls it on one thread.
 """
 
 from __future__ import annotations
@@ -26,34 +27,36 @@ from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<8sII32s8x")  # magic, version, length of the identity, identity
-_HEAD = struct.Struct("<I8s8s")  # keys, name, weights
+_HEAD = struct.Struct("<I8s8s")  # number of keys, block name, model version (weights)
 _MAGIC, _VERSION = b"RSTKVBLK", 1
 _CHECKSUM_BYTES = 8
 MOST_KEYS = 64  # largest number of page keys of a block, which has 64 tokens
-SPARE_BYTES = 4 << 20  # bytes by which the file may exceed twice its size after the last rewrite
+SPARE_BYTES = 4 << 20  # the file is rewritten when it exceeds twice its size after the last rewrite by this many bytes
 
 
 class BlockLog:
     """The log of one page store."""
 
-    def __init__(self, path: Path, identity: bytes, held: Callable[[], Collection[bytes]], disk: Disk | None = None) -> None:
+    def __init__(
+        self, path: Path, identity: bytes, stored_keys: Callable[[], Collection[bytes]], disk: Disk | None = None
+    ) -> None:
         """Opens no file yet.
 
         Args:
             path: the log's file.
             identity: identity of the store, at most 32 bytes.
-            held: returns the page keys in the store.
+            stored_keys: returns the page keys in the store.
             disk: the file system, None for the machine's.
         """
         begin = _HEADER.pack(_MAGIC, _VERSION, len(identity), identity)
         self._header = begin + xxhash.xxh3_64_digest(begin)
-        self._path, self._held, self._disk = path, held, disk or Disk()
+        self._path, self._stored_keys, self._disk = path, stored_keys, disk or Disk()
         self._pause = WritePause(time.monotonic)
         self._fd: int | None = None
-        self._size = self._most = 0  # bytes of the file; size at which append() rewrites it
+        self._size = self._most = 0  # bytes of the file, and size from which on append() rewrites it
 
     def read(self) -> list[TierBlock]:
-        """Returns the blocks with a page in the store, oldest first, and removes all others from the file."""
+        """Returns the blocks that have a page in the store, oldest first, and removes all other names from the file."""
         try:
             blocks = self._with_pages(self._found())
             self._rewrite(blocks)
@@ -63,7 +66,7 @@ class BlockLog:
         return blocks
 
     def append(self, blocks: Iterable[TierBlock]) -> None:
-        """Adds blocks whose pages have been stored."""
+        """Appends the names of blocks whose pages have been stored."""
         records = b"".join(map(_record, blocks))
         if not records or not self._pause.over:
             return
@@ -76,20 +79,20 @@ class BlockLog:
             self._failed(error)
 
     def sweep(self) -> None:
-        """Removes the names of blocks that have no page in the store any longer. Called after pages were deleted."""
+        """Removes the names of blocks without a page in the store. Called after pages were deleted."""
         try:
             self._rewrite(self._with_pages(self._found()))
         except OSError as error:
             self._failed(error)
 
     def close(self) -> None:
-        """Closes the file. Nothing may be appended afterwards. Raises OSError, but the file is closed even then."""
+        """Closes the file. No other call may follow. If it raises OSError, the file is closed nevertheless."""
         fd, self._fd = self._fd, None
         if fd is not None:
             self._disk.close(fd)
 
     def _found(self) -> list[TierBlock]:
-        """Returns the blocks of this identity up to the first torn record, and the newest block per name. Raises OSError."""
+        """Reads the file's blocks, see _parsed(). Empty if the file is missing or has another identity. Raises OSError."""
         try:
             fd = self._disk.open(self._path, writable=False)
         except FileNotFoundError:
@@ -103,15 +106,15 @@ class BlockLog:
 
     def _with_pages(self, blocks: list[TierBlock]) -> list[TierBlock]:
         """Returns the blocks that have a page in the store."""
-        held = set(self._held())
-        return [block for block in blocks if not held.isdisjoint(block.keys)]
+        stored = set(self._stored_keys())
+        return [block for block in blocks if not stored.isdisjoint(block.keys)]
 
     def _rewrite(self, blocks: list[TierBlock]) -> None:
-        """Replaces the file atomically by one with these blocks. Raises OSError."""
+        """Replaces the file atomically by a file with these blocks. Raises OSError."""
         part = self._path.with_name(f"{self._path.name}.part")
         fd = self._disk.create(part)
         try:
-            self._all_written(fd, b"".join((self._header, *map(_record, blocks))), 0)
+            self._write_all(fd, b"".join((self._header, *map(_record, blocks))), 0)
             size = self._disk.size(fd)
             self._disk.rename(part, self._path)
         except OSError:
@@ -124,14 +127,14 @@ class BlockLog:
 
     def _write(self, records: bytes) -> None:
         assert self._fd is not None, "the log is open"
-        self._all_written(self._fd, records, self._size)
+        self._write_all(self._fd, records, self._size)
         self._size += len(records)
 
-    def _all_written(self, fd: int, data: bytes, offset: int) -> None:
+    def _write_all(self, fd: int, data: bytes, offset: int) -> None:
         """Writes all bytes. Raises OSError."""
         written = self._disk.write(fd, [data], offset)
         if written != len(data):
-            raise OSError(f"{written} of {len(data)} bytes were written")
+            raise OSError(f"only {written} of {len(data)} bytes were written")
 
     def _failed(self, error: OSError) -> None:
         seconds = self._pause.failed()
@@ -144,7 +147,7 @@ def _record(block: TierBlock) -> bytes:
 
 
 def _parsed(content: bytes, at: int) -> list[TierBlock]:
-    """Returns the records from `at` on, up to the first damaged one, and the newest record per name."""
+    """Parses records from the index `at` on, up to the first damaged one. Of records with the same name, only the last counts."""
     blocks: dict[bytes, TierBlock] = {}
     while at + _HEAD.size <= len(content):
         count, name, weights = _HEAD.unpack_from(content, at)

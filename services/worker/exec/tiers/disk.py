@@ -1,4 +1,4 @@
-"""The calls to the file system that the page store makes. In tests, a double fails, fills up or stops at any of them."""
+"""The calls of the file tier to the file system, in one class, so that tests can let any of them fail."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-# Errors of a direct write if the file system does not support direct writes, or not for these parts.
+# Errors of a direct write that the file system does not support, in general or for these parts.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Disk:
-    """The machine's file system. Sizes and offsets are in bytes. Every call may raise OSError."""
+    """Calls of the machine's file system. Sizes and offsets are in bytes. Every method may raise OSError."""
 
     def create(self, path: Path, *, direct: bool = False) -> int:
-        """Returns the descriptor of an empty file with mode 0600, whatever the umask is. An existing file is truncated.
+        """Creates a file with mode 0600, or truncates an existing one, and returns its descriptor.
 
         Args:
             path: the file.
-            direct: see pass_cache.
+            direct: whether writes bypass the page cache, see pass_cache().
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _OPEN, 0o600)
         try:
@@ -39,20 +39,23 @@ class Disk:
         return os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _OPEN)
 
     def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
-        """Writes at most 1024 parts. Returns the number of written bytes, which is smaller than the total if the disk is full."""
+        """Writes at most 1024 parts.
+
+        Returns the number of written bytes, which is smaller than their size if the disk is full.
+        """
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             try:
                 return os.pwritev(fd, _aligned(parts), offset)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
-            _set_direct(fd, direct=False)  # the disk has larger blocks, or the parts do not fit its blocks
+            _set_direct(fd, direct=False)  # for example, the disk has larger blocks than BLOCK_BYTES
         return os.pwritev(fd, parts, offset)
 
     def pass_cache(self, fd: int) -> None:
-        """Makes later writes bypass the page cache, without a copy, if the file system supports it.
+        """Makes later writes bypass the page cache if the file system supports it.
 
-        Each part of a write must then consist of whole blocks.
+        Each part of a later write must consist of whole disk blocks.
         """
         try:
             _set_direct(fd, direct=True)
@@ -61,14 +64,17 @@ class Disk:
                 raise
 
     def drop_cached(self, fd: int, offset: int, size: int) -> None:
-        """Tells the system that these bytes will not be read soon.
+        """Tells the system that these bytes will not be read soon. Does not block.
 
-        The system starts to write them to disk, and drops the bytes from its page cache that are on disk already. Does not block.
+        The system drops those of the bytes from its page cache that are on the disk, and starts to write the others to the disk.
         """
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def read(self, fd: int, parts: Sequence[bytearray | memoryview], offset: int) -> int:
-        """Fills the parts in order, at most 1024. Returns the number of read bytes, which is smaller at the end of the file."""
+        """Fills at most 1024 parts in order.
+
+        Returns the number of read bytes, which is smaller than their size at the end of the file.
+        """
         return os.preadv(fd, parts, offset)
 
     def size(self, fd: int) -> int:
@@ -78,7 +84,7 @@ class Disk:
         os.ftruncate(fd, size)
 
     def sync(self, fd: int) -> None:
-        """Returns when the file survives a power cut."""
+        """Waits until the file's content is on the disk, so that it survives a power cut."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
@@ -99,7 +105,7 @@ def _set_direct(fd: int, *, direct: bool) -> None:
 
 
 def _aligned(parts: Sequence[bytes | memoryview]) -> list[memoryview]:
-    """Copies parts of type bytes to memory that begins at a block. A memoryview begins at one already."""
+    """Copies parts of type bytes to block-aligned memory, which direct writes need. A memoryview must already be aligned."""
     copied = memoryview(mmap.mmap(-1, sum(len(part) for part in parts if isinstance(part, bytes)) or 1))
     at, out = 0, list[memoryview]()
     for part in parts:

@@ -23,23 +23,23 @@ from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
-PATTERN = 251  # a prime, so that few parts of a page begin with the same bytes
-MOST_FREE = 0.8  # largest share of the host memory that is free after the KV pool which the host tier may take
+PATTERN = 251  # period of the bytes of the test page; a prime, so that the parts of a page differ
+MOST_FREE = 0.8  # largest share that the host tier may take of the host memory that is free after the KV pool
 
 
 class NotEnoughHostMemory(ValueError):
-    """Raised if the host has no memory for one page of the host tier, or for the requested size."""
+    """Raised if the host does not have the memory for one page of the host tier, or for its requested size."""
 
 
 def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_bytes: int, pool_bytes: int = 0) -> int:
     """Returns the number of pages of the host tier.
 
     Args:
-        options: sizes that the operator wants.
+        options: requested sizes.
         pool_pages: pages of the pool.
         page_bytes: bytes of a page.
-        free_bytes: free host memory, the pool's included.
-        pool_bytes: bytes of the pool if it is in host memory.
+        free_bytes: free host memory, in which the pages of a pool in host memory are not counted as used.
+        pool_bytes: bytes of the pool if it is in host memory, otherwise 0.
 
     Raises:
         NotEnoughHostMemory: the memory cannot hold a page, or the requested size.
@@ -49,8 +49,8 @@ def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_byte
         most = int(available * MOST_FREE)
         if options.host_bytes > most:
             raise NotEnoughHostMemory(
-                f"hicache_size asks for {options.host_bytes >> 20} MiB; {available >> 20} MiB are free after the KV pool, and the"
-                f" host tier may use {most >> 20} MiB of them. Set it to {most // 10**9} or less"
+                f"hicache_size is {options.host_bytes >> 20} MiB; {available >> 20} MiB are free after the KV pool, and the"
+                f" host tier may use {most >> 20} MiB of them. Set hicache_size to {most // 10**9} or less"
             )
         pages = options.host_bytes // page_bytes
     else:
@@ -76,13 +76,13 @@ def make_mover(
     """Returns the page mover, and the number of pages of the host tier.
 
     Args:
-        options: tiers, None for no tiers.
+        options: options of host and storage tier, None for no tiers.
         pool_pages: pages of the pool.
         copier: returns a copier of the present pools.
         arrivals: layer-wise loads into the pools.
         layout: see LoadedInfo.kv_layout.
         streams: streams of the executor.
-        progress: receives one line per step of the start.
+        progress: called with lines about the tiers for the log.
         peers: reader of remote workers' pages, None for no reader.
 
     Raises:
@@ -91,7 +91,7 @@ def make_mover(
     page_bytes = copier().page_bytes
     if options is None:
         return PageMover(streams, copier, arrivals, torch.empty((0, page_bytes), dtype=torch.uint8), None, peers), 0
-    on_host = streams.device.type == "cpu"  # the system then allocates the pool's pages only when they are written
+    on_host = streams.device.type == "cpu"  # the memory of the pool then counts as free until its pages are written
     free = free_memory()
     pages = host_pages(options, pool_pages, page_bytes, free, pool_pages * page_bytes if on_host else 0)
     is_cut = not options.host_bytes and pages < int(options.host_ratio * pool_pages)
@@ -105,23 +105,22 @@ def make_mover(
         if options.names_file is not None:
             log = BlockLog(options.names_file, _identity(options, layout), store.keys)
     unpin = None if on_host else _pinned(memory)
-    by_layers = brings_rightly(copier(), memory)
+    by_layers = can_load_by_layers(copier(), memory)
     if not by_layers:
-        progress("host tier: loads whole pages, not layer by layer")
+        progress("host tier: pages are loaded as a whole, not layer by layer")
     return PageMover(streams, copier, arrivals, memory, store, peers, log, unpin, by_layers), pages
 
 
-def brings_rightly(copier: PageCopier, memory: torch.Tensor) -> bool:
-    """Tests with one page whether pages can be loaded layer by layer.
+def can_load_by_layers(copier: PageCopier, memory: torch.Tensor) -> bool:
+    """Tests with page 0 whether pages can be loaded layer by layer, which compiles the kernel for it.
 
-    The device must be able to read host memory in place, and the test compiles the kernel for it. The page has its old content
-    afterwards.
+    A GPU must be able to read host memory in place. The page has its old content afterwards.
 
     Args:
         copier: copier of the pools.
-        memory: uint8[n, page bytes], not in use yet.
+        memory: uint8[n, page bytes] of the host tier, not in use yet.
     """
-    if not copier.can_bring:
+    if not copier.can_load_groups:
         return False
     row, page = memory[0], np.zeros(1, dtype=np.int32)
     found, before = torch.empty_like(row), torch.empty_like(row)
@@ -129,26 +128,26 @@ def brings_rightly(copier: PageCopier, memory: torch.Tensor) -> bool:
         copier.save(page, [before])
         row.copy_(torch.arange(len(row)) % PATTERN)
         try:
-            bring = copier.bringing(memory, page, page)
+            load_group = copier.group_loader(memory, page, page)
             for group in range(len(copier.groups.layers)):
-                bring(group)
+                load_group(group)
             copier.save(page, [found])
             copier.synchronize()
-            came = found.equal(row)
-        except Exception:  # errors of compilers and drivers; whole pages are copied in another way
-            logger.exception("pages cannot be loaded layer by layer")
-            came = False
+            is_equal = found.equal(row)
+        except Exception:  # of any type, such as errors of compilers and drivers; whole pages are copied without the kernel
+            logger.exception("could not load a page layer by layer")
+            is_equal = False
         row.copy_(before)
         copier.restore([row], page)
         copier.synchronize()
-    return came
+    return is_equal
 
 
 def host_slab(pages: int, page_bytes: int) -> torch.Tensor:
-    """Returns uint8[pages, page_bytes] of allocated memory, in huge pages if the system has them.
+    """Returns uint8[pages, page_bytes] of host memory, in huge pages if the system has them.
 
-    All pages are touched here. Memory that the system allocates at the first write would slow down copies during a step several
-    times.
+    All memory is written here, so that the system allocates it now. Otherwise, the first copy to each page would be several times
+    slower.
     """
     mapped = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # referenced by the tensor
     with suppress(OSError):  # the system has no huge pages
@@ -159,11 +158,11 @@ def host_slab(pages: int, page_bytes: int) -> torch.Tensor:
 
 
 def _pinned(memory: torch.Tensor) -> Callable[[], None]:
-    """Pins the memory in place, because torch's own pinned memory has sizes that are powers of two.
+    """Pins existing memory, because torch would round the size of pinned memory up to a power of two.
 
     Returns:
-        A function that ends the pinning. It must be called before the memory is freed, or the next owner of these addresses could
-        not pin them.
+        A function that ends the pinning. It must be called before the memory is freed. Otherwise, memory that is later allocated
+        at the same addresses could not be pinned.
 
     Raises:
         NotEnoughHostMemory: CUDA cannot pin the memory.
@@ -178,12 +177,12 @@ def _pinned(memory: torch.Tensor) -> Callable[[], None]:
 def _unpin(address: int) -> None:
     error = int(torch.cuda.cudart().cudaHostUnregister(address))
     if error != 0:
-        logger.error("the host tier stays pinned", extra=fields(error=error))
+        logger.error("could not unpin the memory of the host tier", extra=fields(error=error))
 
 
 def _identity(options: TierOptions, layout: str) -> bytes:
-    """Returns the identity of a store: a digest of layout and secret.
+    """Returns the identity of a store: a digest of KV layout and secret.
 
-    Pages of another identity are useless. The store deletes them when it is opened.
+    Pages of another identity cannot be used. A file store deletes them when it is opened.
     """
     return blake2b(layout.encode(), key=options.secret, digest_size=32).digest()

@@ -1,7 +1,7 @@
-"""Copies pages between the pools and rows of bytes, for tiers that store or send pages.
+"""Copies pages between the KV pools and rows of bytes in host memory, for tiers that store pages and for remote workers.
 
-A row has the KV of all layers of one page. PageCopier copies on the streams of the executor. PoolReader copies pages out of the
-pool on threads outside the executor, for the server of KV reservations.
+A row has the KV of all layers of one page. A piece is the keys or the values of one layer in a page. PageCopier copies on the
+current stream of the calling thread. PoolReader copies pages out of the pools for the threads of the KV server.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from rootstock_llm.services.worker.core.contracts.transfers import I32
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
-STAGED_BYTES = 16 << 20  # device memory for pages that are being copied between a device's pools and the host
-WORD_BYTES = 8  # a device copies multiples of this size; see kernels/triton/page_pieces.py
+STAGED_BYTES = 16 << 20  # bytes of GPU memory for pages that are copied between the pools and the host
+WORD_BYTES = 8  # a GPU copies multiples of this size from host memory, see kernels/triton/page_pieces.py
 Bytes = NDArray[np.uint8]
 Addresses = NDArray[np.int64]
 
 
 class PieceCopies(Protocol):
-    """Copies many pieces of host memory in one call."""
+    """Copies many pieces of host memory in one call. Declares the C++ copies."""
 
     def copy_pieces(self, to: Addresses, source: Addresses, sizes: Addresses, streamed: bool) -> None: ...
 
 
 class PageCopier:
-    """Copies pages of pools with equal numbers of pages, on the current stream of the pools' device."""
+    """Copies pages of pools on the current stream of their device. All pools have the same number of pages."""
 
     def __init__(self, pools: Sequence[KVPool], copies: PieceCopies | None = None, bring: BringPieces | None = None) -> None:
-        """Computes the addresses of the parts of a page.
+        """Computes the addresses and sizes of the pieces.
 
         Args:
-            pools: the pools, in a fixed order.
-            copies: copies pieces if the pools are on the host, None to copy them one by one with numpy.
-            bring: lets the pools' device read rows in place in host memory, None if it cannot.
+            pools: pools of the model and of the draft model, always in this order, which determines the bytes of a row.
+            copies: copies pieces if the pools are in host memory; None to copy them one by one with numpy.
+            bring: kernel with which a GPU reads rows in host memory; None if there is no such kernel.
         """
         tensors = [each for pool in pools for pair in zip(pool.keys, pool.values, strict=True) for each in pair]
-        assert len({len(each) for each in tensors}) == 1, "all layers have the same number of pages"
+        assert len({len(each) for each in tensors}) == 1, "all pools have the same number of pages"
         self._parts = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
-        self.page_bytes = sum(part.shape[1] for part in self._parts)  # bytes of a row
+        self.page_bytes = sum(part.shape[1] for part in self._parts)  # bytes of a page over all pools, which is the size of a row
         self._num_layers = [len(pool.keys) for pool in pools]
         self._device = tensors[0].device
         self._host_parts = [part.numpy() for part in self._parts] if self._on_host else []
-        assert copies is None or self._on_host, "`copies` works on host memory only"
+        assert copies is None or self._on_host, "only pools in host memory can be copied by `copies`"
         assert all(part.is_contiguous() for part in self._parts), "the pages of a layer are contiguous"
         self._copies, self._bring = copies, bring
         self._addresses = np.array([part.data_ptr() for part in self._parts], dtype=np.int64)
@@ -65,140 +65,142 @@ class PageCopier:
         return LayerGroups.for_pools(self._num_layers)
 
     @property
-    def can_bring(self) -> bool:
-        """Whether pages can be loaded group by group of layers."""
+    def can_load_groups(self) -> bool:
+        """Whether pages can be loaded group by group of layers, see group_loader()."""
         whole_words = not (self._sizes % WORD_BYTES).any() and not (self._addresses % WORD_BYTES).any()
         return self._on_host or (self._bring is not None and whole_words)
 
-    def bringing(self, memory: Tensor, rows: I32, pages: I32) -> Callable[[int], None]:
-        """Returns a function that loads one group of layers of the pages.
+    def group_loader(self, memory: Tensor, rows: I32, pages: I32) -> Callable[[int], None]:
+        """Returns a function that copies one group of layers of rows to pages. Its argument is the number of the group.
 
         Args:
-            memory: uint8[n, page_bytes] of the host, which the device can read in place.
-            rows: int32[pages], rows of `memory`.
-            pages: int32[pages], pages of the pools.
+            memory: uint8[n, page_bytes] in host memory, pinned for a GPU.
+            rows: int32[number of pages], the row in `memory` for each page.
+            pages: int32[number of pages], pages of the pools.
 
         Raises:
             IndexError: a page or row does not exist.
-            ValueError: a row has another size.
+            ValueError: rows do not have page_bytes bytes.
         """
-        assert self.can_bring, "pages can be loaded layer by layer"
+        assert self.can_load_groups, "pages can be loaded layer by layer"
         assert len(rows) == len(pages), "there is one row per page"
         self._check_pages(pages)
         self._check_rows([memory[0]])
         if not 0 <= rows.min() <= rows.max() < len(memory):
-            raise IndexError(f"there are rows 0 to {len(memory) - 1}")
+            raise IndexError(f"rows {rows.min()} to {rows.max()} are requested; the host tier has rows 0 to {len(memory) - 1}")
         addresses = memory.data_ptr() + rows.astype(np.int64) * memory.stride(0)
         if self._on_host:
-            return partial(self._bring_on_host, memory, rows, addresses, pages)
-        assert self._bring is not None, "the device can read rows in place"
-        assert not (addresses % WORD_BYTES).any(), "rows are aligned to words"
-        of_rows, places = torch.from_numpy(np.stack((addresses, pages))).to(self._device).unbind()
+            return partial(self._load_group_on_host, memory, rows, addresses, pages)
+        assert self._bring is not None, "a GPU that can load groups has the kernel"
+        assert not (addresses % WORD_BYTES).any(), "rows begin at multiples of WORD_BYTES"
+        row_addresses, page_ids = torch.from_numpy(np.stack((addresses, pages))).to(self._device).unbind()
         groups = [self._parts_of(group) for group in range(len(self.groups.layers))]
         parts = np.concatenate(groups)
         table = np.stack((self._addresses[parts], self._sizes[parts], self._offsets[parts]), axis=1)
         tables = torch.from_numpy(table).to(self._device).split([len(group) for group in groups])
         bring = self._bring
-        return lambda group: bring(of_rows, places, tables[group])
+        return lambda group: bring(row_addresses, page_ids, tables[group])
 
-    def _bring_on_host(self, memory: Tensor, rows: I32, addresses: Addresses, pages: I32, group: int) -> None:
+    def _load_group_on_host(self, memory: Tensor, rows: I32, addresses: Addresses, pages: I32, group: int) -> None:
         parts = self._parts_of(group)
         if self._copies is not None:
-            places, pieces, sizes = self._found(pages, addresses, parts)
-            self._copies.copy_pieces(places, pieces, sizes, streamed=False)
+            in_pool, in_rows, sizes = self._piece_addresses(pages, addresses, parts)
+            self._copies.copy_pieces(in_pool, in_rows, sizes, streamed=False)
             return
-        for place, piece in self._pieces(pages, [memory[row] for row in rows.tolist()], parts):
-            place[:] = piece
+        for in_page, in_row in self._pieces(pages, [memory[row] for row in rows.tolist()], parts):
+            in_page[:] = in_row
 
     def _parts_of(self, group: int) -> Addresses:
-        """Returns the indices of the keys and values of a group's layers."""
+        """Returns the indices in self._parts of the keys and values of a group's layers."""
         layers = np.array(self.groups.layers[group], dtype=np.int64)
         return np.stack((2 * layers, 2 * layers + 1), axis=1).ravel()
 
     def save(self, pages: I32, rows: Sequence[Tensor], streamed: bool = False) -> None:
         """Copies pages to rows.
 
-        If the pools are on the host, the rows are complete on return. Otherwise they are complete when the device has done all
-        work of this thread.
+        If the pools are in host memory, the rows are complete on return. Otherwise, they are complete when the GPU has done the
+        work that this thread has launched.
 
         Args:
-            pages: int32[n].
-            rows: n tensors uint8[page_bytes] on the host.
-            streamed: bypass the CPU caches for the rows, so that other data stays cached.
+            pages: int32[n], pages of the pools.
+            rows: n tensors uint8[page_bytes] in host memory.
+            streamed: whether the rows are written past the CPU caches, so that other data stays cached.
 
         Raises:
             IndexError: a page does not exist.
-            ValueError: a row has another size.
+            ValueError: a row does not have page_bytes bytes.
         """
-        assert len(rows) == len(pages), "a row for every page"
+        assert len(rows) == len(pages), "there is one row per page"
         self._check_pages(pages)
         self._check_rows(rows)
         if self._copies is not None:
-            places, pieces, sizes = self._found(pages, self._addresses_of(rows), self._all)
-            self._copies.copy_pieces(pieces, places, sizes, streamed)
+            in_pool, in_rows, sizes = self._piece_addresses(pages, self._addresses_of(rows), self._all)
+            self._copies.copy_pieces(in_rows, in_pool, sizes, streamed)
             return
         if self._on_host:
-            for place, piece in self._pieces(pages, rows, self._all):
-                piece[:] = place
+            for in_page, in_row in self._pieces(pages, rows, self._all):
+                in_row[:] = in_page
             return
         for some, ids in self._on_device(pages, rows):
             gathered = torch.empty((len(some), self.page_bytes), dtype=torch.uint8, device=self._device)
-            for part, at in self._places():
+            for part, at in self._parts_with_offsets():
                 gathered[:, at : at + part.shape[1]].copy_(part.index_select(0, ids))
             for row, found in zip(some, gathered, strict=True):
                 row.copy_(found, non_blocking=True)
 
     def restore(self, rows: Sequence[Tensor], pages: I32) -> None:
-        """Copies rows to pages.
+        """Copies rows to pages. Arguments and errors are those of save().
 
-        The rows are read until the device has done all work of this thread. Arguments and errors are those of save().
+        The rows must not change until the GPU has done the work that this thread has launched.
         """
-        assert len(rows) == len(pages), "a row for every page"
+        assert len(rows) == len(pages), "there is one row per page"
         self._check_pages(pages)
         self._check_rows(rows)
         if self._copies is not None:
-            places, pieces, sizes = self._found(pages, self._addresses_of(rows), self._all)
-            self._copies.copy_pieces(places, pieces, sizes, streamed=False)
+            in_pool, in_rows, sizes = self._piece_addresses(pages, self._addresses_of(rows), self._all)
+            self._copies.copy_pieces(in_pool, in_rows, sizes, streamed=False)
             return
         if self._on_host:
-            for place, piece in self._pieces(pages, rows, self._all):
-                place[:] = piece
+            for in_page, in_row in self._pieces(pages, rows, self._all):
+                in_page[:] = in_row
             return
         for some, ids in self._on_device(pages, rows):
             gathered = torch.empty((len(some), self.page_bytes), dtype=torch.uint8, device=self._device)
-            for row, there in zip(some, gathered, strict=True):
-                there.copy_(row, non_blocking=True)
-            for part, at in self._places():
+            for row, target in zip(some, gathered, strict=True):
+                target.copy_(row, non_blocking=True)
+            for part, at in self._parts_with_offsets():
                 part.index_copy_(0, ids, gathered[:, at : at + part.shape[1]])
 
     def synchronize(self) -> None:
-        """Blocks until the pools' device has finished all work."""
+        """Blocks until a GPU has done all work. Returns at once if the pools are in host memory."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def _check_pages(self, pages: I32) -> None:
         if len(pages) and not 0 <= pages.min() <= pages.max() < len(self._parts[0]):
-            raise IndexError(f"there are pages 0 to {len(self._parts[0]) - 1}")
+            raise IndexError(
+                f"pages {pages.min()} to {pages.max()} are requested; the pool has pages 0 to {len(self._parts[0]) - 1}"
+            )
 
     def _check_rows(self, rows: Sequence[Tensor]) -> None:
         if not all(row.is_contiguous() and row.nbytes == self.page_bytes for row in rows):
-            raise ValueError(f"a row must be contiguous and have {self.page_bytes} bytes")
+            raise ValueError(f"each row must be contiguous and have {self.page_bytes} bytes")
 
     @staticmethod
     def _addresses_of(rows: Sequence[Tensor]) -> Addresses:
         return np.array([row.data_ptr() for row in rows], dtype=np.int64)
 
-    def _found(self, pages: I32, rows: Addresses, parts: Addresses) -> tuple[Addresses, Addresses, Addresses]:
-        """Returns for each piece its address in the pool, its address in the row, and its size, page by page."""
+    def _piece_addresses(self, pages: I32, rows: Addresses, parts: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+        """Returns for each piece of each page its address in the pool, its address in the page's row, and its size."""
         sizes = self._sizes[parts]
-        places = self._addresses[parts] + pages.astype(np.int64)[:, None] * sizes
-        pieces = rows[:, None] + self._offsets[parts]
-        return places.ravel(), pieces.ravel(), np.broadcast_to(sizes, places.shape).ravel()
+        in_pool = self._addresses[parts] + pages.astype(np.int64)[:, None] * sizes
+        in_rows = rows[:, None] + self._offsets[parts]
+        return in_pool.ravel(), in_rows.ravel(), np.broadcast_to(sizes, in_pool.shape).ravel()
 
     def _pieces(self, pages: I32, rows: Sequence[Tensor], parts: Addresses) -> Iterator[tuple[Bytes, Bytes]]:
-        """Yields each layer's part of each page in its pool and in the page's row.
+        """Yields for each piece of each page its bytes in the pool and its bytes in the page's row.
 
-        One numpy copy of contiguous bytes is many times as fast as a copy by index.
+        Copying contiguous pieces one by one with numpy is many times as fast as one copy by index.
         """
         arrays = [row.numpy() for row in rows]
         for number in parts.tolist():
@@ -211,22 +213,22 @@ class PageCopier:
         return self._device.type == "cpu"
 
     def _on_device(self, pages: I32, rows: Sequence[Tensor]) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
-        """Yields rows and their page ids on the device, in batches that fit into STAGED_BYTES."""
+        """Yields (rows, page ids on the GPU) in batches of at most STAGED_BYTES."""
         at_once = max(1, STAGED_BYTES // self.page_bytes)
         for at in range(0, len(pages), at_once):
             some = pages[at : at + at_once].astype(np.int64)
             yield rows[at : at + at_once], torch.from_numpy(some).to(self._device)
 
-    def _places(self) -> Iterator[tuple[Tensor, int]]:
-        """Returns pairs of a layer's part and the offset of its bytes in a row."""
+    def _parts_with_offsets(self) -> Iterator[tuple[Tensor, int]]:
+        """Returns (keys or values of a layer, offset of their bytes in a row) for all layers."""
         return zip(self._parts, self._offsets.tolist(), strict=True)
 
 
 class PoolReader:
-    """A ReadPages of an executor's pools.
+    """Implements ReadPages for an executor's pools. Any thread may call it.
 
     The pages must have been computed by committed steps. The copy is consistent only if no step writes the pages during the copy.
-    Each thread has a buffer of its own.
+    For a GPU, each thread has its own pinned buffer.
     """
 
     def __init__(self, streams: Streams, copier: Callable[[], PageCopier], arrivals: Arrivals) -> None:
@@ -238,12 +240,12 @@ class PoolReader:
             arrivals: layer-wise loads into the pools.
         """
         self._streams, self._copier, self._arrivals = streams, copier, arrivals
-        self._own = threading.local()  # pinned memory of each thread
+        self._per_thread = threading.local()  # per thread: pinned memory
 
     def __call__(self, pages: I32, out: memoryview) -> None:
-        torch.set_num_threads(1)  # per thread, hence here
+        torch.set_num_threads(1)  # applies to the calling thread only
         device = self._streams.device
-        with torch.inference_mode(), self._streams.beside():
+        with torch.inference_mode(), self._streams.on_spare():
             copier = self._copier()
             self._arrivals.settle()
             rows = torch.frombuffer(out, dtype=torch.uint8).view(len(pages), copier.page_bytes)
@@ -256,8 +258,8 @@ class PoolReader:
                 copier.save(pages, rows.unbind())
 
     def _pinned(self, pages: int, page_bytes: int) -> Tensor:
-        """Returns uint8[pages, page_bytes] of pinned memory of this thread."""
-        buffer: Tensor | None = getattr(self._own, "pinned", None)
+        """Returns uint8[pages, page_bytes] of this thread's pinned memory."""
+        buffer: Tensor | None = getattr(self._per_thread, "pinned", None)
         if buffer is None or buffer.shape[0] < pages or buffer.shape[1] != page_bytes:
-            buffer = self._own.pinned = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=True)
+            buffer = self._per_thread.pinned = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=True)
         return buffer[:pages]

@@ -1,9 +1,9 @@
-"""Moves KV pages between device, host memory, storage and remote workers, while steps run.
+"""Moves KV pages between the device's pools, the host tier, the storage tier and remote workers, while steps run.
 
-The mover has one thread for copies to the host, one for copies from the host, one for the storage and one per remote worker. So a
-slow disk or worker does not block host pages, and a backup does not block a load. Each thread runs its jobs in order. If steps
-run on the host's cores, they have priority over copies to the host. A failed operation is logged and moves no page. Every
-operation is reported by one fact.
+The mover has one thread for backups (copies to the host tier), one for loads (copies from the host tier), one for the storage
+tier and one per remote worker. So a slow disk or remote worker does not delay the host tier, and a backup does not delay a load.
+Each thread runs its jobs in order. On a CPU, the thread for backups has a lower priority than steps. Every operation is reported
+by one fact. A failed operation is logged and moves no page.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from rootstock_llm.services.worker.core.contracts.transfers import (
 from rootstock_llm.services.worker.exec.contracts.page_store import PageStore
 from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, LayerLoads
-from rootstock_llm.services.worker.exec.streams.cuda_streams import Mark, NeverCame, Streams
+from rootstock_llm.services.worker.exec.streams.cuda_streams import LoadFailed, Mark, Streams
 from rootstock_llm.services.worker.exec.tiers.block_log import BlockLog
 from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 
 logger = logging.getLogger(__name__)
-CLOSE_TIMEOUT_S = 30.0
-PEER_IDLE_S = 60.0  # time without a job after which the thread of a remote worker ends
-NEWS_S = 1.0  # interval of queries for changes of a shared storage
-MORE_NEWS_S = 0.02  # the same interval while a query has returned only a part of the changes
+CLOSE_TIMEOUT_S = 30.0  # seconds for which close() waits for each thread
+PEER_IDLE_S = 60.0  # seconds without a job after which the thread of a remote worker ends
+NEWS_S = 1.0  # seconds between two queries of a shared storage for changes
+MORE_NEWS_S = 0.02  # seconds until the next query if a query has returned only a part of the changes
 FACT_KEYS = 8192  # largest number of keys or blocks in one fact
-# Gives backups a tenth of a step thread's share of a contended core; a backup may be slow, because its pages are pinned.
+# Nice value of the thread for backups. It gets about a tenth of the share of a step's thread on a contended core. A backup may be
+# slow, because its pages are pinned.
 BACK_UP_NICE = 10
 URGENT = -1  # stream priority of loads, because steps wait for their layers
-_OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
+_STORAGE_KINDS = (OperationKind.STORE, OperationKind.FETCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,19 @@ class _Work:
     """A page operation."""
 
     operation: PageOperation
-    mark: Mark  # point on the stream after all steps that were launched before the operation began
+    mark: Mark  # point on the copy stream after all steps that were launched before the operation
 
 
 @dataclass(frozen=True, slots=True)
 class _Delete:
     """A deletion in the storage tier."""
 
-    which: Selection
-    done: Future[Deleted]  # receives the result, unless it is cancelled
+    which: Selection  # pages to delete
+    done: Future[Deleted]  # receives the result, unless the caller has cancelled it
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class _QueryNews:
     """A query for changes of a shared storage."""
 
 
@@ -80,7 +81,7 @@ class _Leave:
     source: KvSource
 
 
-Job = _Work | _Delete | _Ask | _Leave
+Job = _Work | _Delete | _QueryNews | _Leave
 
 
 class PageMover:
@@ -103,22 +104,22 @@ class PageMover:
         Args:
             streams: streams of the executor.
             copier: returns a copier of the present pools.
-            arrivals: receives the layer-wise loads into the pools.
-            host: uint8[host pages, page bytes], pinned if the device is a GPU.
-            store: storage tier, None if the host tier is the last one. Only the storage thread calls it.
-            peers: reader of remote workers' pages, None for no reader.
-            log: names of the blocks in the store, None for no log. Called on the thread of the store.
+            arrivals: loads that write pages of the pools layer by layer, to which the mover adds its loads.
+            host: memory of the host tier, uint8[host pages, page bytes], pinned if the device is a GPU.
+            store: storage tier, None if there is none. Apart from the start and the end, only the storage thread calls it.
+            peers: reader of remote workers' pages, None if there is none.
+            log: log of the names of stored blocks, None for no log. Only the storage thread calls it.
             unpin: called by close() after all threads have ended; None if `host` is not pinned.
-            by_layers: load pages layer by layer, see brings_rightly().
+            by_layers: whether pages are loaded layer by layer, see can_load_by_layers().
         """
         self._streams, self._copier, self._host, self._store, self._peers = streams, copier, host, store, peers
         self._arrivals, self._loads, self._by_layers = arrivals, LayerLoads(streams, arrivals), by_layers
         self._log, self._unpin = log, unpin
-        self._of_peers: dict[str, queue.SimpleQueue[Job | None]] = {}  # by address
-        self._lock = threading.Lock()  # guards _of_peers
-        self._own = threading.local()  # staging memory of each thread
-        self.on_fact: Callable[[], None] = lambda: None  # called on any thread when facts() has something to return
-        self.on_lost: Callable[[str], None] = logger.error  # called with a message if steps wait for pages that never arrive
+        self._peer_jobs: dict[str, queue.SimpleQueue[Job | None]] = {}  # queues of the threads of remote workers, by address
+        self._lock = threading.Lock()  # guards _peer_jobs
+        self._per_thread = threading.local()  # staging memory of each thread
+        self.on_fact: Callable[[], None] = lambda: None  # called on any thread when facts() has new facts
+        self.on_lost: Callable[[str], None] = logger.error  # called with the reason if steps wait for pages that cannot arrive
         self._facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         if store is not None:
             self._facts.put(Fact(UNASKED, stored=tuple(store.keys()), use=store.use()))
@@ -126,14 +127,14 @@ class PageMover:
             blocks = log.read()
             for at in range(0, len(blocks), FACT_KEYS):
                 self._facts.put(Fact(UNASKED, blocks=tuple(blocks[at : at + FACT_KEYS])))
-        self._of_host: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._of_backups: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._of_storage: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        queues = {"kv-host": self._of_host, "kv-backup": self._of_backups}
+        self._load_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._backup_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._storage_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        queues = {"kv-host": self._load_jobs, "kv-backup": self._backup_jobs}
         if store is not None:
-            queues["kv-storage"] = self._of_storage
+            queues["kv-storage"] = self._storage_jobs
         self._threads: list[threading.Thread] = []
-        self._ask_at = 0.0  # time of the next query of a shared storage
+        self._query_at = 0.0  # time.monotonic() of the next query of a shared storage for changes
         for name, waiting in queues.items():
             self._start(name, waiting)
 
@@ -146,15 +147,15 @@ class PageMover:
         return self._store
 
     def settle(self) -> None:
-        """Blocks until the pages of all loads that were reported early have arrived. Raises NeverCame."""
+        """Blocks until all loads that were reported early are complete. Raises LoadFailed."""
         self._arrivals.settle()
 
     def begin(self, operation: PageOperation) -> None:
-        """Begins an operation after all work that is on the streams. Called on the thread that launches steps."""
+        """Begins an operation after all work that was launched before. Does not block. Called by the loop's thread."""
         try:
             self._streams.launch(partial(self._dispatch, operation))
-        except Exception:  # the device is lost, and the next step fails for the same reason
-            self._log_unmoved(operation)
+        except Exception:  # the device is lost; the next step fails for the same reason
+            self._log_failed(operation)
             self._report(Fact(operation.op_id))
 
     def facts(self) -> list[Fact]:
@@ -164,24 +165,24 @@ class PageMover:
         return found
 
     def delete_stored(self, which: Selection, done: Future[Deleted]) -> None:
-        """Deletes pages of the storage tier after all operations that began before. Does not block."""
+        """Deletes pages of the storage tier after all operations that were begun before. Does not block."""
         if self._store is not None:
-            self._streams.launch(partial(self._of_storage.put, _Delete(which, done)))
+            self._streams.launch(partial(self._storage_jobs.put, _Delete(which, done)))
         elif done.set_running_or_notify_cancel():
             done.set_result(Deleted(0))
 
     def leave(self, source: KvSource) -> None:
         """Releases a remote worker's reservation. Does not block."""
-        if self._peers is not None:  # queued behind earlier reads
+        if self._peers is not None:  # the release is queued after earlier reads of the remote worker
             self._streams.launch(partial(self._enqueue_leave, source))
 
     def close(self) -> None:
-        """Ends the threads and closes store and log. No caller may still wait for an operation."""
+        """Ends the threads, and closes store and log. No operation may be running that the core still waits for."""
         if self._peers is not None:
             self._peers.close()
         with self._lock:
-            peers = list(self._of_peers.values())
-        for waiting in (self._of_host, self._of_backups, self._of_storage, *peers):
+            peers = list(self._peer_jobs.values())
+        for waiting in (self._load_jobs, self._backup_jobs, self._storage_jobs, *peers):
             waiting.put(None)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
@@ -195,20 +196,20 @@ class PageMover:
                 self._log.close()
 
     def _enqueue_leave(self, source: KvSource) -> None:
-        """Queues the release. If no thread can be started, the reservation ends after its hold time."""
+        """Queues the release of a reservation. If no thread can be started, the reservation ends after its hold time."""
         self._enqueue(source.address, _Leave(source))
 
     def _dispatch(self, operation: PageOperation) -> None:
-        """Queues an operation for its thread."""
+        """Queues an operation for the thread of its kind. If no thread can be started for a pull, reports it as failed."""
         self._streams.copy_after_forward()
         work = _Work(operation, self._streams.mark_copy())
         if operation.pull is not None:
             if not self._enqueue(operation.pull.source.address, work):
                 self._report(Fact(operation.op_id))
         elif operation.kind is OperationKind.BACK_UP:
-            self._of_backups.put(work)
+            self._backup_jobs.put(work)
         else:
-            (self._of_storage if operation.kind in _OF_STORAGE else self._of_host).put(work)
+            (self._storage_jobs if operation.kind in _STORAGE_KINDS else self._load_jobs).put(work)
 
     def _enqueue(self, address: str, job: Job) -> bool:
         """Queues a job on the reader thread of a remote worker, starting the thread if it is not running.
@@ -217,7 +218,7 @@ class PageMover:
             False if no thread can be started.
         """
         with self._lock:
-            waiting = self._of_peers.get(address)
+            waiting = self._peer_jobs.get(address)
             if waiting is None:
                 waiting = queue.SimpleQueue()
                 try:
@@ -225,7 +226,7 @@ class PageMover:
                 except RuntimeError:
                     logger.exception("could not start the reader thread of a remote worker", extra=fields(address=address))
                     return False
-                self._of_peers[address] = waiting
+                self._peer_jobs[address] = waiting
             waiting.put(job)
             return True
 
@@ -235,65 +236,68 @@ class PageMover:
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _next(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> Job | None:
-        """Returns the next job. None if the thread is to end: after close(), or after `idle_s` seconds without a job."""
-        if jobs is self._of_storage and self._store is not None and self._store.shared:
-            return self._next_of_shared(jobs)
+        """Waits for the next job. Returns None if the thread must end: after close(), or after `idle_s` seconds without a job."""
+        if jobs is self._storage_jobs and self._store is not None and self._store.shared:
+            return self._next_of_shared_storage(jobs)
         try:
             return jobs.get(timeout=idle_s)
         except queue.Empty:
             with self._lock:
                 if not jobs.empty():
                     return jobs.get_nowait()
-                del self._of_peers[address]
+                del self._peer_jobs[address]
                 return None
 
-    def _next_of_shared(self, jobs: queue.SimpleQueue[Job | None]) -> Job | None:
-        """Returns the next job of a shared storage. A query is due every NEWS_S seconds, even if many jobs wait."""
-        left = self._ask_at - time.monotonic()
+    def _next_of_shared_storage(self, jobs: queue.SimpleQueue[Job | None]) -> Job | None:
+        """Returns the next job of the thread of a shared storage.
+
+        A query is due every NEWS_S seconds, even if other jobs are queued.
+        """
+        seconds = self._query_at - time.monotonic()
         with suppress(queue.Empty):  # the query is due
-            if left > 0:
-                return jobs.get(timeout=left)
-        self._ask_at = time.monotonic() + NEWS_S
-        return _Ask()
+            if seconds > 0:
+                return jobs.get(timeout=seconds)
+        self._query_at = time.monotonic() + NEWS_S
+        return _QueryNews()
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> None:
-        torch.set_num_threads(1)  # per thread, hence here
-        if jobs is self._of_backups and self._streams.on_host:
+        torch.set_num_threads(1)  # applies to the calling thread only
+        if jobs is self._backup_jobs and self._streams.on_host:
             own = os.getpriority(os.PRIO_PROCESS, 0)
             with suppress(OSError):  # a sandbox may not permit priorities
-                os.setpriority(os.PRIO_PROCESS, 0, max(own, BACK_UP_NICE))  # under Linux for this thread only
-        with torch.inference_mode(), self._streams.beside(URGENT if jobs is self._of_host else 0):
+                os.setpriority(os.PRIO_PROCESS, 0, max(own, BACK_UP_NICE))  # Linux sets it for this thread only
+        with torch.inference_mode(), self._streams.on_spare(URGENT if jobs is self._load_jobs else 0):
             while (job := self._next(jobs, idle_s, address)) is not None:
                 match job:
                     case _Work(operation) if self._by_layers and operation.kind is OperationKind.LOAD:
                         self._load(job)
                     case _Work():
-                        self._report(self._done(job))
+                        self._report(self._run(job))
                     case _Leave(source) if self._peers is not None:
                         self._leave(self._peers, source)
                     case _Delete(which, done) if self._store is not None:
                         self._delete(self._store, which, done)
-                    case _Ask() if self._store is not None:
+                    case _QueryNews() if self._store is not None:
                         self._report_news(self._store)
 
     def _report_news(self, store: PageStore) -> None:
         try:
             news = store.news()
-        except Exception:  # any error; pages that are not known are computed
-            logger.exception("could not query the storage for changes")
+        except Exception:  # of any type; pages that the core does not know to be stored are computed
+            logger.exception("could not query the shared storage for changes")
             return
         if news.more:
-            self._ask_at = time.monotonic() + MORE_NEWS_S
+            self._query_at = time.monotonic() + MORE_NEWS_S
         if news.stored or news.dropped:
             self._report(Fact(UNASKED, stored=news.stored, dropped=news.dropped, use=store.use()))
 
     def _delete(self, store: PageStore, which: Selection, done: Future[Deleted]) -> None:
-        """Deletes pages, and reports the changes even if the caller has cancelled."""
+        """Deletes pages, and reports the changes to the core even if the caller has cancelled `done`."""
         is_wanted = done.set_running_or_notify_cancel()
         try:
             deleted = store.delete(which)
-        except Exception as error:  # any error; the caller gets it
-            logger.exception("pages were not deleted")
+        except Exception as error:  # of any type; `done` passes it to the caller
+            logger.exception("could not delete stored pages")
             if is_wanted:
                 done.set_exception(error)
             return
@@ -309,7 +313,7 @@ class PageMover:
     def _leave(peers: PeerReader, source: KvSource) -> None:
         try:
             peers.leave(source)
-        except Exception:  # any error; the reservation ends after its hold time
+        except Exception:  # of any type; the reservation ends after its hold time
             logger.exception("could not release a KV reservation", extra=fields(address=source.address))
 
     def _report(self, fact: Fact) -> None:
@@ -319,58 +323,61 @@ class PageMover:
     def _load(self, work: _Work) -> None:
         """Loads pages layer by layer.
 
-        The fact may be reported before the last layer has arrived. Then a later fact reports the duration.
+        The fact may be reported early, before the last layer has arrived. A second fact then reports the duration.
         """
         operation, count = work.operation, len(work.operation.keys)
         try:
             copier = self._copier()
-            bring = copier.bringing(self._host, operation.host_pages, operation.pages)
+            load_group = copier.group_loader(self._host, operation.host_pages, operation.pages)
             work.mark.precede()
             report = partial(self._report, Fact(operation.op_id, count, early=True))
             size = count * copier.page_bytes
-            seconds, was_early = self._loads.load(bring, operation.pages, copier.groups, size, report)
-        except NeverCame as error:
-            self._log_unmoved(operation)
+            seconds, was_early = self._loads.load(load_group, operation.pages, copier.groups, size, report)
+        except LoadFailed as error:
+            self._log_failed(operation)
             self.on_lost(str(error))
-        except Exception:  # any error; the pages are computed instead
-            self._log_unmoved(operation)
+        except Exception:  # of any type; the core computes the pages instead
+            self._log_failed(operation)
             self._settle()
             self._report(Fact(operation.op_id))
         else:
             self._report(Fact(UNASKED, loaded=(count, seconds)) if was_early else Fact(operation.op_id, count, seconds))
 
-    def _log_unmoved(self, operation: PageOperation) -> None:
-        logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
+    def _log_failed(self, operation: PageOperation) -> None:
+        logger.exception("could not move pages", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
 
-    def _done(self, work: _Work) -> Fact:
+    def _run(self, work: _Work) -> Fact:
         operation = work.operation
         try:
             work.mark.wait()
             began = time.perf_counter()
             count, stored, dropped = self._move(operation)
             self._synchronize()
-        except Exception:  # any error; the pages are computed, or stay in their tier
-            self._log_unmoved(operation)
+        except Exception:  # of any type; the pages are computed instead, or stay in their tier
+            self._log_failed(operation)
             self._settle()
             return Fact(operation.op_id)
         use = self._store.use() if self._store is not None and (stored or dropped) else None
         return Fact(operation.op_id, count, time.perf_counter() - began, stored, dropped, use)
 
     def _settle(self) -> None:
-        """Waits until this thread's copies have ended, so that no page is written after its operation was reported.
+        """Waits until this thread's copies have ended, so that no page is written after its operation is reported as failed.
 
-        Errors are ignored, because a lost device writes nothing.
+        Errors are only logged, because a device that does not respond writes nothing.
         """
         try:
             self._synchronize()
-        except Exception as error:  # errors of the driver
+        except Exception as error:  # of any type: an error of the driver
             logger.error("the device does not respond", extra=fields(error=repr(error)))
 
     def _move(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
-        """Moves pages. Returns their number, and the keys that the storage has gained and lost."""
+        """Runs an operation.
+
+        Returns the number of moved pages, and the keys that are now in the storage and not any longer in it.
+        """
         match operation.kind:
             case OperationKind.BACK_UP:
-                self._arrivals.settle()  # a load may still be writing these pages, or reading these rows
+                self._arrivals.settle()  # a load may still write these pages, or read these rows
                 self._copier().save(operation.pages, self._host_rows(operation), streamed=True)
                 return len(operation.keys), (), ()
             case OperationKind.LOAD:
@@ -384,12 +391,12 @@ class PageMover:
                 return self._pulled(operation), (), ()
 
     def _pulled(self, operation: PageOperation) -> int:
-        """Reads pages of a remote worker into staging memory, and copies them to the device if the read succeeds.
+        """Reads pages of a remote worker into staging memory, and copies them to the pools if the read succeeds.
 
-        A failed read must not change the device's pages.
+        A failed read must not change the pools.
         """
-        assert self._peers is not None, "a pull needs a peer reader"
-        assert operation.pull is not None, "a pull has a KV source"
+        assert self._peers is not None, "a PULL needs a reader of remote workers"
+        assert operation.pull is not None, "a PULL has a KV source"
         rows = self._staging(len(operation.keys))
         count = self._peers.read(operation.pull, len(rows), rows.numpy().reshape(-1).data)
         if count:
@@ -400,12 +407,12 @@ class PageMover:
         assert self._store is not None, "a STORE operation needs a storage tier"
         written = self._store.write(operation.keys, [row.numpy().data for row in self._host_rows(operation)])
         if self._log is not None and operation.blocks:
-            there = set(written.stored)
-            self._log.append(block for block in operation.blocks if block.keys[-1] in there)
-        return len(written.stored) + written.held, written.stored, written.dropped
+            stored = set(written.stored)
+            self._log.append(block for block in operation.blocks if block.keys[-1] in stored)
+        return len(written.stored) + written.already_stored, written.stored, written.dropped
 
     def _fetched(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
-        """Reads pages of the storage. Pages that were not found are reported as lost, even if the store lists them."""
+        """Reads pages of the storage and copies them to the pools. The first page that was not read is reported as lost."""
         assert self._store is not None, "a FETCH operation needs a storage tier"
         rows = self._staging(len(operation.keys))
         count = self._store.read(operation.keys, rows.numpy().data)
@@ -415,27 +422,27 @@ class PageMover:
         return count, (), tuple(dict.fromkeys((*self._store.take_lost(), *missing)))
 
     def _restore(self, rows: Sequence[Tensor], pages: I32) -> None:
-        """Copies rows to the device, after earlier loads have ended that may still write to these pages."""
+        """Copies rows to the pools, after earlier loads have ended, because they may still write to these pages."""
         self._arrivals.settle()
         self._copier().restore(rows, pages)
 
     def _host_rows(self, operation: PageOperation) -> list[Tensor]:
-        """Returns uint8[page bytes] per page: views of the host memory. The core pins these pages during the operation."""
+        """Returns the operation's rows of the host tier, uint8[page bytes] each. The core pins them during the operation."""
         return [self._host[page] for page in operation.host_pages.tolist()]
 
     def _staging(self, pages: int) -> Tensor:
-        """Returns uint8[n, page bytes] of this thread. Its next operation reuses the memory.
+        """Returns uint8[n, page bytes] of this thread's staging memory, valid until its next operation.
 
-        Filling memory for the first time takes several times as long.
+        The memory is reused, because filling new memory takes several times as long.
         """
-        buffer: Tensor | None = getattr(self._own, "staging", None)
+        buffer: Tensor | None = getattr(self._per_thread, "staging", None)
         if buffer is None or len(buffer) < pages:
-            buffer = self._own.staging = torch.empty(
+            buffer = self._per_thread.staging = torch.empty(
                 (pages, self._host.shape[1]), dtype=torch.uint8, pin_memory=self._host.is_pinned()
             )
         return buffer[:pages]
 
     def _synchronize(self) -> None:
-        """Waits until the device has done all work of this thread."""
+        """Waits until a GPU has done the work that this thread has launched."""
         if self._streams.device.type == "cuda":
             torch.cuda.current_stream(self._streams.device).synchronize()

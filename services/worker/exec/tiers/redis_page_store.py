@@ -1,19 +1,19 @@
 """A storage tier that several workers share: KV pages by page key in Redis or Valkey.
 
-A PageStore with a single owner and one thread.
+A PageStore with one owner, which calls it on one thread.
 
     pages:2:IDENTITY:p:KEY   string   checksum 16 | time of writing 8, in ms | page; expires if not written or read for ttl_s
-    pages:2:IDENTITY:news    stream   {k: written keys, joined}, {d: deleted keys, joined}, {h: ""}: a worker started
+    pages:2:IDENTITY:news    stream   {k: written keys, joined}, {d: deleted keys, joined}, {h: ""}: a worker has begun a scan
 
-2 is the version of keys and values. IDENTITY is a digest of layout and secret; workers with another identity do not see these
-pages. KEY is a keyed digest after the tag of its cache salt, so neither names nor values reveal tokens.
+2 is the version of keys and values. IDENTITY is a digest of KV layout and secret; workers with another identity do not use these
+pages. KEY is a page key: the tag of the cache salt, then a keyed digest. So neither names nor values reveal tokens.
 
-A worker learns the stored keys by one scan, and then by the news. Pages that it does not know are computed, and a read finds out
-if a page is gone. The server decides which pages it evicts when it is full. If the server does not respond, the worker pauses its
-calls, and scans again afterwards.
+A worker has a list of known keys. It gets them by a scan of all keys, and later from the news. A page that is stored but not
+known is computed again. A known page may be missing, because the server evicts pages when it is full; a read then reports it as
+lost. If the server does not respond, the worker pauses its calls, and scans again afterwards.
 
-The writing worker enforces a quota, by the keys that it knows. If several workers write within a second, they may exceed the
-quota until one of them writes again.
+The worker that writes a page enforces the quota, by the keys that it knows. If several workers write within a second, they may
+exceed the quota until one of them writes again.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 logger = logging.getLogger(__name__)
 VERSION = 2  # version of keys and values; in version 1, keys had no tag and values no time
 CHECKSUM_BYTES = 16
-WRITTEN_BYTES = 8
+WRITTEN_BYTES = 8  # bytes of the time of writing
 HEAD_BYTES = CHECKSUM_BYTES + WRITTEN_BYTES  # bytes of a value before the page
-TIMEOUT_S = 1.0  # limit for connecting, and for each part of a response
-CALL_S = 10.0  # limit for a whole read or write
-GROUP_BYTES = 1 << 20  # pages in one command or response
-MOST_KEYS = 1 << 20  # known keys of a worker, which forgets the oldest without deleting them
+TIMEOUT_S = 1.0  # seconds; limit for connecting, and for each part of a response
+CALL_S = 10.0  # seconds; limit for a whole read or write
+GROUP_BYTES = 1 << 20  # bytes of pages per pipeline
+MOST_KEYS = 1 << 20  # largest number of known keys of a worker; the oldest known keys are dropped without deleting the pages
 SCANNED = 2048  # keys per SCAN
-NEWS_READ = 256  # entries of the stream per read; an entry has the keys of one write
+NEWS_READ = 256  # entries of the stream per read; an entry has the keys of one write or deletion
 NEWS_KEYS = 8192  # largest number of keys per call of news(), because the loop processes them between two steps
-MOST_NEWS = 4096  # entries of the stream; a worker that missed more of them scans again
-DELETED = 512  # keys per command that deletes pages or reads their ages
-_IDENTITY_BYTES = 16
-_FAILED = (redis.RedisError, OSError)
+MOST_NEWS = 4096  # entries that the stream keeps; a worker that has missed more of them scans again
+DELETED = 512  # keys per command that deletes pages or reads their times of writing
+_IDENTITY_BYTES = 16  # bytes of the identity in names
+_FAILED = (redis.RedisError, OSError)  # errors of the server or the connection
 
 
 @dataclass(frozen=True, slots=True)
 class _Due:
     """A deletion that is not finished."""
 
-    tag: bytes | None  # pages of this tag, None for all
-    before_ms: int | None  # pages written up to this time, None for all
+    tag: bytes | None  # only pages of this tag; None for all tags
+    before_ms: int | None  # only pages written up to this time, in ms; None for all times
 
-    def takes(self, key: bytes, written_ms: int) -> bool:
+    def selects(self, key: bytes, written_ms: int) -> bool:
         return self.tag in (None, tag_of(key)) and (self.before_ms is None or written_ms <= self.before_ms)
 
 
 class RedisPageStore:
-    """A PageStore in Redis or Valkey."""
+    """A PageStore on a Redis or Valkey server."""
 
     shared = True
 
@@ -86,13 +86,13 @@ class RedisPageStore:
         """Prepares a client, which connects at the first call and after a lost connection.
 
         Args:
-            url: address of the server.
+            url: URL of the server.
             page_bytes: bytes of a page.
-            ttl_s: time after which a page expires that was not written or read.
-            identity: digest of layout and secret.
-            clock: rising seconds, for pauses.
-            salt_bytes: quota; 0 for none.
-            wall: seconds since 1970, for ages.
+            ttl_s: seconds after its last write or read at which a page expires.
+            identity: digest of KV layout and secret.
+            clock: returns rising seconds, for pauses.
+            salt_bytes: quota of a tag in bytes; 0 for no quota.
+            wall: returns seconds since 1970, for ages of pages.
 
         Raises:
             ValueError: the URL is invalid, or the quota is smaller than a page.
@@ -100,7 +100,7 @@ class RedisPageStore:
         self.page_bytes = page_bytes
         self._value_bytes = HEAD_BYTES + page_bytes
         if 0 < salt_bytes < self._value_bytes:
-            raise ValueError(f"the quota of {salt_bytes} bytes cannot hold a page of {self._value_bytes} bytes")
+            raise ValueError(f"the quota of a salt is {salt_bytes} bytes; a page needs at least {self._value_bytes}")
         self._salt_pages = salt_bytes // self._value_bytes
         self._redis = page_client(url)
         self._clock, self._wall = clock, wall
@@ -108,11 +108,14 @@ class RedisPageStore:
         prefix = f"pages:{VERSION}:{identity[:_IDENTITY_BYTES].hex()}:"
         self._page_prefix, self._news_key = f"{prefix}p:".encode(), f"{prefix}news"
         self._known = KnownKeys(MOST_KEYS)
-        self._lost: dict[bytes, None] = {}
-        self._unreported: dict[bytes, bool] = {}  # changes that news() has not returned yet: whether the server has the key
-        self._pause, self._write_pause = WritePause(clock), WritePause(clock)  # if the server does not respond; if it is full
-        self._last_news: str | None = None  # last entry of the stream that was read, None if a scan is due
-        self._due: list[_Due] = []
+        self._lost: dict[bytes, None] = {}  # page keys for the next take_lost()
+        self._unreported: dict[
+            bytes, bool
+        ] = {}  # by key: whether the page is stored now; changes that news() has not returned yet
+        # Pause of all calls after the server did not respond, and pause of writes after it has refused a write.
+        self._pause, self._write_pause = WritePause(clock), WritePause(clock)
+        self._last_news: str | None = None  # id of the last entry of the stream that was read, None if a scan is due
+        self._due: list[_Due] = []  # deletions that are not finished; nothing is read or written before they are
         self._corrupt_pages = self._failed_reads = self._failed_writes = 0
         self._over_quota_pages = self._deleted_pages = 0
 
@@ -128,13 +131,13 @@ class RedisPageStore:
                 self._pause.worked()
             except _FAILED as error:
                 self._failed_reads += len(wanted)
-                self._failed("pages were not read", error)
+                self._failed("could not read pages", error)
         if count < len(keys):
-            self._known.drop(keys[count])  # the caller treats this page as lost; if it still exists, news() will report it again
+            self._known.drop(keys[count])  # also if the read failed: if the page still exists, news() reports it again
         return count
 
     def _read(self, wanted: Sequence[bytes], target: memoryview) -> int:
-        """Reads pages. Raises the errors of the server, and TimeoutError if the whole read takes too long."""
+        """Reads pages. Raises the errors of _FAILED, and TimeoutError if the whole read takes longer than CALL_S."""
         count, until = 0, self._clock() + CALL_S
         for keys in self._groups(wanted):
             with self._redis.pipeline(transaction=False) as pipeline:
@@ -167,20 +170,20 @@ class RedisPageStore:
             refusal = self._write(fresh, stored, dropped)
         except _FAILED as error:
             self._failed_writes += 1
-            self._failed("pages were not written", error)
+            self._failed("could not write pages", error)
         else:
             self._pause.worked()
             self._write_ended(refusal)
-        held = sum(key in self._known for key in keys if key not in fresh)
-        return Written(tuple(key for key in stored if key in self._known), tuple(dropped), held)
+        already_stored = sum(key in self._known for key in keys if key not in fresh)
+        return Written(tuple(key for key in stored if key in self._known), tuple(dropped), already_stored)
 
     def _write_ended(self, refusal: Exception | None) -> None:
-        if refusal is not None:  # for example, the server is full and may not evict
+        if refusal is not None:  # for example, the server is full and does not evict
             self._failed_writes += 1
             if isinstance(refusal, redis.ReadOnlyError):
-                self._leave_server()
+                self._disconnect()
             seconds = self._write_pause.failed()
-            logger.warning("pages were not written", extra=fields(error=str(refusal), pause_seconds=seconds))
+            logger.warning("the server refused to store pages", extra=fields(error=str(refusal), pause_seconds=seconds))
         else:
             self._write_pause.worked()
 
@@ -189,11 +192,11 @@ class RedisPageStore:
 
         Args:
             fresh: pages by key.
-            stored: gets the written keys appended.
-            dropped: gets the keys appended that the worker no longer knows as stored.
+            stored: the written keys are appended to it.
+            dropped: keys that are removed from the known ones are appended to it.
 
         Returns:
-            The server's reason if it has refused a part, or None.
+            The server's error if it has refused a command, otherwise None.
 
         Raises:
             TimeoutError: the whole write takes too long.
@@ -216,7 +219,7 @@ class RedisPageStore:
     def _write_group(
         self, keys: Sequence[bytes], fresh: Mapping[bytes, memoryview], stored: list[bytes], dropped: list[bytes]
     ) -> Exception | None:
-        """Writes pages with one pipeline. Arguments, result and errors are those of _write()."""
+        """Writes pages with one pipeline. The other arguments, the result and the errors are those of _write()."""
         now_ms = int(self._wall() * 1000)
         written = max(now_ms, 0).to_bytes(WRITTEN_BYTES, "little")
         with self._redis.pipeline(transaction=False) as pipeline:
@@ -224,40 +227,44 @@ class RedisPageStore:
                 page = fresh[key].cast("B")
                 pipeline.set(self._page_prefix + key, b"".join((_checksum(key, written, page), written, page)), px=self._ttl_ms)
             results = pipeline.execute(raise_on_error=False)
-        held = [key for key, result in zip(keys, results, strict=True) if result is True]
+        written_keys = [key for key, result in zip(keys, results, strict=True) if result is True]
         refusal = next((result for result in results if isinstance(result, Exception)), None)
-        if held:
-            stored += held
-            dropped += self._known.add(held, now_ms)
-            refusal = self._publish("k", held) or refusal
+        if written_keys:
+            stored += written_keys
+            dropped += self._known.add(written_keys, now_ms)
+            refusal = self._publish("k", written_keys) or refusal
         return refusal
 
     def _evict_over_quota(self, tag: bytes, count: int, dropped: list[bytes]) -> None:
-        """Evicts the oldest pages of a tag that exceed its quota after `count` more pages. Raises the errors of _read()."""
-        over = self._known.num_of(tag) + count - self._salt_pages
+        """Evicts so many of the oldest pages of a tag that `count` more pages fit its quota. Raises the errors of _FAILED."""
+        over = self._known.num_with_tag(tag) + count - self._salt_pages
         if over <= 0:
             return
-        gone = self._learn_ages(tag)
-        dropped += gone
-        oldest = self._known.oldest(tag, over - len(gone))
+        expired = self._fetch_times(tag)
+        dropped += expired
+        oldest = self._known.oldest(tag, over - len(expired))
         dropped += oldest
         self._unlink(oldest)
         self._over_quota_pages += len(oldest)
 
-    def _learn_ages(self, tag: bytes) -> list[bytes]:
-        """Fetches the times of writing of a tag's pages from other workers. Returns the keys of pages that have expired."""
-        gone: list[bytes] = []
-        unknown = self._known.of_no_age(tag)
+    def _fetch_times(self, tag: bytes) -> list[bytes]:
+        """Fetches the unknown times of writing of a tag's pages, which other workers have written.
+
+        Returns:
+            The keys of pages that do not exist any longer. They are dropped from the known keys.
+        """
+        expired: list[bytes] = []
+        unknown = self._known.keys_without_time(tag)
         for at in range(0, len(unknown), DELETED):
             some = unknown[at : at + DELETED]
-            ages = self._ages(some)
-            self._known.learn({key: ms for key, ms in zip(some, ages, strict=True) if ms is not None})
-            gone += [key for key, ms in zip(some, ages, strict=True) if ms is None]
-        for key in gone:
+            times = self._times(some)
+            self._known.set_times({key: ms for key, ms in zip(some, times, strict=True) if ms is not None})
+            expired += [key for key, ms in zip(some, times, strict=True) if ms is None]
+        for key in expired:
             self._known.drop(key)
-        return gone
+        return expired
 
-    def _ages(self, keys: Sequence[bytes]) -> list[int | None]:
+    def _times(self, keys: Sequence[bytes]) -> list[int | None]:
         """Returns the times of writing in ms, None for a page that is missing or malformed."""
         with self._redis.pipeline(transaction=False) as pipeline:
             for key in keys:
@@ -266,7 +273,7 @@ class RedisPageStore:
         return [int.from_bytes(each, "little") if len(each) == WRITTEN_BYTES else None for each in found]
 
     def _unlink(self, keys: Sequence[bytes]) -> int:
-        """Deletes pages and reports it in the news. Returns the number of existing pages. Raises the errors of _read()."""
+        """Deletes pages and publishes it in the news. Returns the number of pages that existed. Raises the errors of _FAILED."""
         count = 0
         for at in range(0, len(keys), DELETED):
             some = keys[at : at + DELETED]
@@ -281,7 +288,8 @@ class RedisPageStore:
         """Adds an entry to the news.
 
         Returns:
-            The server's reason if it refuses the entry. Other workers then learn of the change by their next scan or by a read.
+            The server's error if it refuses the entry, otherwise None. Without the entry, other workers notice the change in
+            their next scan or in a read.
         """
         try:
             self._redis.xadd(self._news_key, {what: b"".join(keys)}, maxlen=MOST_NEWS, approximate=True)
@@ -295,14 +303,14 @@ class RedisPageStore:
         return (keys[at : at + at_once] for at in range(0, len(keys), at_once))
 
     def _check_time(self, until: float) -> None:
-        """Checks the time limit of a whole call, whose parts may each be in time. Raises TimeoutError."""
+        """Checks the time limit of a whole call, of which each command may be in time. Raises TimeoutError."""
         if self._clock() > until:
-            raise TimeoutError(f"the call took longer than {CALL_S} s")
+            raise TimeoutError(f"a read or write of pages took longer than {CALL_S} s")
 
     def news(self) -> News:
-        """Returns changes by other workers since the last call, at most NEWS_KEYS keys.
+        """Returns the changes by other workers since the last call, at most NEWS_KEYS keys.
 
-        Retries unfinished deletions first.
+        First retries unfinished deletions.
         """
         if self._pause.over:
             try:
@@ -310,7 +318,9 @@ class RedisPageStore:
                 self._follow_news()
                 self._pause.worked()
             except _FAILED as error:
-                self._failed("the storage does not respond" if not self._due else "a deletion is not finished", error)
+                self._failed(
+                    "could not read the changes of other workers" if not self._due else "could not finish a deletion", error
+                )
         changes = dict(islice(self._unreported.items(), NEWS_KEYS))
         for key in changes:
             del self._unreported[key]
@@ -320,24 +330,24 @@ class RedisPageStore:
     def delete(self, which: Selection = ALL) -> Deleted:
         """Deletes pages.
 
-        If the server does not respond, the deletion stays due, and nothing is read or written until it is done.
+        If the server does not respond, the deletion stays due. No page is read or written until it is done.
         """
         before_ms = None if which.older_than_s is None else int((self._wall() - which.older_than_s) * 1000)
         if (due := _Due(which.tag, before_ms)) not in self._due:
             self._due.append(due)
         before = self._deleted_pages
-        dropped = self._forget(which)
+        dropped = self._drop_selected(which)
         pending = ""
         try:
             dropped += self._delete_due()
         except _FAILED as error:
             self._failed_writes += 1
-            self._failed("a deletion is not finished", error)
+            self._failed("could not finish a deletion", error)
             pending = f"the storage does not respond: {error}"
         return Deleted(self._deleted_pages - before, tuple(dict.fromkeys(dropped)), pending)
 
-    def _forget(self, which: Selection) -> list[bytes]:
-        """Removes the selected keys from the known ones, before the server responds. No effect for a selection by age."""
+    def _drop_selected(self, which: Selection) -> list[bytes]:
+        """Removes the selected keys from the known ones without asking the server. Has no effect for a selection by age."""
         if which.older_than_s is not None:
             return []
         dropped = [key for key in self._known if which.tag in (None, tag_of(key))]
@@ -347,25 +357,25 @@ class RedisPageStore:
         return dropped
 
     def _delete_due(self) -> list[bytes]:
-        """Runs all due deletions in one scan. Returns the deleted keys that were known. Raises the errors of the server."""
+        """Runs all due deletions in one scan. Returns the deleted keys that were known. Raises the errors of _FAILED."""
         if not self._due:
             return []
         due, dropped = list(self._due), list[bytes]()
         for some in self._scanned(SCANNED):
-            meant = self._meant(some, due)
-            dropped += [key for key in meant if key in self._known]
-            self._unreported |= {key: False for key in meant if key in self._known}
-            self._deleted_pages += self._unlink(meant)
+            selected = self._selected(some, due)
+            dropped += [key for key in selected if key in self._known]
+            self._unreported |= {key: False for key in selected if key in self._known}
+            self._deleted_pages += self._unlink(selected)
         self._due.clear()
         return dropped
 
-    def _meant(self, keys: Sequence[bytes], due: Sequence[_Due]) -> list[bytes]:
-        """Returns those keys that a due deletion selects. Raises the errors of the server."""
-        meant = {key for key in keys if any(each.before_ms is None and each.takes(key, 0) for each in due)}
-        rest = [key for key in keys if key not in meant and any(each.tag in (None, tag_of(key)) for each in due)]
-        written = zip(rest, self._ages(rest) if rest else (), strict=True)
-        meant |= {key for key, ms in written if ms is not None and any(each.takes(key, ms) for each in due)}
-        return [key for key in keys if key in meant]
+    def _selected(self, keys: Sequence[bytes], due: Sequence[_Due]) -> list[bytes]:
+        """Returns the keys that a due deletion selects, in their order. Raises the errors of _FAILED."""
+        selected = {key for key in keys if any(each.before_ms is None and each.selects(key, 0) for each in due)}
+        rest = [key for key in keys if key not in selected and any(each.tag in (None, tag_of(key)) for each in due)]
+        written = zip(rest, self._times(rest) if rest else (), strict=True)
+        selected |= {key for key, ms in written if ms is not None and any(each.selects(key, ms) for each in due)}
+        return [key for key in keys if key in selected]
 
     def use(self) -> StorageUse:
         size = len(self._known) * self._value_bytes
@@ -379,13 +389,13 @@ class RedisPageStore:
         self._redis.close()
 
     def _follow_news(self) -> None:
-        """Reads the news, or scans if entries were missed. Raises the errors of the server."""
+        """Reads new entries of the news, or scans if entries were missed. Raises the errors of _FAILED."""
         if self._last_news is None:
             self._scan_all()
             return
-        answer: Any = self._redis.xrange(self._news_key, min=self._last_news, count=NEWS_READ)
-        entries: list[tuple[bytes, Mapping[bytes, bytes]]] = answer
-        if not entries or _text(entries[0][0]) != self._last_news:  # the last read entry was trimmed, and later ones may be, too
+        response: Any = self._redis.xrange(self._news_key, min=self._last_news, count=NEWS_READ)
+        entries: list[tuple[bytes, Mapping[bytes, bytes]]] = response
+        if not entries or _text(entries[0][0]) != self._last_news:  # the last read entry was trimmed, and perhaps later ones
             self._scan_all()
             return
         for number, entry in entries[1:]:
@@ -394,59 +404,64 @@ class RedisPageStore:
             self._change([key for key in _keys_in(entry.get(b"k", b"")) if key not in self._known], [])
 
     def _scan_all(self) -> None:
-        """Scans all keys. News that arrive during the scan are read again after it."""
-        last, found = self._begun(), dict[bytes, None]()
+        """Scans all keys. The next read of the news begins with entries that were added during the scan."""
+        last, found = self._newest_entry(), dict[bytes, None]()
         for some in self._scanned(SCANNED):
             found |= dict.fromkeys(some)
         self._change([key for key in found if key not in self._known], [key for key in self._known if key not in found])
         self._last_news = last
 
-    def _begun(self) -> str | None:
-        """Returns the entry of the news after which the next read begins.
+    def _newest_entry(self) -> str | None:
+        """Returns the id of the newest entry of the news. The next read begins after it.
 
-        It adds an entry, so that the stream has one. If the server is full, it returns the last existing entry, or None.
+        It adds an entry, so that there is one. If the server refuses the entry, because it is full, the newest existing entry is
+        returned, or None if there is none.
         """
         try:
             return _text(self._redis.xadd(self._news_key, {"h": ""}, maxlen=MOST_NEWS, approximate=True))
         except redis.ResponseError:
-            answer: Any = self._redis.xrevrange(self._news_key, count=1)
-            return _text(answer[0][0]) if answer else None
+            response: Any = self._redis.xrevrange(self._news_key, count=1)
+            return _text(response[0][0]) if response else None
 
     def _scanned(self, at_once: int) -> Iterator[list[bytes]]:
-        """Yields the keys of stored pages. Pages that are written or deleted during the scan may be missing or included."""
+        """Yields the keys of stored pages. Keys that are written or deleted during the scan may be yielded or not."""
         cursor = 0
         while True:
-            answer: Any = self._redis.scan(cursor, match=self._page_prefix + b"*", count=at_once)
-            cursor, names = answer
+            response: Any = self._redis.scan(cursor, match=self._page_prefix + b"*", count=at_once)
+            cursor, names = response
             if found := [name[len(self._page_prefix) :] for name in names if len(name) == len(self._page_prefix) + KEY_BYTES]:
                 yield found
             if cursor == 0:
                 return
 
     def _change(self, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
-        """Records changes by other workers for news()."""
+        """Applies changes by other workers to the known keys, and records them for news()."""
         for key in dropped:
             self._known.drop(key)
             self._unreported[key] = False
         self._unreported |= dict.fromkeys(stored, True)
         self._unreported |= dict.fromkeys(self._known.add(stored, None), False)
 
-    def _leave_server(self) -> None:
+    def _disconnect(self) -> None:
         """Closes the idle connections, so that the next command connects again.
 
-        The server may no longer be the primary, and its address may now lead to another server.
+        After a failover, the server may not be the primary any more, and its address may now lead to another server.
         """
         self._redis.connection_pool.disconnect(inuse_connections=False)
 
     def _failed(self, what: str, error: Exception) -> None:
+        """Logs a failure of the server, and pauses all calls. A scan is due afterwards."""
         self._last_news = None
-        self._leave_server()
+        self._disconnect()
         seconds = self._pause.failed()
         logger.warning(what, extra=fields(error=str(error), pause_seconds=seconds))
 
 
 def page_client(url: str) -> redis.Redis:
-    """Returns a client that connects with its first command. Raises ValueError if the URL is invalid or has forbidden options."""
+    """Returns a client that connects with its first command.
+
+    Raises ValueError if the URL is invalid or has unsupported options.
+    """
     client = redis.Redis.from_url(
         url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0), protocol=2
     )

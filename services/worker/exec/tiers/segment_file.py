@@ -1,8 +1,8 @@
-"""A segment: a file to which records are appended until it is full, and which is read by slot. Its single owner is SegmentStore.
+"""Segments: files to which records are appended until they are full, and whose pages are read by slot. SegmentStore owns them.
 
-A segment is *open* while it has a descriptor for appending, and *sealed* once its index is on disk. If the index could not be
-written, a full segment is neither. Recovery then reads the whole segment (segment_recovery). A SegmentLog has the segments of one
-tag, so that its pages can be counted and deleted separately.
+A segment is *open* while it has a descriptor for appending, and *sealed* when its index is on disk. A full segment whose index
+could not be written is neither. When the store is opened, the pages of a segment without an index are all read
+(segment_recovery). A SegmentLog has the segments of one tag, so that the pages of this tag can be counted and deleted separately.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rootstock_llm.services.worker.exec.tiers.store_folder import StoreFolder
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentPlace:
-    """The path and the format of a segment."""
+class SegmentPath:
+    """The location and the format of a segment."""
 
     disk: Disk
     folder: StoreFolder
     format: SegmentFormat
-    number: int
+    number: int  # number in the file's name
 
 
 class SegmentFile:
@@ -37,21 +37,21 @@ class SegmentFile:
 
     def __init__(
         self,
-        place: SegmentPlace,
+        place: SegmentPath,
         head: SegmentHead,
         keys: list[bytes | None],
         capacity: int,
         fd: int | None,
         index_bytes: int = 0,
     ) -> None:
-        """Takes over a file.
+        """Represents an existing file.
 
         Args:
-            place: path and format.
-            head: content of the header.
+            place: location and format.
+            head: fields of the header.
             keys: page key per slot, None if the slot has no whole record.
-            capacity: number of slots up to which records are appended.
-            fd: descriptor for appending, which the segment owns, None for a segment that is not appended to.
+            capacity: largest number of slots.
+            fd: descriptor for appending, which the segment owns; None for a segment that is not appended to.
             index_bytes: size of the index on disk; 0 without one.
         """
         self._place = place
@@ -61,8 +61,8 @@ class SegmentFile:
         self._fd = fd
         self.keys = keys
         self.index_bytes = index_bytes
-        # Offsets: the first byte that this process has appended, and the first byte of the last append.
-        self._own_from = self._kept_from = place.format.segment_bytes(len(keys))
+        # Offsets of the first byte that this process has appended, and of the first byte of the last append.
+        self._appended_from = self._last_append_from = place.format.segment_bytes(len(keys))
 
     @property
     def is_open(self) -> bool:
@@ -79,7 +79,7 @@ class SegmentFile:
 
     @property
     def charge(self) -> int:
-        """Bytes of the segment and of its index, whether the index exists or not."""
+        """Bytes that the segment counts against cap and quota: its own and those of its index, even before the index exists."""
         return self._place.format.bytes_with_index(len(self.keys))
 
     def append(self, records: Sequence[tuple[bytes, memoryview]]) -> int:
@@ -89,8 +89,8 @@ class SegmentFile:
             Number of appended records.
 
         Raises:
-            OSError: the disk took no record. The segment is unchanged. Bytes written after its end are truncated, overwritten by
-                a later append, or removed by recovery.
+            OSError: the disk took no whole record. The segment is unchanged. Bytes that were written after its end are truncated
+                now, overwritten by a later append, or removed by recovery.
         """
         assert self._fd is not None and 0 < len(records) <= self.free_slots, "the segment has free slots for the records"
         form = self._place.format
@@ -101,31 +101,33 @@ class SegmentFile:
         try:
             whole = self._place.disk.write(self._fd, parts, end) // form.record_bytes
             if whole == 0:
-                raise OSError(errno.ENOSPC, "no space for a page")
+                raise OSError(errno.ENOSPC, "the disk has no space for a page")
         except OSError:
-            with contextlib.suppress(OSError):  # see above; the first error is raised
+            with contextlib.suppress(OSError):  # the bytes stay until a later append or recovery; the first error is raised
                 self._place.disk.truncate(self._fd, end)
             raise
         self.keys += [key for key, _ in records[:whole]]
-        self._drop_cached(self._kept_from)
-        self._kept_from = end
+        self._drop_cached(self._last_append_from)
+        self._last_append_from = end
         return whole
 
     def _drop_cached(self, first: int) -> None:
-        """Drops the bytes from `first` on from the page cache.
+        """Asks the system to drop the bytes from `first` on from the page cache.
 
-        The bytes of the last append are still on their way to the disk, so each append drops the bytes of the one before, too.
-        Otherwise segments would displace other files from the page cache, and would count against a memory limit of the worker.
+        Only bytes that are on the disk are dropped. The bytes of the last append usually are not yet, so each append also drops
+        the bytes of the append before it. Segments in the page cache would displace other files, and count against a memory limit
+        of the worker.
         """
         assert self._fd is not None, "the segment is open"
-        with contextlib.suppress(OSError):  # the file system ignores the advice
+        with contextlib.suppress(OSError):  # the file system does not support it
             self._place.disk.drop_cached(self._fd, first, self._place.format.segment_bytes(len(self.keys)) - first)
 
     def read(self, wanted: Sequence[tuple[bytes, int]], out: memoryview) -> tuple[int, OSError | None]:
         """Reads pages by (page key, slot) into `out`, one after another.
 
         Returns:
-            The number of first pages that are whole and have the key, and the error that prevented the next read, or None.
+            The number of pages before the first page that is damaged, has another key or cannot be read. And the error if that
+            page cannot be read, otherwise None.
         """
         disk, form = self._place.disk, self._place.format
         head = bytearray(form.head_bytes)
@@ -146,11 +148,11 @@ class SegmentFile:
         return whole, None
 
     def finish(self) -> None:
-        """Ends appending and writes the index. If the index cannot be written, raises OSError; the segment stays usable."""
+        """Ends appending and writes the index. Raises OSError if the index cannot be written; pages can still be read."""
         assert self._fd is not None, "a segment is finished once"
         try:
             self._place.disk.sync(self._fd)
-            self._drop_cached(self._own_from)  # again, because bytes that were not on disk yet stayed in the cache before
+            self._drop_cached(self._appended_from)  # also those that were not on the disk at the earlier calls
             self._write_index()
         finally:
             self.close()
@@ -163,7 +165,7 @@ class SegmentFile:
             fd = disk.create(folder.part(number))
             try:
                 if disk.write(fd, [packed], 0) != len(packed):
-                    raise OSError(errno.ENOSPC, "no space for an index")
+                    raise OSError(errno.ENOSPC, "the disk has no space for an index")
                 disk.sync(fd)
             finally:
                 disk.close(fd)
@@ -175,7 +177,7 @@ class SegmentFile:
         folder.sync()
 
     def close(self) -> None:
-        """Ends appending. Idempotent."""
+        """Ends appending without an index. Later calls have no effect."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             self._place.disk.close(fd)
@@ -184,7 +186,7 @@ class SegmentFile:
         """Deletes the files.
 
         Raises:
-            OSError: the segment stays. It can still be read, and recovery finds it without an index.
+            OSError: a file could not be deleted. The segment can still be read, and recovery may find it without an index.
         """
         self.close()
         self._place.disk.unlink(self._place.folder.part(self._place.number))
@@ -193,17 +195,17 @@ class SegmentFile:
         self._place.disk.unlink(self._place.folder.segment(self._place.number))
 
 
-def create(place: SegmentPlace, head: SegmentHead, capacity: int) -> SegmentFile:
+def create(place: SegmentPath, head: SegmentHead, capacity: int) -> SegmentFile:
     """Creates an empty, open segment on disk.
 
     Raises:
-        OSError: the header could not be written. Recovery deletes a remaining file, because it has no header.
+        OSError: the header could not be written. If the file remains, recovery deletes it, because it has no valid header.
     """
     header, path = place.format.header(head), place.folder.segment(place.number)
     fd = place.disk.create(path, direct=place.format.is_direct)
     try:
         if place.disk.write(fd, [header], 0) != len(header):
-            raise OSError(errno.ENOSPC, "no space for a header")
+            raise OSError(errno.ENOSPC, "the disk has no space for a header")
     except OSError:
         place.disk.close(fd)
         place.disk.unlink(path)
@@ -235,7 +237,7 @@ class SegmentLog:
         self.num_bytes -= segment.charge
 
     def append(self, records: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Appends records to the writable segment, with the result and errors of SegmentFile.append()."""
+        """Appends records to the last segment, which must be writable. Result and errors are those of SegmentFile.append()."""
         segment = self.segments[-1]
         before = segment.charge
         count = segment.append(records)
@@ -248,7 +250,7 @@ class SegmentLog:
         return self.segments[-1] if self.segments and self.segments[-1].free_slots else None
 
     def next_append(self, records: int) -> tuple[int, int]:
-        """Returns the number of records that one append takes, and the bytes by which the log grows.
+        """Returns the number of records that the next append takes, and the bytes by which num_bytes then grows.
 
         Args:
             records: number of records to append.

@@ -1,4 +1,4 @@
-"""Recovers a segment after a start: by its index, or, if the index is missing or invalid, by its records."""
+"""Recovers a segment when its store is opened: from its index, or from its records if the index is missing or invalid."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from rootstock_llm.services.worker.exec.tiers.segment_file import SegmentFile, SegmentPlace
+from rootstock_llm.services.worker.exec.tiers.segment_file import SegmentFile, SegmentPath
 from rootstock_llm.services.worker.exec.tiers.segment_format import index_bytes, key_of, unpack_index
 
 
@@ -14,29 +14,29 @@ from rootstock_llm.services.worker.exec.tiers.segment_format import index_bytes,
 class Recovered:
     """The result of a recovery."""
 
-    segment: SegmentFile | None  # the segment, None for another identity, page size or version, or without a valid header
-    corrupt: int = 0  # slots whose bytes differ from the written ones
-    failed: int = 0  # slots that could not be read because of an error
+    segment: SegmentFile | None  # None if the header is invalid, or has another identity, page size or version
+    corrupt: int = 0  # number of slots whose checksum is wrong
+    failed: int = 0  # number of slots that could not be read because of an error
 
 
 @dataclass(slots=True)
 class _Scan:
-    """The result of reading all records."""
+    """The result of reading all records of a segment. See Recovered for the counts."""
 
-    keys: list[bytes | None]  # page keys by slot, up to the last whole record, None for a damaged one
+    keys: list[bytes | None]  # page key per slot up to the last whole record, None for a damaged or unreadable record
     corrupt: int = 0
     failed: int = 0
 
 
-def recover(place: SegmentPlace, capacity: Callable[[bytes], int]) -> Recovered:
+def recover(place: SegmentPath, capacity: Callable[[bytes], int]) -> Recovered:
     """Recovers a segment.
 
-    With a valid index, the segment is sealed, and its pages are checked when they are read. Otherwise, all pages are read and
-    checked, the bytes after the last whole record are cut off, and the segment is open.
+    If there is a valid index, the segment is sealed, and its pages are checked only when they are read. Otherwise, all pages are
+    read and checked, the bytes after the last whole record are cut off, and the segment stays open for appending.
 
     Args:
         place: path and format.
-        capacity: slots of a segment, by tag.
+        capacity: returns the number of slots of a segment with this tag.
 
     Raises:
         OSError: the file cannot be opened or truncated.
@@ -55,7 +55,7 @@ def recover(place: SegmentPlace, capacity: Callable[[bytes], int]) -> Recovered:
         records = _indexed(place, header, size)
         if records is not None:
             keys = [records.get(slot) for slot in range(_whole_slots(place, size))]
-            assert place.format.segment_bytes(len(keys)) == size, "an indexed segment ends with a record"
+            assert place.format.segment_bytes(len(keys)) == size, "the file of an indexed segment has only whole records"
             return Recovered(SegmentFile(place, head, keys, 0, None, index_bytes(len(records))))
         disk.unlink(place.folder.index(place.number))
         scan = _scanned(place, header, fd, _whole_slots(place, size))
@@ -66,12 +66,12 @@ def recover(place: SegmentPlace, capacity: Callable[[bytes], int]) -> Recovered:
         return Recovered(SegmentFile(place, head, scan.keys, capacity(head.tag), fd), scan.corrupt, scan.failed)
 
 
-def _whole_slots(place: SegmentPlace, size: int) -> int:
+def _whole_slots(place: SegmentPath, size: int) -> int:
     return (size - place.format.header_bytes) // place.format.record_bytes
 
 
-def _indexed(place: SegmentPlace, header: bytes, size: int) -> dict[int, bytes] | None:
-    """Returns page keys by slot from the index, None without a valid index for this segment and size."""
+def _indexed(place: SegmentPath, header: bytes, size: int) -> dict[int, bytes] | None:
+    """Returns the page keys by slot from the index, or None if there is no valid index for a segment of this header and size."""
     disk = place.disk
     try:
         fd = disk.open(place.folder.index(place.number), writable=False)
@@ -80,13 +80,13 @@ def _indexed(place: SegmentPlace, header: bytes, size: int) -> dict[int, bytes] 
             read = disk.read(fd, [packed], 0)
         finally:
             disk.close(fd)
-    except OSError:  # the index is missing or unreadable; the records have the same information
+    except OSError:  # the index is missing or unreadable; the keys are read from the records instead
         return None
     return unpack_index(bytes(packed[:read]), header, size)
 
 
-def _scanned(place: SegmentPlace, header: bytes, fd: int, slots: int) -> _Scan:
-    """Reads and checks all pages. A damaged record does not affect the others."""
+def _scanned(place: SegmentPath, header: bytes, fd: int, slots: int) -> _Scan:
+    """Reads and checks all records. Records after a damaged one are also found, because all records have the same size."""
     form = place.format
     head, page = bytearray(form.head_bytes), memoryview(bytearray(form.page_bytes))
     scan, bad = _Scan([]), 0
@@ -103,5 +103,5 @@ def _scanned(place: SegmentPlace, header: bytes, fd: int, slots: int) -> _Scan:
         else:
             scan.corrupt += 1
             bad += 1
-    assert len(scan.keys) + bad == slots, "every slot is in the result, or damaged and after the last whole record"
+    assert len(scan.keys) + bad == slots, "each slot is in the result, or is after the last whole record"
     return scan

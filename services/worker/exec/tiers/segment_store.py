@@ -1,13 +1,13 @@
-"""The file tier: KV pages by page key in segment files that outlive the process. A PageStore of a single owner, on one thread.
+"""The file tier: a PageStore with KV pages in segment files, which outlive the process. It has one owner and runs on one thread.
 
-For each tag, pages are appended to one segment at a time, and a segment has pages of one tag only. So the pages of one cache salt
-can be counted and deleted by file. If new pages would exceed the cap, the oldest segment is deleted as a whole. If they would
-exceed the quota of their tag, the oldest segment of the tag is deleted. The positions of pages are in memory only: when the store
-is opened, indexes and records are read, and quotas are computed again. A disk error ends a write and pauses further writes, but
-never affects reads of stored pages.
+Each segment has pages of one tag only, and pages are appended to one segment per tag at a time. So the pages of one cache salt
+can be counted and deleted by file. If new pages would exceed the cap (max_bytes), the oldest segment is deleted as a whole. If
+they would exceed the quota of their tag, the oldest segment of the tag is deleted. The segment and slot of each page are in
+memory only. When the store is opened, they are read from indexes and records, and quotas are applied again. A disk error ends a
+write and pauses later writes, but stored pages can still be read.
 
-The process may die at any call. The next start then finds whole segments, some with a torn end, perhaps some without an index.
-Only finished segments are synced. After a power cut, checksums detect pages that never reached the disk.
+The process may die at any call. When the store is opened again, segments may have a torn end or no index. Only full segments are
+synced to the disk. After a power cut, checksums detect pages that did not reach the disk.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, tag_of
 from rootstock_llm.services.worker.exec.contracts.page_store import News, StoreCounts, Written
 from rootstock_llm.services.worker.exec.tiers import segment_file
 from rootstock_llm.services.worker.exec.tiers.disk import Disk
-from rootstock_llm.services.worker.exec.tiers.segment_file import SegmentFile, SegmentLog, SegmentPlace
+from rootstock_llm.services.worker.exec.tiers.segment_file import SegmentFile, SegmentLog, SegmentPath
 from rootstock_llm.services.worker.exec.tiers.segment_format import MOST_IDENTITY_BYTES, SegmentFormat, SegmentHead
 from rootstock_llm.services.worker.exec.tiers.segment_recovery import recover
 from rootstock_llm.services.worker.exec.tiers.store_folder import StoreFolder, StoreUnusable
 from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
-Place = tuple[SegmentFile, int]  # segment and slot
-# Number of segments that always fit under the cap, and under a quota if it is large enough. So deleting one loses few pages.
+Location = tuple[SegmentFile, int]  # segment and slot of a page
+# Smallest number of segments that fit under the cap, and under a quota if it is large enough for them. The deletion of one
+# segment then loses at most about a quarter of the pages.
 LEAST_SEGMENTS = 4
-SALTED_BYTES = 32 << 20  # largest segment with a salt, because many such segments may have no index yet
-MOST_OPEN = 64  # segments without an index, because opening the store reads such segments as a whole
-MOST_PAGE_BYTES = 1 << 30  # Linux writes at most 2 GiB per call
+SALTED_BYTES = 32 << 20  # largest size of a segment with a salt; smaller than others, because there may be one open per salt
+MOST_OPEN = 64  # largest number of open segments; they have no index, so opening the store reads them as a whole
+MOST_PAGE_BYTES = 1 << 30  # largest page, because Linux writes at most 2 GiB per call
 
 
 class SegmentStore:
-    """A store whose files never take more than max_bytes, by their sizes.
+    """A PageStore in a folder. The sizes of its files together never exceed max_bytes.
 
     Opening the store deletes segments of another identity, page size or version, and logs their number.
     """
@@ -66,24 +67,24 @@ class SegmentStore:
         Args:
             folder: folder of the store.
             page_bytes: bytes of a page.
-            max_bytes: the cap.
-            segment_bytes: approximate size of a segment, smaller if the cap requires it, with at least one page.
-            identity: at most 64 bytes.
-            salt_bytes: quota of a tag; 0 for none.
-            clock: rising seconds, for pauses.
-            wall: seconds since 1970, for ages.
+            max_bytes: the cap, which is the largest total size of the files.
+            segment_bytes: approximate size of a segment; smaller if the cap requires it, and larger if a page is larger.
+            identity: identity of the store, at most 64 bytes.
+            salt_bytes: quota of a tag in bytes; 0 for no quota.
+            clock: returns rising seconds, for pauses.
+            wall: returns seconds since 1970, for ages of pages.
             disk: the file system, None for the machine's.
 
         Raises:
             StoreBusy: another store has the folder.
             StoreUnusable: the folder cannot be used.
-            ValueError: the cap cannot hold four segments of a page, the quota cannot hold a page, or page size or identity are
-                invalid.
+            ValueError: the cap is too small for LEAST_SEGMENTS segments of one page, the quota is too small for a page, or page
+                size or identity are invalid.
         """
         if not 0 < page_bytes <= MOST_PAGE_BYTES:
-            raise ValueError(f"a page has between 1 and {MOST_PAGE_BYTES} bytes, not {page_bytes}")
+            raise ValueError(f"a page has {page_bytes} bytes; it must have 1 to {MOST_PAGE_BYTES} bytes")
         if len(identity) > MOST_IDENTITY_BYTES:
-            raise ValueError(f"an identity has at most {MOST_IDENTITY_BYTES} bytes, not {len(identity)}")
+            raise ValueError(f"the identity has {len(identity)} bytes; it must have at most {MOST_IDENTITY_BYTES} bytes")
         self.page_bytes = page_bytes
         self._format = SegmentFormat(page_bytes, identity)
         self._max_bytes, self._salt_bytes = max_bytes, salt_bytes
@@ -93,16 +94,16 @@ class SegmentStore:
         self._pause, self._wall = WritePause(clock), wall
         self._segments: list[SegmentFile] = []  # oldest first
         self._logs: dict[bytes, SegmentLog] = {}  # the same segments by tag; no log is empty
-        self._open: dict[SegmentFile, None] = {}  # segments with free slots, the last one used at the end
-        self._leftovers: list[SegmentFile] = []  # deleted segments whose files could not be deleted
-        self._unread: list[int] = []  # numbers of files that could not be read
-        self._deletes_unread = False  # a deletion included the unread files and has failed
-        self._places: dict[bytes, Place] = {}  # by page key, oldest first
-        self._lost: dict[bytes, None] = {}
+        self._open: dict[SegmentFile, None] = {}  # segments with free slots, the last used one at the end
+        self._leftovers: list[SegmentFile] = []  # segments that are deleted from the tables, but whose files are not deleted yet
+        self._unread: list[int] = []  # numbers of segments that could not be read when the store was opened
+        self._deletes_unread = False  # whether a delete() was called after which unread segments must also be deleted
+        self._locations: dict[bytes, Location] = {}  # by page key, oldest first
+        self._lost: dict[bytes, None] = {}  # page keys for the next take_lost()
         self._corrupt_pages = self._failed_reads = self._failed_writes = 0
         self._over_quota_pages = self._deleted_pages = 0
         self._num_charged = 0  # sum of the segments' charges
-        self._num_on_disk = 0  # bytes of all files, leftovers included
+        self._num_on_disk = 0  # bytes of all files, those of leftovers included
         self._next_number = 0
         self._folder = StoreFolder(folder, self._disk)
         try:
@@ -112,13 +113,13 @@ class SegmentStore:
             raise StoreUnusable(f"KV pages cannot be stored in {folder}: {error}") from error
 
     def keys(self) -> Sequence[bytes]:
-        return list(self._places)
+        return list(self._locations)
 
     def read(self, keys: Sequence[bytes], out: memoryview) -> int:
         assert out.nbytes == len(keys) * self.page_bytes, "`out` has the size of all pages"
         target = out.cast("B")
         whole = 0
-        for segment, wanted in _runs(self._places, keys):
+        for segment, wanted in _runs(self._locations, keys):
             count, error = segment.read(wanted, target[whole * self.page_bytes :])
             whole += count
             if count < len(wanted):
@@ -133,8 +134,8 @@ class SegmentStore:
 
     def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> Written:
         assert all(page.nbytes == self.page_bytes for page in pages), "every page has the same size"
-        asked = zip(keys, pages, strict=True)
-        fresh = {key: page.cast("B") for key, page in asked if key not in self._places}
+        pairs = zip(keys, pages, strict=True)
+        fresh = {key: page.cast("B") for key, page in pairs if key not in self._locations}
         dropped: list[bytes] = []
         if fresh and self._pause.over:
             try:
@@ -142,26 +143,26 @@ class SegmentStore:
                     self._append(tag, records, dropped)
                 self._pause.worked()
             except OSError as error:
-                self._write_failed("pages were not written", error)
-        stored = tuple(key for key in fresh if key in self._places)
-        held = sum(key in self._places for key in keys if key not in fresh)
-        return Written(stored, tuple(key for key in dropped if key not in fresh), held)
+                self._write_failed("could not write pages", error)
+        stored = tuple(key for key in fresh if key in self._locations)
+        already_stored = sum(key in self._locations for key in keys if key not in fresh)
+        return Written(stored, tuple(key for key in dropped if key not in fresh), already_stored)
 
     def news(self) -> News:
         return News((), ())
 
     def delete(self, which: Selection = ALL) -> Deleted:
         before = None if which.older_than_s is None else int((self._wall() - which.older_than_s) * 1000)
-        meant = [each for each in self._segments if _is_meant(each.head, which.tag, before)]
-        dropped = [key for segment in meant for key in self._drop(segment)]
+        selected = [each for each in self._segments if _is_selected(each.head, which.tag, before)]
+        dropped = [key for segment in selected for key in self._drop(segment)]
         self._deleted_pages += len(dropped)
-        self._leftovers += meant
+        self._leftovers += selected
         self._deletes_unread = True
         try:
-            self._clear()
+            self._delete_leftovers()
             self._folder.sync()
         except OSError as error:
-            self._write_failed("segments were not deleted", error)
+            self._write_failed("could not delete segments", error)
             return Deleted(len(dropped), tuple(dropped), f"files could not be deleted: {error}")
         return Deleted(len(dropped), tuple(dropped))
 
@@ -170,7 +171,7 @@ class SegmentStore:
         return StorageUse(self._num_on_disk, salts, self._over_quota_pages, self._deleted_pages)
 
     def counts(self) -> StoreCounts:
-        pages = len(self._places)
+        pages = len(self._locations)
         return StoreCounts(self._corrupt_pages, self._failed_reads, self._failed_writes, self._num_on_disk, pages)
 
     def close(self) -> None:
@@ -182,13 +183,13 @@ class SegmentStore:
         foreign = 0
         for number in self._folder.sweep():
             self._next_number = number + 1
-            place = SegmentPlace(self._disk, self._folder, self._format, number)
+            place = SegmentPath(self._disk, self._folder, self._format, number)
             try:
                 found = recover(place, self._capacity_of)
-            except OSError as error:  # concerns one file; the others may be readable
+            except OSError as error:  # one file cannot be read; the others are still recovered
                 self._failed_reads += 1
                 self._unread.append(number)
-                logger.warning("a segment cannot be read", extra=fields(number=number, error=str(error)))
+                logger.warning("could not read a segment", extra=fields(number=number, error=str(error)))
                 continue
             self._corrupt_pages += found.corrupt
             self._failed_reads += found.failed
@@ -196,28 +197,28 @@ class SegmentStore:
                 foreign += 1
                 self._unlink(number)
             else:
-                self._take(found.segment)
+                self._add_recovered(found.segment)
         for tag in list(self._logs):
             while self._evict_one(tag, 0, []):
                 pass
         if foreign:
-            text = "deleted segments that are broken, or of another identity, page size or version"
+            text = "deleted segments that have no valid header, or another identity, page size or version"
             logger.warning(text, extra=fields(segments=foreign))
 
-    def _take(self, segment: SegmentFile) -> None:
-        """Adds a recovered segment, which is newer than the ones before. The newest page of a key counts."""
+    def _add_recovered(self, segment: SegmentFile) -> None:
+        """Adds a recovered segment. Segments are added from the oldest to the newest, so the newest page of a key counts."""
         before = self._log(segment.head.tag).writable
         self._add(segment)
         for slot, key in enumerate(segment.keys):
             if key is not None:
-                self._places.pop(key, None)
-                self._places[key] = (segment, slot)
+                self._locations.pop(key, None)
+                self._locations[key] = (segment, slot)
         if before is not None:
-            self._finish_found(before)
+            self._finish_recovered(before)
         if segment.is_open and not segment.free_slots:
-            self._finish_found(segment)
+            self._finish_recovered(segment)
         elif len(self._open) > MOST_OPEN:
-            self._finish_found(next(iter(self._open)))
+            self._finish_recovered(next(iter(self._open)))
 
     def _append(self, tag: bytes, records: Sequence[tuple[bytes, memoryview]], dropped: list[bytes]) -> None:
         """Appends records of one tag.
@@ -225,10 +226,10 @@ class SegmentStore:
         Args:
             tag: tag of all records.
             records: (page key, page) pairs.
-            dropped: gets the keys of evicted pages appended.
+            dropped: the keys of evicted pages are appended to it.
 
         Raises:
-            OSError: the disk has failed. Records appended before stay stored.
+            OSError: the disk has failed. Records that were appended before stay stored.
         """
         at = 0
         while at < len(records):
@@ -239,7 +240,7 @@ class SegmentStore:
             self._open.pop(segment)
             self._open[segment] = None
             for key, _ in records[at : at + count]:
-                self._places[key] = (segment, slot)
+                self._locations[key] = (segment, slot)
                 self._lost.pop(key, None)
                 slot += 1
             at += count
@@ -247,7 +248,7 @@ class SegmentStore:
                 self._finish(segment)
 
     def _writable(self, tag: bytes, records: int, dropped: list[bytes]) -> SegmentFile:
-        """Returns a segment of the tag with a free slot, after evicting enough for the next append of `records` records.
+        """Returns a segment of the tag with a free slot. First evicts what the next append of `records` records needs.
 
         Raises:
             OSError: the disk has failed.
@@ -258,7 +259,7 @@ class SegmentStore:
         if segment is None:
             if len(self._open) >= MOST_OPEN:
                 self._finish(next(iter(self._open)))
-            place = SegmentPlace(self._disk, self._folder, self._format, self._next_number)
+            place = SegmentPath(self._disk, self._folder, self._format, self._next_number)
             head = SegmentHead(self._next_number, tag, max(int(self._wall() * 1000), 0))
             segment = segment_file.create(place, head, self._capacity_of(tag))
             self._next_number += 1
@@ -266,20 +267,20 @@ class SegmentStore:
         return segment
 
     def _evict_one(self, tag: bytes, size: int, dropped: list[bytes]) -> bool:
-        """Deletes leftovers, and the oldest segment if `size` more bytes of the tag would exceed its quota or the cap.
+        """Deletes one segment if `size` more bytes of the tag would exceed its quota or the cap. First deletes leftovers.
 
         Args:
             tag: tag of the new pages.
             size: bytes to be added.
-            dropped: gets the keys of evicted pages appended.
+            dropped: the keys of evicted pages are appended to it.
 
         Returns:
-            Whether a segment was deleted. The caller then calls again.
+            Whether a segment was deleted. The caller then calls again, because more segments may have to be deleted.
 
         Raises:
             OSError: a file could not be deleted.
         """
-        self._clear()
+        self._delete_leftovers()
         log = self._logs.get(tag)
         over = log is not None and tag != UNSALTED and 0 < self._salt_bytes < log.num_bytes + size
         if over and log is not None:
@@ -300,7 +301,7 @@ class SegmentStore:
         return self._capacity if tag == UNSALTED else self._salted_capacity
 
     def _log(self, tag: bytes) -> SegmentLog:
-        """Returns the log of a tag, or a new, unregistered one."""
+        """Returns the log of a tag, or a new log that is not registered yet."""
         return self._logs.get(tag) or SegmentLog(self._format, self._capacity_of(tag))
 
     def _add(self, segment: SegmentFile) -> None:
@@ -321,25 +322,25 @@ class SegmentStore:
         if not self._logs[tag].segments:
             del self._logs[tag]
         self._open.pop(segment, None)
-        held = [key for slot, key in enumerate(segment.keys) if key is not None and self._places.get(key) == (segment, slot)]
-        for key in held:
-            del self._places[key]
-        return held
+        keys = [key for slot, key in enumerate(segment.keys) if key is not None and self._locations.get(key) == (segment, slot)]
+        for key in keys:
+            del self._locations[key]
+        return keys
 
     def _finish(self, segment: SegmentFile) -> None:
-        """Ends appending to a segment and writes its index. Raises OSError, but appending has ended even then."""
+        """Ends appending to a segment and writes its index. If it raises OSError, appending has ended nevertheless."""
         self._open.pop(segment, None)
         with self._measured(segment):
             segment.finish()
 
-    def _finish_found(self, segment: SegmentFile) -> None:
+    def _finish_recovered(self, segment: SegmentFile) -> None:
         try:
             self._finish(segment)
         except OSError as error:
-            self._write_failed("an index was not written", error)
+            self._write_failed("could not write an index", error)
 
     def _lose(self, segment: SegmentFile, key: bytes, error: OSError | None) -> None:
-        """Forgets a page that a read found damaged or unreadable, or all pages of a segment whose file is gone.
+        """Removes a page that could not be read, or all pages of a segment whose file is missing, and records them as lost.
 
         Args:
             segment: segment of the page.
@@ -350,23 +351,23 @@ class SegmentStore:
             self._corrupt_pages += 1
         else:
             self._failed_reads += 1
-        if isinstance(error, FileNotFoundError):  # the file was deleted from outside
+        if isinstance(error, FileNotFoundError):  # another program has deleted the file
             self._lost.update(dict.fromkeys(self._drop(segment)))
             self._leftovers.append(segment)
             try:
-                self._clear()
+                self._delete_leftovers()
             except OSError as failure:
-                self._write_failed("a segment was not deleted", failure)
+                self._write_failed("could not delete a segment", failure)
         else:
-            _, slot = self._places.pop(key)
+            _, slot = self._locations.pop(key)
             segment.keys[slot] = None
             self._lost[key] = None
 
-    def _clear(self) -> None:
-        """Deletes the files of leftovers, and unread files if a deletion included them.
+    def _delete_leftovers(self) -> None:
+        """Deletes the files of leftovers, and the unread segments if a delete() requires it.
 
         Raises:
-            OSError: a file stays. All others have been tried.
+            OSError: a file could not be deleted. The deletion of all others was tried.
         """
         failed: OSError | None = None
         for segment in list(self._leftovers):
@@ -386,14 +387,14 @@ class SegmentStore:
         self._deletes_unread = False
 
     def _remove(self, segment: SegmentFile) -> None:
-        """Deletes the files of a segment. Raises OSError if the segment stays."""
+        """Deletes the files of a segment. Raises OSError if a file could not be deleted."""
         with self._measured(segment):
             segment.remove()
         self._num_on_disk -= segment.bytes_on_disk
 
     @contextmanager
     def _measured(self, segment: SegmentFile) -> Iterator[None]:
-        """Updates the sums after the segment's size has changed, even after an exception."""
+        """Adds the change of the segment's size during the block to the sums, even if the block raises."""
         charge, size = segment.charge, segment.bytes_on_disk
         try:
             yield
@@ -412,38 +413,38 @@ class SegmentStore:
 
 
 def _capacity(form: SegmentFormat, max_bytes: int, segment_bytes: int) -> int:
-    """Returns the slots of a segment. Raises ValueError if the cap cannot hold LEAST_SEGMENTS segments of a page."""
+    """Returns the number of slots of a segment. Raises ValueError if LEAST_SEGMENTS segments of a page exceed the cap."""
     most = form.slots_within(max_bytes // LEAST_SEGMENTS)
     if most == 0:
         least = LEAST_SEGMENTS * form.bytes_with_index(1)
-        raise ValueError(f"{max_bytes} bytes are too few for pages of {form.page_bytes} bytes; at least {least} are needed")
+        raise ValueError(f"the cap of the file tier is {max_bytes} bytes; pages of {form.page_bytes} bytes need at least {least}")
     return min(most, max(1, form.slots_within(segment_bytes)))
 
 
 def _salted_capacity(form: SegmentFormat, capacity: int, salt_bytes: int) -> int:
-    """Returns the slots of a segment with a salt. Raises ValueError if the quota cannot hold a page."""
+    """Returns the number of slots of a segment with a salt. Raises ValueError if a page exceeds the quota."""
     if 0 < salt_bytes < form.bytes_with_index(1):
-        raise ValueError(f"a quota of {salt_bytes} bytes cannot hold a page; at least {form.bytes_with_index(1)} are needed")
+        raise ValueError(f"the quota of a salt is {salt_bytes} bytes; a page needs at least {form.bytes_with_index(1)}")
     size = min(SALTED_BYTES, salt_bytes // LEAST_SEGMENTS) if salt_bytes else SALTED_BYTES
     return min(capacity, max(1, form.slots_within(size)))
 
 
-def _is_meant(head: SegmentHead, tag: bytes | None, before_ms: int | None) -> bool:
-    """Returns whether a deletion selects a segment.
+def _is_selected(head: SegmentHead, tag: bytes | None, before_ms: int | None) -> bool:
+    """Returns whether a deletion selects a segment: by its tag, and by the time at which it was created.
 
-    The first page of a segment is its oldest one, and the younger pages are deleted with it.
+    Younger pages of a selected segment are deleted with its oldest page.
     """
     return tag in (None, head.tag) and (before_ms is None or head.began_ms <= before_ms)
 
 
 def _by_tag(records: Iterable[tuple[bytes, memoryview]]) -> Iterator[tuple[bytes, list[tuple[bytes, memoryview]]]]:
-    """Groups adjacent records of equal tags, in their order."""
+    """Groups adjacent records with equal tags, in their order."""
     for tag, run in groupby(records, key=lambda record: tag_of(record[0])):
         yield tag, list(run)
 
 
-def _runs(places: dict[bytes, Place], keys: Iterable[bytes]) -> Iterator[tuple[SegmentFile, list[tuple[bytes, int]]]]:
-    """Yields (page key, slot) pairs of the first keys that are stored, grouped by adjacent segments."""
-    held = takewhile(lambda key: key in places, keys)
-    for segment, run in groupby(held, key=lambda key: places[key][0]):
-        yield segment, [(key, places[key][1]) for key in run]
+def _runs(locations: dict[bytes, Location], keys: Iterable[bytes]) -> Iterator[tuple[SegmentFile, list[tuple[bytes, int]]]]:
+    """Yields (page key, slot) pairs of the keys before the first key that is not stored, grouped by segment."""
+    stored = takewhile(lambda key: key in locations, keys)
+    for segment, run in groupby(stored, key=lambda key: locations[key][0]):
+        yield segment, [(key, locations[key][1]) for key in run]

@@ -1,4 +1,4 @@
-"""The folder of a segment store: created, locked while the store is open, and cleared of unfinished files."""
+"""The folder of a segment store. It is locked while the store is open. Opening the store deletes unfinished files in it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _PRIVATE = 0o700
 
 
 class StoreBusy(ValueError):
-    """Raised if another store has the folder."""
+    """Raised if another store has locked the folder."""
 
 
 class StoreUnusable(ValueError):
-    """Raised if the folder cannot be created, belongs to another user, or cannot be written."""
+    """Raised if the folder cannot be created, locked or written, for example because it belongs to another user."""
 
 
 class StoreFolder:
     """A locked folder with mode 0700.
 
-    Files with other names in it stay untouched. A forked child that executes no other program shares the lock.
+    Files whose names are not those of segments, indexes or the lock stay untouched. A forked child shares the lock until it
+    executes another program.
     """
 
     def __init__(self, path: Path, disk: Disk) -> None:
@@ -58,17 +59,17 @@ class StoreFolder:
         return self.path / f"segment-{number:08d}.index.part"
 
     def sweep(self) -> list[int]:
-        """Deletes unfinished indexes and indexes without a segment. Returns the numbers of the segments, rising."""
+        """Deletes unfinished indexes, and indexes without a segment. Returns the numbers of the segments, in rising order."""
         names = [path.name for path in self.path.iterdir()]
         numbers = sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
-        there = set(numbers)
+        existing = set(numbers)
         for name in names:
-            if (found := _INDEX.fullmatch(name)) and (found[2] or int(found[1]) not in there):
+            if (found := _INDEX.fullmatch(name)) and (found[2] or int(found[1]) not in existing):
                 self._disk.unlink(self.path / name)
         return numbers
 
     def sync(self) -> None:
-        """Returns when the names in the folder survive a power cut."""
+        """Waits until the names of the folder's files are on the disk, so that they survive a power cut."""
         fd = self._disk.open(self.path, writable=False)
         try:
             self._disk.sync(fd)

@@ -1,21 +1,24 @@
-"""Pauses the writes to a store after a failure."""
+"""Pauses the writes to a store, or its other calls, after a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-FIRST_SECONDS = 1.0  # pause after the first failure; doubles with every failure in a row
-MOST_SECONDS = 300.0
+FIRST_SECONDS = 1.0  # seconds of the pause after the first failure; each failure that follows doubles them
+MOST_SECONDS = 300.0  # longest pause in seconds
 
 
 class WritePause:
-    """A pause that doubles with each failure, from one second up to five minutes. A success resets it."""
+    """A pause that begins with a failure. Its length doubles with each failure, from FIRST_SECONDS to MOST_SECONDS.
+
+    A success ends the pause and resets the length.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Starts without a pause.
 
         Args:
-            clock: rising seconds.
+            clock: returns rising seconds.
         """
         self._clock = clock
         self._seconds = 0.0
@@ -23,6 +26,7 @@ class WritePause:
 
     @property
     def over(self) -> bool:
+        """Whether no pause is running."""
         return self._seconds == 0.0 or self._clock() >= self._until
 
     def failed(self) -> float:

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder on disk: config.json and the safetensors files. This downloads nothing and runs no code of it."""
+"""Reads a Hugging Face model folder: config.json and the safetensors files. Downloads nothing, and runs no code of the folder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from rootstock_llm.services.shared import served_config
 
-QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # file dtypes; floats with fewer than 16 bits count as quantised, too
-FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by the dtype's name in the files
-NAMED_AT_MOST = 8  # largest number of tensors that an error message lists
+QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes in files; floats with fewer than 16 bits also count as quantised
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtype names in files
+NAMED_AT_MOST = 8  # largest number of tensor names in an error message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CheckpointError(ValueError):
-    """The folder cannot be loaded. The message names the file or the tensor."""
+    """Raised if the folder cannot be loaded. The message names the file or the tensor."""
 
 
 class UnsupportedModel(ValueError):
-    """The model needs something that this worker does not support. The message names it."""
+    """Raised if this worker does not support the model. The message names the unsupported property."""
 
 
 def _parsed(path: Path) -> Any:
@@ -34,23 +34,23 @@ def _parsed(path: Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises CheckpointError if the file is unreadable or has another value."""
+    """Reads a JSON object. Raises CheckpointError if the file is unreadable or is no JSON object."""
     content = _parsed(path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
+        raise CheckpointError(f"{path} is not a JSON object")
     return content
 
 
 def read_json_list(path: Path) -> list[Any]:
-    """Reads a JSON array. Raises CheckpointError if the file is unreadable or has another value."""
+    """Reads a JSON array. Raises CheckpointError if the file is unreadable or is no JSON array."""
     content = _parsed(path)
     if not isinstance(content, list):
-        raise CheckpointError(f"{path} does not hold a JSON array")
+        raise CheckpointError(f"{path} is not a JSON array")
     return content
 
 
 def read_config(folder: Path) -> Any:
-    """Returns the transformers config. Raises CheckpointError if it is missing, unreadable or of a quantised model."""
+    """Returns the transformers config. Raises CheckpointError if it is missing or unreadable, or if the model is quantised."""
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     if not (folder / "config.json").is_file():
@@ -71,7 +71,10 @@ def read_config(folder: Path) -> Any:
 
 
 def eos_token_ids(config: Any) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids of the config. Includes its class's defaults, which config.json may omit."""
+    """Returns the end-of-sequence ids of the config.
+
+    Without such ids in config.json, the defaults of the config's class apply.
+    """
     named = getattr(config, "eos_token_id", None)
     ids = named if isinstance(named, list) else [] if named is None else [named]
     return tuple(dict.fromkeys(int(token) for token in ids))
@@ -83,7 +86,7 @@ def architecture_of(config: Any) -> str:
 
 
 def named(tensors: list[str]) -> str:
-    """Returns the number of tensors and the first names, for an error message."""
+    """Returns the number of tensors and the first NAMED_AT_MOST names, for an error message."""
     listed = ", ".join(tensors[:NAMED_AT_MOST]) + (", ..." if len(tensors) > NAMED_AT_MOST else "")
     return f"{len(tensors)} tensors: {listed}"
 
@@ -93,19 +96,19 @@ def _pickled(folder: Path) -> str:
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
     return (
-        ". Its pytorch_model.bin may run code when it is read. If you trust it, convert it with `from_pretrained` and"
+        ". Reading its pytorch_model.bin could run code of the file. If you trust it, convert it with `from_pretrained` and"
         " `save_pretrained` of transformers, or with torch.load and safetensors.torch.save_file"
     )
 
 
 class Checkpoint:
-    """The safetensors files of a folder, single or sharded. Keeps files open until close()."""
+    """The safetensors files of a folder: one file, or several with an index. Files stay open until close()."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, Any] = {}
         self._file_of = self._locate()
-        self._misnamed = self._take_out_misnamed()
+        self._misnamed = self._remove_misnamed()
         self._check_types()
 
     def _locate(self) -> dict[str, str]:
@@ -113,9 +116,9 @@ class Checkpoint:
         if index.is_file() and not (self._folder / single).is_file():
             weight_map: dict[str, str] = read_json(index).get("weight_map", {})
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-                raise CheckpointError(f"{index} has no weight_map of names to files")
+                raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
             if any(Path(file).name != file for file in weight_map.values()):
-                raise CheckpointError(f"{index} names a file outside its folder")
+                raise CheckpointError(f"{index} has a file name outside of its folder")
             return weight_map
         if not (self._folder / single).is_file():
             raise CheckpointError(
@@ -124,13 +127,13 @@ class Checkpoint:
         names: list[str] = list(self._file(single).keys())
         return dict.fromkeys(names, single)
 
-    def _take_out_misnamed(self) -> dict[str, str]:
-        """Removes the tensors that the index assigns to a file which lacks them.
+    def _remove_misnamed(self) -> dict[str, str]:
+        """Removes from the index the tensors that are not in the file that the index names for them.
 
-        Entries of missing files stay, because no tensor of them may be needed.
+        Entries of missing files stay. require() and tensor() report them if a model needs the tensor.
 
         Returns:
-            The file of each removed tensor.
+            The file that the index names for each removed tensor.
         """
         files = [file for file in dict.fromkeys(self._file_of.values()) if (self._folder / file).is_file()]
         there = {file: set(self._file(file).keys()) for file in files}
@@ -139,7 +142,7 @@ class Checkpoint:
         return misnamed
 
     def _check_types(self) -> None:
-        """Refuses quantised tensors: their scales are separate tensors, so a plain conversion would give wrong weights."""
+        """Raises CheckpointError for quantised tensors, which would be wrong without their scales in separate tensors."""
         for name, file in self._file_of.items():
             if not (self._folder / file).is_file():
                 continue
@@ -152,19 +155,19 @@ class Checkpoint:
             return str(self._file(file).get_slice(name).get_dtype())
         except CheckpointError:
             raise
-        except Exception as error:  # the type differs between versions of safetensors
-            raise CheckpointError(f"{self._folder / file} does not hold {name}: {error}") from error
+        except Exception as error:  # of a type that differs between versions of safetensors
+            raise CheckpointError(f"{self._folder / file} has no tensor {name}: {error}") from error
 
     def _file(self, file: str) -> Any:
         if file not in self._open:
             path = self._folder / file
             try:
                 self._open[file] = safe_open(str(path), framework="pt", device="cpu")
-            except Exception as error:  # the type differs between versions of safetensors
+            except Exception as error:  # of a type that differs between versions of safetensors
                 raise CheckpointError(f"cannot open {path}: {error}") from error
         return self._open[file]
 
-    def holds(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         return name in self._file_of
 
     def path_of(self, name: str) -> Path:
@@ -176,7 +179,7 @@ class Checkpoint:
         """Checks that the checkpoint has the tensors. Raises CheckpointError with the names of missing ones."""
         missing = [name for name in names if name not in self._file_of]
         if missing and (file := self._misnamed.get(missing[0])):
-            raise CheckpointError(f"{self._folder / file} does not hold {missing[0]}")
+            raise CheckpointError(f"{self._folder / file} has no tensor {missing[0]}, although the index names this file for it")
         if missing:
             raise CheckpointError(f"{self._folder} lacks {named(missing)}")
 
@@ -186,21 +189,21 @@ class Checkpoint:
             found = FLOATS.get(self._dtype(name, file))
             if found is not None:
                 return found
-        raise CheckpointError(f"{self._folder} holds no floating-point tensor")
+        raise CheckpointError(f"{self._folder} has no floating-point tensor, which would determine dtype auto. Set the dtype.")
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns the tensor, converted. Raises CheckpointError if it is missing or has another shape."""
+        """Returns the tensor, converted to the dtype. Raises CheckpointError if it is missing or has another shape."""
         self.require([name])
         try:
             found: Tensor = self._file(self._file_of[name]).get_tensor(name)
         except Exception as error:
             raise CheckpointError(f"cannot read {name} of {self._folder}: {error}") from error
         if tuple(found.shape) != shape:
-            raise CheckpointError(f"{name} of {self._folder} has shape {tuple(found.shape)}, the config asks for {shape}")
+            raise CheckpointError(f"{name} of {self._folder} has shape {tuple(found.shape)}; the config requires {shape}")
         return found.to(dtype)
 
     def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns the tensor as int64. Raises CheckpointError, see tensor()."""
+        """Returns the tensor, converted to int64. Raises CheckpointError as tensor() does."""
         return self.tensor(name, shape, torch.int64)
 
     def close(self) -> None:
@@ -208,10 +211,11 @@ class Checkpoint:
 
 
 def resolve_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """Returns the dtype to load with. Raises CheckpointError.
+    """Returns the dtype to which weights are converted. Raises CheckpointError if it is not supported.
 
     Args:
-        name: a key of DTYPES, or "auto" for the config's dtype, or for that of the first tensor if the config has none.
+        name: a key of DTYPES, or "auto". "auto" means the config's dtype, or the dtype of the first tensor if the config has
+            none.
     """
     if name == "auto":
         named = getattr(config, "dtype", None) or checkpoint.first_dtype()

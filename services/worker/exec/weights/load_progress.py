@@ -1,4 +1,4 @@
-"""Progress and duration of loading: the log lines while weights are read, and the time of each phase of a start."""
+"""Measures loading: the duration of each phase of a start, and the progress of reading weights, for log lines."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from rootstock_llm.services.shared.observe.progress import GB, Progress
 
 PHASES = ("config", "weights", "draft", "kv_pool", "profile", "graphs", "warm_up")
 TOTAL = "total"
-REPORT_EVERY_S = 3.0
+REPORT_EVERY_S = 3.0  # seconds between two log lines about the progress
 
 
 class LoadPhases:
-    """The phases so far. The total runs from the construction of this object."""
+    """The duration of each phase so far. The total begins with the construction of this object."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock  # returns seconds
-        self.weight_bytes_read = 0  # from files, before conversion
+        self.weight_bytes_read = 0  # bytes read from files, before their conversion to another dtype
         self._begun = clock()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the time of the block to the phase, also if the block raises. Raises ValueError for an unknown phase."""
+        """Adds the duration of the block to the phase, even if the block raises. Raises ValueError for an unknown phase."""
         if phase not in PHASES:
-            raise ValueError(f"{phase} is not a phase of loading; the phases are {', '.join(PHASES)}")
+            raise ValueError(f"unknown phase {phase} of a start; the phases are {', '.join(PHASES)}")
         begun = self.clock()
         try:
             yield
@@ -35,7 +35,7 @@ class LoadPhases:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self.clock() - begun
 
     def seconds(self) -> tuple[tuple[str, float], ...]:
-        """Returns the phases that have run, in the order of PHASES, and the total so far."""
+        """Returns (phase, seconds) of the phases that have run, in the order of PHASES, and then the total so far."""
         assert min(self._seconds.values(), default=0.0) >= 0, "no phase takes negative time"
         passed = [(phase, self._seconds[phase]) for phase in PHASES if phase in self._seconds]
         return (*passed, (TOTAL, self.clock() - self._begun))
@@ -47,16 +47,16 @@ class LoadPhases:
 
 
 class LoadMeter:
-    """Counts the bytes that were read. Any thread may call any method."""
+    """Counts the bytes that were read, and logs the progress. Any thread may call any method."""
 
-    def __init__(self, total: int, clock: Callable[[], float], say: Callable[[str], None]) -> None:
+    def __init__(self, total: int, clock: Callable[[], float], log: Callable[[str], None]) -> None:
         """
         Args:
-            total: bytes.
+            total: bytes to read.
             clock: returns seconds.
-            say: receives a line, from one thread at a time.
+            log: called with a log line, by one thread at a time.
         """
-        self._total, self._clock, self._say = total, clock, say
+        self._total, self._clock, self._log = total, clock, log
         self._lock = threading.Lock()
         self._begun = self._reported = clock()
         self._done = 0
@@ -64,7 +64,7 @@ class LoadMeter:
     def added(self, count: int) -> None:
         with self._lock:
             self._done += count
-            assert self._done <= self._total, "nothing is read twice"
+            assert self._done <= self._total, "no byte is counted twice"
         self.tick()
 
     def tick(self) -> None:
@@ -79,4 +79,4 @@ class LoadMeter:
 
     def _report(self) -> None:
         self._reported = self._clock()
-        self._say(Progress("weights", self._done, self._total, self._reported - self._begun, GB).line())
+        self._log(Progress("weights", self._done, self._total, self._reported - self._begun, GB).line())

@@ -1,4 +1,4 @@
-"""The request to load a model: folder, device and weight loader."""
+"""Declares the request to load a model, the device for it, and the loader of its weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class WeightLoader(Protocol):
-    """Loads what `read` makes of a checkpoint's tensors."""
+    """A function that makes a model from a checkpoint's tensors."""
 
     def __call__(
         self,
@@ -30,40 +30,40 @@ class WeightLoader(Protocol):
         progress: Callable[[str], None],
         phases: LoadPhases,
     ) -> T:
-        """Counts as the phase "weights". Raises CheckpointError.
+        """Returns the result of `read`, whose reader returns the checkpoint's tensors on the device. Raises CheckpointError.
+
+        The duration is added to the phase "weights".
 
         Args:
-            read: called several times, each time for the same tensors.
-            kernels: of the device, which will compute with the weights.
-            progress: called with a line every few seconds and at the end, from any thread.
+            read: makes the model from a reader. It is called several times, and must request the same tensors each time.
+            dtype: dtype to which the tensors are converted.
+            kernels: kernels of the device, which pack the weights.
+            progress: called with a log line every few seconds and at the end, on any thread.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """The device that a model will run on."""
+    """The device on which a model will run."""
 
     device: torch.device
-    # returns the kernels for a dtype
-    kernels: Callable[[torch.dtype], LayerKernels]
-    weights: WeightLoader
-    # returns the fingerprint of everything that affects the bits of a result, for a dtype, a context length and a page size.
-    # None outside the deterministic mode, which excludes models that transformers' code computes
+    kernels: Callable[[torch.dtype], LayerKernels]  # returns the kernels for a dtype
+    weights: WeightLoader  # loads weights onto the device
+    # Returns the fingerprint of the kernels for (dtype, context length, page size), see kernel_set.numerics(). None unless the
+    # deterministic mode is on. Models that transformers' code computes cannot be loaded in this mode.
     numerics: Callable[[torch.dtype, int, int], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
+    """A model folder, and the options with which its model is loaded."""
+
     folder: Path
-    # auto, bfloat16, float16 or float32
-    dtype: str
-    # tokens
-    page_size: int
-    # tokens. None for the model's own length
-    context_len: int | None
-    num_threads: int
-    # receives lines for the log
-    progress: Callable[[str], None]
+    dtype: str  # auto, bfloat16, float16 or float32
+    page_size: int  # tokens
+    context_len: int | None  # tokens; None for the longest context of the model
+    num_threads: int  # threads with which a CPU computes
+    progress: Callable[[str], None]  # called with lines for the log
     target: LoadTarget
     phases: LoadPhases = field(default_factory=LoadPhases)
 
@@ -76,7 +76,7 @@ def load_weights(
     progress: Callable[[str], None],
     phases: LoadPhases,
 ) -> T:
-    """Implements WeightLoader on a CPU: reads straight from the checkpoint."""
+    """Implements WeightLoader for a CPU: `read` gets tensors that are read from the files one by one."""
     with phases.timed("weights"):
         listed = listed_tensors(read, dtype)
         checkpoint.require([placement.name for placement in listed])

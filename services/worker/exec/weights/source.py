@@ -1,12 +1,13 @@
-"""Sources of a model's tensors, and the reader through which layers ask for them.
+"""Sources of a model's tensors, and the reader through which layers request them.
 
-Layers ask a WeightReader for the tensors that a checkpoint names. The same requests serve every purpose:
+A layer requests its tensors from a WeightReader by their names in the checkpoint. The reader's source decides what a request
+does:
 
 | source | effect of a request |
 |---|---|
 | CheckpointSource | reads the tensor from the files |
-| Allocated | allocates an undefined tensor and records its names; on the device "meta" it takes no memory |
-| Filled | returns the tensor that Allocated made for the same request |
+| Allocated | allocates an undefined tensor and records its names; on the device "meta", the tensor takes no memory |
+| Filled | returns the tensor that Allocated made for the same request, filled by the weight stream |
 | RandomSource | draws random values |
 """
 
@@ -33,7 +34,10 @@ class WeightSource(Protocol):
     """Provides tensors by their names in the checkpoint, in the model's dtype and on its device."""
 
     def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns a contiguous tensor that may share memory with the source. Raises CheckpointError."""
+        """Returns a contiguous tensor that may share memory with the source.
+
+        Raises CheckpointError if there is no such tensor.
+        """
 
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         """Returns the parts concatenated along the first dimension, in new memory. Raises CheckpointError."""
@@ -41,16 +45,14 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads the tensors of one layer: those whose names begin with the prefix."""
+    """Reads the tensors whose names in the checkpoint begin with a prefix, such as those of one layer."""
 
     source: WeightSource
-    # Packs the weights that it will compute with.
-    kernels: Kernels
-    # Empty, or ends with a dot.
-    prefix: str = ""
+    kernels: Kernels  # kernels that pack the weights, and will compute with them
+    prefix: str = ""  # empty, or ends with a dot
 
     def at(self, name: str) -> WeightReader:
-        """Returns the reader of a part of this layer, such as "self_attn"."""
+        """Returns the reader of a submodule, such as "self_attn"."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -64,12 +66,14 @@ class WeightReader:
 
         Args:
             parts: names of the projections and their numbers of output features.
+            in_features: size of the input.
+            bias: whether the projections have biases. If not, None is returned instead of biases.
         """
         names = [(self.prefix + name, size) for name, size in parts]
         weight = self.source.stacked([(f"{name}.weight", (size, in_features)) for name, size in names])
         stacked = self.source.stacked([(f"{name}.bias", (size,)) for name, size in names]) if bias else None
-        assert len(weight) == sum(size for _, size in parts), "the parts lie one after the other"
-        assert stacked is None or len(stacked) == len(weight), "a bias for each row"
+        assert len(weight) == sum(size for _, size in parts), "the parts lie one after the other, without gaps"
+        assert stacked is None or len(stacked) == len(weight), "each output feature has a bias"
         return weight, stacked
 
 
@@ -78,10 +82,9 @@ class CheckpointSource:
     """Reads a checkpoint's files."""
 
     checkpoint: Checkpoint
-    dtype: torch.dtype
-    device: torch.device = HOST
-    # Receives the size in bytes of each tensor that was read, after its conversion.
-    on_read: Callable[[int], None] = lambda _: None
+    dtype: torch.dtype  # dtype to which tensors are converted
+    device: torch.device = HOST  # device of the returned tensors
+    on_read: Callable[[int], None] = lambda _: None  # called with the size in bytes of each tensor after its conversion
 
     def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
@@ -94,22 +97,20 @@ class CheckpointSource:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The destination of one tensor of the checkpoint."""
+    """The memory that Allocated has assigned to one tensor of the checkpoint."""
 
-    name: str
+    name: str  # name in the checkpoint
     shape: tuple[int, ...]
-    # Flat and contiguous part of the allocated tensor.
-    into: Tensor
+    into: Tensor  # flat and contiguous part of an allocated tensor
 
 
 class Allocated:
-    """Allocates tensors of undefined contents, and records where each tensor of the checkpoint belongs."""
+    """Allocates tensors with undefined content, and records the part of them that each tensor of the checkpoint must fill."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self.placements: list[Placement] = []
-        # By the name of the first part.
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}  # allocated tensors by the name of their first part
 
     def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.stacked([(name, shape)])
@@ -120,8 +121,8 @@ class Allocated:
         try:
             fused = torch.empty((rows, *rest), dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError as error:
-            held = sum(tensor.nbytes for tensor in self.tensors.values())
-            message = f"the weights do not fit on {self._device}: no memory for {parts[0][0]} after {held >> 20} MiB"
+            allocated = sum(tensor.nbytes for tensor in self.tensors.values()) >> 20
+            message = f"no memory on {self._device} for the weights from {parts[0][0]} on, after {allocated} MiB of other weights"
             raise CheckpointError(message) from error
         self._record(parts, fused)
         return fused
@@ -136,16 +137,16 @@ class Allocated:
 
 
 def listed_tensors(read: Callable[[WeightReader], object], dtype: torch.dtype) -> list[Placement]:
-    """Returns the names and shapes of the tensors that `read` asks for. Their destinations take no memory."""
+    """Returns the names and shapes of the tensors that `read` requests. Their tensors `into` take no memory."""
     source = Allocated(dtype, torch.device("meta"))
     read(WeightReader(source, reference))
     return source.placements
 
 
 class Filled:
-    """Returns each tensor of an Allocated source once, and drops its own reference to it.
+    """Returns each tensor of an Allocated source once, and drops its reference to the tensor.
 
-    Kernels that pack a copy then need memory for one more tensor, not for all of them.
+    If kernels pack a copy of each tensor, the originals are therefore freed one by one, instead of after the last copy.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -159,7 +160,7 @@ class Filled:
 
 
 class RandomSource:
-    """Draws weights: norms are ones, all other values are normal with mean 0 and STD.
+    """Draws random weights: norms are 1, and all other values are normal with mean 0 and standard deviation STD.
 
     The same seed gives the same values on the same device.
     """

@@ -1,4 +1,4 @@
-"""Loads a model of transformers from a folder: only safetensors, only the library's own code, and no parameter missing."""
+"""Loads a model of transformers from a folder: only from safetensors files, only by the library's code, and only if complete."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointErro
 
 
 def class_in(names: Any, config: Any) -> str:
-    """Returns the class name that one of transformers' tables has for the config, or an empty string."""
+    """Returns the class name that a table of transformers has for the config's model type, or an empty string.
+
+    Args:
+        names: table of the library from model type to class name, such as MODEL_MAPPING_NAMES.
+    """
     found = names.get(config.model_type, "")
     return str(found if isinstance(found, str) else found[0])
 
 
 def is_causal_head(config: Any) -> bool:
-    """Whether the config's architecture is transformers' causal language model for it."""
+    """Whether the config's architecture is transformers' causal language model for the model type."""
     return architecture_of(config) == class_in(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, config)
 
 
 def is_base(config: Any) -> bool:
-    """Whether the config's architecture is transformers' model without a head."""
+    """Whether the config's architecture is transformers' model without a head for the model type."""
     return architecture_of(config) == class_in(modeling_auto.MODEL_MAPPING_NAMES, config)
 
 
 def class_of(auto_class: Any, config: Any) -> Any:
-    """Returns the class that the auto class chooses for the config. Raises UnsupportedModel if there are several."""
+    """Returns the class that the auto class has for the config. Raises UnsupportedModel if it has several classes."""
     found = auto_class._model_mapping[type(config)]
     if isinstance(found, tuple):
-        raise UnsupportedModel(f"{config.model_type} stands for several models")
+        raise UnsupportedModel(f"transformers has several classes for model type {config.model_type}, which is not supported")
     return found
 
 
 def load(folder: Path, config: Any, auto_class: Any, dtype: torch.dtype, attention: str) -> Any:
-    """Returns the model in evaluation mode. Raises CheckpointError, also for tensors that are missing or have other shapes."""
+    """Returns the model in evaluation mode. Raises CheckpointError if a tensor is missing or has another shape, or on errors."""
     transformers_logging.disable_progress_bar()
     try:
         model, report = auto_class.from_pretrained(
@@ -59,17 +63,17 @@ def load(folder: Path, config: Any, auto_class: Any, dtype: torch.dtype, attenti
     if report["missing_keys"]:
         raise CheckpointError(f"{folder} lacks {named(sorted(report['missing_keys']))}")
     if report["mismatched_keys"]:
-        raise CheckpointError(f"{folder} has tensors of other shapes than its config: {report['mismatched_keys']}")
+        raise CheckpointError(f"{folder} has tensors whose shapes do not match its config: {report['mismatched_keys']}")
     return model.eval().requires_grad_(False)
 
 
 def _without_pooler(auto_class: Any, config: Any) -> dict[str, bool]:
-    """Omits the pooling layer that BERT models have by default, because most checkpoints of embedding models lack it."""
+    """Returns the arguments that omit the pooling layer of BERT models, which most checkpoints of embedding models lack."""
     takes = "add_pooling_layer" in inspect.signature(class_of(auto_class, config).__init__).parameters
     return {"add_pooling_layer": False} if takes else {}
 
 
 def num_bytes(model: Any) -> int:
-    """Returns the bytes of distinct storage of parameters and buffers."""
+    """Returns the bytes of parameters and buffers, counting shared storage once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

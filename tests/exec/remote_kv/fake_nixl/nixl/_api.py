@@ -21,11 +21,11 @@ import struct
 import threading
 from typing import Any
 
-MANNER = os.environ.get("NIXL_FAKE", "")
-if MANNER == "broken":
+FAULT = os.environ.get("NIXL_FAKE", "")
+if FAULT == "broken":
     raise ImportError("libuct.so.0: cannot open shared object file")
-_TOLD = struct.Struct("<16sHQQ")  # agent, port, address, size
-_ASKED = struct.Struct("<QQ")  # address, size
+_METADATA = struct.Struct("<16sHQQ")  # agent, port, address, size
+_REQUEST = struct.Struct("<QQ")  # address, size
 
 
 class nixl_agent_config:
@@ -42,11 +42,11 @@ class Handle:
         if self.is_stuck:
             return "PROC"
         with socket.create_connection(("127.0.0.1", self._port)) as asking:
-            asking.sendall(_ASKED.pack(*self._asked))
+            asking.sendall(_REQUEST.pack(*self._asked))
             data = asking.makefile("rb").read(self._asked[1])
         if len(data) < self._asked[1]:
             return "ERR"
-        ctypes.memmove(self._local, data if MANNER != "wrong" else bytes(len(data)), len(data))
+        ctypes.memmove(self._local, data if FAULT != "wrong" else bytes(len(data)), len(data))
         return "DONE"
 
     def release(self) -> None:
@@ -56,7 +56,7 @@ class Handle:
 
 class nixl_agent:
     def __init__(self, name: str, config: nixl_agent_config) -> None:
-        self.backends = {} if MANNER == "blind" else dict.fromkeys(config.backends, 1)
+        self.backends = {} if FAULT == "blind" else dict.fromkeys(config.backends, 1)
         self.name, self.others, self._reads = name, dict[bytes, list[tuple[int, int, int]]](), 0
         self._registered: list[tuple[int, int]] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -64,7 +64,7 @@ class nixl_agent:
 
     def register_memory(self, memory: Any, mem_type: str, backends: list[str]) -> Any:
         assert mem_type == "DRAM" and backends == ["UCX"]
-        if MANNER == "refuses":
+        if FAULT == "refuses":
             raise RuntimeError("NIXL_ERR_BACKEND")
         self._registered += [(address, size) for address, size, _, _ in memory]
         return memory
@@ -75,11 +75,11 @@ class nixl_agent:
 
     def get_partial_agent_metadata(self, memory: Any, inc_conn_info: bool, backends: list[str]) -> bytes:
         ((address, size, _, _),) = memory
-        return _TOLD.pack(self.name.encode()[:16], self._listener.getsockname()[1], address, size)
+        return _METADATA.pack(self.name.encode()[:16], self._listener.getsockname()[1], address, size)
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         try:
-            name, *where = _TOLD.unpack(metadata)
+            name, *where = _METADATA.unpack(metadata)
         except struct.error:
             raise RuntimeError("NIXL_ERR_MISMATCH")
         self.others.setdefault(name, []).append(tuple(where))
@@ -92,8 +92,8 @@ class nixl_agent:
         return [tuple(map(int, row)) for row in memory]
 
     def initialize_xfer(self, operation: str, here: Any, there: Any, name: bytes, backends: list[str]) -> Handle:
-        ((local, size, _),), ((remote, told, _),) = here, there
-        assert operation == "READ" and size == told
+        ((local, size, _),), ((remote, remote_size, _),) = here, there
+        assert operation == "READ" and size == remote_size
         for port, address, known in self.others[name]:
             if address <= remote and remote + size <= address + known:
                 return Handle(self, port, (remote, size), local)
@@ -101,7 +101,7 @@ class nixl_agent:
 
     def transfer(self, handle: Handle) -> str:
         self._reads += 1
-        handle.is_stuck = MANNER == "stuck" or (MANNER == "late" and self._reads > 2)
+        handle.is_stuck = FAULT == "stuck" or (FAULT == "late" and self._reads > 2)
         return handle.begin()
 
     def check_xfer_state(self, handle: Handle) -> str:
@@ -111,6 +111,6 @@ class nixl_agent:
         while True:
             asking, _ = self._listener.accept()
             with asking:
-                address, size = _ASKED.unpack(asking.makefile("rb").read(_ASKED.size))
+                address, size = _REQUEST.unpack(asking.makefile("rb").read(_REQUEST.size))
                 if any(first <= address and address + size <= first + has for first, has in self._registered):
                     asking.sendall(ctypes.string_at(address, size))
