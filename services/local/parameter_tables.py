@@ -35,7 +35,7 @@ from rootstock_llm.services.shared.sampling_parameters import OPENAI, PARAMETERS
 
 PAGES = ("docs/reference/api.md", "docs/how-to/batches.md", "docs/reference/sglang-api.md", "docs/reference/api-fields.md")
 _TABLE = re.compile(r"(<!-- make docs: ([a-z ]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_HEAD = "| field | values | default | |\n| --- | --- | --- | --- |\n"
+_HEAD = "| field | values | default | effect |\n| --- | --- | --- | --- |\n"
 
 
 def rendered(page: str) -> str:
@@ -50,7 +50,7 @@ def _openai_parameters() -> str:
 def _generate_parameters() -> str:
     rows = [_line(f"`{row.names[Api.GENERATE]}`", row) for row in PARAMETERS if Api.GENERATE in row.names]
     neutral = [row for row in UNSERVED if Api.GENERATE in row.apis and row.neutral]
-    alone = [f"| `{row.name}` | {_spelled(row.neutral)} alone | | Asks for nothing. |\n" for row in neutral]
+    alone = [f"| `{row.name}` | only {_spelled(row.neutral)} | | Has no effect. |\n" for row in neutral]
     return "".join((_HEAD, *rows, *alone))
 
 
@@ -59,20 +59,20 @@ def _unserved_fields() -> str:
     groups: Mapping[str, Neutral] = {
         "sampling": known_fields.SAMPLING,
         "the prompt": known_fields.PROMPT,
-        "the answer": {**known_fields.ANSWER, **options},
-        "where it runs": known_fields.PLACEMENT,
-        "names of other servers": known_fields.OF_OTHERS,
-        "chat alone": known_fields.OF_CHAT,
+        "the response": {**known_fields.ANSWER, **options},
+        "routing and placement": known_fields.PLACEMENT,
+        "names of fields of other servers": known_fields.OF_OTHERS,
+        "only chat": known_fields.OF_CHAT,
         "completions and embeddings, which have no template": known_fields.OF_TEMPLATES,
-        "embeddings alone": known_fields.OF_EMBEDDINGS,
+        "only embeddings": known_fields.OF_EMBEDDINGS,
     }
     lines = [f"| {what} | {', '.join(_with_neutral(*item) for item in group.items())} |\n" for what, group in groups.items()]
-    return "| what it is about | |\n| --- | --- |\n" + "".join(lines)
+    return "| subject | fields |\n| --- | --- |\n" + "".join(lines)
 
 
 def _answer_fields() -> str:
     lines = [f"| `{name}` | {field.description} |\n" for name, field in AnswerBody.model_fields.items()]
-    return "| field | |\n| --- | --- |\n" + "".join(lines)
+    return "| field | meaning |\n| --- | --- |\n" + "".join(lines)
 
 
 def _error_codes() -> str:
@@ -90,7 +90,7 @@ def _batch_codes() -> str:
 
 def _routes() -> str:
     lines = [f"| {each.tag} | `{each.method.upper()} {each.path}` | {each.summary} |\n" for each in OPERATIONS]
-    return "| API | | |\n| --- | --- | --- |\n" + "".join(lines)
+    return "| API | route | effect |\n| --- | --- | --- |\n" + "".join(lines)
 
 
 def _fields_of(body: type[BaseModel], known: KnownFields) -> Callable[[], str]:
@@ -98,12 +98,12 @@ def _fields_of(body: type[BaseModel], known: KnownFields) -> Callable[[], str]:
 
     def table() -> str:
         rows = {name: f"served | {field.description or ''}" for name, field in body.model_fields.items()}
-        rows = {**dict.fromkeys(known.unused, "neutral | Taken at any value; no answer depends on it."), **rows}
+        rows = {**dict.fromkeys(known.unused, "neutral | Accepted with any value; does not change the response."), **rows}
         for name, neutral in known.neutral.items():
-            taken = f"Taken at {_spelled(neutral)} alone." if neutral else ""
+            taken = f"Accepted only with {_spelled(neutral)}." if neutral else ""
             rows.setdefault(name, f"{'neutral' if neutral else 'refused'} | {taken}")
         lines = [f"| `{name}` | {cells} |\n" for name, cells in sorted(rows.items())]
-        return "| field | | |\n| --- | --- | --- |\n" + "".join(lines)
+        return "| field | support | meaning |\n| --- | --- | --- |\n" + "".join(lines)
 
     return table
 
