@@ -19,14 +19,14 @@ SERVICES: dict[str, type[BaseSettings]] = {
 }
 HEAD = """# Configuration
 
-This page lists every setting of every process. `make docs` writes it from the classes that read the settings. A flag precedes the
-environment, the environment precedes the file of `--config`, and the file precedes the default.
+This page lists every setting of every process. `make docs` writes it from the classes that read the settings. A flag overrides
+the environment variable. The variable overrides the file of `--config`, and the file overrides the default.
 `.venv/bin/python -m rootstock_llm.services.NAME --help` prints the same list.
 
-The file is a flat YAML mapping. A key is the name of a setting of that process, as `max-body-bytes` or `max_body_bytes`. A value
-is read like the environment's text, so `1.10` stays `1.10`. If commas separate the values of a setting, the file may have a
-list. Each process has a separate file. If a key is not a setting of the process, the process refuses the file and names the
-nearest setting.
+The file of `--config` is a flat YAML mapping. A key is the name of a setting, as `max-body-bytes` or `max_body_bytes`. A value is
+read as text, like that of an environment variable, so that `1.10` stays `1.10`. If a setting takes values that are separated by
+commas, the file may have a list. Each process has a separate file. If a key is not a setting of the process, the process refuses
+the file and names the most similar setting.
 
 <!-- output: example -->
 ```yaml
@@ -37,7 +37,7 @@ max-concurrent-requests: 512
 access-log: json
 ```
 
-A file with a token is readable for its process alone (mode 0400); values of the file are never logged.
+If the file contains a token, make it readable only for the user of the process (mode 0400). Values of the file are never logged.
 """
 
 
