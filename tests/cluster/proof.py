@@ -10,10 +10,11 @@ from typing import Any
 
 from tests.cluster.kubernetes import Cluster
 
-HEAD = """# What was tried on a real cluster
+HEAD = """# Results on a real cluster
 
-Written by `make cluster-test`; the same as JSON: [proof.json](proof.json). Each line is a test of tests/cluster, what it saw and
-how long it took, others beside it ([cluster-tests](../../how-to/kubernetes/cluster-tests.md) says which and what each shows).
+This page lists the results of the last run of `make cluster-test`. The run writes this page and [proof.json](proof.json) with the
+same content. Each row has a test of tests/cluster, its duration while other tests ran, and its observations.
+[Cluster tests](../../how-to/kubernetes/cluster-tests.md) explains the tests.
 """
 SAW_NOTHING = "without a line of its own"
 
@@ -51,11 +52,11 @@ class Proof:
         found = self.found
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
         outcome = "all passed" if found["passed"] else "**not all passed**"
-        begun = f"{found['minutes']} minutes, of which {found['seconds_to_ready']} s until images and cluster were there"
+        begun = f"{found['minutes']} minutes, of which {found['seconds_to_ready']} s until images and cluster were ready"
         page = [HEAD, f"{found['date']}: {versions}; {begun}; {outcome}.\n"]
         page += ["| image | MB | built in, s |", "| --- | ---: | ---: |"]
         page += [f"| {each['image']} | {each['MB']} | {each['seconds']} |" for each in found["images"]]
-        page += ["", "| test | s | what happened |", "| --- | ---: | --- |"]
+        page += ["", "| test | s | observations |", "| --- | ---: | --- |"]
         page += [f"| `{each['file']}::{each['test']}` | {each['seconds']} | {_happened(each)} |" for each in found["tests"]]
         return "\n".join(page) + "\n"
 
