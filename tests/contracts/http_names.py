@@ -114,7 +114,7 @@ def _fields_without_effect() -> set[str]:
     found: set[str] = set()
     for body, known in BODIES.values():
         prefixes = [f"{each.method.upper()} {each.path} " for each in OPERATIONS if each.body is body]
-        prefixes += [f"{each.method.upper()} {each.path} {WITHIN[body]}." for each in OPERATIONS if body in each.within]
+        prefixes += [f"{each.method.upper()} {each.path} {WITHIN[body]}." for each in OPERATIONS if body in each.referenced_types]
         names = {*known.unused, *(name for name, neutral in known.neutral.items() if neutral)}
         found |= {f"{prefix}{name}" for prefix in prefixes for name in names}
     return found

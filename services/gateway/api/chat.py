@@ -1,8 +1,8 @@
-"""The neutral form of a chat, and its preparation.
+"""ChatRequest, the form of a chat that is the same for every API, and its preparation for generation.
 
-Every API translates its body into a ChatRequest, which the ChatPreparer prepares. Messages, tools and variables have the
-form that chat templates read. The preparation checks the request against the model, has the tokenizer encode the prompt, and
-checks the prompt's length. It calls no worker, and cancelling it needs no cleanup.
+Every API translates its body into a ChatRequest, and the ChatPreparer turns that into a GenerationRequest. Messages, tools and
+variables have the form that chat templates read. The preparation checks the request against the model, has the tokenizer encode
+the prompt, and checks the prompt's length. It calls no worker, and cancelling it needs no cleanup.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rootstock_llm.protos import tokenizer_pb2, worker_pb2
 from rootstock_llm.services.gateway.api import prompts
 from rootstock_llm.services.gateway.api.constraints import Named
 from rootstock_llm.services.gateway.api.generation_params import check_token_ids, generation_of
-from rootstock_llm.services.gateway.api.prompts import UNBOUNDED, for_an_answer
+from rootstock_llm.services.gateway.api.prompts import UNBOUNDED, budget_with_output
 from rootstock_llm.services.gateway.api.request_body import SamplingBody, ThinkingBody, ThinkingSwitch, check_turn, dump_json
 from rootstock_llm.services.gateway.api.tools import NO_TOOLS, ToolUse, constrained
 from rootstock_llm.services.gateway.generation.body_fields import TEXT_ALONE, AnswerBody, FieldNames
@@ -46,48 +46,48 @@ _THINKING_OFF = {"enable_thinking": False, "thinking": False}
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A client's chat in the neutral form.
+    """A client's chat, in a form that does not depend on the API.
 
-    It has passed all checks that need neither the model nor its tokenizer.
+    A chat of this type has passed all checks that need neither the model nor its tokenizer.
     """
 
-    fields: FieldNames  # names of these fields in the client's API, for errors
+    fields: FieldNames  # the client's API's names of the fields below, for errors
     model: str | None  # None: the only model that the caller may use
 
     # The prompt.
     messages: Sequence[Message]
-    tools: Sequence[Tool] = ()  # tools that the template shows
-    variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
-    read_variables: Sequence[str] = ()  # names in `variables` that the template must read
-    generation_prompt: bool = True  # the prompt ends with the beginning of an assistant's message
-    continues: bool = False  # the output continues the last message
+    tools: Sequence[Tool] = ()  # tools that the chat template writes into the prompt
+    variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template besides messages and tools
+    read_variables: Sequence[str] = ()  # names in `variables`; a template that does not read one is an error
+    generation_prompt: bool = True  # whether the prompt ends with the template's beginning of an assistant's message
+    continues: bool = False  # whether the output continues the last message
 
     # The output.
-    tool_use: ToolUse = NO_TOOLS
+    tool_use: ToolUse = NO_TOOLS  # calls that the output may or must have
     separates_reasoning: bool = True  # whether the response has reasoning in a field of its own
-    constraint: Named | None = None  # client's field, and the grammar of the text
+    constraint: Named | None = None  # grammar of the text, with the client's field that asks for it; None for any text
     prediction: str | None = None  # text that the client expects as the output, or None
 
     # Parameters.
     sampling: SamplingBody = NO_SAMPLING
-    min_tokens: int | None = None
-    max_tokens: int | None = None  # None: as many as the context allows
-    seed: int | None = None
-    logprobs: int | None = None  # most likely tokens per output token, or None for no log probabilities
-    logprob_token_ids: Sequence[int] = ()  # ids of further tokens whose log probabilities are returned
+    min_tokens: int | None = None  # output tokens; None for no minimum
+    max_tokens: int | None = None  # output tokens; None for as many as the context allows
+    seed: int | None = None  # None for a random seed
+    logprobs: int | None = None  # number of most likely tokens per output token, or None for no log probabilities
+    logprob_token_ids: Sequence[int] = ()  # tokens whose log probabilities are returned for every output token
 
     # The response.
-    stream: bool = False  # text is sent while it is generated
-    include_usage: bool = False  # the last event of a stream has the usage
+    stream: bool = False  # whether text is sent while it is generated
+    include_usage: bool = False  # whether the last event of a stream has the token counts
     include_stop: bool | None = None  # whether the text keeps its stop string, or None for the value of `sampling.no_stop_trim`
-    answer: AnswerBody = TEXT_ALONE
+    answer: AnswerBody = TEXT_ALONE  # optional fields of the response
 
     # Placement.
-    name: str = ""  # client's name of the request, for aborts and sessions; "" for none
-    cache_salt: str = ""
-    priority: int | None = None
-    routing_key: str = ""
-    session: worker_pb2.SessionTurn | None = None
+    name: str = ""  # request id that the client chose, for aborts and sessions; "" for none
+    cache_salt: str = ""  # separates cached prefixes; "" for the namespace that requests without a salt share
+    priority: int | None = None  # scheduling priority; None for the default
+    routing_key: str = ""  # the affinity policy sends requests with the same routing key to one worker; "" for none
+    session: worker_pb2.SessionTurn | None = None  # session and turn that the chat continues; None for no session
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ class PreparedChat:
     """
 
     prompt: PromptInput
-    formats: OutputFormats | None  # formats of the output, or None if only the prompt was stored
-    reasoning_marks: Sequence[int]  # see Parsing
+    formats: OutputFormats | None  # formats of the output; None if only the prompt was stored, and the fields below are unused
+    reasoning_marks: Sequence[int]  # token ids; see Parsing
     context_len: int  # tokens
     defaults: SamplingDefaults
 
-    def of(self, model: ModelInfo) -> ModelInfo:
+    def applied_to(self, model: ModelInfo) -> ModelInfo:
         """Returns the model with the stored sampling defaults, and with the shorter of the stored and the current context."""
         if self.formats is None:
             return model
@@ -111,7 +111,7 @@ class PreparedChat:
 
 
 class ChatPreparer:
-    """Prepares the chats of all APIs. One per process. Every method raises ApiError."""
+    """Prepares the chats of all APIs. Each process has one. Every public method raises ApiError for an invalid request."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class ChatPreparer:
         """Makes the preparer.
 
         Args:
-            dropped: Called for each generated tool call that the response leaves out.
-            omits_hosted_tools: Whether hosted tools are left out of chats. Otherwise, chats with hosted tools are refused.
+            dropped: Called for each generated tool call that the response omits.
+            omits_hosted_tools: Whether hosted tools are removed from chats. If not, chats with hosted tools are refused.
         """
         self._models = models
         self._tokenizer = tokenizer
@@ -137,19 +137,20 @@ class ChatPreparer:
         """Returns the prepared request of a chat.
 
         Args:
-            prepared: The stored part of a chat that was prepared earlier. The messages of `chat` are then not used.
+            prepared: The stored part of a chat that was prepared earlier, or None. If it is given, its prompt replaces the
+                messages.
         """
         call = _encode_call(chat, origin.request_id)
         chat = replace(chat, messages=())  # messages may have 64 MiB, and `call` has a copy
         model = await self.generating_model(chat.model, origin.caller)
-        model = model if prepared is None else prepared.of(model)
+        model = model if prepared is None else prepared.applied_to(model)
         check_sets(chat.sampling.allowed_token_ids, chat.sampling.banned_token_ids, chat.sampling.n or 1)
         generation = _generation_of(chat, model)
         if chat.session is not None:
             check_turn(generation.n == 1, None)
         call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(chat.cache_salt))
         if prepared is None:
-            budget = for_an_answer(model, chat.session is not None)
+            budget = budget_with_output(model, chat.session is not None)
             prompt = await prompts.of_chat(call, self._tokenizer, model, origin, budget, chat.fields)
         else:
             prompt = prepared.prompt
@@ -157,13 +158,13 @@ class ChatPreparer:
             formats, marks = prepared.formats, prepared.reasoning_marks
         else:
             if prepared is not None:
-                await self._tokenizer.ready(
-                    model.source
-                )  # this gateway has not tokenized the prompt, so the formats may be unknown
+                # The formats are known only after a tokenizer has connected, and this gateway has not tokenized the prompt.
+                await self._tokenizer.ready(model.source)
             formats = self._formats(chat, model).after(prompt.rendered_end)
             marks = self._tokenizer.reasoning_marks(model.source)
         generation = constrained(generation, chat.tool_use, formats, self._parsing(marks))
-        name = chat.name or (origin.request_id if chat.session is not None else "")  # a later turn of the session names this one
+        # A turn of a session always gets a request id, because a later turn may name it as its parent.
+        name = chat.name or (origin.request_id if chat.session is not None else "")
         prompt = replace(prompt, request_id=name, prediction=await self._prediction(chat, model, origin))
         return GenerationRequest.of(model, [prompt], generation)
 
@@ -174,23 +175,23 @@ class ChatPreparer:
         return len((await prompts.of_chat(call, self._tokenizer, model, origin, UNBOUNDED, chat.fields)).ids)
 
     async def generating_model(self, name: str | None, caller: Caller) -> ModelInfo:
-        """Returns the model of this name; see model_of(). Raises ApiError if it does not generate text."""
+        """Returns the model of this name, as model_of() does. Raises ApiError if the model does not generate text."""
         model = await self.model_of(name, caller)
         if not model.generates:
             raise bad_request("model", "This model gives embeddings only; see /v1/embeddings.", "unsupported_model")
         return model
 
     async def model_of(self, name: str | None, caller: Caller) -> ModelInfo:
-        """Returns the model of this name. A caller that may use only one model need not name it."""
-        self._require(name, caller)
+        """Returns the model of this name. None means the only model that the caller may use."""
+        self._check_model_name(name, caller)
         model = await self._models.wait_for(name, caller)
-        self._require(name, caller)
+        self._check_model_name(name, caller)
         return model
 
-    def _require(self, name: str | None, caller: Caller) -> None:
-        """Raises ApiError if the caller may use several models and names none.
+    def _check_model_name(self, name: str | None, caller: Caller) -> None:
+        """Raises ApiError if the request names no model although the caller may use several.
 
-        model_of() calls it again after the wait, because models may appear meanwhile.
+        model_of() checks before and after its wait for a worker, because models may appear during the wait.
         """
         if name is None and sum(map(caller.may_use, self._models.names())) > 1:
             raise bad_request(
@@ -202,10 +203,14 @@ class ChatPreparer:
         return chat.tool_use.formats(known if chat.separates_reasoning else replace(known, reasoning=NONE))
 
     def _parsing(self, marks: Sequence[int]) -> MakeParsing:
+        """Returns a function that makes the parser settings of one request."""
         return lambda formats, setup: Parsing(formats, setup, self._make_parser, self._dropped, marks)
 
     async def _prediction(self, chat: ChatRequest, model: ModelInfo, origin: Origin) -> Sequence[int] | None:
-        """Returns the token ids of the predicted text: None without a prediction, empty if no worker uses predictions."""
+        """Returns the token ids of the predicted text.
+
+        None if the client predicts no text. Empty if the request or its workers do not use predictions.
+        """
         if chat.prediction is None:
             return None
         if chat.sampling.speculative is False or not self._models.reads_predictions(model):
@@ -214,7 +219,7 @@ class ChatPreparer:
 
 
 def _encode_call(chat: ChatRequest, request_id: str) -> tokenizer_pb2.EncodeChatRequest:
-    """Returns the call that has the tokenizer render and encode the chat. Raises ApiError."""
+    """Returns the message with which the tokenizer renders the chat template and encodes the prompt. Raises ApiError."""
     return tokenizer_pb2.EncodeChatRequest(
         request_id=request_id,
         messages_json=dump_json(chat.messages, chat.fields.of("messages")),
@@ -227,7 +232,7 @@ def _encode_call(chat: ChatRequest, request_id: str) -> tokenizer_pb2.EncodeChat
 
 
 def _generation_of(chat: ChatRequest, model: ModelInfo) -> GenerationParams:
-    """Returns the parameters of a chat. Raises ApiError."""
+    """Returns the generation parameters of a chat. Raises ApiError."""
     check_token_ids(chat.logprob_token_ids, model.vocab_size, "logprob_token_ids")
     logprobs = None if chat.logprobs is None else pb.Logprobs(top=chat.logprobs, token_ids=chat.logprob_token_ids)
     return generation_of(
@@ -252,7 +257,10 @@ def _generation_of(chat: ChatRequest, model: ModelInfo) -> GenerationParams:
 
 
 def switches_of(body: ThinkingBody) -> dict[str, Any]:
-    """Returns the fields that switch reasoning, as variables of the template: an object {"type"} becomes true or false."""
+    """Returns the template variables that switch reasoning on or off.
+
+    A switch in the form of an object is false if its type is `disabled`, and otherwise true.
+    """
     return {
         name: value.type != "disabled" if isinstance(value, ThinkingSwitch) else value
         for name in ("enable_thinking", "thinking", "think")
@@ -267,27 +275,30 @@ def template_variables(
     switches: Mapping[str, Any],
     documents: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the variables of the template. Those in `given` override those that other fields set.
+    """Returns the variables of the chat template.
 
-    Effort `none` turns the switches of reasoning off, as in SGLang.
+    As in SGLang, the effort `none` also sets the variables `enable_thinking` and `thinking` to false, unless `switches` or
+    `given` has them.
 
     Args:
-        given: The client's chat_template_kwargs.
+        given: The client's chat_template_kwargs. Its `documents` take precedence over the argument `documents`.
+        effort: The client's reasoning effort, or None.
+        switches: The variables that switches_of() returns.
 
     Raises:
-        ApiError: Two fields set a variable to different values.
+        ApiError: `given` sets the effort or a switch to another value than the client's own field does.
     """
     given = given or {}
     if effort is None:
         own: dict[str, Any] = {}
     elif given.get("reasoning_effort", effort) != effort:
         name = fields.of("reasoning_effort")
-        raise bad_request(name, f"'{name}' and 'chat_template_kwargs' set different efforts. Send one value.")
+        raise bad_request(name, f"'{name}' and 'chat_template_kwargs.reasoning_effort' are different. Send one value.")
     else:
         own = {"reasoning_effort": effort, **(_THINKING_OFF if effort == "none" else {})}
     for name, value in switches.items():
         if given.get(name, value) != value:
-            raise bad_request(name, f"'{name}' and 'chat_template_kwargs' set '{name}' to different values. Send one value.")
+            raise bad_request(name, f"'{name}' and 'chat_template_kwargs.{name}' are different. Send one value.")
     if documents:
         own["documents"] = documents
     return {**own, **switches, **given}

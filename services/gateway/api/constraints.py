@@ -1,7 +1,7 @@
-"""Translates each form of an output constraint into a Grammar. Pure; raises ApiError.
+"""Translates every form of an output constraint that an API accepts into a Grammar for workers. Pure; raises ApiError.
 
-Workers check the schema, pattern or grammar itself before the first token. Error messages never repeat a value that the client
-sent.
+These functions check only the form and the size of a constraint. The worker compiles the schema, pattern or grammar before the
+first token and reports an invalid one. Error messages never repeat a value that the client sent.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from rootstock_llm.services.gateway.generation.errors import ApiError, bad_reque
 from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.json_schema import too_large
 
-Named = tuple[str, pb.Grammar]  # client's field, and its grammar
+Named = tuple[str, pb.Grammar]  # the client's field that asks for the constraint, and the grammar
 
 
 def constraint_of(body: ConstraintBody) -> Named | None:
-    """Returns the constraint of a body, or None. Raises ApiError, also if two fields constrain the output."""
+    """Returns the constraint of a body, or None. Raises ApiError if it is invalid, or if two fields constrain the output."""
     found = [named for field in ConstraintBody.model_fields if (named := _of_field(field, getattr(body, field))) is not None]
     return only_one(found)
 
 
 def only_one(found: Sequence[Named]) -> Named | None:
-    """Returns the only constraint, or None. Raises ApiError that names the first two fields if there are more."""
+    """Returns the only constraint of the list, or None if the list is empty.
+
+    Raises:
+        ApiError: The list has several constraints. The message names the fields of the first two.
+    """
     if len(found) > 1:
         first, second = found[0][0], found[1][0]
-        raise bad_request(second, f"'{first}' and '{second}' both constrain the output; only one may be given.")
+        raise bad_request(second, f"'{first}' and '{second}' both constrain the output. Send only one of them.")
     return found[0] if found else None
 
 
@@ -45,7 +49,11 @@ def _of_field(field: str, value: Any) -> Named | None:
 
 
 def response_format(value: Any, where: str) -> Named | None:
-    """Returns the constraint of a format: `text`, `json_object`, `json_schema` or `structural_tag`. Raises ApiError."""
+    """Returns the constraint of a response format, or None for the format `text`. Raises ApiError.
+
+    Args:
+        where: The client's path of `value`.
+    """
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
@@ -60,7 +68,7 @@ def response_format(value: Any, where: str) -> Named | None:
 
 
 def named_schema(value: Any, where: str) -> pb.Grammar:
-    """Returns the grammar of an object with `name` and `schema`. Raises ApiError."""
+    """Returns the grammar of the `json_schema` member of a response format, which has a name and a schema. Raises ApiError."""
     if not isinstance(value, dict):
         raise bad_request(where, f"'{where}' must be an object with 'name' and 'schema'.")
     if not isinstance(value.get("name"), str) or not value["name"]:
@@ -91,22 +99,22 @@ def json_object(value: Any, where: str) -> pb.Grammar:
 
 
 def json_schema(value: Any, where: str) -> pb.Grammar:
-    """Returns the grammar of a schema: an object, a boolean or the text of one. Raises ApiError."""
+    """Returns the grammar of a JSON schema: an object, a boolean, or the JSON text of either. Raises ApiError."""
     schema = _loaded(value, where) if isinstance(value, str) else value
     if not isinstance(schema, dict | bool):
-        raise bad_request(where, f"'{where}' must be a JSON Schema, as an object or as its text.")
+        raise bad_request(where, f"'{where}' must be a JSON Schema: an object, a boolean, or the JSON text of either.")
     _check_parts(schema, where)
     return pb.Grammar(json_schema=_dumped(schema, where))
 
 
 def structural_tag(value: Any, where: str) -> pb.Grammar:
-    """Returns the grammar of a structural tag: an object or its text. Raises ApiError.
+    """Returns the grammar of a structural tag: an object, or the JSON text of one. Raises ApiError.
 
-    Its text is loaded without the depth limit of load_json(), because the gateway's own tags are nested more deeply.
+    A text is parsed without the depth limit of load_json(), because the gateway's own tags are nested more deeply.
     """
     tag = _loaded(value, where, orjson.loads) if isinstance(value, str) else value
     if not isinstance(tag, dict):
-        raise bad_request(where, f"'{where}' must be an object or its text.")
+        raise bad_request(where, f"'{where}' must be an object, or the JSON text of one.")
     _check_parts(tag, where)
     return pb.Grammar(structural_tag=_dumped(tag, where))
 
@@ -120,7 +128,7 @@ def ebnf(value: Any, where: str) -> pb.Grammar:
 
 
 def choice(value: Any, where: str) -> pb.Grammar:
-    """Returns the grammar of an output that equals one text of a list. Raises ApiError."""
+    """Returns the grammar of an output that equals one of the listed texts. Raises ApiError."""
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise bad_request(where, f"'{where}' must be a list of at least one text, and no text may be empty.")
     if len(value) > limits.MAX_GUIDED_CHOICES:
@@ -131,7 +139,7 @@ def choice(value: Any, where: str) -> pb.Grammar:
 
 
 def _literal(text: str) -> str:
-    """Returns the text as a string literal of EBNF."""
+    """Returns an EBNF string literal for the text."""
     return f'"{text.translate(_ESCAPES)}"'
 
 
@@ -147,7 +155,10 @@ def _loaded(text: str, where: str, load: Callable[[str], Any] = load_json) -> An
 
 
 def _dumped(value: Any, where: str) -> str:
-    """Returns the JSON text. Keys keep their order, because the output has them in this order. Workers use it as a cache key."""
+    """Returns the JSON text of a value, which workers use as the key of their cache of compiled grammars.
+
+    Members keep the client's order, because the output has its members in the same order.
+    """
     try:
         text = orjson.dumps(value).decode()
     except (orjson.JSONEncodeError, RecursionError):
@@ -168,16 +179,16 @@ def _check_size(text: str, where: str) -> str:
 
 
 def _check_parts(schema: Any, where: str) -> None:
-    why = too_large(schema)
-    if why:
-        raise bad_request(where, f"'{where}' has {why}.")
+    excess = too_large(schema)
+    if excess:
+        raise bad_request(where, f"'{where}' has {excess}.")
 
 
 def _too_large(where: str) -> ApiError:
     return bad_request(where, f"'{where}' may have at most {limits.MAX_GRAMMAR_BYTES} bytes.")
 
 
-Maker = Callable[[Any, str], pb.Grammar]  # value, and the client's field of the value
+Maker = Callable[[Any, str], pb.Grammar]  # makes the grammar of a value; the text is the client's path of the value
 _MAKERS: Mapping[str, Maker] = {
     "guided_json": json_schema,
     "guided_regex": regex,

@@ -1,7 +1,7 @@
 """Translates the parameters of a request of any API into GenerationParams, with the SamplingParams message for workers.
 
-The functions make the checks that pydantic types cannot make. Pure. An ApiError names the field as the client's API does, and
-repeats no value that the client sent.
+The functions make the checks that pydantic types cannot make. Pure. The message of an ApiError has the field's name in the
+client's API, and never a value that the client sent.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from rootstock_llm.services.shared.sampling_parameters import (
     spelled,
 )
 
-_SAME_NAMES = tuple(row.wire for row in SCALARS if set(row.names.values()) == {row.wire})  # same name in every API
-_POSITIVE = tuple(row for row in SCALARS if row.excludes_low)  # values above 0 that must stay above 0 as float32
+# Parameters with the same name in every API.
+_SAME_NAMES = tuple(row.wire for row in SCALARS if set(row.names.values()) == {row.wire})
+# Parameters that must be above 0. A tiny value must not become 0 when it is converted to float32.
+_POSITIVE = tuple(row for row in SCALARS if row.excludes_low)
 
 
 def generation_of(
@@ -59,13 +61,14 @@ def generation_of(
 
     Args:
         api: API whose names `body` and the errors use.
-        max_tokens: None: as many as the context allows. 0, which only some APIs accept: no output tokens.
-        constraint: The client's field, and the grammar of the output.
-        include_stop: Whether the text keeps its stop string. None: the value of `no_stop_trim`.
+        max_tokens: Maximum number of output tokens. None for as many as the context allows. 0 for no output; only some APIs
+            accept 0.
+        constraint: The client's field, and the grammar of the output. None for any output.
+        include_stop: Whether the text keeps its stop string. None for the value of `no_stop_trim`.
     """
     if max_tokens is not None and (min_tokens or 0) > max_tokens:
         name = SCALAR["min_new_tokens"].names[api]
-        raise bad_request(name, f"'{name}' is greater than the maximum number of output tokens.")
+        raise bad_request(name, f"'{name}' must not exceed the maximum number of output tokens.")
     return GenerationParams(
         stream=stream,
         include_usage=include_usage,
@@ -105,7 +108,7 @@ def _message_of(
     logprobs: pb.Logprobs | None,
     vocab_size: int,
 ) -> pb.SamplingParams:
-    """Returns the parameters that all choices share. A parameter that the client has not given is unset."""
+    """Returns the sampling message that all choices share. Parameters that the client did not send are unset."""
     for row in (STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, BANNED_TOKEN_IDS):
         check_token_ids(getattr(body, row.names[api]) or (), vocab_size, row.names[api])
     bias = logit_bias(body.logit_bias or {}, vocab_size)
@@ -129,12 +132,12 @@ def _message_of(
 
 
 def stop_strings(value: Any, name: str = STOP.wire) -> list[str]:
-    """Returns the stop strings of a client's field with this name."""
+    """Returns the checked stop strings of the client's field `name`. Raises ApiError."""
     return _texts(value, STOP, name)
 
 
 def stop_regexes(value: Any) -> list[str]:
-    """Returns the patterns. Workers check whether they are valid."""
+    """Returns the stop patterns. Raises ApiError for a wrong type, number or length. Workers refuse invalid patterns."""
     return _texts(value, STOP_REGEX, STOP_REGEX.wire)
 
 
@@ -156,7 +159,7 @@ def logit_bias(entries: Mapping[str, float], vocab_size: int) -> dict[int, float
     bias: dict[int, float] = {}
     for key, value in entries.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise bad_request("logit_bias", "The keys of 'logit_bias' must be token ids.")
+            raise bad_request("logit_bias", "The member names of 'logit_bias' must be token ids.")
         if row.fault(value):
             raise bad_request("logit_bias", f"The values of 'logit_bias' must be {spelled(row.low, row.high)}.")
         bias[int(key)] = value
@@ -188,10 +191,13 @@ def token_id_set(ids: Sequence[int] | None) -> list[int]:
 
 
 def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
-    """Checks types and range without a Python loop, because prompts have up to millions of ids."""
+    """Raises ApiError unless all ids are integers below `vocab_size`.
+
+    Has no Python loop, because prompts may have millions of ids.
+    """
     if not ids:
         return
     if set(map(type, ids)) != {int}:
-        raise bad_request(param, f"'{param}' must hold integers only.")
+        raise bad_request(param, f"'{param}' must have integers only.")
     if min(ids) < 0 or max(ids) >= vocab_size:
-        raise bad_request(param, f"'{param}' holds a token id outside the vocabulary (0 to {vocab_size - 1}).")
+        raise bad_request(param, f"'{param}' has a token id outside the vocabulary (0 to {vocab_size - 1}).")

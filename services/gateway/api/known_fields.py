@@ -1,12 +1,13 @@
-"""Fields of OpenAI's, SGLang's and vLLM's bodies that have no effect on this server, by endpoint. Pure.
+"""Fields of OpenAI's, SGLang's and vLLM's bodies for features that this server does not have, by endpoint. Pure.
 
-- `unused` fields cannot change a response. Any value is accepted.
-- `neutral` fields can. They are accepted at the values without effect; any other value is refused with the field's name.
-- Other unknown fields are ignored on OpenAI's endpoints, whose clients send new fields, and refused on SGLang's.
+- An `unused` field never changes a response. All its values are accepted.
+- A `neutral` field changes a response on other servers, except at its neutral values. Only these values and null are accepted.
+  For any other value, the request is refused with an error that names the field.
+- A field that is in no list is ignored on OpenAI's endpoints, because their clients send new fields, and refused on SGLang's.
 
-Null has no effect in any field. Hosted tools, which only another server can run, are left out instead of refused: coding agents
-send them with functions, and their users cannot change that. A response names the omitted tools in a header. The gateway's
-`omit_hosted_tools` turns this off.
+A hosted tool is a tool that the provider's server runs, such as web search. Coding agents send hosted tools together with
+functions, and their users cannot change that. The gateway therefore omits hosted tools instead of refusing the request, and the
+response has a header with the omitted names. The setting `omit_hosted_tools` turns this off.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ Neutral = Mapping[str, tuple[Any, ...]]  # field name → values without effect
 
 @dataclass(frozen=True, slots=True)
 class KnownFields:
-    """Fields of an endpoint that have no effect here."""
+    """The fields of one endpoint's bodies that this server accepts without effect."""
 
-    unused: frozenset[str]  # accepted at any value
-    neutral: Neutral  # accepted at these values only
-    per_prompt: bool = False  # whether a list of neutral values, one per prompt, is neutral, too
+    unused: frozenset[str]  # fields that are accepted with any value
+    neutral: Neutral  # fields that are accepted only with their neutral values
+    per_prompt: bool = False  # whether a field may also have a list with one neutral value per prompt
 
     def has_no_effect(self, name: str, value: Any) -> bool:
         if value is None or name in self.unused:
@@ -42,12 +43,15 @@ class KnownFields:
 
 
 def is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Returns whether a value equals a neutral value of the same type. 0 is not False: `"logprobs": 0` has an effect."""
+    """Returns whether a value equals a neutral value of the same type.
+
+    0 does not equal False, because `"logprobs": 0` has an effect.
+    """
     return any(type(value) is type(item) and value == item for item in neutral)
 
 
 def refuse_unserved(body: Mapping[str, Any], known: KnownFields) -> None:
-    """Checks that no field asks for a feature that this server does not have. Raises ApiError that names the first one."""
+    """Raises ApiError with the name of the first field that asks for a feature which this server does not have."""
     _refuse(body, known.neutral)
     options = body.get("stream_options")
     if isinstance(options, dict):
@@ -55,11 +59,12 @@ def refuse_unserved(body: Mapping[str, Any], known: KnownFields) -> None:
 
 
 def without_neutral(body: Mapping[str, Any], served: Collection[str], known: KnownFields) -> dict[str, Any]:
-    """Returns the body without fields that have no effect. Clients of SGLang's API send all fields, mostly with their
-    defaults.
+    """Returns the body without fields that have no effect.
+
+    SGLang's own client sends every field, most of them with the default value.
 
     Args:
-        served: Names of fields that stay.
+        served: Names of the fields that this server reads. They always stay in the body.
     """
     return {name: value for name, value in body.items() if name in served or not known.has_no_effect(name, value)}
 
@@ -80,7 +85,7 @@ _TOOL_NAME = re.compile("[a-zA-Z0-9_.-]{1,64}")
 
 
 def hosted_type(tool: Any) -> str:
-    """Returns the type of a hosted tool, or of a tool choice that names one; "" for functions and invalid values."""
+    """Returns the type of a hosted tool, or of a tool choice that names a hosted tool. "" for a function or an invalid value."""
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     return kind if isinstance(kind, str) and kind != "function" and _TOOL_TYPE.fullmatch(kind) else ""
 
@@ -95,14 +100,14 @@ def own_name(tool: Mapping[str, Any]) -> str:
 
 
 def omitted_names(tools: Sequence[Any] | None) -> list[str]:
-    """Returns the hosted tools among `tools` as `type`, or as `type:name` for types that several tools can share."""
+    """Returns the names of the hosted tools in `tools`: `type`, or `type:name` for a type that several tools can share."""
     kinds = [(hosted_type(tool), tool) for tool in tools or ()]
     named = ("custom", "mcp", "namespace")
     return [f"{kind}:{own_name(tool)}" if kind in named and own_name(tool) else kind for kind, tool in kinds if kind]
 
 
-# Accounting, storage, labels, and hints for moderators and caches do not change a response. stream_reasoning
-# has no effect, because reasoning is always streamed.
+# Fields for accounting, storage and labels, and hints for moderation and caches. stream_reasoning has no effect, because
+# reasoning is always streamed.
 _UNUSED = frozenset(
     (
         "custom_labels",
@@ -122,7 +127,9 @@ _UNUSED = frozenset(
     )
 )
 
-_PREDICTED = frozenset(("prediction",))  # accepted by chats only
+_PREDICTED = frozenset(("prediction",))  # unused except in chats
+
+# Neutral fields, by the part of a request that they change on other servers: sampling, prompt, response and placement.
 
 SAMPLING: Neutral = {row.name: row.neutral for row in UNSERVED if Api.CHAT in row.apis}
 PROMPT: Neutral = {
@@ -173,7 +180,7 @@ PLACEMENT: Neutral = {
     "routed_dp_rank": (),
     "vllm_xargs": ({},),
 }
-# Fields of other servers' APIs that change a response there.
+# Fields of servers other than OpenAI's, SGLang and vLLM.
 OF_OTHERS: Neutral = {
     "do_sample": (True,),
     "dynatemp_range": (0, 0.0),
@@ -193,6 +200,7 @@ OF_OTHERS: Neutral = {
     "thinking_budget": (),
     "top_a": (0, 0.0),
 }
+# Fields that this server supports in chats. Other APIs accept them only with these values.
 _OF_CHAT_ANSWERS: Neutral = {
     "ebnf": ("",),
     "guided_choice": ([],),
@@ -215,16 +223,17 @@ _OF_CHAT_ANSWERS: Neutral = {
 
 
 def of_chats_alone(served: Collection[str]) -> Neutral:
-    """Returns the chat fields that change a response, for another API.
+    """Returns the neutral values of the fields that only chats support, for an API that does not support them.
 
     Args:
-        served: Names of the other API's own fields.
+        served: Names of the fields that the other API supports. They are left out.
     """
     sampling = {name: (*row.neutral, [], {}) for name, row in of_api(Api.CHAT).items()}
     return {name: neutral for name, neutral in {**_OF_CHAT_ANSWERS, **sampling}.items() if name not in served}
 
 
 _EVERYWHERE: Neutral = {**SAMPLING, **PROMPT, **ANSWER, **PLACEMENT, **OF_OTHERS}
+# Fields for chat templates, on endpoints without a template.
 OF_TEMPLATES: Neutral = {
     "add_generation_prompt": (True, False),
     "chat_template_kwargs": ({},),
@@ -240,7 +249,7 @@ OF_TEMPLATES: Neutral = {
     "tools": ([],),
 }
 
-_CUT: Neutral = {"truncate_prompt_tokens": ()}  # embeddings support it, generating endpoints do not
+_CUT: Neutral = {"truncate_prompt_tokens": ()}  # only /v1/embeddings supports this field
 OF_CHAT: Neutral = {
     "add_special_tokens": (False,),  # a chat template writes the special tokens
     "best_of": (1,),

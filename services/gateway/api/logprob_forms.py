@@ -1,4 +1,4 @@
-"""Writes log probabilities as JSON in the forms of chats and completions, a slice of tokens at a time."""
+"""Writes log probabilities as JSON, in the form of chats and in the form of completions, one slice of tokens at a time."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from rootstock_llm.services.gateway.generation.logprobs import LogprobRow, value
 from rootstock_llm.services.gateway.generation.request import GenerationParams
 from rootstock_llm.services.gateway.remote.token_texts import ModelTexts
 
-SLICE_VALUES = 4096  # values per slice; some milliseconds of rendering
+SLICE_VALUES = 4096  # log probabilities per slice, which take some milliseconds to render
 LOWEST = -9999.0  # JSON has no infinity; OpenAI sends this value for a very unlikely token
 
-Entry = tuple[int, LogprobRow | None]  # token id and its values; None for a prompt's first token, which nothing predicts
-Texts = Mapping[int, bytes]
+Entry = tuple[int, LogprobRow | None]  # token id and its log probabilities; None for a prompt's first token, which has none
+Texts = Mapping[int, bytes]  # text of each token, by token id
 
 
 def extend(array: bytearray, values: Sequence[Any]) -> None:
-    """Appends elements to the content of a JSON array."""
+    """Appends values to `array`, the text of a JSON array without its brackets."""
     if values:
         array += b"," if array else b""
         array += orjson.dumps(values)[1:-1]
 
 
 class LogprobSlices:
-    """Cuts tokens with their log probabilities into slices.
+    """Cuts a sequence of tokens with log probabilities into slices.
 
-    The event loop runs other tasks between two slices, and only one slice at a time exists as Python objects.
+    Slices bound the time without other tasks on the event loop, and the memory: only one slice exists as Python objects.
     """
 
     def __init__(self, top: int, chosen: Sequence[int], token_texts: ModelTexts | None) -> None:
         """Makes the slices.
 
         Args:
-            top: Number of most likely tokens per token.
-            chosen: Token ids that the client asks for.
-            token_texts: None if the texts of tokens are not rendered.
+            top: Number of most likely tokens that are listed for each token.
+            chosen: Token ids whose log probability the client wants for each token.
+            token_texts: Source of the tokens' texts. None if the response has no texts.
         """
         self._count = max(1, SLICE_VALUES // values_per_token(top, len(chosen)))
         self._chosen = chosen
         self._token_texts = token_texts
 
     async def of(self, entries: Iterable[Entry]) -> AsyncIterator[tuple[list[Entry], Texts]]:
-        """Yields slices of the entries with the texts of their tokens; {} if texts are not rendered. Raises ApiError."""
+        """Yields each slice of the entries with the texts of its tokens, which are {} without token_texts. Raises ApiError."""
         rest = iter(entries)
         while batch := list(islice(rest, self._count)):
             yield batch, await self._texts_of(batch)
@@ -72,7 +72,7 @@ def _slices(generation: GenerationParams, token_texts: ModelTexts) -> LogprobSli
 
 
 class ChatLogprobWriter:
-    """Writes the log probabilities of a chat's choices."""
+    """Writes the log probabilities of a chat's choices: one JSON object per token."""
 
     def __init__(self, generation: GenerationParams, token_texts: ModelTexts) -> None:
         self._requested = list(generation.sampling.logprobs.token_ids)
@@ -101,13 +101,16 @@ def _named(token: int, value: float, texts: Texts) -> dict[str, Any]:
 
 
 class CompletionLogprobWriter:
-    """Writes the log probabilities of completions. With echo, the prompt's tokens come first; the very first has no value."""
+    """Writes the log probabilities of completions: parallel arrays with one element per token.
+
+    With `echo`, the arrays begin with the prompt's tokens. The first token of the prompt has null in place of values.
+    """
 
     def __init__(self, generation: GenerationParams, token_texts: ModelTexts) -> None:
         self._requested = list(generation.sampling.logprobs.token_ids)
         self._slices = _slices(generation, token_texts)
         self._echo = generation.wants_prompt_logprobs
-        self._offsets: dict[int, TextOffsets] = {}  # by the choice's index
+        self._offsets: dict[int, TextOffsets] = {}  # by index of the choice
 
     async def of(self, delta: Delta) -> bytes:
         """Returns the log probabilities of a delta as JSON. Raises ApiError."""
@@ -124,7 +127,7 @@ class CompletionLogprobWriter:
 
 
 class _Columns:
-    """Parallel arrays of the tokens of one delta."""
+    """The parallel JSON arrays for the tokens of one delta."""
 
     def __init__(self, requested: Sequence[int]) -> None:
         self._requested = requested
@@ -150,13 +153,16 @@ class _Columns:
 
 
 def _tops(token: int, values: LogprobRow, texts: Texts) -> dict[str, float]:
-    """Returns the most likely tokens and the token itself."""
+    """Returns the log probabilities of the most likely tokens and of the token itself, by the token's name."""
     tops = zip((*values.top_ids, token), (*values.top_values, values.value), strict=True)
     return {_name(texts[top]): max(value, LOWEST) for top, value in tops}
 
 
 def _name(text: bytes) -> str:
-    """Returns the name of a token. A token that is not valid UTF-8 is named by its bytes, so that names differ."""
+    """Returns the text that names a token in the response.
+
+    A token that is not valid UTF-8 gets its bytes in hex, so that names differ.
+    """
     try:
         return text.decode()
     except UnicodeDecodeError:
@@ -174,29 +180,34 @@ def _prompt_entries(choice: Choice) -> Iterator[Entry]:
 
 
 class TextOffsets:
-    """Offsets of the tokens of one choice in the choice's text, in characters.
+    """Computes the offset of each token of one choice in the choice's text, in characters.
 
-    A special token that the text does not show has the offset of the next token.
+    A special token that the text does not show gets the offset of the token after it.
     """
 
     def __init__(self, prefix: str) -> None:
-        """Starts at the first token. `prefix` is the echoed prompt, in which the prompt's tokens are searched."""
+        """Begins at offset 0.
+
+        Args:
+            prefix: The echoed prompt, with which the text begins, or "". step() searches the prompt's tokens in it.
+        """
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._chars = 0
         self._prefix = prefix.encode()
-        self._at = 0  # bytes of the prefix up to the last token that was found
-        self._missed = 0  # bytes of tokens since then, none of which was found
+        self._at = 0  # index in the prefix, in bytes, behind the last token that was found
+        self._missed = 0  # total bytes of the tokens after that token, none of which was found
 
     def step(self, text: bytes) -> int:
+        """Returns the offset of the next token, which has these bytes."""
         begin = self._chars
         self._chars += len(self._decoder.decode(self._shown(text) if self._at < len(self._prefix) else text))
         return begin
 
     def _shown(self, text: bytes) -> bytes:
-        """Returns the bytes of the prefix from the last found token to the end of this one; b"" if this token is not found.
+        """Returns the bytes of the prefix from the end of the last found token to the end of this token; b"" if it is not found.
 
-        The prefix may have a token in another form, without a blank at the start or with a normalized character. Such a token
-        is skipped, and the bytes for it are returned with the next token that is found.
+        The prefix may show a token in another form, without its leading blank or with a normalized character. A token that is not
+        found for this reason is skipped. The call for the next token that is found returns the skipped bytes too.
         """
         for form in filter(None, (text, text.removeprefix(b" "))):
             found = self._prefix.find(form, self._at, self._at + 2 * self._missed + len(form))

@@ -1,4 +1,7 @@
-"""Makes prompts of token ids, encoding texts with the tokenizer, and checks their lengths. Errors are ApiError."""
+"""Turns the prompts of all APIs into token ids, with the tokenizer service for texts, and checks their lengths.
+
+All errors are ApiError. The argument `param` or `where` of a function is the client's field that errors name.
+"""
 
 from __future__ import annotations
 
@@ -23,45 +26,44 @@ from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, HASH_
 
 @dataclass(frozen=True, slots=True)
 class ContextBudget:
-    """The tokens of a model's context that a prompt may take."""
+    """How many tokens of a model's context a prompt may have, and whether a longer prompt is cut or refused."""
 
-    context_len: int  # tokens
-    answers: int  # tokens of the context that are reserved for the output
-    cuts: bool  # whether a longer prompt is cut to its first tokens instead of refused
+    context_len: int  # tokens of the model's context
+    output_tokens: int  # tokens of the context that are reserved for the output
+    cuts: bool  # whether a longer prompt is cut to its first tokens; otherwise it is refused
 
     @property
     def most(self) -> int:
-        """Largest number of tokens of a prompt."""
-        return self.context_len - self.answers
+        """Largest number of tokens that a prompt may have."""
+        return self.context_len - self.output_tokens
 
     def bound(self, call: EncodeCall) -> None:
-        """Writes the limit into the tokenizer's call, so that the tokenizer stops there."""
+        """Writes the limit into the call of the tokenizer, which then stops encoding at the limit."""
         call.max_tokens, call.cuts = max(self.most, 0), self.cuts
 
     def check(self, tokens: int, param: str, is_bound: bool = False) -> None:
         """Checks the length of a prompt.
 
         Args:
-            param: Client's field of the prompt.
             is_bound: Whether `tokens` is only a lower bound of the length.
 
         Raises:
-            ApiError: The prompt is empty, or too long.
+            ApiError: The prompt is empty, or it is too long and may not be cut.
         """
         if tokens == 0:
             raise bad_request(param, "The prompt has no tokens.")
         if tokens <= self.most or (self.cuts and self.most > 0):
             return
         count = f"at least {tokens}" if is_bound else str(tokens)
-        if self.answers:
+        if self.output_tokens:
             raise context_length_exceeded(param, self.context_len, count)
         message = f"This model's maximum context length is {self.context_len} tokens, and the input has {count}."
         raise bad_request(param, message, "context_length_exceeded")
 
     def fit(self, prompt: PromptInput, param: str) -> PromptInput:
-        """Returns the prompt, cut to its first tokens if necessary and allowed. Raises ApiError; see check().
+        """Returns the prompt, cut to its first tokens if it is too long. Raises ApiError as check() does.
 
-        Echo and the prefix index use the cut prompt.
+        A cut prompt has no text, because `echo` must return the text of the remaining tokens.
         """
         tokens, most = prompt.at_least or len(prompt.ids), self.most
         self.check(tokens, param, prompt.at_least > 0)
@@ -72,19 +74,19 @@ class ContextBudget:
         return replace(prompt, ids=ids, text=None, block_hashes=hashes, num_cut=tokens - most, at_least=0)
 
 
-UNBOUNDED = ContextBudget((1 << 31) - 1, 0, False)  # for a prompt that is only counted
+UNBOUNDED = ContextBudget((1 << 31) - 1, 0, False)  # for prompts that are tokenized but not generated from
 
 
-def for_an_answer(model: ModelInfo, in_session: bool = False) -> ContextBudget:
-    """Returns a budget that reserves one token for the output.
+def budget_with_output(model: ModelInfo, in_session: bool = False) -> ContextBudget:
+    """Returns the budget of a prompt with an output, for which it reserves one token.
 
-    Turns of a session are not cut, because only the worker knows the length of the session's context.
+    A turn of a session is never cut, because only the worker knows the length of the session's context.
     """
     return ContextBudget(model.context_len, 1, model.auto_truncates and not in_session)
 
 
-def for_a_vector(model: ModelInfo) -> ContextBudget:
-    """Returns the budget of a prompt without output tokens, which may fill the context."""
+def budget_without_output(model: ModelInfo) -> ContextBudget:
+    """Returns the budget of a prompt without output tokens, such as for an embedding. The prompt may fill the context."""
     return ContextBudget(model.context_len, 0, model.auto_truncates)
 
 
@@ -96,19 +98,19 @@ async def of_chat(
     budget: ContextBudget,
     fields: FieldNames,
 ) -> PromptInput:
-    """Returns the prompt of a chat. An ApiError uses the client's names of fields."""
+    """Returns the prompt of a chat, which the tokenizer renders and encodes."""
     budget.bound(call)
     with origin.tokenizing(call):
         response = await tokenizer.encode_chat(call, model.source, fields)
     if len(response.prompts) != 1:
-        raise internal("The tokenizer answered with the wrong number of prompts.")
+        raise internal("The tokenizer did not return exactly one prompt for a chat.")
     found = response.prompts[0]
     prompt = PromptInput(found.ids, None, found.block_hashes, at_least=found.at_least, rendered_end=response.rendered_end)
     return budget.fit(prompt, fields.of("messages"))
 
 
 async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Sequence[int]:
-    """Returns the first token ids of the output that the client predicts. Raises ApiError.
+    """Returns the token ids of the output that the client predicts, at most MAX_PREDICTION_TOKENS.
 
     Ids outside the model's vocabulary are left out, because a tokenizer may have more tokens than the model.
     """
@@ -121,7 +123,7 @@ async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo,
     with origin.tokenizing(call):
         response = await tokenizer.encode(call, "prediction", model.source)
     if len(response.prompts) != 1:
-        raise internal("The tokenizer answered with the wrong number of texts.")
+        raise internal("The tokenizer did not return exactly one list of token ids for the predicted output.")
     known = [token for token in response.prompts[0].ids[:most] if token < model.vocab_size]
     ids: Sequence[int] = tokenizer_pb2.TokenIds(ids=known).ids
     return ids
@@ -141,11 +143,7 @@ async def of_completion(
     hash_root: bytes,
     add_special_tokens: bool = True,
 ) -> list[PromptInput]:
-    """Returns the prompts in any of OpenAI's four forms. Raises ApiError.
-
-    Args:
-        param: Client's field of the prompts.
-    """
+    """Returns the prompts of a field that is a string, a list of strings, a list of token ids, or a list of such lists."""
     if isinstance(prompt, list) and prompt and type(prompt[0]) in (int, list):
         return await _of_ids_or_lists(prompt, model, param, budget)
     call = tokenizer_pb2.EncodeRequest(
@@ -166,7 +164,7 @@ def _texts(prompt: Any, param: str) -> list[str]:
         raise _wrong_form(param)
     _check_count(prompt, param)
     if not all(isinstance(item, str) for item in prompt):
-        raise bad_request(param, f"'{param}' must hold strings only, or token ids only.")
+        raise bad_request(param, f"'{param}' must have strings only, or token ids only.")
     return prompt
 
 
@@ -194,15 +192,15 @@ def _wrong_form(param: str) -> ApiError:
 
 
 async def of_many_ids(ids: list[Any], vocab_size: int, where: str) -> PromptInput:
-    """Yields to the event loop, then returns of_ids(). For calls in a loop over many prompts. Raises ApiError."""
+    """Returns the prompt with these ids, after other tasks of the event loop have run. For loops over many prompts."""
     await asyncio.sleep(0)
     return of_ids(ids, vocab_size, where)
 
 
 def of_ids(ids: list[Any], vocab_size: int, where: str) -> PromptInput:
-    """Returns the prompt with these ids, the number of which the caller has checked. Raises ApiError."""
+    """Returns the prompt with these ids. Checks their types and range; the caller has checked their number."""
     try:
-        packed = tokenizer_pb2.TokenIds(ids=ids).ids  # raises for all but 32-bit integers, faster than check_token_ids()
+        packed = tokenizer_pb2.TokenIds(ids=ids).ids  # raises unless all are 32-bit integers; faster than check_token_ids()
     except (TypeError, ValueError):
         check_token_ids(ids, vocab_size, where)
         raise
@@ -211,10 +209,10 @@ def of_ids(ids: list[Any], vocab_size: int, where: str) -> PromptInput:
     return PromptInput(packed, None)
 
 
-def of_last(prompt: PromptInput, most: int, param: str) -> PromptInput:
-    """Returns the last `most` tokens of a prompt. Raises ApiError for 0 tokens."""
+def last_tokens_of(prompt: PromptInput, most: int, param: str) -> PromptInput:
+    """Returns the prompt, cut to its last `most` tokens if it is longer. Raises ApiError if `most` is 0."""
     if not most:
-        raise bad_request(param, f"'{param}' leaves nothing of the input.")
+        raise bad_request(param, f"'{param}' is 0, which leaves no tokens of the input. Send at least 1.")
     cut = max(len(prompt.ids) - most, 0)
     return replace(prompt, ids=tokenizer_pb2.TokenIds(ids=prompt.ids[-most:]).ids, text=None, num_cut=cut) if cut else prompt
 
@@ -227,16 +225,16 @@ async def of_texts(
     origin: Origin,
     budget: ContextBudget,
 ) -> list[PromptInput]:
-    """Returns a prompt for each text of the call, which may exceed the budget. Raises ApiError."""
+    """Returns a prompt for each text of the call. The prompts may exceed the budget; ContextBudget.fit() checks them."""
     check_chars(sum(map(len, call.texts)), param)
     budget.bound(call)
     with origin.tokenizing(call):
         response = await tokenizer.encode(call, param, model.source)
     if len(response.prompts) != len(call.texts):
-        raise internal("The tokenizer answered with the wrong number of prompts.")
+        raise internal("The tokenizer did not return one prompt per text.")
     return [_prompt(ids, text) for ids, text in zip(response.prompts, call.texts, strict=True)]
 
 
 def named(prompts: Sequence[PromptInput], names: Sequence[str]) -> list[PromptInput]:
-    """Returns the prompts with these request ids on workers. A prompt with the name "" is unchanged."""
+    """Returns the prompts with these request ids, which workers receive. "" leaves a prompt unchanged."""
     return [replace(prompt, request_id=name) if name else prompt for prompt, name in zip(prompts, names, strict=True)]

@@ -1,7 +1,8 @@
 """Request bodies of every API: JSON parsing, validation errors, and the fields that several APIs share. Pure.
 
-An optional field that is null counts as absent. Ranges of sampling parameters come from services/shared/sampling_parameters.py.
-generation_params.py makes the checks that a type cannot make. Errors repeat only names of fields, no values of a body.
+A null in an optional field means the same as no field. Ranges of sampling parameters come from
+services/shared/sampling_parameters.py. generation_params.py makes the checks that a type cannot make. Errors have names of
+fields, and never a value of a body.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.index.prefix_index import cache_namespace
 from rootstock_llm.services.shared.sampling_parameters import Api, Kind, of_api
 
-WRITTEN_LEVELS = 254  # maximum nesting that orjson writes
-MAX_NAME_CHARS = 64  # characters of a client's own field name that an error shows
-_TYPES = ("bool", "int", "float", "str")  # names of types in the locations of pydantic's errors
-SALT_DIGEST_BYTES = 16
+WRITTEN_LEVELS = 254  # maximum depth of nested arrays and objects that orjson.dumps() accepts
+MAX_NAME_CHARS = 64  # an error shows this many characters of a name that the client chose
+_TYPES = ("bool", "int", "float", "str")  # names of types that pydantic inserts into the locations of its errors
+SALT_DIGEST_BYTES = 16  # bytes of the digest that replaces a cache_salt and an extra_key
 INT32 = (-(1 << 31), (1 << 31) - 1)
-RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8  # the gateway appends the indices of prompt and choice
+# Maximum characters of a client's request id. The gateway appends the indices of prompt and choice.
+RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8
 _UINT32_MAX = (1 << 32) - 1
 
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}], "title": "Stop"}
 _LISTS = frozenset((Kind.TOKEN_IDS, Kind.STRINGS, Kind.BIASES))
 
-# pydantic accepts any value for the types Stop, Source and Object. Functions check it, so that an error names the exact element.
+# pydantic accepts any value of the types Stop, Source and Object. Functions check the values, so that an error names the element.
 Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
 Source = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -41,7 +43,9 @@ Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "
 
 
 def load_json(text: bytes | bytearray | str) -> Any:
-    """Reads strict JSON: no NaN, no lone surrogates, at most MAX_JSON_DEPTH levels, so that it can be written again.
+    """Parses strict JSON: no NaN, no lone surrogates, at most MAX_JSON_DEPTH nested levels.
+
+    The depth limit ensures that orjson can also write the value.
 
     Raises:
         orjson.JSONDecodeError: The text is not strict JSON.
@@ -56,27 +60,27 @@ def load_json(text: bytes | bytearray | str) -> Any:
 
 
 def _opened(text: bytes | bytearray | str) -> int:
-    """Returns the number of opening brackets, including those in texts."""
+    """Returns the number of opening brackets, an upper bound of the nesting. Brackets in strings count too."""
     if isinstance(text, str):
         return text.count("[") + text.count("{")
     return text.count(b"[") + text.count(b"{")
 
 
 def _wrapped(value: Any) -> Any:
-    """Returns the value within arrays, so that it can be written only if it has at most MAX_JSON_DEPTH levels."""
+    """Returns the value inside so many arrays that orjson can write it only if it has at most MAX_JSON_DEPTH levels."""
     for _ in range(WRITTEN_LEVELS - limits.MAX_JSON_DEPTH):
         value = [value]
     return value
 
 
 def parse_json(body: bytes | bytearray) -> dict[str, Any]:
-    """Returns the object of a body. Raises ApiError if the body is not an object of strict JSON."""
+    """Returns the JSON object of a request's body. Raises ApiError if the body is not a strict JSON object."""
     wrong = ""
     try:
         value = load_json(body)
     except orjson.JSONDecodeError as error:
         wrong = f"The body is not valid JSON: {error.msg}, at line {error.lineno}, column {error.colno}."
-    if wrong:  # raised outside the handler, because the chained JSONDecodeError would keep the whole body in memory
+    if wrong:  # raised here, because inside the handler the chained JSONDecodeError would keep the whole body in memory
         raise bad_request(None, wrong, "invalid_json")
     if not isinstance(value, dict):
         raise bad_request(None, "The body must be a JSON object.", "invalid_json")
@@ -84,7 +88,7 @@ def parse_json(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def dump_json(value: Any, param: str) -> bytes:
-    """Returns the JSON text. Raises ApiError that names the client's field `param` if the value is nested too deeply."""
+    """Returns the value as JSON. Raises ApiError, which names the client's field `param`, if the value is nested too deeply."""
     try:
         return orjson.dumps(value)
     except (orjson.JSONEncodeError, RecursionError):
@@ -92,22 +96,22 @@ def dump_json(value: Any, param: str) -> bytes:
 
 
 def arguments_text(given: Any) -> str:
-    """Returns a call's arguments as the text that a chat message has: text unchanged, None as "", other values as JSON."""
+    """Returns the arguments of a tool call as text: a string unchanged, None as "", any other value as JSON."""
     if given is None or isinstance(given, str):
         return given or ""
     return orjson.dumps(given).decode()
 
 
 def of_validation(error: ValidationError, where: str = "") -> ApiError:
-    """Returns the ApiError for the first invalid field, from the most precise of pydantic's errors about it.
+    """Returns the ApiError for the first invalid field. If pydantic has several errors for this field, the deepest location wins.
 
     Args:
-        where: Field that was validated; "" for the body itself.
+        where: Path of the validated object in the body; "" for the body itself.
     """
     errors = error.errors(include_input=False, include_url=False, include_context=False)
     first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(_location(each)))
     location = [str(part)[:MAX_NAME_CHARS] for part in _location(first)]
-    if location[0] == "logit_bias":  # further parts are the client's keys
+    if location[0] == "logit_bias":  # the parts behind it are token ids that the client chose
         location = location[:1]
     param = ".".join([where, *location] if where else location)
     if first["type"] == "extra_forbidden":
@@ -118,23 +122,26 @@ def of_validation(error: ValidationError, where: str = "") -> ApiError:
 
 
 def _location(error: ErrorDetails) -> list[str | int]:
-    """Returns the names and indices that the client sent. Pydantic adds the type that it tried if a field allows several."""
+    """Returns the path of an error in the client's body.
+
+    Pydantic's location also has the type that it tried, if a field allows several types. The result leaves the type out.
+    """
     *above, last = error["loc"]
     names = [part for part in above if not _is_type(part)]
     return names if _is_type(last) and error["type"] != "extra_forbidden" else [*names, last]
 
 
 def _is_type(part: str | int) -> bool:
-    """Returns whether a part of a location is a type. Fields of the API are in lower case."""
+    """Returns whether a part of a location is the name of a type. Field names of the API begin with a lower-case letter."""
     return isinstance(part, str) and (part in _TYPES or "[" in part or part[:1].isupper())
 
 
 def parameter(name: str, api: Api = Api.CHAT, absent: int | None = None) -> Any:
-    """Returns the pydantic field of a sampling parameter, with the range of its table.
+    """Returns the pydantic field of a sampling parameter, with the range from services/shared/sampling_parameters.py.
 
     Args:
-        name: The API's name of the parameter.
-        absent: Value if the body does not have the field. null always means None.
+        name: The parameter's name in the API.
+        absent: Value of the field if the body does not have it. A null always means None.
     """
     row = of_api(api)[name]
     if row.kind in _LISTS:
@@ -146,7 +153,7 @@ def parameter(name: str, api: Api = Api.CHAT, absent: int | None = None) -> Any:
 
 
 class SamplingBody(Body):
-    """The sampling parameters that have the same name in every API. DRY has llama.cpp's names."""
+    """The sampling parameters that have the same name in every API. The names of the DRY parameters are llama.cpp's."""
 
     n: int | None = parameter("n")
     temperature: float | None = parameter("temperature")
@@ -176,13 +183,13 @@ class SamplingBody(Body):
 
 
 class ThinkingSwitch(Body):
-    """A switch of reasoning in the form of other APIs. A budget of tokens is not supported."""
+    """A switch of reasoning as an object, as Anthropic's clients send it. Its `budget_tokens` is ignored."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
 class ThinkingBody(Body):
-    """Switches of reasoning, which are variables of chat templates."""
+    """The fields that switch reasoning. They are variables of the chat template."""
 
     enable_thinking: bool | None = Field(None, description=_SWITCH)
     thinking: bool | ThinkingSwitch | None = Field(None, description=f'{_SWITCH} `{{"type": "enabled"}}` means true.')
@@ -190,14 +197,14 @@ class ThinkingBody(Body):
 
 
 class PlacedBody(Body):
-    """Fields about cached prefixes, priority and routing."""
+    """The fields for cached prefixes, priority and routing."""
 
     extra_key: str | None = Field(
         None,
         min_length=1,
         max_length=limits.MAX_CACHE_SALT_CHARS,
         description=(
-            "Cached prefixes are shared only within an extra key. With a cache_salt, both together are a separate namespace."
+            "Only requests with the same extra_key share cached prefixes. With a cache_salt, both values must be the same."
         ),
     )
     priority: int | None = Field(
@@ -207,16 +214,16 @@ class PlacedBody(Body):
         None,
         max_length=limits.MAX_ROUTING_KEY_CHARS,
         description=(
-            "The policy affinity sends requests with the same routing key to the same worker. The header "
-            "x-smg-routing-key sets it, too; the body takes precedence."
+            "The routing policy `affinity` sends requests with the same routing key to the same worker. The header "
+            "x-smg-routing-key has the same effect; the body takes precedence."
         ),
     )
 
 
 class ConstraintBody(Body):
-    """Constraints of the output, of which at most one may be given. The names are OpenAI's, vLLM's and SGLang's."""
+    """The fields that constrain the output. A request may have at most one. The names are OpenAI's, vLLM's and SGLang's."""
 
-    response_format: Object = Field(None, description="text, json_object, json_schema or structural_tag.")
+    response_format: Object = Field(None, description="An object with type text, json_object, json_schema or structural_tag.")
     structured_outputs: Object = Field(
         None, description="An object with json, regex, choice, grammar, json_object or structural_tag."
     )
@@ -226,28 +233,30 @@ class ConstraintBody(Body):
         None,
         min_length=1,
         max_length=limits.MAX_GUIDED_CHOICES,
-        description="Allowed outputs. The output equals one text of the list.",
+        description="The output equals one of these texts.",
     )
     guided_grammar: str | None = Field(None, description="EBNF.")
     json_schema: Source = Field(None, description="The same as guided_json.")
     regex: str | None = Field(None, description="The same as guided_regex.")
     ebnf: str | None = Field(None, description="The same as guided_grammar.")
-    structural_tag: Source = Field(None, description="Tags, and the structure of the output after each of them.")
+    structural_tag: Source = Field(None, description="Tags, and the structure of the output that follows each tag.")
 
 
 class SessionParams(BaseModel):
-    """The session of a request, and the turn that it continues."""
+    """The session of a request, and the earlier turn that the request continues."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), frozen=True)
 
     id: str | None = Field(None, min_length=1, max_length=limits.MAX_SESSION_ID_CHARS)
     rid: str | None = Field(
-        None, max_length=limits.MAX_REQUEST_ID_CHARS, description="Turn that this one continues. Null: the latest."
+        None,
+        max_length=limits.MAX_REQUEST_ID_CHARS,
+        description="Request id of the turn that this request continues. Null: the latest turn.",
     )
     offset: int | None = Field(
         None, ge=-1, le=_UINT32_MAX, description="Number of tokens of the continued turn's context to keep. Null: all."
     )
-    replace: bool | None = Field(None, description="Whether later turns are deleted.")
+    replace: bool | None = Field(None, description="Whether turns after the continued turn are deleted.")
     drop_previous_output: bool | None = Field(None, description="Whether the continued turn's output is left out of the context.")
 
 
@@ -263,30 +272,31 @@ def session_turn(given: SessionParams | None) -> worker_pb2.SessionTurn | None:
     )
 
 
-def begins(given: SessionParams | None) -> bool:
-    """Returns whether a prompt starts a context. A turn that names its parent continues a context, so no token marks its
-    beginning.
+def starts_context(given: SessionParams | None) -> bool:
+    """Returns whether a prompt starts a context, so that the tokenizer adds a beginning-of-sequence token.
+
+    A turn that names an earlier turn continues that turn's context, unless it keeps 0 tokens of it.
     """
     return given is None or not given.rid or given.offset == 0
 
 
 def check_turn(alone: bool, prompt_logprobs: str | None) -> None:
-    """Checks a turn of a session. Raises ApiError.
+    """Raises ApiError if a turn of a session asks for features that sessions do not support.
 
     Args:
-        alone: Whether the request has one prompt and one output.
-        prompt_logprobs: Client's field that asks for log probabilities of the prompt, or None.
+        alone: Whether the request has exactly one prompt and one output.
+        prompt_logprobs: The client's field that asks for log probabilities of the prompt, or None if none does.
     """
     if not alone:
-        raise bad_request("session_params", "A turn of a session has one prompt and one answer.")
+        raise bad_request("session_params", "A turn of a session must have one prompt and one output. Send one prompt, and n 1.")
     if prompt_logprobs is not None:
-        raise bad_request(prompt_logprobs, "In a session, log probabilities of the prompt are not supported.")
+        raise bad_request(prompt_logprobs, "Log probabilities of the prompt are not supported in a session.")
 
 
 def joined_salt(cache_salt: str | None, extra_key: str | None) -> str:
-    """Returns the one salt that workers get for vLLM's `cache_salt` and SGLang's `extra_key`.
+    """Returns the cache salt that workers receive for vLLM's `cache_salt` and SGLang's `extra_key`.
 
-    If only one is given, it is the salt. Both together are a separate namespace.
+    If the client sent only one of them, it is the salt. If the client sent both, the salt is a digest of both.
     """
     if not cache_salt or not extra_key:
         return cache_salt or extra_key or ""

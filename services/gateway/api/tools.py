@@ -1,6 +1,6 @@
 """The tools of a chat: the functions that the model may or must call, and the grammar that restricts the output to valid calls.
 
-Each API passes its form of tools and tool choice to these functions. Pure. An ApiError names the invalid element.
+Each API translates its form of tools and tool choice with these functions. Pure. An ApiError names the invalid element.
 """
 
 from __future__ import annotations
@@ -25,63 +25,64 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.json_schema import too_large
 from rootstock_llm.services.shared.output_formats import NONE, OutputFormats
 
-FALLBACK = "hermes"  # format of calls that are forced from a model without a known format
+FALLBACK = "hermes"  # format of required calls if the model's own format of calls is unknown
 _NAME = re.compile(f"[a-zA-Z0-9_.:-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}")
 _CHOICES = ("none", "auto", "required")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputGrammar:
-    """A grammar that restricts an output to calls, to a constrained answer, or to either."""
+    """A grammar that restricts an output to calls, to a constrained text, or to either."""
 
     grammar: pb.Grammar
-    fields: Sequence[str]  # client's fields that the parts of the grammar were made of, in the order of the parts
+    fields: Sequence[str]  # for each part of the grammar, the client's field that it was made of
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The calls that the outputs of a chat may have."""
+    """The tool calls that the outputs of a chat may or must have."""
 
     callable: tuple[ToolSpec, ...] = ()  # functions that the model may call
-    forced: bool = False  # the output must be at least one call
-    parallel: bool = True  # the output may have more than one call
+    forced: bool = False  # whether the output must be at least one call
+    parallel: bool = True  # whether the output may have more than one call
 
     def formats(self, known: OutputFormats) -> OutputFormats:
-        """Returns the formats of the outputs. Without tools, a call is text.
+        """Returns the formats in which outputs are parsed. If there are no tools, calls are not parsed and stay in the text.
 
         Args:
-            known: Formats of the model, as its tokenizer reports them.
+            known: The model's formats, which its tokenizer reports.
         """
         if not self.callable:
             return known if known.tools in (NONE, "harmony") else OutputFormats(NONE, known.reasoning)
         return OutputFormats(FALLBACK, known.reasoning) if self.forced and known.tools == NONE else known
 
     def parsing(self, formats: OutputFormats, make: MakeParsing) -> Parsing | None:
-        """Returns how outputs are parsed, or None if the whole output is text."""
+        """Returns the parser settings for the outputs, or None if the whole output is text."""
         if not formats.tools and not formats.reasoning:
             return None
         schemas = {tool.name: tool.parameters for tool in self.callable}
         most = limits.MAX_CALLS if self.parallel else 1
         return make(formats, ParserSetup(schemas, most))
 
-    def or_answer(self, formats: OutputFormats, answer: Layout, field: str) -> OutputGrammar | None:
-        """Returns the grammar of calls, or of an answer with this layout. Raises ApiError.
+    def calls_or_text(self, formats: OutputFormats, text: Layout, field: str) -> OutputGrammar | None:
+        """Returns the grammar of an output that is either calls or a constrained text. Raises ApiError.
 
         Args:
-            field: Client's field of the answer's layout.
+            text: The layout of the constrained text.
+            field: The client's field that constrains the text.
 
         Returns:
-            None if the output may have no call, or must be a call.
+            None if the output has no such choice: calls are not allowed, or are required.
         """
         if not self.callable or self.forced or formats.tools == NONE:
             return None
         try:
-            return _grammar_of(calls_or_answer(formats, CallDemand(self.callable, False, self.parallel), answer), field)
+            return _grammar_of(calls_or_answer(formats, CallDemand(self.callable, False, self.parallel), text), field)
         except TagRefused as error:
             raise bad_request(error.field, f"'{error.field}': {error}.") from None
 
     def grammar(self, formats: OutputFormats) -> OutputGrammar | None:
-        """Returns the grammar of calls that are forced or strict, or None without such calls. Raises ApiError."""
+        """Returns the grammar of required calls and of calls to strict functions. None if there are neither. Raises ApiError."""
         if not self.callable or formats.tools == NONE:
             return None
         try:
@@ -95,15 +96,19 @@ NO_TOOLS = ToolUse()
 
 
 def constrained(generation: GenerationParams, use: ToolUse, formats: OutputFormats, make: MakeParsing) -> GenerationParams:
-    """Returns the generation with its parser, and with a grammar for its calls, reasoning and answer together. Raises ApiError.
+    """Returns `generation` with its parser settings, and with one grammar for reasoning, calls and constrained text together.
 
     Args:
-        formats: Formats of the outputs of this prompt.
+        formats: Formats in which the outputs of this prompt are parsed.
+
+    Raises:
+        ApiError: A constraint is combined with required calls, a structural tag is combined with strict functions, or a grammar
+            is too large.
     """
     parsing, field = use.parsing(formats, make), generation.grammar_field or ""
     answer = None if generation.grammar is None else _layout_of(generation.grammar, LayoutOrigin(field))
     if answer is not None and not use.forced:
-        found = use.or_answer(formats, answer, field)
+        found = use.calls_or_text(formats, answer, field)
         if found is None and formats.reasoning != NONE:
             found = _grammar_of(after_reasoning(formats, answer), field)
         if found is None:
@@ -112,16 +117,16 @@ def constrained(generation: GenerationParams, use: ToolUse, formats: OutputForma
     calls = use.grammar(formats)
     if calls is not None:
         if generation.grammar is not None:
-            kind = "required" if use.forced else "strict"
-            raise bad_request(field, f"'{field}' and calls that are {kind} exclude each other.")
+            kind = "a required call" if use.forced else "strict functions"
+            raise bad_request(field, f"'{field}' cannot be combined with {kind}.")
         return replace(generation, parsing=parsing, grammar=calls.grammar, grammar_field="tools", grammar_fields=calls.fields)
     return generation if parsing is generation.parsing else replace(generation, parsing=parsing)
 
 
 def _layout_of(grammar: pb.Grammar, origin: LayoutOrigin) -> Layout | None:
-    """Returns the layout of an answer that follows a grammar.
+    """Returns the layout of a text that follows a grammar.
 
-    None for a structural tag, because it defines the order of the whole output.
+    None for a structural tag, because it already defines the whole output, and nothing can be put before it.
     """
     kind = grammar.WhichOneof("kind")
     if kind == "json_schema":
@@ -134,7 +139,7 @@ def _layout_of(grammar: pb.Grammar, origin: LayoutOrigin) -> Layout | None:
 
 
 def _grammar_of(tag: Tag, field: str) -> OutputGrammar:
-    """Returns the grammar of a tag that was made of a client's field. Raises ApiError if it is too large."""
+    """Returns the grammar of a structural tag. Raises ApiError, which names the client's field `field`, if it is too large."""
     grammar = structural_tag(str(tag), field)
     if sum(len(pointer) + len(origin.within) + 1 for pointer, origin in tag.origins.items()) > limits.MAX_GRAMMAR_BYTES:
         raise bad_request(field, f"'{field}' needs a grammar of more than {limits.MAX_GRAMMAR_BYTES} bytes. Give fewer tools.")
@@ -143,7 +148,7 @@ def _grammar_of(tag: Tag, field: str) -> OutputGrammar:
     return OutputGrammar(grammar, [origin.field for origin in tag.origins.values()])
 
 
-Functions = Iterable[tuple[str, Mapping[str, Any]]]  # client's path of each function, and the object that describes it
+Functions = Iterable[tuple[str, Mapping[str, Any]]]  # each function's path in the client's body, and its description
 
 
 def check_num_tools(tools: Sequence[Any]) -> None:
@@ -155,8 +160,8 @@ def tool_specs(functions: Functions, schema_name: str = "parameters") -> tuple[T
     """Returns the checked functions of a request. Raises ApiError.
 
     Args:
-        functions: Read once; may check each tool before it yields its function.
-        schema_name: Member of a function that has its JSON schema.
+        functions: Iterated once. An iterator may check each tool before it yields the tool's function.
+        schema_name: Name of the member of a function's description that has the JSON schema of the arguments.
     """
     found: dict[str, ToolSpec] = {}
     for where, function in functions:
@@ -184,21 +189,23 @@ def _parameters(schema: Any, where: str) -> Mapping[str, Any] | None:
         return None
     if not isinstance(schema, dict):
         raise bad_request(where, f"'{where}' must be a JSON Schema, as an object.")
-    why = too_large(schema)
-    if why:
-        raise bad_request(where, f"'{where}' has {why}.")
+    excess = too_large(schema)
+    if excess:
+        raise bad_request(where, f"'{where}' has {excess}.")
     return schema
 
 
 class ToolChoice:
-    """Resolves the tool choice of one request, in the form of any API. Every method raises ApiError."""
+    """Translates the tool choice of one request, in the form of any API, into a ToolUse. Every method raises ApiError."""
 
     def __init__(self, specs: Sequence[ToolSpec], hosted: Sequence[Any], parallel: bool, function_member: str = "") -> None:
-        """Takes the tools of the request.
+        """Makes the translator for one request.
 
         Args:
-            hosted: Hosted tools that are left out of the request.
-            function_member: Member of a tool that has the object with the function's name; "" for the tool itself.
+            specs: The functions of the request.
+            hosted: Hosted tools that the gateway omits.
+            parallel: Whether an output may have more than one call.
+            function_member: Name of the member of a tool that has the function's name; "" if the tool itself has the name.
         """
         self._specs = specs
         self._names = {spec.name for spec in specs}
@@ -215,18 +222,20 @@ class ToolChoice:
         if choice != "required":
             raise self.unknown()
         if not self._names and self._hosted:
-            message = "'tool_choice' requires a call, but this server runs none of the 'tools'. Add a function, or use 'auto'."
+            message = (
+                "'tool_choice' requires a call, but this server cannot run any of the 'tools'. Add a function, or use 'auto'."
+            )
             raise bad_request("tool_choice", message, "unsupported_parameter")
         if not self._names:
             raise bad_request("tool_choice", "'tool_choice' is 'required', but there are no 'tools'.")
         return self._use(self._names, True)
 
     def function(self, choice: Any) -> ToolUse:
-        """Returns the ToolUse that forces a call of the function that the choice names."""
+        """Returns the ToolUse that requires a call of the function that the choice names."""
         return self._use({self._named(choice, "tool_choice")}, True)
 
     def allowed(self, allowed: Any, where: str) -> ToolUse:
-        """Returns the ToolUse of an allow list: an object with `mode` and `tools` at the client's path `where`."""
+        """Returns the ToolUse of `allowed`, an object with `mode` and a list of allowed `tools`, at the client's path `where`."""
         tools = allowed.get("tools") if isinstance(allowed, dict) else None
         if not isinstance(tools, list) or not tools:
             raise bad_request(where, f"'{where}' must be an object with 'mode' and 'tools'.")
@@ -240,7 +249,7 @@ class ToolChoice:
         return self._use(found, forced)
 
     def unknown(self, choice: Any = None) -> ApiError:
-        """Returns the error of a choice that has no known form; it may name a hosted tool."""
+        """Returns the error for a tool choice that has no known form. If it names a hosted tool, the error says so."""
         kind = hosted_type(choice)
         if kind and any(kind == hosted_type(tool) for tool in self._hosted):
             return _hosted_choice("tool_choice", kind)

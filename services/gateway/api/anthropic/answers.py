@@ -15,14 +15,14 @@ class ContentBlock(ResponseModel):
     type: Literal["text", "thinking", "tool_use"]
     text: str = absent("Present in text blocks.")
     thinking: str = absent("Present in thinking blocks.")
-    signature: str = absent("Present in thinking blocks. Not checked when a client returns it.")
+    signature: str = absent("Present in thinking blocks. If a client sends it back, it is not checked.")
     id: str = absent("Present in tool_use blocks.")
     name: str = absent("Present in tool_use blocks.")
     input: dict[str, Any] = absent("Present in tool_use blocks.")
 
 
 class MessageUsage(ResponseModel):
-    """Token counts. Each response has all of them."""
+    """Token counts of a message."""
 
     input_tokens: Count = Field(description="Prompt tokens that were not cached.")
     cache_creation_input_tokens: Literal[0]
@@ -82,7 +82,7 @@ class MessageEvent(ResponseModel):
         "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop"
     ]
     message: Message = absent("Present in message_start.")
-    index: Count = absent("Index of the content block. Present in its events.")
+    index: Count = absent("Index of the content block. Present in content_block events.")
     content_block: ContentBlock = absent("Present in content_block_start.")
     delta: BlockDelta | MessageEnd = absent("Present in content_block_delta and message_delta.")
     usage: MessageUsage = absent("Present in message_delta.")

@@ -15,19 +15,19 @@ from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 
 
 class MessagesCall:
-    """State of one request: prepare() is called once, then renderer()."""
+    """Prepares and renders one request. The caller calls prepare() once and then renderer(), or only count()."""
 
     def __init__(self, preparer: ChatPreparer) -> None:
         self._preparer = preparer
-        self._shows: bool | None = None  # shows_thinking of MessageRenderer
-        self._max_tokens = 0
+        self._shows_thinking: bool | None = None  # see MessageRenderer
+        self._max_tokens = 0  # the client's limit of output tokens
 
     async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         """Returns the prepared request. Raises ApiError."""
         omits = self._preparer.omits_hosted_tools
         request = parse(MessagesRequest, parse_json(body.take()), origin.omit if omits else None)
         if thinks(request):
-            self._shows = request.thinking is None or request.thinking.display != "omitted"
+            self._shows_thinking = request.thinking is None or request.thinking.display != "omitted"
         self._max_tokens = request.max_tokens
         if request.stream:
             origin.stream()
@@ -40,4 +40,4 @@ class MessagesCall:
         return await self._preparer.count(prompt_request(request, omits), origin)
 
     def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: TokenTexts) -> MessageRenderer:
-        return MessageRenderer(request, model, self._shows, self._max_tokens)
+        return MessageRenderer(request, model, self._shows_thinking, self._max_tokens)

@@ -1,4 +1,4 @@
-"""Anthropic's form of errors, and the event that keeps a silent stream open."""
+"""Anthropic's form of errors, and the ping event that keeps a stream open while no output is generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations of Anthropic's API for the OpenAPI document."""
+"""Describes the operations of Anthropic's API for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATIONS = (
         {JSON: Message, EVENTS: Event},
         MessagesRequest,
         generates=True,
-        named=True,
+        named_events=True,
         errors=_ERRORS,
         takes_tools=True,
         example={"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 64, "temperature": 0},

@@ -1,4 +1,4 @@
-"""Renders a message as a document, or as the events of a stream."""
+"""Renders a message of Anthropic's API as one JSON document, or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": "", "s
 
 
 class MessageRenderer:
-    """Renders one message."""
+    """Renders the output of one request as a message."""
 
     def __init__(self, request: RunningRequest, model: str, shows_thinking: bool | None, max_tokens: int) -> None:
         """Makes the renderer.
 
         Args:
-            shows_thinking: True sends reasoning in thinking blocks, False sends empty thinking blocks, None sends no such blocks.
+            shows_thinking: Whether thinking blocks have the reasoning or are empty. None for no thinking blocks.
             max_tokens: The client's limit of output tokens.
         """
         self._request = request
@@ -90,7 +90,7 @@ class MessageRenderer:
 
 
 class _Blocks:
-    """The content blocks of a message so far, and the events that announce them."""
+    """Builds the content blocks of a message from parser events, and returns the stream's events about them."""
 
     def __init__(self, shows_thinking: bool | None) -> None:
         self._shows_thinking = shows_thinking
@@ -116,11 +116,11 @@ class _Blocks:
             yield from self.close(is_complete=True)
 
     def close(self, is_complete: bool = False) -> Iterator[Json]:
-        """Closes the open block.
+        """Closes the open block, if any.
 
         Args:
-            is_complete: Whether the arguments of a call are complete. If not, `input` has the complete members only, as in
-                Anthropic's clients.
+            is_complete: Whether the block is a call with complete arguments. If the arguments were cut off, `input` gets only
+                their complete members, because Anthropic's clients parse partial arguments in the same way.
         """
         if self._texts is None:
             return

@@ -1,4 +1,4 @@
-"""Routes of Anthropic's API: messages, and counting their tokens."""
+"""Routes of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rootstock_llm.services.gateway.service.sink import MakeOperation, Operation
 
 
 class MessagesApi:
-    """Anthropic's API. Each process has one."""
+    """The routes of Anthropic's API. Each process has one instance."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {MESSAGES: ANTHROPIC, COUNT_TOKENS: ANTHROPIC}

@@ -53,25 +53,21 @@ KNOWN = KnownFields(
         "think": (),
     },
 )
-_THINKS = ("enabled", "adaptive")
-_FUNCTION = "custom"  # a tool's type
-_MODES = {
-    "auto": "auto",
-    "any": "required",
-    "none": "none",
-    "tool": "",
-}  # modes of ToolChoice by the choice's type; "tool" names a function
-_HOSTED_CALLS = frozenset(("server_tool_use", "mcp_tool_use"))
+_THINKS = ("enabled", "adaptive")  # types of `thinking` that turn reasoning on
+_FUNCTION = "custom"  # type of a tool that the client runs
+# Mode for ToolChoice.mode() by Anthropic's type of tool choice. "tool" has no mode, because it names a function.
+_MODES = {"auto": "auto", "any": "required", "none": "none", "tool": ""}
+_HOSTED_CALLS = frozenset(("server_tool_use", "mcp_tool_use"))  # types of blocks with calls of hosted tools
 _HOSTED_RESULT = "_tool_result"  # suffix of the types of blocks with results of hosted tools
-_NAME = re.compile("[a-z0-9_]{1,64}")  # types that an error message may repeat
+_NAME = re.compile("[a-z0-9_]{1,64}")  # an error message repeats a client's type only if it has this form
 _FORMAT = "output_config.format"
 
 
 def parse(model: type[B], body: Json, omit: Callable[[Sequence[str]], None] | None) -> B:
-    """Returns the checked body. Raises ApiError.
+    """Returns the validated body. Raises ApiError.
 
     Args:
-        omit: Called with the names of the hosted tools that are left out. None if hosted tools are refused.
+        omit: Called with the names of the hosted tools that the gateway omits. None if it refuses hosted tools.
     """
     refuse_unserved(body, KNOWN)
     try:
@@ -84,7 +80,7 @@ def parse(model: type[B], body: Json, omit: Callable[[Sequence[str]], None] | No
 
 
 def thinks(request: CountTokensRequest) -> bool:
-    """Returns whether the response shows the model's reasoning."""
+    """Returns whether the client turns the model's reasoning on."""
     return request.thinking is not None and request.thinking.type in _THINKS
 
 
@@ -92,7 +88,7 @@ def chat_request(request: MessagesRequest, omits_hosted: bool) -> ChatRequest:
     """Translates a request for a message into a ChatRequest. Raises ApiError.
 
     Args:
-        omits_hosted: Whether hosted tools and their calls are left out instead of refused.
+        omits_hosted: Whether hosted tools and their calls are removed. If not, the request is refused.
     """
     text_format = _format(request)
     prompt = prompt_request(request, omits_hosted)
@@ -112,7 +108,7 @@ def chat_request(request: MessagesRequest, omits_hosted: bool) -> ChatRequest:
 
 
 def prompt_request(request: CountTokensRequest, omits_hosted: bool) -> ChatRequest:
-    """Returns a ChatRequest with the fields that the prompt depends on. Raises ApiError."""
+    """Returns a ChatRequest that has only the fields on which the prompt depends. Raises ApiError."""
     messages = _messages(_without_hosted_calls(request.messages) if omits_hosted else request.messages)
     if request.system is not None:
         messages.insert(0, {"role": "system", "content": _text(request.system, "system", _without_billing)})
@@ -135,7 +131,10 @@ def prompt_request(request: CountTokensRequest, omits_hosted: bool) -> ChatReque
 
 
 def _format(request: CountTokensRequest) -> Mapping[str, Any] | None:
-    """Returns the format of the output's text, or None for plain text."""
+    """Returns the JSON schema format that the output's text must have, or None for plain text.
+
+    Raises ApiError for other formats.
+    """
     config = request.output_config
     text_format = (None if config is None else config.format) or request.output_format
     if text_format is not None and text_format.get("type") != "json_schema":
@@ -150,7 +149,7 @@ def _schema(text_format: Mapping[str, Any]) -> Any:
 
 
 def _tools(request: CountTokensRequest, omits_hosted: bool) -> tuple[ToolUse, list[Tool]]:
-    """Returns the calls that the output may have, and the tools that the template shows."""
+    """Returns the calls that the output may have, and the tools that the chat template writes into the prompt."""
     tools = request.tools or []
     shown = [_tool(tool, f"tools[{index}]", omits_hosted) for index, tool in enumerate(tools)]
     choice, parallel = request.tool_choice, True
@@ -171,7 +170,7 @@ def _tools(request: CountTokensRequest, omits_hosted: bool) -> tuple[ToolUse, li
 
 
 def _tool(tool: Mapping[str, Any], where: str, omits_hosted: bool) -> Tool | None:
-    """Returns the tool as the template shows it, or None for a hosted tool that is left out."""
+    """Returns the tool in the form that chat templates read, or None for a hosted tool that is omitted."""
     kind = tool.get("type")
     if kind not in (None, _FUNCTION):
         if omits_hosted and hosted_type(tool):
@@ -194,7 +193,10 @@ def _messages(given: Any) -> list[Json]:
 
 
 def _without_hosted_calls(messages: Any) -> Any:
-    """Replaces calls of hosted tools and their results by empty texts. The other blocks keep their indices, which errors name."""
+    """Replaces calls of hosted tools and their results by empty texts.
+
+    The blocks are not removed, because errors name the index of a block in the client's body.
+    """
     return [_without_calls(message) for message in messages] if isinstance(messages, list) else messages
 
 
@@ -211,7 +213,7 @@ def _is_hosted_call(block: Any) -> bool:
 
 
 def _joined(messages: Sequence[Json]) -> list[Json]:
-    """Joins consecutive messages of one role, user or assistant. Chat templates expect the roles to alternate."""
+    """Joins consecutive user messages, and consecutive assistant messages. Chat templates expect the roles to alternate."""
     found: list[Json] = []
     for message in messages:
         last = found[-1] if found else {}
@@ -240,7 +242,7 @@ def _message(message: Any, where: str) -> list[Json]:
 
 
 def _blocks(content: Any, where: str) -> Sequence[Json]:
-    """Returns checked blocks. A plain text is one block."""
+    """Returns the content blocks of a message. A string becomes one text block. Raises ApiError for any other form."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -254,7 +256,7 @@ def _blocks(content: Any, where: str) -> Sequence[Json]:
 
 
 def _user_messages(blocks: Sequence[Json], where: str) -> list[Json]:
-    """Returns a user's blocks as messages. Each result of a tool is a message at its position."""
+    """Returns the messages for a user's blocks, in the order of the blocks. Each tool result becomes a message of its own."""
     messages: list[Json] = []
     for index, block in enumerate(blocks):
         at = f"{where}[{index}]"
@@ -273,7 +275,7 @@ def _user_messages(blocks: Sequence[Json], where: str) -> list[Json]:
 
 
 def _assistant_message(blocks: Sequence[Json], where: str) -> Json:
-    """Returns the model's blocks as one message: reasoning, text and calls."""
+    """Returns one assistant message with the reasoning, the text and the calls of the blocks."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Json] = []
@@ -299,12 +301,15 @@ def _call(block: Json, where: str) -> Json:
 
 
 def _without_billing(text: str) -> str:
-    """Removes Claude Code's first line of `system`. It differs in each request, so prompts would share no cached prefix."""
+    """Removes the billing line that Claude Code puts before its system prompt.
+
+    The line differs in each request. With it, the prompts of two requests would share no cached prefix.
+    """
     return text.partition("\n")[2] if text.startswith("x-anthropic-billing-header:") else text
 
 
 def _text(content: Any, where: str, edit: Callable[[str], str] = str) -> str:
-    """Returns the text of a string or of text blocks. `edit` is applied to each block's text."""
+    """Returns the text of a string or of text blocks, after `edit` has changed the text of each block. Raises ApiError."""
     texts = []
     for index, block in enumerate(_blocks(content, where)):
         if block["type"] != "text":
@@ -323,10 +328,12 @@ def _string(block: Json, name: str, where: str) -> str:
 def _unserved(kind: str, where: str) -> ApiError:
     named = f" '{kind}'" if _NAME.fullmatch(kind) else ""
     return bad_request(
-        f"{where}.type", f"'{where}.type'{named}: this server does not support such blocks.", "unsupported_parameter"
+        f"{where}.type",
+        f"'{where}.type'{named}: this server does not support content blocks of this type.",
+        "unsupported_parameter",
     )
 
 
 def _is_prefill(messages: Sequence[Json]) -> bool:
-    """Returns whether the output continues the last message."""
+    """Returns whether the output continues the last message, because it is an assistant message without calls."""
     return messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]

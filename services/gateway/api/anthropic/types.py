@@ -25,7 +25,8 @@ _MESSAGES_SCHEMA = {
         "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _BLOCKS},
     },
 }
-# Checked in translation.py, so that an error names the exact element.
+# pydantic accepts any value of the types Messages and System. translation.py checks the values, so that an error names the
+# element.
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
 System = Annotated[Any, WithJsonSchema({"anyOf": [*_BLOCKS["anyOf"], {"type": "null"}]})]
 
@@ -35,27 +36,31 @@ class Thinking(Body):
     budget_tokens: int | None = Field(
         None, ge=1, description="Accepted without effect. max_tokens limits reasoning and text together."
     )
-    display: Literal["summarized", "omitted"] | None = Field(None, description="omitted: thinking blocks are empty.")
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="Whether thinking blocks have the reasoning (summarized, the default) or are empty (omitted)."
+    )
 
 
 class OutputConfig(Body):
     effort: Effort | None = Field(None, description="Passed to the chat template.")
     format: dict[str, Any] | None = Field(
-        None, description="Type json_schema, with a schema that the text of the output follows."
+        None, description="An object with type json_schema and the schema that the output's text must follow."
     )
 
 
 class CountTokensRequest(PlacedBody):
-    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
+    model: str | None = Field(None, description="A name that /v1/models lists. Optional if the server has one model.")
     messages: Messages
     system: System = Field(None, description="A text, or blocks of text.")
     tools: list[dict[str, Any]] | None = Field(
-        None, description="Functions that the model may call. Anthropic's own tools are not supported."
+        None, description="Functions that the model may call. This server cannot run Anthropic's hosted tools."
     )
     tool_choice: dict[str, Any] | None = Field(
         None, description="An object with the type auto, any, tool or none. disable_parallel_tool_use allows one call at most."
     )
-    thinking: Thinking | None = Field(None, description="Default: disabled, if the chat template has a switch.")
+    thinking: Thinking | None = Field(
+        None, description="Whether the model reasons, if its chat template has a switch for it. Default disabled."
+    )
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = Field(None, description="The same as output_config.format.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables of the chat template.")
@@ -69,5 +74,8 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = parameter("top_p")
     top_k: int | None = parameter("top_k")
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
+        None,
+        min_length=1,
+        max_length=limits.MAX_CACHE_SALT_CHARS,
+        description="Only requests with the same cache_salt share cached prefixes.",
     )

@@ -17,7 +17,7 @@ class ResponseModel(BaseModel):
 
 
 def absent(description: str) -> Any:
-    """Returns a pydantic field that is absent from some responses."""
+    """Returns a pydantic field that some responses do not have. The description says which ones have it."""
     return Field(default_factory=lambda: None, description=description)
 
 
@@ -39,13 +39,13 @@ class Error(ResponseModel):
 
 
 class ErrorBody(ResponseModel):
-    """The body of every error response. In a stream, the data of the last event."""
+    """The body of every error response. If a stream fails, the data of its last event."""
 
     error: Error
 
 
 class SamplingDefaultValues(ResponseModel):
-    """Values of the sampling parameters that a request leaves out."""
+    """Values of the sampling parameters for requests without these parameters."""
 
     temperature: float
     top_p: float
@@ -61,7 +61,7 @@ class Health(ResponseModel):
 class ReadinessReport(ResponseModel):
     ready: bool
     missing: list[Literal["worker", "tokenizer", "detokenizer", "stopping"]] = Field(
-        description="Services that a request would wait for."
+        description="Services that are not connected, so that a request would wait; or stopping."
     )
 
 

@@ -1,6 +1,6 @@
 """Makes the OpenAPI document of a gateway, without I/O.
 
-`x-other-methods` and `x-other-paths` describe the responses to methods and paths that the document does not list.
+The extensions `x-other-methods` and `x-other-paths` describe the responses to methods and paths that the document does not list.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rootstock_llm.services.gateway.api.document.answer import ErrorBody
-from rootstock_llm.services.gateway.api.document.operation import EVENTS, JSON, OF_ANY, TEXT, ApiOperation, Content
+from rootstock_llm.services.gateway.api.document.operation import COMMON_STATUSES, EVENTS, JSON, TEXT, ApiOperation, Content
 from rootstock_llm.services.gateway.api.document.responses import headers, reference, shared
 from rootstock_llm.services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_ROUTING_KEY_CHARS
 
@@ -37,7 +37,7 @@ _REPORT = {
     "schema": {"type": "string"},
 }
 
-# Example values of path parameters
+# Example values of path parameters.
 _IDS = {
     "model_id": "demo",
     "response_id": f"resp_{'0' * 32}",
@@ -55,7 +55,7 @@ _COMMON = (
     *("thinking", "previous_response_id", "store", "logprobs", "top_logprobs", "frequency_penalty", "presence_penalty"),
 )
 
-Schemas = Mapping[Any, Any]  # JSON schema by type
+Schemas = Mapping[Any, Any]  # JSON schema of each body, by its Python type
 
 
 def document(info: Mapping[str, str], operations: Sequence[ApiOperation], keys: bool, origins: bool) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def document(info: Mapping[str, str], operations: Sequence[ApiOperation], keys: 
 
     Args:
         keys: Whether the gateway checks API keys.
-        origins: Whether pages of other origins may send requests.
+        origins: Whether browsers may send requests from pages of other origins (CORS).
     """
     schemas, definitions = _schemas_of(operations)
     paths: dict[str, Any] = {}
@@ -96,18 +96,20 @@ def _schemas_of(operations: Sequence[ApiOperation]) -> tuple[Schemas, dict[str, 
     types: list[Any] = [ErrorBody]
     for operation in operations:
         errors = operation.errors and operation.errors.schema
-        types += [each for each in (operation.body, errors, *operation.within) if each is not None]
-        for content in (operation.content, *operation.others.values()):
+        types += [each for each in (operation.body, errors, *operation.referenced_types) if each is not None]
+        for content in (operation.content, *operation.other_contents.values()):
             types += content.values()
     inputs = [(each, "validation", TypeAdapter(each)) for each in dict.fromkeys(types)]
     by_key, definitions = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMA_REF)  # type: ignore[arg-type]
-    bodies = {each.__name__ for operation in operations for each in (operation.body, *operation.within) if each is not None}
+    bodies = {
+        each.__name__ for operation in operations for each in (operation.body, *operation.referenced_types) if each is not None
+    }
     ordered = {name: _common_first(each) if name in bodies else each for name, each in definitions["$defs"].items()}
     return {each: schema for (each, _), schema in by_key.items()}, ordered
 
 
 def _common_first(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a body with its required and its common fields before all others."""
+    """Returns the schema of a body with its fields reordered: required fields, common fields, all others."""
     fields, required = schema.get("properties", {}), schema.get("required", ())
     first = dict.fromkeys(name for name in (*required, *_COMMON) if name in fields)
     return {**schema, "properties": {name: fields[name] for name in (*first, *(each for each in fields if each not in first))}}
@@ -119,7 +121,7 @@ def _operation(operation: ApiOperation, schemas: Schemas, keys: bool, method: st
         "summary": operation.summary,
         "operationId": _id_of(method, operation.path),
         "parameters": _parameters(operation),
-        "responses": _answers(operation, schemas, keys),
+        "responses": _responses(operation, schemas, keys),
     }
     if operation.body is not None:
         content = _content({operation.media: operation.body}, schemas)
@@ -129,23 +131,23 @@ def _operation(operation: ApiOperation, schemas: Schemas, keys: bool, method: st
     return found | _security(operation, keys)
 
 
-def _answers(operation: ApiOperation, schemas: Schemas, keys: bool) -> dict[str, Any]:
+def _responses(operation: ApiOperation, schemas: Schemas, keys: bool) -> dict[str, Any]:
     streams = ("cache-control", "x-accel-buffering") if EVENTS in operation.content else ()
     omits = ("x-rootstock-omitted-tools",) if operation.takes_tools else ()
     description = "The result."
     if EVENTS in operation.content:
-        last = "Each event is named by its type" if operation.named else "The last event is [DONE] or an error"
+        last = "Each event is named by its type" if operation.named_events else "The last event is [DONE] or an error"
         description += f" In a stream, the schema describes the data of each event. {last}."
     errors = operation.errors
     always = errors.headers if errors is not None else ()
-    described = headers(200, keys, (*always, *operation.headers), (*streams, *omits, *operation.sometimes))
-    own = {200: _answer(description, operation.content, schemas, described)}
-    for status, content in operation.others.items():
-        own[status] = _answer("The gateway is not ready.", content, schemas, headers(status, keys))
-    return {str(status): own.get(status) or reference(status, errors) for status in operation.answers(keys)}
+    described = headers(200, keys, (*always, *operation.headers), (*streams, *omits, *operation.optional_headers))
+    own = {200: _response(description, operation.content, schemas, described)}
+    for status, content in operation.other_contents.items():
+        own[status] = _response("The gateway is not ready.", content, schemas, headers(status, keys))
+    return {str(status): own.get(status) or reference(status, errors) for status in operation.all_statuses(keys)}
 
 
-def _answer(description: str, content: Content, schemas: Schemas, described: dict[str, Any]) -> dict[str, Any]:
+def _response(description: str, content: Content, schemas: Schemas, described: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"description": description, "headers": described}
     return {**found, "content": _content(content, schemas)} if content else found
 
@@ -167,30 +169,33 @@ def _parameters(operation: ApiOperation) -> list[dict[str, Any]]:
         for name, description in operation.parameters.items()
     ]
     generates = [_ROUTING_KEY] if operation.generates else []
-    return [*found, _REQUEST_ID, *generates, *([_REPORT] if operation.reports else [])]
+    return [*found, _REQUEST_ID, *generates, *([_REPORT] if operation.accepts_report_header else [])]
 
 
 def _security(operation: ApiOperation, keys: bool) -> dict[str, Any]:
-    return {"security": [{name: []} for name in _SCHEMES]} if keys and operation.keyed else {}
+    return {"security": [{name: []} for name in _SCHEMES]} if keys and operation.requires_key else {}
 
 
 def _options(operation: ApiOperation, keys: bool, origins: bool) -> dict[str, Any]:
-    """Describes OPTIONS of a path. A browser's preflight request has no API key and gets plain text."""
-    statuses = {*OF_ANY, 401, 503}.intersection(operation.answers(keys)) - operation.others.keys()
-    answers: dict[str, Any] = {str(status): reference(status, operation.errors) for status in sorted(statuses)}
+    """Returns the description of a path's OPTIONS method.
+
+    With `origins`, the statuses 200 and 400 are the plain-text responses to a browser's preflight request, which has no API key.
+    """
+    statuses = {*COMMON_STATUSES, 401, 503}.intersection(operation.all_statuses(keys)) - operation.other_contents.keys()
+    responses: dict[str, Any] = {str(status): reference(status, operation.errors) for status in sorted(statuses)}
     always = ("allow", *(operation.errors.headers if operation.errors is not None else ()))
-    answers["204"] = {"description": "Methods of the path.", "headers": headers(204, keys, always)}
+    responses["204"] = {"description": "Methods of the path.", "headers": headers(204, keys, always)}
     if origins:
         text = {TEXT: {"schema": {"type": "string"}}}
-        answers["200"] = {"description": "The origin is allowed.", "content": text}
+        responses["200"] = {"description": "The origin is allowed.", "content": text}
         error = {JSON: {"schema": {"$ref": _SCHEMA_REF.format(model=ErrorBody.__name__)}}}
-        answers["400"] = {"description": "The origin is not allowed, or the request is invalid.", "content": {**text, **error}}
+        responses["400"] = {"description": "The origin is not allowed, or the request is invalid.", "content": {**text, **error}}
     found = {
         "tags": [operation.tag],
         "summary": "Methods of the path",
         "operationId": _id_of("options", operation.path),
         "parameters": [each for each in _parameters(operation) if each["in"] == "path"],
-        "responses": answers,
+        "responses": responses,
     }
     return found | _security(operation, keys)
 

@@ -1,4 +1,4 @@
-"""Describes the responses that operations share: errors by status, and the headers of each status."""
+"""Describes the error responses that all operations share, and the headers of every status."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ HEADERS: dict[str, dict[str, Any]] = {
 }
 _AMOUNT = {"type": "integer", "minimum": 0}
 _RATE_LIMITS: dict[str, dict[str, Any]] = {
-    f"x-ratelimit-{what}-{unit}": {"description": said.format(unit), "schema": schema}
-    for what, said, schema in (
-        ("limit", "Highest number of {} of the API key within a minute.", _AMOUNT),
-        ("remaining", "Number of {} that the limit still allows.", _AMOUNT),
+    f"x-ratelimit-{kind}-{unit}": {"description": description.format(unit), "schema": schema}
+    for kind, description, schema in (
+        ("limit", "Maximum number of {} of the API key per minute.", _AMOUNT),
+        ("remaining", "Number of {} that the limit allows at present.", _AMOUNT),
         (
             "reset",
-            "Time until the full limit of {} is available again.",
+            "Time until the API key may use its full limit of {}.",
             {"type": "string", "pattern": "^[0-9]+(ms|s|m[0-9]+s)$"},
         ),
     )
@@ -71,9 +71,9 @@ _STATUSES = {
     504: ("DeadlineExceeded", "The request took longer than the server allows."),
     529: ("Overloaded", "The server is overloaded, or a service that the request needs is not connected."),
 }
-ERRORS = {status: (name, f"{said} {_codes_of(status)}".strip()) for status, (name, said) in _STATUSES.items()}
+ERRORS = {status: (name, f"{cause} {_codes_of(status)}".strip()) for status, (name, cause) in _STATUSES.items()}
 _OF_FAMILIES = frozenset((529,))  # statuses that only APIs with an ErrorFamily have
-# The connection itself sends these statuses, before the request has an id: invalid input, or too many connections.
+# The HTTP connection may send these statuses before the request has an id, for invalid input or too many connections.
 _WITHOUT_ID = frozenset((400, 408, 431, 503))
 _ALWAYS = {401: ("www-authenticate",), 405: ("allow",), 503: ("retry-after",), 529: ("retry-after",)}
 
@@ -82,9 +82,9 @@ def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequ
     """Returns the header objects of a response.
 
     Args:
-        keys: Whether the gateway checks API keys, whose limits each response then reports.
-        always: Further names in HEADERS that every such response has.
-        sometimes: Further names in HEADERS that some such responses have.
+        keys: Whether the gateway checks API keys. If so, each response has headers with the rate limits of the API key.
+        always: Names in HEADERS that every response has, besides those that its status requires.
+        sometimes: Names in HEADERS that some responses have.
     """
     found = {"x-request-id": {**HEADERS["x-request-id"], "required": status not in _WITHOUT_ID}}
     for name in (*_ALWAYS.get(status, ()), *always):
@@ -95,13 +95,14 @@ def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequ
 
 
 def shared(keys: bool, schema: dict[str, Any], family: ErrorFamily | None = None, plain: Any = None) -> dict[str, Any]:
-    """Returns the response objects that operations refer to.
+    """Returns the error responses of one form by name, which operations refer to.
 
     Args:
         keys: Whether the gateway checks API keys.
         schema: Schema of an error body.
-        family: The API's own form of errors, or None for OpenAI's.
-        plain: Schema of an error that the connection itself sends, if it differs from `schema`.
+        family: Form of the errors; None for OpenAI's.
+        plain: Schema of OpenAI's error body, which the HTTP connection sends if it fails before the path is known. Only with
+            `family`.
     """
     either = schema if family is None else {"anyOf": [schema, plain]}
     return {
@@ -116,7 +117,7 @@ def shared(keys: bool, schema: dict[str, Any], family: ErrorFamily | None = None
 
 
 def reference(status: int, family: ErrorFamily | None = None) -> dict[str, str]:
-    """Returns a reference to the shared response of a status."""
+    """Returns a reference to the error response of a status. `family` is None for OpenAI's form."""
     return {"$ref": f"#/components/responses/{_name(status, family)}"}
 
 

@@ -30,7 +30,7 @@ OPERATIONS = (
         {JSON: ChatCompletion, EVENTS: ChatEvent},
         ChatCompletionRequest,
         generates=True,
-        reports=True,
+        accepts_report_header=True,
         takes_tools=True,
         example={
             "messages": [{"role": "user", "content": "What is 17 + 25?"}],
@@ -46,7 +46,7 @@ OPERATIONS = (
         {JSON: Completion, EVENTS: CompletionEvent},
         CompletionRequest,
         generates=True,
-        reports=True,
+        accepts_report_header=True,
         example={"prompt": "Count from 3 to 9.", "max_tokens": 32, "temperature": 0},
     ),
     ApiOperation(

@@ -24,8 +24,8 @@ from rootstock_llm.services.gateway.api.openai.types import (
     include_stop,
     parse,
 )
-from rootstock_llm.services.gateway.api.prompts import UNBOUNDED, for_a_vector, for_an_answer
-from rootstock_llm.services.gateway.api.request_body import begins, check_turn, joined_salt, parse_json, session_turn
+from rootstock_llm.services.gateway.api.prompts import UNBOUNDED, budget_with_output, budget_without_output
+from rootstock_llm.services.gateway.api.request_body import check_turn, joined_salt, parse_json, session_turn, starts_context
 from rootstock_llm.services.gateway.generation import body_fields
 from rootstock_llm.services.gateway.generation.bodies import RequestBody
 from rootstock_llm.services.gateway.generation.decoding import Decoding
@@ -92,22 +92,22 @@ class Preparer(ChatPreparer):
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
         generation = vector_generation(request, model.embedding_size)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
-        budget, special = for_a_vector(model), request.add_special_tokens is not False
+        budget, special = budget_without_output(model), request.add_special_tokens is not False
         last_tokens = request.truncate_prompt_tokens
         if last_tokens is not None:
             budget, root = UNBOUNDED, b""
         checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", budget, root, special)
         if last_tokens is not None:
             last_tokens = min(last_tokens, model.context_len) if last_tokens >= 0 else model.context_len
-            checked = [prompts.of_last(prompt, last_tokens, "truncate_prompt_tokens") for prompt in checked]
+            checked = [prompts.last_tokens_of(prompt, last_tokens, "truncate_prompt_tokens") for prompt in checked]
         return GenerationRequest.of(model, _named(checked, generation, request, origin), generation)
 
     async def _completion_prompts(
         self, request: CompletionRequest, generation: GenerationParams, model: ModelInfo, origin: Origin
     ) -> list[PromptInput]:
         root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
-        budget = for_an_answer(model, generation.session is not None)
-        special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
+        budget = budget_with_output(model, generation.session is not None)
+        special = starts_context(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
         return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", budget, root, special)
 
     async def text_of(self, ids: Sequence[int], skip_special_tokens: bool, origin: Origin, model: ModelInfo) -> str:

@@ -164,7 +164,8 @@ class CompletionRequest(GenerationBody):
     max_tokens: int | None = parameter("max_tokens", Api.COMPLETION)
     best_of: int | None = parameter("best_of", Api.COMPLETION)
     echo: bool | None = Field(
-        None, description="Whether the text begins with the prompt, and logprobs with those of the prompt. Default false."
+        None,
+        description="Whether text and log probabilities of the output begin with those of the prompt. Default false.",
     )
     logprobs: Count = Field(
         None,

@@ -28,9 +28,9 @@ class ContentPart(ResponseModel):
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
     text: str = absent("Text of all parts except refusals.")
     refusal: str = absent("Text of a refusal.")
-    annotations: list[Any] = absent("Empty list of an output_text.")
+    annotations: list[Any] = absent("Always an empty list. Present in output_text parts.")
     logprobs: list[OutputLogprob] = absent(
-        "Log probabilities of an output_text. Present with include message.output_text.logprobs."
+        "Log probabilities of the text. Present in output_text parts if `include` has message.output_text.logprobs."
     )
 
 
@@ -39,14 +39,14 @@ class Item(ResponseModel):
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
-    status: ItemStatus = absent("Present except for reasoning that a client has sent.")
+    status: ItemStatus = absent("Absent only from reasoning items that a client sent.")
     role: Literal["user", "system", "developer", "assistant"] = absent("Role of a message.")
     content: list[ContentPart] = absent("Parts of a message or of new reasoning.")
     summary: list[ContentPart] = absent("Summary of reasoning.")
     encrypted_content: str = absent(
-        "Reasoning in an opaque form, which clients may send back. Present with include reasoning.encrypted_content."
+        "Reasoning in an opaque form, which clients may send back. Present if `include` has reasoning.encrypted_content."
     )
-    call_id: str = absent("Id of a call, or of the call that a result belongs to.")
+    call_id: str = absent("Id of the call. Present in calls and in results of calls.")
     name: str = absent("Name of the called function.")
     arguments: str = absent("Arguments of a call as JSON.")
     output: str | list[ContentPart] = absent("Result of a call.")
@@ -93,7 +93,7 @@ class ResponseUsage(ResponseModel):
 
 
 class ResponseAnswer(ResponseModel):
-    """A response. It repeats the parameters of the request."""
+    """A response, with the parameters of its request."""
 
     id: str
     object: Literal["response"]
@@ -131,16 +131,16 @@ class ResponseEvent(ResponseModel):
     type: str = Field(pattern=r"^response\.[a-z_.]+$")
     sequence_number: Count
     response: ResponseAnswer = absent("Present in the events created, queued, in_progress, completed, incomplete and failed.")
-    output_index: Count = absent("Index of the event's item.")
-    item: Item = absent("Present in the first and last event of an item.")
-    item_id: str = absent("Id of the item that the event's part belongs to.")
-    content_index: Literal[0] = absent("Index of the event's text.")
-    part: ContentPart = absent("Present in the first and last event of a part.")
-    delta: str = absent("New text or arguments.")
+    output_index: Count = absent("Index in `output` of the item that the event belongs to.")
+    item: Item = absent("Present in output_item.added and output_item.done.")
+    item_id: str = absent("Id of the item that the event belongs to.")
+    content_index: Literal[0] = absent("Index of the content part that the event belongs to. An item has one part.")
+    part: ContentPart = absent("Present in content_part.added and content_part.done.")
+    delta: str = absent("New text or arguments since the previous event.")
     text: str = absent("Complete text.")
     name: str = absent("Name of the called function.")
     arguments: str = absent("Complete arguments.")
-    logprobs: list[OutputLogprob] = absent("Log probabilities of a text. Present with include message.output_text.logprobs.")
+    logprobs: list[OutputLogprob] = absent("Log probabilities of a text. Present if `include` has message.output_text.logprobs.")
 
 
 class ItemList(ResponseModel):

@@ -1,4 +1,4 @@
-"""Starts a background response, and defines the port to the module that runs background responses."""
+"""Starts a background response, and defines the interface of the module that runs background responses."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rootstock_llm.services.shared.output_formats import OutputFormats
 
 Json = dict[str, Any]
 
-_MAX_REQUEST_BYTES = MAX_RECORD_BYTES - (64 << 10)  # leaves 64 KiB of a record for its other fields
+_MAX_REQUEST_BYTES = MAX_RECORD_BYTES - (64 << 10)  # bytes of a request; the other fields of its record may have 64 KiB
 
 
 class Background(Protocol):
-    """The background responses of the gateway. Every method raises ApiError."""
+    """Runs and stores the background responses of this gateway. Every method raises ApiError."""
 
     takes_any: bool  # whether this gateway accepts background responses
     timeout_s: int  # seconds after which an unfinished response fails
@@ -42,50 +42,61 @@ class Background(Protocol):
         admission: KeyAdmission | None,
         events: Sequence[bytes],
     ) -> None:
-        """Stores a new response and starts it. Ends the admission if that fails.
+        """Stores a new response and starts to generate it. Takes ownership of the admission, and ends it if this fails.
 
         Args:
-            record: Record that is stored until the response ends.
+            order: The request, from which any gateway can continue the response.
+            record: The record that clients read until the response ends.
+            admission: Reserves the request's share of the API key's limits; None if the key has no limits.
+            events: The first events of the response's stream.
         """
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
         """Returns the status of a background response, or None if there is none with this id."""
 
     async def stream(self, owner: str, response_id: str, after: int) -> Follow:
-        """Returns the events after a sequence number, -1 for all. Raises ApiError if too many streams are open."""
+        """Returns a function that sends the events after the sequence number `after`, or all events if it is -1.
+
+        Raises:
+            ApiError: Too many streams are open.
+        """
 
     def own_stream(self, owner: str, response_id: str) -> Follow:
-        """Returns all events, for the client that has just created the response."""
+        """Returns a function that sends all events to the client that has just created the response."""
 
     async def cancel(self, owner: str, response_id: str) -> None:
-        """Cancels a response. Returns when the response has ended, for whatever reason."""
+        """Cancels a response. Returns when the response has ended, whether by the cancellation or not."""
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Deletes a stored response, and cancels it if it runs in the background. Returns whether it existed."""
 
 
 class DetachedCall(Detached):
-    """Stores a prepared response, starts it in the background, and sends the client its first state or its events."""
+    """Stores a prepared response and starts it in the background.
+
+    Sends the client the queued response, or a stream of its events.
+    """
 
     def __init__(
         self,
         background: Background,
         origin: Origin,
-        asked: ResponsesRequest,
+        parsed: ResponsesRequest,
         streams: bool,
         record: Json,
         context_bytes: int,
     ) -> None:
-        """Prepares to start the response.
+        """Takes the data of the response that detach() starts.
 
         Args:
-            streams: Whether the client gets the events of the response as a stream.
-            record: The stored form of the response until it ends.
-            context_bytes: Stored bytes of the responses that precede it.
+            parsed: The parsed body.
+            streams: Whether the client gets a stream of events.
+            record: The record that is stored until the response ends.
+            context_bytes: Total size of the stored responses that precede this response.
         """
         self._background = background
         self._origin = origin
-        self._asked = asked
+        self._parsed = parsed
         self._streams = streams
         self._record = record
         self._context_bytes = context_bytes
@@ -96,7 +107,9 @@ class DetachedCall(Detached):
             events = numbered(({"type": f"response.{kind}", "response": response} for kind in ("created", "queued")), 0)
             record, order = orjson.dumps(self._record), self._order(prepared)
             if max(len(record), len(order.dumped())) > _MAX_REQUEST_BYTES:
-                message = f"The request of a background response may have at most {_MAX_REQUEST_BYTES} bytes."
+                message = (
+                    f"The request of a background response may have at most {_MAX_REQUEST_BYTES} bytes. Send a shorter input."
+                )
                 raise ApiError(413, message, param="background", code="request_too_large")
         except BaseException:
             if admission is not None:
@@ -121,7 +134,7 @@ class DetachedCall(Detached):
             created_at=response["created_at"],
             ends_at=response["created_at"] + self._background.timeout_s,
             model=prepared.model.name,
-            asked=self._asked.model_dump(mode="json", exclude_unset=True),
+            asked=self._parsed.model_dump(mode="json", exclude_unset=True),
             rendered_end=prompt.rendered_end,
             context_bytes=self._context_bytes,
             tokenizer=prepared.model.tokenizer,

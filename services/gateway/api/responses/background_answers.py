@@ -1,4 +1,7 @@
-"""Renders events of background responses, resumes responses of other gateways, and ends responses with their stored output."""
+"""Renders background responses: their events, their final records, and responses that end with the output stored so far.
+
+Another gateway than the one that received the request may render a response. It then has only the stored prompt and events.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import orjson
 from rootstock_llm.services.gateway.api.chat import ChatPreparer, PreparedChat
 from rootstock_llm.services.gateway.api.responses.output import numbered
 from rootstock_llm.services.gateway.api.responses.records import Records
-from rootstock_llm.services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items
+from rootstock_llm.services.gateway.api.responses.render import Draft, failure, final_event_type, new_response, output_items
 from rootstock_llm.services.gateway.api.responses.translation import chat_request
 from rootstock_llm.services.gateway.api.responses.types import ResponsesRequest
 from rootstock_llm.services.gateway.generation.bodies import RequestBody
@@ -36,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-# Replaces the input of a resumed response, because its prompt is stored as token ids.
+# Stands for the input of a resumed response, because a ChatRequest must have a message. The stored prompt ids replace it.
 _INPUT: list[Json] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "."}]}]
 
 
-class BackgroundStory:
-    """Renders the events of one response that follow its stored events."""
+class BackgroundEventRenderer:
+    """Renders the new events of one response, which follow its stored events."""
 
     def __init__(self, draft: Draft, num_stored: int) -> None:
-        """Continues after `num_stored` stored events."""
+        """Makes the renderer. The next event gets the sequence number `num_stored`, the number of stored events."""
         self._draft = draft
         self._num_events = num_stored
 
@@ -61,7 +64,7 @@ class BackgroundStory:
     def ending(self) -> tuple[Json, list[bytes]]:
         response = self._draft.response
         self._draft.finish(int(time.time()))
-        return response, self._numbered([{"type": end_of(response), "response": response}])
+        return response, self._numbered([{"type": final_event_type(response), "response": response}])
 
     def _numbered(self, events: list[Json]) -> list[bytes]:
         first, self._num_events = self._num_events, self._num_events + len(events)
@@ -69,14 +72,14 @@ class BackgroundStory:
 
 
 class BackgroundAnswers:
-    """Prepares, renders and ends background responses. Every method raises ApiError."""
+    """Prepares, renders and ends stored background responses. Every method raises ApiError."""
 
     def __init__(self, preparer: ChatPreparer, records: Records) -> None:
         self._preparer = preparer
         self._records = records
 
     def prepare(self, stored: Stored) -> Prepare:
-        """Returns a function that prepares the request again, with the stored prompt."""
+        """Returns a function that prepares the stored request for generation, with the stored prompt."""
         order = stored.order
         prepared = PreparedChat(
             PromptInput(array("I", stored.prompt), None, rendered_end=order.rendered_end),
@@ -87,7 +90,7 @@ class BackgroundAnswers:
         )
 
         async def prepare(_body: RequestBody, origin: Origin) -> GenerationRequest:
-            chat = replace(chat_request(_asked(order), _INPUT, streams=True), model=order.model)
+            chat = replace(chat_request(_parsed(order), _INPUT, streams=True), model=order.model)
             request = await self._preparer.prepare(chat, origin, prepared)
             if order.formats is not None and request.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:
                 raise ApiError(
@@ -97,65 +100,73 @@ class BackgroundAnswers:
 
         return prepare
 
-    def event_renderer(self, stored: Stored, request: RunningRequest, token_texts: TokenTexts) -> BackgroundStory:
-        """Returns the renderer of a stored response. Its restore() must receive all stored events first."""
-        order, asked = stored.order, _asked(stored.order)
-        response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}
-        draft = Draft(request, token_texts, response, output_items(order.id, asked))
-        return BackgroundStory(draft, stored.past.lengths.events)
+    def event_renderer(self, stored: Stored, request: RunningRequest, token_texts: TokenTexts) -> BackgroundEventRenderer:
+        """Returns the renderer of a stored response.
+
+        The caller must pass all stored events to restore() before any other call.
+        """
+        order, parsed = stored.order, _parsed(stored.order)
+        response = {**new_response(order.id, order.created_at, order.model, parsed), "status": stored.status.value}
+        draft = Draft(request, token_texts, response, output_items(order.id, parsed))
+        return BackgroundEventRenderer(draft, stored.past.lengths.events)
 
     async def record(self, order: BackgroundOrder, response: Json) -> FinalRecords:
-        """Returns the final record of a response. Raises ApiError 404 if the response was deleted.
+        """Returns the final record of a response, and of its conversation.
 
-        A response without output is stored at any size, because its request has passed the check of the size.
+        A response without output is never too large, because DetachedCall has checked the size of its request.
+
+        Raises:
+            ApiError: 404 if the response was deleted, 400 if it is too large to store.
         """
-        kept = await self._records.over(order.owner, response, order.context_bytes)
-        if response["output"] and len(kept.record) > MAX_RECORD_BYTES:
+        final = await self._records.final_records(order.owner, response, order.context_bytes)
+        if response["output"] and len(final.record) > MAX_RECORD_BYTES:
             raise ApiError(
                 400, "The response is larger than a stored response may be. Ask for fewer tokens.", code="response_too_large"
             )
-        return kept
+        return final
 
     async def given_up(self, owner: str, response_id: str) -> bytes:
-        """Returns the record, with status failed, of a response that no gateway could read or end.
+        """Returns the record of a failed response, for a response that no gateway could read or end.
 
         Raises:
             ValueError, TypeError, LookupError: The record cannot be read.
         """
         error = internal("No gateway could continue or end this response.")
-        return await self._records.ended(owner, response_id, failure(error))
+        return await self._records.changed_record(owner, response_id, failure(error))
 
     async def concluded(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> tuple[Json, list[bytes]]:
-        """Returns a response that ends with its stored output, and its last events.
+        """Ends a response with the output that its stored events have. Returns the response and its last events.
 
-        Output that is too large to store is left out.
+        If the stored events cannot be read, the response has no new output. If the record would be too large, the output is
+        left out.
 
         Args:
-            error: Error of a failed response; else None.
+            status: Final status of the response.
+            error: Error of a failed response; None for another status.
         """
         order, events = stored.order, list[Json]()
         try:
-            response, events = await self._ended(stored)
+            response, events = await self._from_stored_events(stored)
         except (ValueError, TypeError, LookupError):
             logger.exception("could not render the stored output of a response", extra=fields(response=order.id))
             response = await self._records.response(order.owner, order.id)
         response["status"] = status.value
         if error is not None:
             response |= failure(error)
-        kept = await self._records.over(order.owner, response, order.context_bytes)
-        if len(kept.record) > MAX_RECORD_BYTES:
+        final = await self._records.final_records(order.owner, response, order.context_bytes)
+        if len(final.record) > MAX_RECORD_BYTES:
             response["output"] = []
-        events.append({"type": end_of(response), "response": response})
+        events.append({"type": final_event_type(response), "response": response})
         return response, numbered(events, stored.past.lengths.events)
 
-    async def _ended(self, stored: Stored) -> tuple[Json, list[Json]]:
-        order, asked = stored.order, _asked(stored.order)
-        output = output_items(order.id, asked)
+    async def _from_stored_events(self, stored: Stored) -> tuple[Json, list[Json]]:
+        order, parsed = stored.order, _parsed(stored.order)
+        output = output_items(order.id, parsed)
         async for events in pages(stored.past.events):
             output.restore(map(orjson.loads, events))
         last = list(output.finish("incomplete"))
-        return {**begun(order.id, order.created_at, order.model, asked), "output": output.items}, last
+        return {**new_response(order.id, order.created_at, order.model, parsed), "output": output.items}, last
 
 
-def _asked(order: BackgroundOrder) -> ResponsesRequest:
+def _parsed(order: BackgroundOrder) -> ResponsesRequest:
     return ResponsesRequest.model_validate(order.asked)

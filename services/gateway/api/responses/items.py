@@ -1,4 +1,4 @@
-"""Checks items of the Responses API, assigns ids, and translates items into messages of a chat.
+"""Checks a client's items of the Responses API, assigns their ids, and translates items into messages of a chat.
 
 Pure. An ApiError names the invalid element.
 """
@@ -19,8 +19,8 @@ from rootstock_llm.services.shared import limits
 Json = dict[str, Any]
 
 REFERENCE = "item_reference"
-_SEAL_MARK = "rr1."  # prefix of sealed reasoning, with the version of its format
-_SEAL_CHECK_BYTES = 8  # size of its checksum
+_SEAL_MARK = "rr1."  # prefix of `encrypted_content`, with the version of its format; see sealed()
+_SEAL_CHECK_BYTES = 8  # bytes of the checksum in `encrypted_content`
 _ROLES = frozenset(("user", "system", "developer", "assistant"))
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _TEXTS = {  # member that has the text, by type of part
@@ -29,14 +29,15 @@ _TEXTS = {  # member that has the text, by type of part
     "text": "text",
     "refusal": "refusal",
 }
-# Types of calls that another vendor's server has run.
+# Types of items for calls that the provider's server has run, and for their results. The gateway may omit them.
 _HOSTED_CALLS = frozenset(
     (
         *("code_interpreter_call", "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response"),
         *("mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call"),
     )
 )
-# Types of items that cannot be left out: calls that the client has run, and compacted history that only its vendor can read.
+# Types of items that are refused. Besides the hosted calls, these are calls that the client itself has run, and a compacted
+# history that only the vendor can read. They cannot be omitted, because the conversation would lose its content.
 _UNSERVED = _HOSTED_CALLS | frozenset(
     (
         *("apply_patch_call", "apply_patch_call_output", "compaction", "computer_call", "computer_call_output"),
@@ -47,10 +48,12 @@ _UNSERVED = _HOSTED_CALLS | frozenset(
 
 
 def checked_items(given: Any, where: str, omits_hosted: bool = False) -> list[Json]:
-    """Returns a client's input in the stored form: items with types and ids, and texts as lists of parts.
+    """Returns a client's items in the stored form: every item has a type and an id, and texts are lists of parts.
 
     Args:
-        omits_hosted: Whether calls of hosted tools are left out instead of refused.
+        given: The client's items, or a text, which becomes a user message.
+        where: The client's field of the items.
+        omits_hosted: Whether calls of hosted tools are omitted. If not, they are refused.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -68,30 +71,30 @@ def _kind(item: Any) -> str:
 
 
 def new_id(kind: str, owner: str = "", index: int = 0) -> str:
-    """Returns a new id for an item of a type.
+    """Returns a new id for an item of the type `kind`.
 
     Args:
-        owner: Id, without its prefix, of the response that the item is an output of; "" for a client's item.
-        index: Index of the item in that response.
+        owner: Id, without its prefix, of the response whose output has the item; "" for a client's item.
+        index: Index of the item in the response's output.
     """
     return f"{_PREFIXES[kind]}_{owner}{index:04x}" if owner else f"{_PREFIXES[kind]}_{secrets.token_hex(24)}"
 
 
 def response_of(item_id: str) -> str | None:
-    """Returns the id of the response that an item is an output of, from the item's id. None for a client's item."""
+    """Returns the id of the response whose output has the item with this id. None for a client's item."""
     prefix, _, rest = item_id.partition("_")
     return f"resp_{rest[:-4]}" if prefix in _PREFIXES.values() and len(rest) == 36 else None
 
 
 def messages_of(items: Iterable[Json]) -> list[Json]:
-    """Returns the messages that the chat template reads.
+    """Returns the chat messages for the items.
 
-    Consecutive items of the model (reasoning, text, calls) become one message.
+    Consecutive items that the model wrote (reasoning, text, calls) become one assistant message.
     """
     messages: list[Json] = []
     open_turn: Json | None = None
     for item in items:
-        if not _is_models(item):
+        if not _is_model_output(item):
             open_turn = None
             messages.append(_message_of(item))
             continue
@@ -102,7 +105,7 @@ def messages_of(items: Iterable[Json]) -> list[Json]:
     return [message for message in messages if len(message) > 2 or message["content"] is not None]
 
 
-def _is_models(item: Json) -> bool:
+def _is_model_output(item: Json) -> bool:
     return item["type"] in ("function_call", "reasoning") or item.get("role") == "assistant"
 
 
@@ -125,7 +128,7 @@ def _add(item: Json, turn: Json) -> None:
 
 
 def _reasoning(item: Json) -> str:
-    """Returns the reasoning of an item: its content if any, else its unsealed content, else its summary."""
+    """Returns the text of a reasoning item: its content, or else its decoded `encrypted_content`, or else its summary."""
     content = _text(item.get("content") or [])
     if not content and item.get("encrypted_content"):
         content = opened(item["encrypted_content"]) or ""
@@ -180,10 +183,10 @@ def _message(item: Json, where: str) -> Json:
 
 
 def _parts(content: Any, where: str, kind: str) -> list[Json]:
-    """Returns the checked text parts.
+    """Returns the checked content parts of an item. Raises ApiError.
 
     Args:
-        kind: Type of the part if the content is a string.
+        kind: Type of the part that is made if the content is a string.
     """
     if isinstance(content, str):
         return [_part(kind, content)]
@@ -204,7 +207,7 @@ def _checked_part(part: Any, where: str) -> Json:
         raise bad_request(where, f"'{where}' must be an object.")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXTS:
-        message = f"'{where}.type': only content parts that are text are supported."
+        message = f"'{where}.type': this server supports content parts with text only."
         raise bad_request(f"{where}.type", message, "unsupported_parameter")
     text = part.get(_TEXTS[kind])
     if not isinstance(text, str):
@@ -234,7 +237,7 @@ def _reasoning_item(item: Json, where: str) -> Json:
     if sealed is not None:
         if not isinstance(sealed, str) or opened(sealed) is None:
             name = f"{where}.encrypted_content"
-            raise bad_request(name, f"'{name}' is not from this server. Leave the field out.", "invalid_encrypted_content")
+            raise bad_request(name, f"'{name}' was not written by this server. Leave the field out.", "invalid_encrypted_content")
         found["encrypted_content"] = sealed
     return found
 
@@ -260,7 +263,7 @@ def _string(item: Json, name: str, where: str) -> str:
 
 
 def check_tool_types(tools: Sequence[Json] | None, omits_hosted: bool) -> None:
-    """Checks the types of tools. Raises ApiError that names the first tool that is neither a function nor left out."""
+    """Raises ApiError for the first tool that is neither a function nor an omitted hosted tool."""
     for index, tool in enumerate(tools or ()):
         kind = hosted_type(tool)
         if tool.get("type") != "function" and not (kind and omits_hosted):
@@ -270,23 +273,23 @@ def check_tool_types(tools: Sequence[Json] | None, omits_hosted: bool) -> None:
 
 
 def sealed(text: str) -> str:
-    """Returns reasoning in the opaque form of `encrypted_content`, which clients send back with a later request.
+    """Returns the `encrypted_content` of reasoning, which clients send back with a later request.
 
-    It is encoded and not encrypted, because the client may read the reasoning anyway.
+    The reasoning is encoded in base64 and not encrypted, because the client may read it anyway.
     """
     content = text.encode()
     return _SEAL_MARK + base64.urlsafe_b64encode(_seal_check(content) + content).decode()
 
 
 def opened(given: str) -> str | None:
-    """Returns the reasoning in a text that sealed() has returned, or None for any other text."""
+    """Returns the reasoning in an `encrypted_content` that sealed() made, or None for any other text."""
     if not given.startswith(_SEAL_MARK):
         return None
     try:
         found = base64.urlsafe_b64decode(given.removeprefix(_SEAL_MARK))
         content = found[_SEAL_CHECK_BYTES:]
         return content.decode() if found[:_SEAL_CHECK_BYTES] == _seal_check(content) else None
-    except ValueError:  # not ASCII, not base64, or not UTF-8 inside
+    except ValueError:  # not ASCII, not base64, or decoded bytes that are not UTF-8
         return None
 
 

@@ -1,4 +1,4 @@
-"""Operations of the Responses API for the OpenAPI document."""
+"""Describes the operations of the Responses API, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ OPERATIONS = (
         {JSON: ResponseAnswer, EVENTS: ResponseEvent},
         ResponsesRequest,
         generates=True,
-        named=True,
-        sometimes=("x-rootstock-stored",),
+        named_events=True,
+        optional_headers=("x-rootstock-stored",),
         takes_tools=True,
         example={"input": "Count from 3 to 9.", "max_output_tokens": 64, "temperature": 0},
     ),
@@ -67,7 +67,7 @@ OPERATIONS = (
         {JSON: ResponseAnswer, EVENTS: ResponseEvent},
         statuses=_STORED,
         parameters=_RESPONSE,
-        named=True,
+        named_events=True,
     ),
     ApiOperation("delete", RESPONSE, _TAG, "Delete a response", {JSON: Deleted}, statuses=_STORED, parameters=_RESPONSE),
     ApiOperation(

@@ -1,4 +1,4 @@
-"""Builds the output items of a response, and the events about them, from a model's parsed output. Pure."""
+"""Builds the output items of a response, and the stream's events about them, from parser events. Pure."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from rootstock_llm.services.gateway.output.output_parser import CallArguments, C
 
 Json = dict[str, Any]
 
-_PART = {"message": "output_text", "reasoning": "reasoning_text"}
+_PART = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item's content part, by type of the item
 
 
 def numbered(events: Iterable[Json], first: int) -> list[bytes]:
-    """Returns the events in the stored form, with sequence numbers from `first`."""
+    """Returns the events as JSON, with ascending sequence numbers. The first event gets the number `first`."""
     return [orjson.dumps({**event, "sequence_number": number}) for number, event in enumerate(events, first)]
 
 
 class OutputItems:
-    """The output items of one response so far. The methods return events without sequence numbers; see numbered()."""
+    """The output items of one response while it is generated.
 
-    def __init__(self, owner: str, seals: bool) -> None:
-        """Starts without items.
+    The methods return events, to which numbered() adds sequence numbers.
+    """
+
+    def __init__(self, owner: str, has_encrypted: bool) -> None:
+        """Begins with an empty output.
 
         Args:
-            owner: The response's id without its prefix. The ids of items contain it.
-            seals: Whether reasoning items also have encrypted_content.
+            owner: The response's id without its prefix. The ids of its items contain it.
+            has_encrypted: Whether reasoning items have `encrypted_content`.
         """
         self._owner = owner
-        self._seals = seals
+        self._has_encrypted = has_encrypted
         self._texts: list[str] = []  # pieces of the open item's text or arguments
         self._is_open = False
-        self._logprobs: list[Json] = []  # log probabilities of the open item
-        self._pending: list[Json] = []  # log probabilities of tokens whose text has not arrived
+        self._logprobs: list[Json] = []  # log probabilities of the open item's text
+        self._pending_logprobs: list[Json] = []  # log probabilities of tokens whose text no event has had yet
         self.items: list[Json] = []
 
     def restore(self, events: Iterable[Json]) -> None:
-        """Restores the state after stored events. Called for each page of events, in order."""
+        """Rebuilds the items from stored events. The caller passes all pages of stored events in order."""
         for event in events:
             if event["type"] == "response.output_item.added":
                 self.items.append(event["item"])
@@ -53,13 +56,13 @@ class OutputItems:
                 self._logprobs += event.get("logprobs", ())
 
     def logprobs(self, entries: list[Json]) -> None:
-        """Adds the log probabilities of the tokens that the next events render."""
-        self._pending += entries
+        """Takes the log probabilities of the next tokens. The next text event includes them."""
+        self._pending_logprobs += entries
 
     def add(self, event: Event) -> Iterator[Json]:
         if isinstance(event, Text):
             yield from self._begin("message")
-            entries, self._pending = self._pending, []
+            entries, self._pending_logprobs = self._pending_logprobs, []
             self._logprobs += entries
             yield self._text_delta("response.output_text.delta", event.text, logprobs=entries)
         elif isinstance(event, Reasoning):
@@ -75,8 +78,8 @@ class OutputItems:
             yield from self._close("completed", is_complete=True)
 
     def finish(self, status: str) -> Iterator[Json]:
-        """Closes the open item with this status, and returns the last events. Remaining log probabilities belong to its text."""
-        self._logprobs += self._pending
+        """Closes the open item with this status, and yields its last events. The item gets all pending log probabilities."""
+        self._logprobs += self._pending_logprobs
         yield from self._close(status)
 
     def _begin(self, kind: str, name: str = "") -> Iterator[Json]:
@@ -100,7 +103,7 @@ class OutputItems:
         """Closes the open item.
 
         Args:
-            is_complete: Whether a call's arguments are complete. A call that was cut off gets the status incomplete.
+            is_complete: Whether the item is a call with complete arguments. A call that was cut off gets the status `incomplete`.
         """
         if not self._is_open:
             return
@@ -118,7 +121,7 @@ class OutputItems:
             more: Json = {"logprobs": self._logprobs} if kind == "message" else {}
             yield self._item_event(f"response.{_PART[kind]}.done", content_index=0, text=text, **more)
             yield self._item_event("response.content_part.done", content_index=0, part=part)
-        if kind == "reasoning" and self._seals:
+        if kind == "reasoning" and self._has_encrypted:
             item["encrypted_content"] = sealed(text)
         yield self._event("response.output_item.done", item=dict(item))
 

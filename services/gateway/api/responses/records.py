@@ -1,4 +1,4 @@
-"""Reads and writes stored responses and conversations for the HTTP API. Every method raises ApiError."""
+"""Reads and writes stored responses and conversations for the Responses API. Every method raises ApiError."""
 
 from __future__ import annotations
 
@@ -23,36 +23,41 @@ from rootstock_llm.services.shared import limits
 logger = logging.getLogger(__name__)
 
 NOT_FINISHED = "previous_response_not_finished"
-TURNS = 16  # attempts to change a conversation while other requests change it
-PAUSE_S = 0.01  # shortest pause between two attempts, in seconds; the longest is TURNS times as long
-RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"  # prefixes of their ids
+MAX_ATTEMPTS = 16  # attempts to write a conversation that other requests change at the same time
+PAUSE_S = 0.01  # seconds; a pause between two attempts is a random multiple of it, at most MAX_ATTEMPTS times
+RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"  # prefixes of the ids of responses and conversations
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The stored items that precede a request."""
+    """The stored items that precede the input of a request."""
 
-    items: list[Json] = field(default_factory=list)  # in order
-    chain: tuple[str, ...] = ()  # ids of the responses that the items belong to, oldest first
-    num_bytes: int = 0  # stored bytes of these responses
+    items: list[Json] = field(default_factory=list)  # oldest first
+    chain: tuple[str, ...] = ()  # ids of the responses that have the items, oldest first; empty for a conversation
+    num_bytes: int = 0  # total size of the records of `chain`
 
 
 class Records:
-    """Reads and writes responses and conversations in the store."""
+    """Reads and writes the responses and conversations of all clients. The `owner` of a record is the value of owner_of()."""
 
     def __init__(self, store: StateStore | None, retry_after_s: int) -> None:
-        """Prepares the access. `store` is None if this gateway has no store."""
-        self._store = store
-        self.keeps = store is not None  # whether this gateway has a store
-        self._retry_after_s = retry_after_s
-
-    async def after(self, owner: str, response_id: str, hold: Hold) -> Context:
-        """Returns the context of a new response that follows a stored response.
+        """Makes the object.
 
         Args:
-            hold: Reserves the bytes of the context in the body budget.
+            store: None if this gateway has no store.
+            retry_after_s: Value of the Retry-After header while the store cannot be reached.
+        """
+        self._store = store
+        self.has_store = store is not None  # whether this gateway can store responses
+        self._retry_after_s = retry_after_s
+
+    async def after(self, owner: str, response_id: str, reserve: Hold) -> Context:
+        """Returns the context of a new response that follows the stored response `response_id`.
+
+        Args:
+            reserve: Reserves the bytes of the context in the body budget.
         """
         last = await self._response(owner, response_id, "previous_response_id")
         if last["response"]["status"] in OPEN:
@@ -61,56 +66,59 @@ class Records:
         names = (*last["chain"], response_id)
         if len(names) > limits.MAX_RESPONSE_CHAIN or last["bytes"] > limits.MAX_CHAIN_BYTES:
             message = (
-                f"The response would follow {len(names)} responses of {last['bytes']} bytes; at most {limits.MAX_RESPONSE_CHAIN} "
-                f"responses and {limits.MAX_CHAIN_BYTES} bytes are allowed. Send the needed history without this field."
+                f"The response would follow {len(names)} responses of {last['bytes']} bytes. At most {limits.MAX_RESPONSE_CHAIN} "
+                f"responses and {limits.MAX_CHAIN_BYTES} bytes are allowed. Send the needed items in 'input' instead."
             )
             raise bad_request("previous_response_id", message, "context_length_exceeded")
-        await hold(last["bytes"])
+        await reserve(last["bytes"])
         earlier = [None if found is None else orjson.loads(found.content) for found in await self._get(owner, last["chain"])]
         if None in earlier:
             raise _not_found(
                 "previous_response_id",
-                "An earlier response of this chain has expired or was deleted.",
+                "A response before the previous response has expired or was deleted. Send the needed items in 'input'.",
                 "previous_response_not_found",
             )
         turns = [*earlier, last]
         items = [item for turn in turns if turn for item in (*turn["input"], *turn["response"]["output"])]
         return Context(items, names, last["bytes"])
 
-    async def of_conversation(self, owner: str, conversation_id: str, hold: Hold) -> Context:
-        """Returns the context of a new response in a conversation. For `hold`, see after()."""
+    async def of_conversation(self, owner: str, conversation_id: str, reserve: Hold) -> Context:
+        """Returns the context of a new response in a conversation. For `reserve`, see after()."""
         found = await self._conversation_record(owner, conversation_id, "conversation")
-        await hold(len(found.content))
+        await reserve(len(found.content))
         return Context(orjson.loads(found.content)["items"])
 
     async def resolved(self, owner: str, items: Sequence[Json], before: Context) -> list[Json]:
-        """Replaces references by the items that they name. A reference to an item of the context is left out."""
+        """Returns the items with each reference replaced by the stored item that it names.
+
+        A reference to an item of the context is removed, because the context already has the item.
+        """
         known = {item["id"] for item in before.items}
         found = []
         for index, item in enumerate(items):
             if item["type"] != REFERENCE:
                 found.append(item)
             elif item["id"] not in known:
-                found.append(await self._referred(owner, item["id"], f"input[{index}].id"))
+                found.append(await self._referenced_item(owner, item["id"], f"input[{index}].id"))
         return found
 
-    async def keep_response(self, owner: str, response: Json, items: Sequence[Json], before: Context) -> bool:
-        """Stores a response with the items of its input. Returns whether it is stored."""
+    async def store_response(self, owner: str, response: Json, items: Sequence[Json], before: Context) -> bool:
+        """Stores a response with the items of its input. Returns False if it could not be stored."""
         return await self._try_put(owner, response["id"], record_of(response, items, before.chain, before.num_bytes))
 
-    async def over(self, owner: str, response: Json, context_bytes: int) -> FinalRecords:
-        """Returns the final record of a background response, and the new record of its conversation if the response extends it.
+    async def final_records(self, owner: str, response: Json, context_bytes: int) -> FinalRecords:
+        """Returns the final record of a background response, and the new record of the conversation that it extends, if any.
 
         Args:
-            context_bytes: Stored bytes of the responses that precede it.
+            context_bytes: Total size of the stored responses that precede this response.
         """
         last = await self._response(owner, response["id"], "response_id")
         talk = None
         if response["conversation"] is not None and response["status"] in ("completed", "incomplete"):
-            talk = await self._talk(owner, response["conversation"]["id"], [*last["input"], *response["output"]])
+            talk = await self._extended_conversation(owner, response["conversation"]["id"], [*last["input"], *response["output"]])
         return FinalRecords(orjson.dumps(record_of(response, last["input"], last["chain"], context_bytes)), talk)
 
-    async def ended(self, owner: str, response_id: str, change: Json) -> bytes:
+    async def changed_record(self, owner: str, response_id: str, change: Json) -> bytes:
         """Returns the final record of a response: the stored record with the fields of `change`.
 
         Raises:
@@ -120,7 +128,7 @@ class Records:
         context_bytes = last["bytes"] - len(orjson.dumps({**last, "bytes": 0}))
         return orjson.dumps(record_of({**last["response"], **change}, last["input"], last["chain"], context_bytes))
 
-    async def _talk(self, owner: str, conversation_id: str, items: Sequence[Json]) -> ConversationUpdate | None:
+    async def _extended_conversation(self, owner: str, conversation_id: str, items: Sequence[Json]) -> ConversationUpdate | None:
         try:
             conversation, version = await self._conversation(owner, conversation_id, "conversation")
         except ApiError as error:
@@ -131,7 +139,7 @@ class Records:
         _extend(conversation, items)
         content = orjson.dumps(conversation)
         if len(content) > limits.MAX_RECORD_BYTES:
-            logger.warning("did not extend a conversation, because it would exceed the largest size of a record")
+            logger.warning("did not extend a conversation, because its record would be too large")
             return None
         return ConversationUpdate(conversation_id, version, content)
 
@@ -151,11 +159,11 @@ class Records:
 
     async def _delete(self, owner: str, name: str, kind: str, param: str) -> None:
         if not name.startswith(kind):
-            raise gone(param)
-        async with self._reached() as store:
+            raise object_not_found(param)
+        async with self._connected_store() as store:
             existed = await store.delete(owner, name)
         if not existed:
-            raise gone(param)
+            raise object_not_found(param)
 
     async def begin_conversation(self, owner: str, items: Sequence[Json], metadata: Json) -> Json:
         """Stores a new conversation and returns it."""
@@ -165,10 +173,10 @@ class Records:
             "metadata": metadata,
             "items": list(items),
         }
-        async with self._reached() as store:
-            kept = await store.put(owner, conversation["id"], orjson.dumps(conversation), version=0)
-        if not kept:
-            raise _full()
+        async with self._connected_store() as store:
+            is_stored = await store.put(owner, conversation["id"], orjson.dumps(conversation), version=0)
+        if not is_stored:
+            raise _store_full()
         return conversation
 
     async def conversation(self, owner: str, conversation_id: str) -> Json:
@@ -178,7 +186,7 @@ class Records:
         return await self._change(owner, conversation_id, lambda conversation: conversation.update(metadata=metadata))
 
     async def extend(self, owner: str, conversation_id: str, items: Sequence[Json]) -> Json:
-        """Adds items to a conversation. Items that it already has keep their positions."""
+        """Adds items at the end of a conversation. Items that the conversation already has are not added twice."""
         return await self._change(owner, conversation_id, lambda conversation: _extend(conversation, items))
 
     async def remove_item(self, owner: str, conversation_id: str, item_id: str) -> Json:
@@ -188,17 +196,17 @@ class Records:
         return await self._change(owner, conversation_id, removed)
 
     async def _change(self, owner: str, conversation_id: str, change: Any) -> Json:
-        for _ in range(TURNS):
+        for _ in range(MAX_ATTEMPTS):
             conversation, version = await self._conversation(owner, conversation_id, "conversation_id")
             change(conversation)
             try:
-                async with self._reached() as store:
-                    kept = await store.put(owner, conversation_id, orjson.dumps(conversation), version)
+                async with self._connected_store() as store:
+                    is_stored = await store.put(owner, conversation_id, orjson.dumps(conversation), version)
             except Changed:
-                await asyncio.sleep(PAUSE_S * (1 + secrets.randbelow(TURNS)))
+                await asyncio.sleep(PAUSE_S * (1 + secrets.randbelow(MAX_ATTEMPTS)))
                 continue
-            if not kept:
-                raise _full()
+            if not is_stored:
+                raise _store_full()
             return conversation
         raise ApiError(
             409, "Other requests are changing this conversation. Retry later.", param="conversation", code="conversation_locked"
@@ -222,7 +230,7 @@ class Records:
         record: Json = orjson.loads(found.content)
         return record
 
-    async def _referred(self, owner: str, item_id: str, param: str) -> Json:
+    async def _referenced_item(self, owner: str, item_id: str, param: str) -> Json:
         name = response_of(item_id)
         (found,) = await self._get(owner, [name]) if name else [None]
         output = orjson.loads(found.content)["response"]["output"] if found is not None else ()
@@ -233,11 +241,11 @@ class Records:
         return item
 
     async def _get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
-        async with self._reached() as store:
+        async with self._connected_store() as store:
             return await store.get(owner, names)
 
     async def _try_put(self, owner: str, name: str, record: Json) -> bool:
-        """Tries to store a record. A response is sent even if its record cannot be stored."""
+        """Stores a record. Returns False instead of raising, because the client gets the response even if it is not stored."""
         if self._store is None:
             return False
         try:
@@ -247,9 +255,9 @@ class Records:
             return False
 
     @asynccontextmanager
-    async def _reached(self) -> AsyncIterator[StateStore]:
+    async def _connected_store(self) -> AsyncIterator[StateStore]:
         if self._store is None:
-            raise ApiError(400, "This server has no store, so it stores no responses or conversations.", code="no_store")
+            raise ApiError(400, "This server has no store, so it has no stored responses and no conversations.", code="no_store")
         try:
             yield self._store
         except StoreAway:
@@ -266,8 +274,8 @@ def record_of(response: Json, items: Sequence[Json], chain: Sequence[str], conte
 
     Args:
         items: The response's input.
-        chain: Ids of the responses that precede it, oldest first.
-        context_bytes: Stored bytes of these responses.
+        chain: Ids of the stored responses that precede the response, oldest first.
+        context_bytes: Total size of the records of `chain`.
     """
     record: Json = {"response": response, "input": list(items), "chain": list(chain), "bytes": 0}
     record["bytes"] = context_bytes + len(orjson.dumps(record))
@@ -278,11 +286,11 @@ def _not_found(param: str, message: str, code: str) -> ApiError:
     return ApiError(404, message, param=param, code=code)
 
 
-def gone(param: str) -> ApiError:
+def object_not_found(param: str) -> ApiError:
     return _not_found(param, "No object has this id, or the object has expired.", "not_found")
 
 
-def _full() -> ApiError:
+def _store_full() -> ApiError:
     return ApiError(
         429, "The store limit of this API key or of this conversation is reached. Delete stored data.", code="store_full"
     )

@@ -1,6 +1,6 @@
-"""Renders a response as a document, or as the events of a stream.
+"""Renders a response as one JSON document, or as the events of a stream.
 
-The response is stored before its end is sent, because the end reports whether it is stored.
+The response is stored before its last event is sent, because this event has the field `store`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 from rootstock_llm.services.gateway.service.sink import HeaderRenderer
 
 Json = dict[str, Any]
-Keep = Callable[[Json], Awaitable[bool]]  # stores a response if requested; returns whether all was stored
+# Stores a response unless the client turned this off; returns whether it is stored.
+StoreResponse = Callable[[Json], Awaitable[bool]]
 
-_STATUS = {"length": "incomplete", "abort": "cancelled"}
+_STATUS = {"length": "incomplete", "abort": "cancelled"}  # status of the response by finish reason; else `completed`
 _ERROR_CODES = {429: "rate_limit_exceeded"}
 
 
 class Draft:
-    """A response while it is generated. `response` is complete after finish()."""
+    """Builds a response while it is generated. The attribute `response` is complete after finish()."""
 
     def __init__(self, request: RunningRequest, token_texts: TokenTexts, response: Json, output: OutputItems) -> None:
         self._request = request
         self._output = output
         params = request.params
-        # Log probabilities are sent only without a parser, because all tokens are then tokens of the text.
+        # With a parser, some tokens are not part of the text, so their log probabilities could not be attributed.
         has_logprobs = params.wants_logprobs and params.parsing is None
         self._logprobs = ChatLogprobWriter(params, token_texts.of_model(request.model)) if has_logprobs else None
         self._reader = ChoiceReader(params.parsing)
         self.response = response
 
     def restore(self, events: Iterable[Json], texts: Iterable[str]) -> None:
-        """Restores the state after stored events. `texts` are the pieces of output that the events render."""
+        """Rebuilds the response from a page of stored events, and from the output texts that the parser must read again."""
         self._output.restore(events)
         self._reader.replay(texts)
 
@@ -67,7 +68,7 @@ class Draft:
             response["completed_at"] = completed_at
 
     def failed(self, error: ApiError) -> Json:
-        """Returns the failed response with its output so far."""
+        """Returns the response with status failed and the output so far."""
         return {**self.response, **failure(error), "output": self._output.items}
 
 
@@ -75,7 +76,7 @@ STORED = b"x-rootstock-stored"  # header of a response that is not stored althou
 
 
 class ResponseRenderer(HeaderRenderer):
-    """Renders one response, and stores it by `keep`."""
+    """Renders one response, and stores it before its last event."""
 
     def __init__(
         self,
@@ -84,40 +85,40 @@ class ResponseRenderer(HeaderRenderer):
         model: str,
         token_texts: TokenTexts,
         response_id: str,
-        asked: ResponsesRequest,
-        keep: Keep,
-        keeps: bool,
+        parsed: ResponsesRequest,
+        store: StoreResponse,
+        has_store: bool,
     ) -> None:
         """Makes the renderer.
 
         Args:
-            asked: The parsed body.
-            keep: Stores the response if requested.
-            keeps: Whether this server has a store.
+            parsed: The parsed body.
+            store: Stores the response.
+            has_store: Whether this server can store responses.
         """
         self._request = request
-        self._keep = keep
-        self._response = begun(response_id, created, model, asked)
-        self._stores = self._response["store"]
-        self._is_stored = keeps
-        self._draft = Draft(request, token_texts, self._response, output_items(response_id, asked))
+        self._store = store
+        self._response = new_response(response_id, created, model, parsed)
+        self._wants_storage = self._response["store"]
+        self._is_stored = has_store
+        self._draft = Draft(request, token_texts, self._response, output_items(response_id, parsed))
         self._sequence = 0
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """`x-rootstock-stored: false` if the client asked for a stored response and does not get one."""
-        return [(STORED, b"false")] if self._stores and not self._is_stored else ()
+        """`x-rootstock-stored: false` if the client parsed for a stored response and does not get one."""
+        return [(STORED, b"false")] if self._wants_storage and not self._is_stored else ()
 
     async def chunk(self, delta: Delta) -> bytes:
         opening = b""
-        if delta.first:  # rendered before the draft reads the delta, which may complete the response
+        if delta.first:  # rendered first, because events_of() may already set the final status
             kinds = ("created", "in_progress")
             opening = self._written({"type": f"response.{kind}", "response": self._response} for kind in kinds)
         return opening + self._written(await self._draft.events_of(delta))
 
     async def ending(self) -> bytes:
         await self._finish()
-        return self._written([{"type": end_of(self._response), "response": self._response}])
+        return self._written([{"type": final_event_type(self._response), "response": self._response}])
 
     def failure(self, error: ApiError) -> bytes:
         return self._written([{"type": "response.failed", "response": {**self._draft.failed(error), "store": False}}])
@@ -129,11 +130,11 @@ class ResponseRenderer(HeaderRenderer):
         return orjson.dumps(self._response)
 
     async def _finish(self) -> None:
-        """Completes and stores the response. The response reports whether it is stored."""
+        """Completes the response, stores it, and sets its field `store` to the result."""
         response = self._response
         self._draft.finish(response["created_at"] + int(self._request.clock() - self._request.arrived))
-        self._is_stored = await self._keep(response)
-        response["store"] = self._is_stored and self._stores
+        self._is_stored = await self._store(response)
+        response["store"] = self._is_stored and self._wants_storage
 
     def _written(self, events: Iterable[Json]) -> bytes:
         return b"".join(map(self._event, events))
@@ -143,53 +144,53 @@ class ResponseRenderer(HeaderRenderer):
         return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps({**event, "sequence_number": number}))
 
 
-def output_items(response_id: str, asked: ResponsesRequest) -> OutputItems:
-    return OutputItems(response_id.partition("_")[2], "reasoning.encrypted_content" in (asked.include or ()))
+def output_items(response_id: str, parsed: ResponsesRequest) -> OutputItems:
+    return OutputItems(response_id.partition("_")[2], "reasoning.encrypted_content" in (parsed.include or ()))
 
 
 def failure(error: ApiError) -> Json:
-    """Returns the fields that an error changes in a response."""
+    """Returns the response's fields that change if it fails with this error."""
     code = _ERROR_CODES.get(error.status, "invalid_prompt" if error.status < 500 else "server_error")
     return {"status": "failed", "error": {"code": code, "message": error.message}}
 
 
-def end_of(response: Json) -> str:
-    """Returns the type of the last event."""
+def final_event_type(response: Json) -> str:
+    """Returns the type of the stream's last event for a response that has ended."""
     return {"completed": "response.completed", "failed": "response.failed"}.get(response["status"], "response.incomplete")
 
 
-def begun(response_id: str, created: int, model: str, asked: ResponsesRequest) -> Json:
-    """Returns the response before any output."""
-    conversation = asked.conversation if isinstance(asked.conversation, str | None) else asked.conversation.id
-    text, reasoning = asked.text, asked.reasoning
+def new_response(response_id: str, created: int, model: str, parsed: ResponsesRequest) -> Json:
+    """Returns a response without output, with status `in_progress` and the parameters of its request."""
+    conversation = parsed.conversation if isinstance(parsed.conversation, str | None) else parsed.conversation.id
+    text, reasoning = parsed.text, parsed.reasoning
     return {
         "id": response_id,
         "object": "response",
         "created_at": created,
         "completed_at": None,
         "status": "in_progress",
-        "background": bool(asked.background),
+        "background": bool(parsed.background),
         "conversation": None if conversation is None else {"id": conversation},
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "max_tool_calls": asked.max_tool_calls,
-        "metadata": asked.metadata or {},
+        "instructions": parsed.instructions,
+        "max_output_tokens": parsed.max_output_tokens,
+        "max_tool_calls": parsed.max_tool_calls,
+        "metadata": parsed.metadata or {},
         "model": model,
         "output": [],
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": asked.previous_response_id,
+        "parallel_tool_calls": parsed.parallel_tool_calls is not False,
+        "previous_response_id": parsed.previous_response_id,
         "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
         "service_tier": "default",
-        "store": asked.store is not False,
-        "temperature": asked.temperature,
+        "store": parsed.store is not False,
+        "temperature": parsed.temperature,
         "text": {"format": (text and text.format) or {"type": "text"}, "verbosity": (text and text.verbosity) or "medium"},
-        "tool_choice": asked.tool_choice or "auto",
-        "tools": [{"strict": None, "parameters": None, **tool} for tool in asked.tools or ()],
-        "top_logprobs": asked.top_logprobs or 0,
-        "top_p": asked.top_p,
-        "truncation": asked.truncation or "disabled",
+        "tool_choice": parsed.tool_choice or "auto",
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in parsed.tools or ()],
+        "top_logprobs": parsed.top_logprobs or 0,
+        "top_p": parsed.top_p,
+        "truncation": parsed.truncation or "disabled",
         "usage": None,
     }
 

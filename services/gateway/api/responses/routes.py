@@ -28,7 +28,7 @@ from rootstock_llm.services.gateway.api.responses.operations import (
     RESPONSE,
     RESPONSES,
 )
-from rootstock_llm.services.gateway.api.responses.records import RESPONSE_PREFIX, Records, gone
+from rootstock_llm.services.gateway.api.responses.records import RESPONSE_PREFIX, Records, object_not_found
 from rootstock_llm.services.gateway.api.responses.render import failure
 from rootstock_llm.services.gateway.api.responses.stream import FollowedStream
 from rootstock_llm.services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
@@ -45,18 +45,18 @@ from rootstock_llm.services.shared import limits
 Json = dict[str, Any]
 B = TypeVar("B", bound=Body)
 
-_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100  # default and largest value of a list's parameter 'limit'
-_NUMBER_CHARS = 12  # longest sequence number of an event, in digits
+_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100  # default and maximum of the query parameter 'limit' of lists
+_NUMBER_CHARS = 12  # maximum digits of the query parameter 'starting_after'
 
 
 class ResponsesApi:
-    """OpenAI's Responses API. Each process has one."""
+    """The routes of OpenAI's Responses API. Each process has one instance."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
 
     def __init__(self, port: HttpPort, preparer: ChatPreparer, records: Records, background: Background | None) -> None:
-        """Creates the API. `background` is None if the gateway has no store."""
+        """Makes the routes. `background` is None if the gateway has no store."""
         self._port = port
         self._preparer = preparer
         self._records = records
@@ -110,7 +110,7 @@ class ResponsesApi:
         if self._background is None:
             await self._records.delete_response(owner, response_id)
         elif not response_id.startswith(RESPONSE_PREFIX) or not await self._background.delete(owner, response_id):
-            raise gone("response_id")
+            raise object_not_found("response_id")
         return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
 
     async def _cancel(self, request: Request) -> Response:
@@ -127,7 +127,11 @@ class ResponsesApi:
         return json_response(_page(items, request.query_params))
 
     async def _current(self, owner: str, response_id: str) -> Json:
-        """Returns the response with its current status. The stored record has the first status until the response ends."""
+        """Returns the response with its current status.
+
+        The stored record keeps the status `queued` until the response ends, so the status of a running response is read
+        separately.
+        """
         found = await self._records.response(owner, response_id)
         if found["status"] not in OPEN or self._background is None:
             return found
@@ -136,23 +140,25 @@ class ResponsesApi:
             return {**found, "status": status}
         found = await self._records.response(owner, response_id)  # the response may have ended since the first read
         if status is None and found["status"] in OPEN:  # the background record has expired
-            return found | failure(timed_out("The response was not complete within its time limit."))
+            return found | failure(timed_out("The response did not end within its time limit."))
         return found
 
     async def _begin_conversation(self, request: Request) -> Response:
-        given = await self._read(request, ConversationRequest)
+        given = await self._parsed_body(request, ConversationRequest)
         items = _checked_items([] if given.items is None else given.items, self._preparer.omits_hosted_tools)
         return json_response(
-            _card(await self._records.begin_conversation(_owner(request), items, check_metadata(given.metadata)))
+            _conversation_body(await self._records.begin_conversation(_owner(request), items, check_metadata(given.metadata)))
         )
 
     async def _get_conversation(self, request: Request) -> Response:
-        return json_response(_card(await self._conversation(request)))
+        return json_response(_conversation_body(await self._conversation(request)))
 
     async def _update_conversation(self, request: Request) -> Response:
-        metadata = check_metadata((await self._read(request, ConversationUpdate)).metadata)
+        metadata = check_metadata((await self._parsed_body(request, ConversationUpdate)).metadata)
         return json_response(
-            _card(await self._records.update_conversation(_owner(request), request.path_params["conversation_id"], metadata))
+            _conversation_body(
+                await self._records.update_conversation(_owner(request), request.path_params["conversation_id"], metadata)
+            )
         )
 
     async def _delete_conversation(self, request: Request) -> Response:
@@ -164,7 +170,7 @@ class ResponsesApi:
         return json_response(_page((await self._conversation(request))["items"], request.query_params))
 
     async def _add_items(self, request: Request) -> Response:
-        new = _checked_items((await self._read(request, ItemsRequest)).items, self._preparer.omits_hosted_tools)
+        new = _checked_items((await self._parsed_body(request, ItemsRequest)).items, self._preparer.omits_hosted_tools)
         await self._records.extend(_owner(request), request.path_params["conversation_id"], new)
         return json_response(_list(new, False))
 
@@ -175,13 +181,13 @@ class ResponsesApi:
     async def _remove_item(self, request: Request) -> Response:
         owner, conversation_id, item_id = _owner(request), request.path_params["conversation_id"], request.path_params["item_id"]
         _item_of((await self._conversation(request))["items"], item_id)
-        return json_response(_card(await self._records.remove_item(owner, conversation_id, item_id)))
+        return json_response(_conversation_body(await self._records.remove_item(owner, conversation_id, item_id)))
 
     async def _conversation(self, request: Request) -> Json:
         """Returns the conversation that the path names. Raises ApiError if it does not exist."""
         return await self._records.conversation(_owner(request), request.path_params["conversation_id"])
 
-    async def _read(self, request: Request, model: type[B]) -> B:
+    async def _parsed_body(self, request: Request, model: type[B]) -> B:
         """Returns the parsed body. Raises ApiError if it is invalid."""
         async with self._port.bodies.read(request.scope, request.receive, limits.MAX_RECORD_BYTES) as body:
             try:
@@ -191,7 +197,7 @@ class ResponsesApi:
 
 
 def _response_id(request: Request) -> str:
-    """Returns the response id in the path. Raises HTTPException (405) for the path of INPUT_TOKENS."""
+    """Returns the response id in the path. Raises HTTPException 405 if the path is INPUT_TOKENS, which allows only POST."""
     response_id: str = request.path_params["response_id"]
     if f"{RESPONSES}/{response_id}" == INPUT_TOKENS:
         raise HTTPException(405)
@@ -199,14 +205,14 @@ def _response_id(request: Request) -> str:
 
 
 def _starting_after(query: Mapping[str, str]) -> int:
-    """Returns the sequence number after which the stream begins; -1 if it begins with the first event."""
+    """Returns the sequence number after which the client's stream begins; -1 if it begins with the first event."""
     given = query.get("starting_after")
     if given is None:
         return -1
     if not given.isascii() or not given.isdecimal() or len(given) > _NUMBER_CHARS:
         raise bad_request("starting_after", "'starting_after' must be the sequence number of an event.")
     if query.get("stream") not in ("true", "1"):
-        raise bad_request("starting_after", "'starting_after' needs 'stream' to be true.")
+        raise bad_request("starting_after", "'starting_after' is allowed only with 'stream=true'.")
     return int(given)
 
 
@@ -228,13 +234,13 @@ def _item_of(items: Sequence[Json], item_id: str) -> Json:
     return found[0]
 
 
-def _card(conversation: Json) -> Json:
+def _conversation_body(conversation: Json) -> Json:
     fields = {name: conversation[name] for name in ("id", "created_at", "metadata")}
     return {**fields, "object": "conversation"}
 
 
 def _page(items: Sequence[Json], query: Mapping[str, str]) -> Json:
-    """Returns at most `limit` items that follow the item `after`, newest first unless `order` is asc."""
+    """Returns a page of a list: at most `limit` items after the item `after`. Newest items are first, unless `order` is asc."""
     order, after, given = query.get("order", "desc"), query.get("after"), query.get("limit", str(_DEFAULT_LIMIT))
     if order not in ("asc", "desc"):
         raise bad_request("order", "'order' must be asc or desc.")

@@ -1,4 +1,4 @@
-"""Streams a background response: its stored events, then new events of the gateway that computes it."""
+"""Streams the events of a background response: first its stored events, then new events while it is generated."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rootstock_llm.services.gateway.http.answer import SSE_HEADERS
 from rootstock_llm.services.gateway.http.body import cut, watch_client
 from rootstock_llm.services.gateway.store.state_store import StoreAway
 
-UNREAD_S = 60.0  # seconds that a client may leave events unread before the connection is closed; it can resume the stream
+UNREAD_S = 60.0  # seconds without reading after which a client's connection is closed; the client can resume the stream
 
 
 class FollowedStream(Response):
-    """Sends the events to one client. The response continues if the client leaves."""
+    """Sends the events of a response to one client. The response is generated further if the client disconnects."""
 
     def __init__(self, follow: Follow) -> None:
-        # Response.__init__ would render a body.
+        # Response.__init__() is not called, because it would render a body.
         self._follow = follow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,6 +41,6 @@ class FollowedStream(Response):
                         await write(OPENAI.event_of(error, scope["state"]["request_id"]))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
-            cut(scope)  # the client does not read
+            cut(scope)  # the client has not read for UNREAD_S
         except ClientGone:
             return

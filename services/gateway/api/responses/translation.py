@@ -1,4 +1,4 @@
-"""Translates a body of the Responses API and the items before its output into a ChatRequest.
+"""Translates a request of the Responses API, with the items that precede its output, into a ChatRequest.
 
 Pure. An ApiError names the invalid element.
 """
@@ -53,10 +53,10 @@ _FORMAT = "text.format"
 
 
 def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
-    """Returns the body after all checks that do not need stored items. Raises ApiError.
+    """Returns the validated body. Raises ApiError. Checks that need stored items follow later.
 
     Args:
-        omits_hosted: Whether hosted tools are accepted, because later steps leave them out.
+        omits_hosted: Whether hosted tools are accepted. The functions of this module then omit them.
     """
     refuse_unserved(body, KNOWN)
     try:
@@ -64,14 +64,14 @@ def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
     except ValidationError as error:
         raise of_validation(error) from None
     if request.previous_response_id is not None and request.conversation is not None:
-        raise bad_request("conversation", "'conversation' and 'previous_response_id' exclude each other.")
+        raise bad_request("conversation", "'conversation' and 'previous_response_id' cannot be combined. Send only one of them.")
     check_metadata(request.metadata)
     check_tool_types(request.tools, omits_hosted)
     return request
 
 
 def as_served(request: ResponsesRequest) -> ResponsesRequest:
-    """Returns the request without its hosted tools, for the response and the store."""
+    """Returns the request without its hosted tools, in the form that the response repeats and the store gets."""
     if not omitted_names(request.tools):
         return request
     choice = request.tool_choice
@@ -86,8 +86,8 @@ def chat_request(request: ResponsesRequest, items: Sequence[Json], streams: bool
     """Translates a request for a response into a ChatRequest. Raises ApiError.
 
     Args:
-        items: All items before the output, ending with those of the request.
-        streams: Whether text is delivered while it is generated.
+        items: All items before the output. The items of the request are the last ones.
+        streams: Whether the worker sends text while it is generated.
     """
     return replace(
         prompt_request(request, items),
@@ -105,7 +105,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[Json], streams: bool
 
 
 def prompt_request(request: ResponsesRequest, items: Sequence[Json]) -> ChatRequest:
-    """Returns a ChatRequest with the fields that the prompt depends on. Raises ApiError."""
+    """Returns a ChatRequest that has only the fields on which the prompt depends. Raises ApiError."""
     messages = messages_of(items)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
@@ -131,7 +131,7 @@ def wants_logprobs(request: ResponsesRequest) -> bool:
 
 
 def _tool(tool: Mapping[str, Any]) -> Tool:
-    """Returns the function as the template shows it."""
+    """Returns the function in the form that chat templates read."""
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
@@ -154,7 +154,7 @@ def _tool_use(request: ResponsesRequest) -> ToolUse:
 
 
 def _check_choice(choice: Any) -> None:
-    """Checks the type of a tool choice, and of the tools in its allow list. Raises ApiError."""
+    """Raises ApiError if a tool choice, or a tool in its list of allowed tools, has an unknown type."""
     if not isinstance(choice, dict) or choice.get("type") == "function" or hosted_type(choice) not in ("", "allowed_tools"):
         return
     if choice.get("type") != "allowed_tools":

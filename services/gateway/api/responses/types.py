@@ -1,4 +1,4 @@
-"""Request bodies of the Responses API, for validation and documentation. items.py checks items.
+"""Request bodies of the Responses API, for validation and documentation. items.py checks the items in them.
 
 Source: OpenAI's API reference, POST /v1/responses and /v1/conversations.
 """
@@ -18,7 +18,7 @@ _ITEMS_SCHEMA = {"type": "array", "items": {"type": "object"}}
 _INPUT_SCHEMA = {"anyOf": [{"type": "string"}, _ITEMS_SCHEMA], "title": "Input"}
 _METADATA_SCHEMA = {"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}
 
-# Checked by functions, so that an error names the exact element.
+# pydantic accepts any value of these types. Functions check the values, so that an error names the element.
 Input = Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
 Items = Annotated[Any, WithJsonSchema(_ITEMS_SCHEMA)]
 Metadata = Annotated[Any, WithJsonSchema(_METADATA_SCHEMA)]
@@ -35,7 +35,9 @@ Include = Literal[
 
 
 class TextConfig(Body):
-    format: dict[str, Any] | None = Field(None, description="text, json_object, or json_schema with name and schema.")
+    format: dict[str, Any] | None = Field(
+        None, description="An object with type text, json_object, or json_schema (with name and schema)."
+    )
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted without effect.")
 
 
@@ -52,13 +54,16 @@ class ConversationReference(Body):
 
 
 class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
-    """Body of a response. Sampling parameters that OpenAI's API does not have are those of chat completions."""
+    """Body of a request for a response.
 
-    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
+    Sampling parameters that OpenAI's Responses API lacks have the names of chat completions.
+    """
+
+    model: str | None = Field(None, description="A name that /v1/models lists. Optional if the server has one model.")
     input: Input = Field(None, description="A text, or a list of items.")
-    instructions: str | None = Field(None, description="System message before all items. Later responses do not inherit it.")
+    instructions: str | None = Field(None, description="System message before all items. A later response does not inherit it.")
     previous_response_id: str | None = Field(
-        None, max_length=limits.MAX_STORED_ID_CHARS, description="A stored response that this one follows."
+        None, max_length=limits.MAX_STORED_ID_CHARS, description="Id of the stored response that this response follows."
     )
     conversation: str | ConversationReference | None = Field(
         None, description="Conversation whose items precede the input. The new items are added to it."
@@ -69,7 +74,9 @@ class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
         le=UINT32_MAX,
         description="Maximum number of output tokens, including reasoning. Default: as many as the context allows.",
     )
-    max_tool_calls: int | None = Field(None, ge=1, description="Limit of calls of hosted tools. Accepted without effect.")
+    max_tool_calls: int | None = Field(
+        None, ge=1, description="Limit of calls of hosted tools. Accepted without effect, because hosted tools never run."
+    )
     tools: list[dict[str, Any]] | None = Field(
         None, max_length=limits.MAX_TOOLS, description="Functions that the model may call."
     )
@@ -81,38 +88,43 @@ class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
     reasoning: ReasoningConfig | None = Field(None, description="Settings of the model's reasoning.")
     include: list[Include] | None = Field(
         None,
-        description="reasoning.encrypted_content, or message.output_text.logprobs if the request has no tools and the model does"
-        " not reason. Other values have no effect.",
+        description="Optional parts of the response: reasoning.encrypted_content, and message.output_text.logprobs for requests"
+        " without tools to models that do not reason. Other values have no effect.",
     )
     top_logprobs: int | None = Field(
         None,
         ge=0,
         le=limits.MAX_TOP_LOGPROBS,
-        description=("Number of most likely tokens to return per output token, with message.output_text.logprobs. Default 0."),
+        description=(
+            "Number of most likely tokens to return per output token, if include has message.output_text.logprobs. Default 0."
+        ),
     )
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: the oldest items are left out until the rest fits into the context. Default disabled."
+        None, description="auto: the oldest items are removed until the prompt fits into the context. Default disabled."
     )
     store: bool | None = Field(
-        None, description="Whether the response is stored, so that a later one can follow it. Default true."
+        None, description="Whether the response is stored, so that a later response can follow it. Default true."
     )
     background: bool | None = Field(
         None,
         description=(
-            "Whether to return at once and generate the response in the background. GET returns the response or its stream."
+            "Whether to return at once and generate the response in the background. GET then returns the response or its stream."
         ),
     )
     stream: bool | None = Field(None, description="Whether the output is sent as server-sent events while it is generated.")
     metadata: Metadata = Field(None, description="Up to 16 names with string values, which the response repeats.")
     seed: int | None = parameter("seed")
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
+        None,
+        min_length=1,
+        max_length=limits.MAX_CACHE_SALT_CHARS,
+        description="Only requests with the same cache_salt share cached prefixes.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables of the chat template.")
 
 
 class ConversationRequest(Body):
-    items: Items = Field(None, description="Up to 20 first items.")
+    items: Items = Field(None, description="Up to 20 items with which the conversation begins.")
     metadata: Metadata = Field(None, description="Up to 16 names with string values.")
 
 
@@ -121,4 +133,4 @@ class ConversationUpdate(Body):
 
 
 class ItemsRequest(Body):
-    items: Items = Field(description="Up to 20 items, which are added at the end.")
+    items: Items = Field(description="Up to 20 items that are added at the end of the conversation.")

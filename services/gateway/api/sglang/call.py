@@ -10,8 +10,15 @@ from typing import Any
 from rootstock_llm.protos import common_pb2 as pb
 from rootstock_llm.protos import tokenizer_pb2
 from rootstock_llm.services.gateway.api.generation_params import embedding_generation
-from rootstock_llm.services.gateway.api.prompts import ContextBudget, for_a_vector, for_an_answer, named, of_many_ids, of_texts
-from rootstock_llm.services.gateway.api.request_body import begins, parse_json
+from rootstock_llm.services.gateway.api.prompts import (
+    ContextBudget,
+    budget_with_output,
+    budget_without_output,
+    named,
+    of_many_ids,
+    of_texts,
+)
+from rootstock_llm.services.gateway.api.request_body import parse_json, starts_context
 from rootstock_llm.services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of, rids_of
 from rootstock_llm.services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
 from rootstock_llm.services.gateway.api.sglang.sampling import parse
@@ -79,9 +86,9 @@ class GenerateCall:
         if not model.generates:
             raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
         asked = asked_of(request, inputs, model.vocab_size)
-        budget = for_an_answer(model, in_session=asked[0].params.session is not None)
+        budget = budget_with_output(model, in_session=asked[0].params.session is not None)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
-        prompts = await self._source.prompts(inputs, model, origin, budget, root, begins(request.session_params))
+        prompts = await self._source.prompts(inputs, model, origin, budget, root, starts_context(request.session_params))
         for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
         self._many = inputs.many or asked[0].params.n > 1
@@ -112,7 +119,7 @@ class EncodeCall:
         model = await self._models.wait_for(request.model, origin.caller)
         _check_dimensions(request.dimensions, model)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
-        prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)
+        prompts = await self._source.prompts(inputs, model, origin, budget_without_output(model), root)
         self._many = inputs.many
         embedding = pb.Embedding(dimensions=request.dimensions)
         fields = body_fields.ENCODE.within("", inputs.field)

@@ -43,7 +43,7 @@ OPERATIONS = (
             _GENERATED,
             NativeGenerateRequest,
             generates=True,
-            within=(NativeSampling,),
+            referenced_types=(NativeSampling,),
             example={"text": "Count from 3 to 9.", "sampling_params": {"max_new_tokens": 32, "temperature": 0}},
         )
         for method in ("post", "put")
@@ -92,7 +92,7 @@ OPERATIONS = (
     ApiOperation(
         "post", CLOSE_SESSION, _TAG, "Close a session", {}, CloseSessionRequest, (404, 504), example={"session_id": "a-session"}
     ),
-    ApiOperation("get", HEALTH_GENERATE, _TAG, "Check that a token can be generated", {}, statuses=(503,), keyed=False),
+    ApiOperation("get", HEALTH_GENERATE, _TAG, "Check that a token can be generated", {}, statuses=(503,), requires_key=False),
     *(
         ApiOperation("get", path, _TAG, "The model that is served", {JSON: ModelDescription}, statuses=(403, 503))
         for path in MODEL_INFO

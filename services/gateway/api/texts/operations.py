@@ -1,4 +1,4 @@
-"""Operations on texts and the gateway's state for the OpenAPI document."""
+"""Describes the operations that tokenize and parse texts or report the gateway's state, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ OPERATIONS = (
         SeparateRequest,
         example={"text": "<think>17 + 25 = 42</think>The sum is 42.", "reasoning_parser": "think"},
     ),
-    ApiOperation("get", PING, _TAG, "Liveness", {}, statuses=(503,), keyed=False),
+    ApiOperation("get", PING, _TAG, "Liveness", {}, statuses=(503,), requires_key=False),
     ApiOperation("get", VERSION, _TAG, "The gateway's version", {JSON: Version}, statuses=(503,)),
     ApiOperation("get", LOAD, _TAG, "Load of each worker", {JSON: list[WorkerLoad]}, statuses=(503,)),
     *(

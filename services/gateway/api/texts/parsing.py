@@ -1,4 +1,4 @@
-"""Parses tool calls or reasoning in an output that a client sends. Raises ApiError."""
+"""Finds the tool calls or the reasoning in a model's output that a client sends as text. Raises ApiError."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rootstock_llm.services.gateway.output.output_parser import (
 from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats
 
-PIECE_CHARS = 1024  # characters of a text that are parsed before other tasks of the event loop run
-# Names of formats by SGLang's names, if they differ.
+PIECE_CHARS = 1024  # characters that are parsed at once; other tasks of the event loop run after each piece
+# This server's names of formats, by SGLang's names that differ from them.
 _TOOLS = {
     "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31",
@@ -42,7 +42,12 @@ _REASONING = {
 
 
 async def calls_in(text: str, tools: Mapping[str, Schema | None], parser: str, make: MakeParser) -> dict[str, Any]:
-    """Returns the calls and the text around them. `tools` maps each tool's name to its parameters."""
+    """Returns the calls in an output, and the text around them.
+
+    Args:
+        tools: JSON schema of the parameters by tool name; None for a tool without a schema.
+        parser: Name of the format of the calls, either this server's or SGLang's.
+    """
     name = _format(_TOOLS.get(parser, parser), TOOL_FORMATS, "tool_call_parser")
     formats = OutputFormats(name, "harmony" if name == "harmony" else NONE)
     events = await _events(text, formats, ParserSetup(tools, limits.MAX_CALLS), make)
@@ -57,6 +62,7 @@ async def calls_in(text: str, tools: Mapping[str, Schema | None], parser: str, m
 
 
 async def reasoning_in(text: str, parser: str, make: MakeParser) -> dict[str, Any]:
+    """Returns the reasoning in an output, and the other text. `parser` is this server's or SGLang's name of the format."""
     name = _format(_REASONING.get(parser, parser), REASONING_FORMATS, "reasoning_parser")
     formats = OutputFormats("harmony" if name == "harmony" else NONE, name)
     events = await _events(text, formats, ParserSetup({}, 0), make)
@@ -83,4 +89,4 @@ def _format(name: str, known: Any, field: str) -> str:
 
 
 def _unknown(field: str, names: list[str]) -> ApiError:
-    return bad_request(field, f"'{field}' must be one of {', '.join(names)}, or SGLang's name of one of these.")
+    return bad_request(field, f"'{field}' must be one of {', '.join(names)}, or SGLang's name for one of these formats.")

@@ -42,7 +42,7 @@ from rootstock_llm.services.shared import limits
 
 B = TypeVar("B", bound=Body)
 ReadTools = Callable[[Sequence[Any]], Mapping[str, Schema | None]]  # returns parameters by tool name; raises ApiError
-Loads = Callable[[], Sequence[Mapping[str, Any]]]  # returns the latest load report of each connected worker
+Loads = Callable[[], Sequence[Mapping[str, Any]]]  # returns the last load report of each connected worker
 ReadStatus = Callable[[], Mapping[str, Any]]  # returns the status of this gateway and of its workers
 
 
@@ -55,7 +55,7 @@ class Texts(Protocol):
 
 
 class TextsApi:
-    """The API of texts and of the gateway's state. Each process has one."""
+    """The routes that tokenize and parse texts or report the gateway's state. Each process has one instance."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
@@ -98,7 +98,7 @@ class TextsApi:
         ]
 
     async def _tokenize(self, request: Request) -> Response:
-        async with self._given(request, TokenizeRequest) as given:
+        async with self._parsed_body(request, TokenizeRequest) as given:
             origin = origin_of(request.scope["state"])
             model = await self._texts.model_of(given.model, origin.caller)
             found = [list(each.ids) for each in await self._prompts(given, model, origin)]
@@ -108,7 +108,7 @@ class TextsApi:
         return json_response({"tokens": tokens, "count": count, "max_model_len": model.context_len})
 
     async def _detokenize(self, request: Request) -> Response:
-        async with self._given(request, DetokenizeRequest) as given:
+        async with self._parsed_body(request, DetokenizeRequest) as given:
             origin = origin_of(request.scope["state"])
             model = await self._texts.model_of(given.model, origin.caller)
             skips = given.skip_special_tokens is not False
@@ -127,13 +127,13 @@ class TextsApi:
         return await prompts.of_texts(call, self._tokenizer, "prompt", model, origin, UNBOUNDED)
 
     async def _parse_function_call(self, request: Request) -> Response:
-        async with self._given(request, ParseCallRequest) as given:
+        async with self._parsed_body(request, ParseCallRequest) as given:
             tools = self._read_tools(given.tools)
             found = await calls_in(given.text, tools, given.tool_call_parser, self._make_parser)
         return json_response(found)
 
     async def _separate_reasoning(self, request: Request) -> Response:
-        async with self._given(request, SeparateRequest) as given:
+        async with self._parsed_body(request, SeparateRequest) as given:
             found = await reasoning_in(given.text, given.reasoning_parser, self._make_parser)
         return json_response(found)
 
@@ -167,8 +167,11 @@ class TextsApi:
         )
 
     @asynccontextmanager
-    async def _given(self, request: Request, model: type[B]) -> AsyncIterator[B]:
-        """Yields the parsed body, whose bytes stay reserved while the block runs. Raises ApiError if it is invalid."""
+    async def _parsed_body(self, request: Request, model: type[B]) -> AsyncIterator[B]:
+        """Yields the parsed body.
+
+        Its bytes stay reserved in the body budget until the `async with` block ends. Raises ApiError.
+        """
         async with self._port.bodies.read(request.scope, request.receive) as body:
             try:
                 given = model.model_validate(parse_json(body.take()))
@@ -186,7 +189,7 @@ async def _version(_: Request) -> Response:
 
 
 async def _refuse_ranking(_: Request) -> Response:
-    message = "This path is not supported yet. For probabilities of labels by a model that generates, use /v1/score."
+    message = "This path is not supported. To get probabilities of labels from a generating model, use /v1/score."
     raise ApiError(400, message, code="unsupported_endpoint")
 
 

@@ -1,6 +1,6 @@
-"""Request and response bodies of the routes on texts and on the gateway's state.
+"""Request and response bodies of the routes that tokenize and parse texts or report the gateway's state.
 
-Names are vLLM's for the routes that vLLM has, and SGLang's for the others.
+Fields have vLLM's names on routes that vLLM has, and SGLang's names on all other routes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IDS = {
 }
 Texts = Annotated[Any, WithJsonSchema(_TEXTS)]
 Ids = Annotated[Any, WithJsonSchema(_IDS)]
-_MODEL = "A name that /v1/models lists; may be left out where one model is served."
+_MODEL = "A name that /v1/models lists. Optional if the server has one model."
 
 
 class TokenizeRequest(Body):
@@ -39,13 +39,13 @@ class DetokenizeRequest(Body):
 
 class ParseCallRequest(Body):
     text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="An output with its marks.")
-    tools: list[dict[str, Any]] = Field(description="Same form as in chat completions.")
-    tool_call_parser: str = Field(description="A format's name, ours or SGLang's.")
+    tools: list[dict[str, Any]] = Field(description="The tools of the request, in the form of chat completions.")
+    tool_call_parser: str = Field(description="Name of the format of the calls, either this server's or SGLang's.")
 
 
 class SeparateRequest(Body):
     text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="An output with its marks.")
-    reasoning_parser: str = Field(description="A format's name, ours or SGLang's.")
+    reasoning_parser: str = Field(description="Name of the format of the reasoning, either this server's or SGLang's.")
 
 
 class Tokens(ResponseModel):
@@ -57,7 +57,7 @@ class Tokens(ResponseModel):
 
 
 class DetokenizedText(ResponseModel):
-    """A text, or a text for each list of token ids."""
+    """The text of the token ids. If `tokens` is a list of lists, `text` has one text per list."""
 
     text: str | list[str]
 
@@ -65,7 +65,7 @@ class DetokenizedText(ResponseModel):
 class ParsedCall(ResponseModel):
     tool_index: Count = Field(description="Index of the tool in the request.")
     name: str
-    parameters: str = Field(description="JSON.")
+    parameters: str = Field(description="Arguments of the call, as JSON.")
 
 
 class ParsedCalls(ResponseModel):
@@ -84,48 +84,48 @@ class Version(ResponseModel):
 
 class WorkerLoad(ResponseModel):
     worker_id: str
-    num_reqs: Count = Field(description="Open requests of the worker.")
-    num_waiting_reqs: Count
+    num_reqs: Count = Field(description="Running and waiting requests of the worker.")
+    num_waiting_reqs: Count = Field(description="Requests that wait at the worker.")
     num_tokens: Count = Field(description="Tokens of KV cache in use.")
 
 
 class WorkerStanding(ResponseModel):
     """A worker that discovery has found.
 
-    Its figures are the last that it reported, and cover the requests of all gateways. They are null while it is not connected.
-    Totals count from its start.
+    All counts are from the worker's last report, and cover the requests of all gateways. They are null while the worker is not
+    connected. Token totals and retractions count from the worker's start.
     """
 
-    worker_id: str | None = Field(description="Null if this gateway has never been connected to it.")
+    worker_id: str | None = Field(description="Null if this gateway has never connected to the worker.")
     model: str | None
     role: Literal["both", "prefill", "decode"] | None
     state: Literal["ready", "silent", "paused", "draining", "hung", "unused", "lost", "starting"] = Field(
-        description="silent: no report for some seconds. unused: gets no requests from this gateway for a while, as after faults."
-        " lost: it was connected before. starting: it was never connected."
+        description="silent: no report for some seconds. unused: this gateway sends no requests for a while after faults."
+        " lost: not connected, but was connected before. starting: was never connected."
     )
     told_s_ago: float | None = Field(description="Seconds since the last report.")
-    num_running: Count | None
-    num_waiting: Count | None
-    max_running: Count | None
+    num_running: Count | None = Field(description="Running requests.")
+    num_waiting: Count | None = Field(description="Requests that wait at the worker.")
+    max_running: Count | None = Field(description="Maximum number of running requests.")
     kv_used_tokens: Count | None = Field(description="Tokens that running requests use.")
     kv_cached_tokens: Count | None = Field(description="Tokens that only the prefix cache uses.")
     kv_tokens: Count | None = Field(description="Tokens that fit into the KV pool.")
-    prompt_tokens: Count | None
-    cached_prompt_tokens: Count | None
-    generated_tokens: Count | None
-    retractions: Count | None
+    prompt_tokens: Count | None = Field(description="Total of prompt tokens.")
+    cached_prompt_tokens: Count | None = Field(description="Total of prompt tokens whose KV was cached.")
+    generated_tokens: Count | None = Field(description="Total of generated tokens.")
+    retractions: Count | None = Field(description="Total of running requests that were put back to wait, because KV was full.")
 
 
 class RedisStanding(ResponseModel):
-    """Whether each Redis server responds. Null if the gateway does not use it."""
+    """Whether each Redis server responds. Null for a server that the gateway does not use."""
 
-    index: bool | None
+    index: bool | None = Field(description="Prefix index for routing.")
     limits: bool | None = Field(description="Shared limits of API keys.")
     kept: bool | None = Field(description="The store of responses, files and batches.")
 
 
 class GatewaySurroundings(ResponseModel):
-    """State of the gateway's dependencies. Null for a dependency that the gateway does not use."""
+    """State of the services and files that the gateway depends on. Null for those that it does not use."""
 
     redis: RedisStanding
     key_file_valid: bool | None
@@ -133,12 +133,12 @@ class GatewaySurroundings(ResponseModel):
     certificate_ends_in_s: int | None = Field(
         description="Seconds until the gateway's certificate expires; negative if it has expired."
     )
-    unresolved: list[str] = Field(description="Services of which a DNS name cannot be resolved.")
+    unresolved: list[str] = Field(description="Services that have a DNS name which cannot be resolved.")
     scraped_s_ago: float | None = Field(description="Seconds since the metrics were last scraped; null if never.")
 
 
 class GatewayStanding(ResponseModel):
-    """The gateway that sends the response."""
+    """State of the gateway that sends this response."""
 
     waiting: Count = Field(description="Choices that wait for a worker with free capacity.")
     workers: Count = Field(description="Workers that receive requests.")
@@ -154,7 +154,7 @@ class ServedModel(ResponseModel):
     is_generation: bool
     embedding_size: Count
     deterministic: bool = Field(
-        description="Whether equal requests with a seed or temperature 0 get equal outputs, whatever other requests run."
+        description="Whether equal requests with a seed or temperature 0 get equal outputs, no matter which other requests run."
     )
 
 

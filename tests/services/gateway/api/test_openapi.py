@@ -298,7 +298,7 @@ def collect_store_refusals(collected: Collected, patch: pytest.MonkeyPatch, stor
         long = {"metadata": {str(number): "x" * 500 for number in range(5)}}
         collected.add(system, [*full, ask(system, "POST", path_of[CONVERSATION], long)])
         with patch.context() as contended:
-            contended.setattr("rootstock_llm.services.gateway.api.responses.records.TURNS", 0)
+            contended.setattr("rootstock_llm.services.gateway.api.responses.records.MAX_ATTEMPTS", 0)
             changes = [ask(system, "POST", path_of[path], STORE_BODIES[path]) for path in (CONVERSATION, f"{CONVERSATION}/items")]
             collected.add(system, [*changes, ask(system, "DELETE", f"{path_of[CONVERSATION]}/items/{item}")])
         store.kill()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rootstock_llm.services.gateway.api.prompts import for_a_vector, for_an_answer
+from rootstock_llm.services.gateway.api.prompts import budget_with_output, budget_without_output
 from rootstock_llm.services.gateway.generation.request import ModelInfo, PromptInput
 from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES, block_hashes
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, FakeWorker, ids_of, logprob_of
@@ -125,11 +125,14 @@ class TestContextBudget:
     def test_truncated_prompt_has_the_block_hashes_of_the_remaining_tokens(self) -> None:
         ids = list(range(300))
         prompt = PromptInput(ids, "text", block_hashes(b"\0" * HASH_BYTES, ids))
-        for budget, length in ((for_an_answer(self.MODEL), 3 * BLOCK_TOKENS - 1), (for_a_vector(self.MODEL), 3 * BLOCK_TOKENS)):
+        for budget, length in (
+            (budget_with_output(self.MODEL), 3 * BLOCK_TOKENS - 1),
+            (budget_without_output(self.MODEL), 3 * BLOCK_TOKENS),
+        ):
             truncated = budget.fit(prompt, "prompt")
             assert (list(truncated.ids), truncated.text, truncated.num_cut) == (ids[:length], None, 300 - length)
             assert truncated.block_hashes == block_hashes(b"\0" * HASH_BYTES, ids[:length])
 
     def test_fitting_prompt_is_returned_unchanged(self) -> None:
         prompt = PromptInput([1] * (3 * BLOCK_TOKENS - 1), "text")
-        assert for_an_answer(self.MODEL).fit(prompt, "prompt") is prompt
+        assert budget_with_output(self.MODEL).fit(prompt, "prompt") is prompt
