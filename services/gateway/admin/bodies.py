@@ -1,4 +1,4 @@
-"""The JSON bodies of the admin API, with SGLang's names, and their translation into requests of the control service."""
+"""The JSON bodies of the admin API, with SGLang's names, and their translation into requests to the workers' control services."""
 
 from __future__ import annotations
 
@@ -17,45 +17,46 @@ from rootstock_llm.services.gateway.generation.origin import Caller
 from rootstock_llm.services.shared.control_values import SELECTED, put_values
 from rootstock_llm.services.shared.limits import MAX_CACHE_SALT_CHARS, MAX_KEY_NAME_CHARS, MAX_REQUEST_ID_CHARS
 
-MAX_TIMEOUT_S = 3600.0
-MAX_WORKER_CHARS = 512  # longest id or address
+MAX_TIMEOUT_S = 3600.0  # largest timeout_s of a body
+MAX_WORKER_CHARS = 512  # characters of a worker's id or address
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Tag = Literal["kv_cache", "weights"]
 
 
 class AdminBody(BaseModel):
-    """The body of an operators' request. Unknown fields are refused."""
+    """The body of a request to the admin port. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    # id or address of the addressed worker; None: all workers. The URL's query may name the worker instead.
+    # Id or address of the worker that the request is for. None: all workers, unless the URL's query names a worker.
     worker: str | None = Field(None, min_length=1, max_length=MAX_WORKER_CHARS)
 
 
 class ControlBody(AdminBody, ABC):
-    """The body of an operation that the workers' control services run."""
+    """The body of a request that the workers' control services execute."""
 
-    # seconds for the operation on each worker, including its time in queues; None: the setting control_timeout_s
+    # Seconds for the operation on each worker, including waiting time. None: the value of the setting control_timeout_s.
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
 
     @abstractmethod
     def request(self) -> Message:
-        """Returns the request to the control service."""
+        """Returns the request message for the control service."""
 
 
 class SelectedPages(ControlBody):
-    """The body of a flush: the pages of one cache salt, or all pages."""
+    """The body of a flush, which selects the cached pages of one cache salt, or all pages."""
 
-    # salts of the requests that filled the pages; "": pages without a salt. If all three fields are None, every salt is flushed.
+    # Salts of the requests that computed the pages. "": pages without a salt. If the next three fields are None, all salts are
+    # flushed.
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     extra_key: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
-    # name of the API key of those requests, if the gateways salt the cache by key
+    # Name of the API key of these requests. Only with --salt-cache-by-key.
     api_key: str | None = Field(None, min_length=1, max_length=MAX_KEY_NAME_CHARS)
-    # seconds since a page of the storage tier was written, before which it is not flushed; None: any age
+    # Minimum age in seconds of a flushed page of the storage tier. None: any age.
     older_than_s: float | None = Field(None, ge=0, allow_inf_nan=False)
 
-    def of(self, tiers: Sequence[str]) -> Message:
-        """Returns the request that flushes the selected pages in the given tiers."""
+    def flush_request(self, tiers: Sequence[str]) -> Message:
+        """Returns the message that flushes the selected pages in these tiers. If `tiers` is empty, the worker chooses."""
         salt = self._salt()
         selects = [] if salt is None and self.older_than_s is None else [SELECTED]
         return pb.FlushCacheRequest(tiers=[*tiers, *selects], cache_salt=salt, older_than_s=self.older_than_s)
@@ -68,20 +69,21 @@ class SelectedPages(ControlBody):
 
 
 class FlushCache(SelectedPages):
-    """Flushes cached pages."""
+    """Flushes cached pages of any tiers."""
 
-    empty_cache: bool | None = None  # accepted for SGLang's clients, without effect: the pool keeps the memory of its pages
-    tiers: list[Literal["device", "host", "storage"]] = Field(default_factory=list, max_length=3)  # empty: the worker decides
+    # Accepted from SGLang's clients without effect, because a worker never frees the memory of its page pool.
+    empty_cache: bool | None = None
+    tiers: list[Literal["device", "host", "storage"]] = Field(default_factory=list, max_length=3)  # empty: the worker chooses
 
     def request(self) -> Message:
-        return self.of(self.tiers)
+        return self.flush_request(self.tiers)
 
 
 class ClearStorage(SelectedPages):
     """Flushes cached pages of the storage tier only, under SGLang's name."""
 
     def request(self) -> Message:
-        return self.of(["storage"])
+        return self.flush_request(["storage"])
 
 
 class GetInternalState(ControlBody):
@@ -99,9 +101,9 @@ class SetInternalState(ControlBody):
 
 
 class SlowDown(ControlBody):
-    """Delays each step of the scheduler."""
+    """Delays every step of the workers' schedulers."""
 
-    forward_sleep_time: float | None = None  # seconds after each step, or None for full speed
+    forward_sleep_time: float | None = None  # seconds of delay after each step; None for no delay
 
     def request(self) -> Message:
         return pb.SlowDownRequest(step_delay_s=self.forward_sleep_time or 0.0)
@@ -165,11 +167,11 @@ class TraceRequest(ControlBody):
 
 
 class Load(AdminBody):
-    """Asks for the load reports of the workers."""
+    """Returns the last load report of each worker."""
 
 
 class Abort(AdminBody):
-    """Aborts the requests with one request id, or all requests, of any API key."""
+    """Aborts the requests with one request id, or all requests, of all API keys."""
 
     rid: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARS)
     abort_all: bool | None = None
@@ -177,7 +179,7 @@ class Abort(AdminBody):
     @model_validator(mode="after")
     def _check_selection(self) -> Abort:
         if (self.rid is None) == (not self.abort_all):
-            raise ValueError("either 'rid' or 'abort_all' must be given")
+            raise ValueError("send either 'rid' or 'abort_all'")
         return self
 
 
@@ -186,11 +188,11 @@ def _tags(tags: list[Tag] | None) -> list[pb.MemoryTag]:
 
 
 def parse(kind: type[AdminBody], content: bytes | bytearray, query: bytes) -> AdminBody:
-    """Parses the body of an operators' request.
+    """Parses the body of a request to the admin port.
 
     Args:
-        content: A JSON object. Empty content stands for an object without fields.
-        query: Query string of the URL, which may name the worker.
+        content: A JSON object. Empty content means an object without fields.
+        query: Query string of the URL, which may have the parameter `worker`.
 
     Raises:
         ApiError: The body or the query is invalid (400). The error names the field.
@@ -208,13 +210,15 @@ def parse(kind: type[AdminBody], content: bytes | bytearray, query: bytes) -> Ad
 
 
 def _worker(query: bytes) -> str | None:
-    """Returns the worker that the query string names, if any. Raises ApiError for any other parameter."""
+    """Returns the parameter `worker` of the query string, or None. Raises ApiError for any other parameter."""
     given = parse_qs(query.decode("latin-1"), keep_blank_values=True)
     unknown = sorted(given.keys() - {"worker"})
     if unknown:
-        raise bad_request(unknown[0], f"'{unknown[0]}' is not a parameter of this URL; only 'worker' is.")
+        raise bad_request(unknown[0], f"'{unknown[0]}' is not a parameter of this URL. The only parameter is 'worker'.")
     if len(given.get("worker", ())) > 1:
-        raise bad_request("worker", "The URL names 'worker' more than once; it may name one worker.")
+        raise bad_request(
+            "worker", "The URL has the parameter 'worker' more than once. Send it once, or not at all for all workers."
+        )
     return given["worker"][0] if given else None
 
 

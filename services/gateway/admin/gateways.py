@@ -1,6 +1,6 @@
-"""Calls between gateways: the gRPC server on which other gateways abort requests of this one, and the client of their servers.
+"""Aborts requests across gateways: the gRPC service that other gateways call, and the client that calls their services.
 
-A gateway stores no state about other gateways. A gateway that does not respond is reported as unreached.
+A gateway stores no state about other gateways. An abort reports a gateway that does not respond as unreached.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 2.0  # seconds for one call of another gateway, and for its channel to close
+CALL_TIMEOUT_S = 2.0  # seconds for one call of another gateway, and for closing its channel
 _PURPOSE = b"rootstock-tenant"  # BLAKE2's personalization, at most 16 bytes
 
 
 class Tenants:
-    """Translates API keys to the digests that stand for them in calls between gateways.
+    """Translates between the names of API keys and the digests that calls between gateways have in place of them.
 
-    A digest is made from the key's name, so it stays the same if the key's secret is replaced.
+    A digest is made from the API key's name, so it stays the same if the API key's secret is replaced.
     """
 
     def __init__(self, table: Callable[[], KeyTable | None], token: str) -> None:
-        """Creates the mapping.
+        """Makes the translator.
 
         Args:
-            table: Returns the current API keys, or None if the gateway checks no keys.
-            token: The operators' token; "" if none is configured. It keys the digests, so that only gateways can compute them.
+            table: Returns the current API keys, or None if the gateway checks no API keys.
+            token: The control token, or "" if none is configured. It is the secret of the digests, so that only gateways can
+                compute them.
         """
         self._table = table
         self._secret = hashlib.sha256(token.encode()).digest() if token else b""
@@ -51,13 +52,13 @@ class Tenants:
         self._names: dict[bytes, str] = {b"": ""}
 
     def digest(self, key: str) -> bytes:
-        """Returns the digest of an API key's name; b"" for "", which stands for requests without a key."""
+        """Returns the digest of an API key's name. b"" for the name "", which means requests without an API key."""
         if not key:
             return b""
         return hashlib.blake2b(key.encode(), digest_size=16, key=self._secret, person=_PURPOSE).digest()
 
     def key(self, digest: bytes) -> str | None:
-        """Returns the name of the API key with this digest, or None if this gateway has no such key."""
+        """Returns the name of the API key with this digest, or None if this gateway has no API key with this digest."""
         table = self._table()
         if table is not self._known:
             self._known = table
@@ -66,15 +67,16 @@ class Tenants:
 
 
 class PeerServicer(gateway_pb2_grpc.GatewayPeerServicer):
-    """Serves the calls of other gateways. Each process has one, on its event loop."""
+    """The gRPC service that other gateways call to abort requests of this gateway. Each process has one, on its event loop."""
 
     def __init__(self, name: bytes, abort_here: Callable[[AbortScope], int], tenants: Tenants, operators: bool) -> None:
-        """Prepares to serve.
+        """Makes the service.
 
         Args:
-            name: Random name of this gateway's process. Calls that carry it are this gateway's own.
+            name: Random name of this gateway's process. A call with this name is from this gateway itself.
             abort_here: Aborts requests of this gateway and returns their number.
-            operators: Whether calls may abort requests of any API key.
+            tenants: Translates the digests of API keys in calls.
+            operators: Whether a call may abort requests of all API keys. False if no control token protects the port.
         """
         self._name = name
         self._abort_here = abort_here
@@ -84,36 +86,39 @@ class PeerServicer(gateway_pb2_grpc.GatewayPeerServicer):
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         if request.sender == self._name:
             return pb.AbortResponse(gateway=self._name)
-        wrong = _wrong(request)
-        if wrong:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
+        fault = _fault_of(request)
+        if fault:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
         if request.operator and not self._operators:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "operators' aborts from other hosts need control_token")
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "aborting requests of all API keys from another host requires the setting control_token on every gateway",
+            )
         key = None if request.operator else self._tenants.key(request.tenant)
         if key is None and not request.operator:
-            return pb.AbortResponse(gateway=self._name)  # a request with an unknown key cannot run here
+            return pb.AbortResponse(gateway=self._name)  # requests of an API key that this gateway does not have cannot run here
         aborted = self._abort_here(AbortScope(request.rid or None, key, request.worker))
         logger.info("aborted requests for another gateway", extra=fields(rid=request.rid, aborted=aborted))
         return pb.AbortResponse(gateway=self._name, aborted=aborted)
 
 
-def _wrong(request: pb.AbortRequest) -> str:
-    """Returns the fault of an invalid request, or "" if it is valid."""
+def _fault_of(request: pb.AbortRequest) -> str:
+    """Returns the reason why a request is invalid, or "" if it is valid."""
     if request.WhichOneof("owner") is None or (request.WhichOneof("owner") == "operator" and not request.operator):
-        return "neither tenant nor operator is set"
+        return "one of 'tenant' and 'operator' must be set"
     if not request.operator and (request.all or request.worker):
         return "'all' and 'worker' are allowed only with 'operator'"
     if request.all:
         return ""
     if not 1 <= len(request.rid) <= MAX_REQUEST_ID_CHARS:
-        return f"rid: must have 1 to {MAX_REQUEST_ID_CHARS} characters"
+        return f"'rid' must have 1 to {MAX_REQUEST_ID_CHARS} characters"
     return ""
 
 
 class PeerGateways:
-    """The other gateways that discovery has found, with a gRPC channel to each. Lives as long as the process, on its event loop.
+    """The client of all gateways that discovery has found, with a gRPC channel to each. Each process has one, on its event loop.
 
-    Discovery may list this gateway's own address too.
+    Discovery may also list this gateway's own address. The results of calls to it are dropped.
     """
 
     def __init__(
@@ -128,7 +133,7 @@ class PeerGateways:
         self._discovery = Discovery(targets, self._set_endpoints, dns_refresh_s=dns_refresh_s)
 
     async def run(self) -> None:
-        """Follows discovery until cancelled, and then closes all channels."""
+        """Opens and closes channels as discovery reports gateways, until it is cancelled. It then closes all channels."""
         try:
             await self._discovery.run()
         finally:
@@ -136,7 +141,10 @@ class PeerGateways:
             await asyncio.gather(*self._closing)
 
     def _set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
-        """Opens and closes channels. A gateway that is not ready is called too, because it may be draining its requests."""
+        """Opens channels to new gateways, and closes channels to removed gateways.
+
+        A gateway that is not ready also has a channel, because it may still run requests while it drains.
+        """
         for address in endpoints.keys() - self._channels.keys():
             self._channels[address] = self._dialer.long_lived_channel(address, Role.GATEWAY)
         for address in self._channels.keys() - endpoints.keys():
@@ -146,11 +154,11 @@ class PeerGateways:
 
     @property
     def num_known(self) -> int:
-        """Number of gateways that discovery lists, which may include this one."""
+        """Number of gateways that discovery lists. It may include this gateway."""
         return len(self._channels)
 
     async def abort(self, scope: AbortScope) -> Sequence[PeerAnswer]:
-        """Aborts requests at all other gateways at once, and returns one result per gateway."""
+        """Aborts requests at all other gateways concurrently. Returns one result per gateway."""
         request = pb.AbortRequest(sender=self.name, worker=scope.worker)
         if scope.rid is None:
             request.all = True
@@ -160,8 +168,8 @@ class PeerGateways:
             request.operator = True
         else:
             request.tenant = self._tenants.digest(scope.key)
-        asked = [self._ask(address, channel, request) for address, channel in self._channels.items()]
-        return [answer for answer in await asyncio.gather(*asked) if answer.gateway != self.name]
+        calls = [self._abort_at(address, channel, request) for address, channel in self._channels.items()]
+        return [answer for answer in await asyncio.gather(*calls) if answer.gateway != self.name]
 
     async def _ask(self, address: str, channel: LongLivedChannel, request: pb.AbortRequest) -> PeerAnswer:
         stub = gateway_pb2_grpc.GatewayPeerStub(channel.now())
@@ -170,6 +178,6 @@ class PeerGateways:
         except grpc.aio.AioRpcError as error:
             logger.warning("could not reach another gateway", extra=fields(address=address, code=error.code().name))
             return PeerAnswer(address, message=f"{error.code().name}: {error.details()}")
-        except StreamBroken as error:  # discovery has removed the gateway in the meantime, and its channel is closed
+        except StreamBroken as error:  # discovery has removed the gateway during the call, which closes its channel
             return PeerAnswer(address, message=str(error))
         return PeerAnswer(address, answer.gateway, answer.aborted)

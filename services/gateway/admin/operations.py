@@ -1,6 +1,6 @@
-"""The operators' calls: operations of the workers' control service, load reports and aborts.
+"""Executes the requests of the admin port: operations of the workers' control services, load reports and aborts.
 
-Each call addresses all workers or one worker, and returns a result for each addressed worker.
+A request is for all workers or for one worker, and its response has one result per worker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rootstock_llm.services.gateway.generation.errors import ApiError, bad_reque
 
 
 class AdminResult(NamedTuple):
-    """The result of an operators' call."""
+    """The response to a request of the admin port."""
 
     status: int  # HTTP status
     body: dict[str, Any]  # JSON body
@@ -27,9 +27,9 @@ class AdminResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdminOperation:
-    """A kind of operators' call."""
+    """A route of the admin port."""
 
-    rpc: str  # method of the control service, or "" if the gateway itself serves the call
+    rpc: str  # method of the workers' control service; "" if the gateway itself executes the request
     body: type[AdminBody]  # type of the HTTP request's body
 
 
@@ -62,7 +62,7 @@ ROUTES: Mapping[tuple[str, str], AdminOperation] = {
 
 
 class AdminOperations:
-    """Runs operators' calls. Each process has one."""
+    """Executes the requests of the admin port. Each process has one instance."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class AdminOperations:
         timeout_s: float,
         salts_by_key: bool = False,
     ) -> None:
-        """Prepares to run calls.
+        """Makes the object.
 
         Args:
-            timeout_s: Seconds for an operation on one worker, unless the request names a timeout.
-            salts_by_key: The setting salt_cache_by_key.
+            timeout_s: Seconds for an operation on one worker, if the request has no timeout.
+            salts_by_key: Value of the setting salt_cache_by_key.
         """
         self._directory = directory
         self._workers = workers
@@ -85,7 +85,7 @@ class AdminOperations:
         self._salts_by_key = salts_by_key
 
     async def run(self, operation: AdminOperation, body: AdminBody) -> AdminResult:
-        """Runs one call. Raises ApiError if the request is invalid or names no known worker."""
+        """Executes one request. Raises ApiError if the request is invalid, or names a worker that discovery has not found."""
         if isinstance(body, ControlBody):
             return await self._control(operation.rpc, body)
         return await self._abort(body) if isinstance(body, Abort) else self._load(body)
@@ -95,17 +95,21 @@ class AdminOperations:
             self._check_key(body)
         workers, request, timeout_s = self._directory.find(body.worker), body.request(), body.timeout_s or self._timeout_s
         if not isinstance(body, SelectedPages):
-            return _result(await self._workers.ask(workers, rpc, request, timeout_s))
-        # Prefill workers flush first. Otherwise a flushed worker could read the pages again from a prefill worker.
+            return _result(await self._workers.call(workers, rpc, request, timeout_s))
+        # Prefill workers flush first. Otherwise, a decode worker that has flushed could read the same pages from a prefill
+        # worker again.
         first = [worker for worker in workers if worker.is_read_by_others]
         rest = [worker for worker in workers if not worker.is_read_by_others]
-        return _result([each for group in (first, rest) for each in await self._workers.ask(group, rpc, request, timeout_s)])
+        return _result([each for group in (first, rest) for each in await self._workers.call(group, rpc, request, timeout_s)])
 
     def _check_key(self, body: SelectedPages) -> None:
-        """Raises ApiError if `api_key` is given without salt_cache_by_key, or missing with a salt and salt_cache_by_key."""
+        """Raises ApiError if `api_key` does not fit the setting salt_cache_by_key.
+
+        Without the setting, `api_key` is not allowed. With it, a salt requires `api_key`.
+        """
         if body.api_key is not None and not self._salts_by_key:
             raise bad_request(
-                "api_key", "'api_key' needs --salt-cache-by-key; without this flag, all API keys share cached prefixes."
+                "api_key", "'api_key' requires --salt-cache-by-key. Without this flag, all API keys share cached prefixes."
             )
         salted = body.cache_salt is not None or body.extra_key is not None
         if salted and body.api_key is None and self._salts_by_key:
@@ -114,7 +118,7 @@ class AdminOperations:
             )
 
     def _load(self, body: AdminBody) -> AdminResult:
-        disconnected = (grpc.StatusCode.UNAVAILABLE, "it is not connected to this gateway")
+        disconnected = (grpc.StatusCode.UNAVAILABLE, "the worker is not connected to this gateway")
         loads = [(worker, worker.load) for worker in self._directory.find(body.worker)]
         return _result(
             [WorkerResult(worker, load) if load else WorkerResult(worker, {}, *disconnected) for worker, load in loads]
@@ -137,7 +141,7 @@ def _result(results: Sequence[WorkerResult]) -> AdminResult:
 
 
 def _status(results: Sequence[WorkerResult]) -> int:
-    """Returns the HTTP status of the worst result."""
+    """Returns the HTTP status for the worst result; see the table in routes.py."""
     codes = {each.code for each in results} - {None}
     if not codes:
         return 200

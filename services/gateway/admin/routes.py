@@ -1,13 +1,13 @@
-"""Serves the operators' HTTP API on the admin port, with SGLang's paths and names.
+"""Serves the HTTP API for operators on the admin port, with SGLang's paths and names.
 
 | status | meaning |
 | --- | --- |
-| 200 | the operation succeeded on every addressed worker or gateway |
-| 400 | a worker reports that the request is invalid |
+| 200 | the operation succeeded on every worker or gateway |
+| 400 | the gateway or a worker refuses the request as invalid |
 | 409 | the state of a worker does not allow the operation |
 | 502 | a worker or a gateway cannot be reached, or the operation failed there |
 
-The body has the result of each worker or gateway.
+The body has the result of each worker, or each gateway that could not be reached.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 1 << 20
-BODY_TIMEOUT_S = 10.0  # seconds in which a body must arrive
+MAX_BODY_BYTES = 1 << 20  # bytes of a request's body
+BODY_TIMEOUT_S = 10.0  # seconds within which a request's body must arrive
 _PATHS = frozenset(path for _, path in ROUTES)
 
 
@@ -53,10 +53,12 @@ async def admin_listener(
     dialer: Dialer = PLAINTEXT,
     access: AccessLog | None = None,
 ) -> AsyncIterator[None]:
-    """Serves the admin API while the block runs, unless `admin_port` is 0. The end of the block cancels running operations.
+    """Serves the admin API until the `async with` block ends. Serves nothing if `admin_port` is 0.
+
+    The end of the block cancels running operations.
 
     Raises:
-        CannotListen: The port cannot be bound, or it is open to other hosts although no token is configured.
+        CannotListen: The port cannot be bound, or other hosts could connect to it although no token is configured.
     """
     if not config.admin_port:
         yield
@@ -96,7 +98,7 @@ class AdminApi:
             self._access.ended("admin", scope["method"], route, state, status, len(content), time.monotonic() - began)
 
     async def _response(self, scope: Scope, receive: Receive) -> tuple[int, Headers, bytes, str]:
-        """Returns status, headers, body and error code. The status is 499 if the client left."""
+        """Returns status, headers, body and error code. The status is 499 if the client has disconnected."""
         try:
             status, content = await self._run(scope, receive)
         except ClientGone:
@@ -104,13 +106,13 @@ class AdminApi:
         except ApiError as error:
             return error.status, [*error.headers(), *_allow(error, scope["path"])], error.json(), error.code or ""
         except Exception:
-            logger.exception("unexpected exception in an operators' request")
+            logger.exception("unexpected exception in a request of the admin port")
             return 500, internal().headers(), internal().json(), internal().code or ""
         return status, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))], content, ""
 
     async def _run(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
         """Runs the operation of the request. Returns its status and body."""
-        self._admit(dict(scope["headers"]))
+        self._authorize(dict(scope["headers"]))
         operation = _operation(scope["method"], scope["path"])
         async with reserved_body(scope, receive, self._body_budget, MAX_BODY_BYTES, BODY_TIMEOUT_S) as content:
             body = bodies.parse(operation.body, content.take(), scope["query_string"])
@@ -118,15 +120,21 @@ class AdminApi:
         logger.info("operation", extra=fields(path=scope["path"], worker=body.worker, status=status))
         return status, orjson.dumps(result)
 
-    def _admit(self, headers: dict[bytes, bytes]) -> None:
+    def _authorize(self, headers: dict[bytes, bytes]) -> None:
         """Raises ApiError if the token is wrong, or if a web page sent the request.
 
-        A page in an operator's browser could otherwise send operations to an admin port on the operator's machine.
+        Otherwise, a page in an operator's browser could send requests to an admin port on the operator's own machine.
         """
         if not accepts(self._token, headers.get(b"authorization", b"")):
-            raise ApiError(401, "A valid token is required, as 'Authorization: Bearer TOKEN'.", code="invalid_token")
+            raise ApiError(
+                401, "The control token is missing or wrong. Send it as 'Authorization: Bearer TOKEN'.", code="invalid_token"
+            )
         if b"origin" in headers:
-            raise ApiError(403, "Requests from web pages are refused.", code="forbidden")
+            raise ApiError(
+                403,
+                "The admin port refuses requests from web pages. Send the request without the header Origin.",
+                code="forbidden",
+            )
 
 
 def _operation(method: str, path: str) -> AdminOperation:
@@ -138,7 +146,7 @@ def _operation(method: str, path: str) -> AdminOperation:
 
 
 def _allow(error: ApiError, path: str) -> list[tuple[bytes, bytes]]:
-    """Returns the header `allow` for status 405, and no header for other errors."""
+    """Returns the header `allow` of an error with status 405. Other errors have no such header."""
     methods = sorted(method for method, route in ROUTES if route == path)
     return [(b"allow", ", ".join(methods).encode())] if error.status == 405 else []
 

@@ -1,6 +1,6 @@
-"""The status of this gateway and its workers, which `rootstock status` and GET /server_info of the HTTP port show.
+"""Reports the status of this gateway and its workers for GET /server_info of the HTTP port, which `rootstock status` also reads.
 
-Every fact is read from memory on the event loop; no other process is called.
+All values are read from memory on the event loop. No other process is called.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from rootstock_llm.services.gateway.dispatch.model_pool import AnyLink, ModelPoo
 from rootstock_llm.services.gateway.observe.metrics import KeySigns
 from rootstock_llm.services.shared.tls.mutual_tls import MutualTls
 
-QUIET_S = 2.5  # seconds without a load report after which a worker counts as silent; workers send a report each second
+QUIET_S = 2.5  # seconds without a load report after which a worker is silent; workers send a report every second
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The dependencies of the gateway besides the other services: Redis, DNS names, files and Prometheus.
+    """Access to the state of the gateway's dependencies other than its workers and tokenizers: Redis, DNS, files and Prometheus.
 
-    Each callable runs on the event loop and reads memory only.
+    Each callable runs on the event loop and only reads memory.
     """
 
     index: Callable[[], bool | None]  # whether the prefix index's Redis responds; None if none is configured
     kept: Callable[[], bool | None]  # whether the store of clients' records responds; None if none is configured
-    keys: KeySigns | None  # state of the API keys, or None if the gateway checks no keys
+    keys: KeySigns | None  # state of the API keys; None if the gateway checks no API keys
     tls: MutualTls | None  # TLS between services, or None if it is off
-    names: Mapping[str, Callable[[], str]]  # by service: error of a DNS name that cannot be resolved, or "" if all names can
+    # By service: returns the error of a DNS name that cannot be resolved, or "" if all names of the service are resolved.
+    names: Mapping[str, Callable[[], str]]
     scraped_s_ago: Callable[[], float | None]  # seconds since the last scrape of the metrics, or None before the first
 
     def report(self) -> dict[str, Any]:
-        """Returns the field `surroundings`. It names services instead of addresses, which clients do not need."""
+        """Returns the response's field `surroundings`. It has no addresses, because clients do not need them."""
         keys, scraped = self.keys, self.scraped_s_ago()
         return {
             "redis": {"index": self.index(), "limits": keys and keys.shares_are_up(), "kept": self.kept()},
@@ -47,7 +48,7 @@ class Surroundings:
 
 
 class StatusReport:
-    """Reads the status of one gateway. Lives as long as the process, on its event loop."""
+    """Reads the status of this gateway and its workers. Each process has one instance, on its event loop."""
 
     def __init__(
         self,
@@ -56,18 +57,21 @@ class StatusReport:
         detokenizers: Callable[[], int],
         surroundings: Surroundings,
     ) -> None:
-        """Prepares to read the status.
+        """Makes the reader.
 
         Args:
-            tokenizers: Counts the connected tokenizers.
-            detokenizers: Counts the connected detokenizers.
+            tokenizers: Returns the number of connected tokenizers.
+            detokenizers: Returns the number of connected detokenizers.
         """
         self._dispatcher = dispatcher
         self._tokenizers, self._detokenizers = tokenizers, detokenizers
         self._surroundings = surroundings
 
     def report(self) -> dict[str, Any]:
-        """Returns the fields `workers` and `gateway`. Workers are sorted by id, and those without a known id come last."""
+        """Returns the response's fields `workers` and `gateway`.
+
+        Workers are sorted by id. Workers whose id is unknown are last.
+        """
         dispatcher, now = self._dispatcher, asyncio.get_running_loop().time()
         fleet, usable = dispatcher.fleet, set(dispatcher.fleet.usable())
         workers = [_worker(link, fleet.pool_of(link), link in usable, now) for link in fleet.links.values()]
@@ -84,11 +88,12 @@ class StatusReport:
 
 
 def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float) -> dict[str, Any]:
-    """Returns the status of one worker, without its address, which clients do not need.
+    """Returns the status of one worker, without its address, because clients do not need it.
 
     Args:
-        pool: The pool of its model, or None while the worker is not connected.
-        usable: Whether the worker gets requests.
+        pool: The pool of the worker's model, or None while the worker is not connected.
+        usable: Whether this gateway sends requests to the worker.
+        now: Time of the event loop's clock.
     """
     info, load = link.info or link.last_info, link.load
     return {
@@ -111,7 +116,10 @@ def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float
 
 
 def _state(link: AnyLink, usable: bool, now: float) -> str:
-    """Returns the first state that applies, in order of usability. A connected worker without requests is "unused"."""
+    """Returns the state of a worker, as the field `state` of WorkerStanding describes it.
+
+    If several apply, the first one counts.
+    """
     if link.info is None:
         return "lost" if link.was_connected else "starting"
     states = {
@@ -125,6 +133,6 @@ def _state(link: AnyLink, usable: bool, now: float) -> str:
 
 
 def _not_after(tls: MutualTls) -> float:
-    """Returns the end of the certificate's validity as a Unix time; 0 if it had expired when it was read."""
+    """Returns the Unix time at which the certificate expires. 0 if it was already expired when its file was read."""
     named = tls.files.now().named
     return 0.0 if named is None else named.not_after

@@ -1,4 +1,4 @@
-"""Finds workers by the names that operators use, and calls their control services."""
+"""Finds workers by id or address, and calls their control services."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rootstock_llm.services.shared.rpc.control_token import authorization
 from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 from rootstock_llm.services.shared.tls.roles import Role
 
-RETRY_AFTER_S = 1  # seconds after which a client retries while no worker is known
+RETRY_AFTER_S = 1  # value of the Retry-After header while discovery has found no worker
 
 
 class Workers(Protocol):
-    """The workers that discovery has found, as the fleet keeps them."""
+    """The workers that discovery has found. The fleet implements this interface."""
 
     @property
     def links(self) -> Mapping[str, AnyLink]:
-        """The link to each worker, by address."""
+        """The link to each worker, by the worker's gRPC address."""
 
     def pool_of(self, link: AnyLink) -> ModelPool[Any] | None:
         """Returns the pool of the worker's model, or None while the worker is not connected."""
@@ -34,33 +34,33 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
-    """A worker, with the address of its control service."""
+    """A worker that discovery has found, or whose control service is configured."""
 
     worker_id: str  # "" until the worker has been connected
     address: str  # address of its gRPC port, or "" if only its control service is configured
     control: str  # address of the control service; "" if it is unknown or off
-    why: str = ""  # reason for which `control` is empty
+    no_control_reason: str = ""  # reason for which `control` is empty
     link: AnyLink | None = None  # None if only its control service is configured
     pool: ModelPool[Any] | None = None  # pool of the model, or None while the worker is not connected
 
-    def is_called(self, name: str) -> bool:
-        """Returns whether `name` is its id or one of its addresses."""
+    def has_name(self, name: str) -> bool:
+        """Returns whether `name` is the worker's id or one of its addresses."""
         return name in (self.worker_id, self.address, self.control)
 
     @property
     def names(self) -> dict[str, str]:
-        """The worker's id and address, as response bodies have them."""
+        """The fields `worker` and `address` of response bodies. A worker without a known id is named by its address."""
         address = self.address or self.control
         return {"worker": self.worker_id or address, "address": address}
 
     @property
     def is_read_by_others(self) -> bool:
-        """Whether other workers read the KV of prompts that it computes."""
+        """Whether the worker is a prefill worker, so that other workers read its KV pages."""
         return self.link is not None and self.link.info is not None and self.link.info.role == PREFILL
 
     @property
     def load(self) -> dict[str, Any] | None:
-        """The latest load report and the status at this gateway, or None while the worker is not connected."""
+        """The worker's last load report, and its status at this gateway. None while the worker is not connected."""
         link, pool = self.link, self.pool
         if link is None or link.info is None or pool is None:
             return None
@@ -70,14 +70,14 @@ class KnownWorker:
 
 
 class WorkerDirectory:
-    """Finds workers by the names that operators use. Each process has one."""
+    """Finds workers by id or address. Each process has one instance."""
 
     def __init__(self, workers: Workers, controls: Sequence[str]) -> None:
-        """Creates a directory.
+        """Makes the directory.
 
         Args:
-            controls: Configured addresses of control services. If empty, each worker reports its control port, and the host is
-                that of its gRPC address.
+            controls: Configured addresses of control services. If empty, a control service has the host of the worker's gRPC
+                address and the port that the worker reports.
         """
         self._workers = workers
         self._controls = controls
@@ -92,16 +92,16 @@ class WorkerDirectory:
             ApiError: No worker has this name (404), or no worker is known (503).
         """
         known = self._known()
-        found = [worker for worker in known if name is None or worker.is_called(name)]
+        found = [worker for worker in known if name is None or worker.has_name(name)]
         if found:
             return found
         if name is None:
-            raise unavailable("No worker is known.", RETRY_AFTER_S, "no_worker")
+            raise unavailable("Discovery has found no worker yet.", RETRY_AFTER_S, "no_worker")
         names = ", ".join(worker.names["worker"] for worker in known)
         raise ApiError(404, f"No worker has this id or address. Known workers: {names}.", param="worker", code="worker_not_found")
 
     def _known(self) -> list[KnownWorker]:
-        linked = [_of(link, self._workers.pool_of(link)) for link in self._workers.links.values()]
+        linked = [_known_worker(link, self._workers.pool_of(link)) for link in self._workers.links.values()]
         if not self._controls:
             return sorted(linked, key=lambda worker: (worker.worker_id, worker.address))
         by_control = {worker.control: worker for worker in linked if worker.control}
@@ -125,20 +125,23 @@ class WorkerResult:
 
 
 class ControlledWorkers:
-    """Calls the workers' control services, several workers concurrently. Each call opens a connection, because calls are rare."""
+    """Calls the workers' control services. Each call opens a connection, because calls are rare."""
 
     def __init__(self, token: str, dialer: Dialer = PLAINTEXT) -> None:
         """Prepares the calls. If the token is empty, calls have no `authorization`."""
         self._dialer = dialer
         self._metadata = (("authorization", authorization(token)),) if token else ()
 
-    async def ask(self, workers: Sequence[KnownWorker], rpc_name: str, request: Message, timeout_s: float) -> list[WorkerResult]:
-        """Returns one result per worker, in the order of `workers`. A failed call raises nothing; its result has a code."""
-        return list(await asyncio.gather(*(self._ask(worker, rpc_name, request, timeout_s) for worker in workers)))
+    async def call(self, workers: Sequence[KnownWorker], rpc_name: str, request: Message, timeout_s: float) -> list[WorkerResult]:
+        """Calls all workers concurrently.
 
-    async def _ask(self, worker: KnownWorker, rpc_name: str, request: Message, timeout_s: float) -> WorkerResult:
+        Returns one result per worker, in the order of `workers`. The result of a failed call has a code.
+        """
+        return list(await asyncio.gather(*(self._call(worker, rpc_name, request, timeout_s) for worker in workers)))
+
+    async def _call(self, worker: KnownWorker, rpc_name: str, request: Message, timeout_s: float) -> WorkerResult:
         if not worker.control:
-            return WorkerResult(worker, {}, grpc.StatusCode.UNAVAILABLE, worker.why)
+            return WorkerResult(worker, {}, grpc.StatusCode.UNAVAILABLE, worker.no_control_reason)
         async with self._dialer.channel(worker.control, Role.WORKER) as channel:
             stub = control_pb2_grpc.ControlStub(channel)
             try:
@@ -148,11 +151,25 @@ class ControlledWorkers:
             return WorkerResult(worker, as_json(response))
 
 
-def _of(link: AnyLink, pool: ModelPool[Any] | None) -> KnownWorker:
+def _known_worker(link: AnyLink, pool: ModelPool[Any] | None) -> KnownWorker:
     info = link.info or link.last_info
     if info is None:
-        return KnownWorker("", link.address, "", "it has never been connected", link, pool)
+        return KnownWorker(
+            "",
+            link.address,
+            "",
+            "the worker has never been connected to this gateway, so its control port is unknown",
+            link,
+            pool,
+        )
     if not info.control_port:
-        return KnownWorker(info.worker_id, link.address, "", "its control service is off (control_port)", link, pool)
+        return KnownWorker(
+            info.worker_id,
+            link.address,
+            "",
+            "the control service of the worker is off: its setting control_port is 0",
+            link,
+            pool,
+        )
     host = link.address.rpartition(":")[0]
     return KnownWorker(info.worker_id, link.address, f"{host}:{info.control_port}", link=link, pool=pool)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from rootstock_llm.services.gateway.api.document.answer import Count, ResponseModel
 
-Time = int | None
+Time = int | None  # Unix seconds; null if the batch has not reached the status
 BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 
 
@@ -37,7 +37,7 @@ class FileDeleted(ResponseModel):
 
 
 class BatchError(ResponseModel):
-    """A fault of an input file. Lines count from 1."""
+    """A fault of an input file. The first line has the number 1."""
 
     code: str
     line: int | None

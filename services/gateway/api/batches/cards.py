@@ -10,7 +10,7 @@ from rootstock_llm.services.gateway.store.stored_files import StoredFile
 
 Json = dict[str, Any]
 
-_TIMES = (  # statuses whose times a batch shows
+_TIMES = (  # statuses for which a batch has a field with the time of their begin
     BatchStatus.IN_PROGRESS,
     BatchStatus.FINALIZING,
     BatchStatus.COMPLETED,
@@ -36,7 +36,10 @@ def file_card(file: StoredFile) -> Json:
 
 
 def batch_card(record: BatchRecord) -> Json:
-    """Returns the JSON object of a batch. Output and error files are named only after the batch has ended, and if not empty."""
+    """Returns the JSON object of a batch.
+
+    It names the output and error files only if they are not empty and the batch has ended.
+    """
     order, used = record.order, record.usage
     return {
         "id": order.id,

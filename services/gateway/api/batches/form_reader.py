@@ -1,6 +1,7 @@
-"""Parses a form with files (multipart/form-data, RFC 7578) from pieces of any size, as they arrive. Pure.
+"""Parses a form with files (multipart/form-data, RFC 7578) while its bytes arrive in pieces of any size. Pure.
 
-The parser refuses text before the first part and folded headers. It buffers at most the head of a part, or a boundary.
+The parser refuses text before the first boundary, and headers that continue on a second line. Its buffer holds at most the head
+of a part, or a boundary.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ _DISPOSITION = "content-disposition"
 
 
 class BadForm(ValueError):
-    """The body is not a valid form. Its text is shown to the client."""
+    """The body is not a valid form. The message completes the sentence "The form is invalid: …" in the client's error."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartBegins:
-    """The head of a part. A plain field has no filename."""
+    """The head of a part has arrived."""
 
-    name: str
-    filename: str | None
+    name: str  # name of the form field
+    filename: str | None  # None for a field that is no file
 
 
 @dataclass(frozen=True, slots=True)
 class PartContent:
+    """Bytes of the current part's content have arrived."""
+
     content: bytes
 
 
@@ -42,7 +45,7 @@ class PartEnds:
 Event = PartBegins | PartContent | PartEnds
 
 
-class _At(Enum):
+class _State(Enum):
     START = auto()  # before the first boundary
     BOUNDARY = auto()  # after a boundary, before its line end or --
     HEAD = auto()  # in the headers of a part
@@ -57,42 +60,47 @@ def boundary_of(content_type: str) -> bytes | None:
 
 
 class FormReader:
-    """Parses one form. feed() is called for each piece, in order."""
+    """Parses one form. The caller passes each piece of the body to feed(), in order."""
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
-        self._buffer = bytearray(b"\r\n")  # no line end precedes the first boundary
-        self._at = _At.START
+        self._buffer = bytearray(b"\r\n")  # the delimiter begins with a line end, which the first boundary lacks
+        self._state = _State.START
         self._parts = 0
 
     @property
     def is_complete(self) -> bool:
-        return self._at is _At.END
+        return self._state is _State.END
 
     def feed(self, piece: bytes) -> Iterator[Event]:
-        """Yields the events that follow from all pieces so far. Raises BadForm."""
+        """Yields the events that `piece` completes. Raises BadForm."""
         self._buffer += piece
         while (found := self._next()) is not None:
             yield from found
 
     def _next(self) -> list[Event] | None:
-        """Returns the next event. None if more bytes are needed."""
-        steps = {_At.START: self._start, _At.BOUNDARY: self._boundary, _At.HEAD: self._head, _At.CONTENT: self._content}
-        if self._at is _At.END:
+        """Parses the next element of the buffer. Returns its events, which may be none, or None if more bytes are needed."""
+        steps = {
+            _State.START: self._start,
+            _State.BOUNDARY: self._boundary,
+            _State.HEAD: self._head,
+            _State.CONTENT: self._content,
+        }
+        if self._state is _State.END:
             self._buffer.clear()
             return None
-        return steps[self._at]()
+        return steps[self._state]()
 
     def _start(self) -> list[Event] | None:
         if not self._delimiter.startswith(self._buffer[: len(self._delimiter)]):
-            raise BadForm("it does not begin with its boundary")
+            raise BadForm("the body does not begin with its boundary")
         if len(self._buffer) < len(self._delimiter):
             return None
         return self._pass_boundary()
 
     def _pass_boundary(self) -> list[Event]:
         del self._buffer[: len(self._delimiter)]
-        self._at = _At.BOUNDARY
+        self._state = _State.BOUNDARY
         return []
 
     def _boundary(self) -> list[Event] | None:
@@ -100,10 +108,11 @@ class FormReader:
             return None
         ends = bytes(self._buffer[:2])
         if ends not in (b"--", b"\r\n"):
-            raise BadForm("a boundary is not followed by a line end or --")
-        self._at = _At.END if ends == b"--" else _At.HEAD
+            raise BadForm("a boundary is not followed by a line end or by --")
+        self._state = _State.END if ends == b"--" else _State.HEAD
         if ends == b"--":
-            del self._buffer[:2]  # a line end stays, because it is the first half of the end of an empty head
+            del self._buffer[:2]
+        # Otherwise, the line end stays in the buffer, so that _head() also finds the end of a head without headers.
         return []
 
     def _head(self) -> list[Event] | None:
@@ -114,10 +123,10 @@ class FormReader:
             raise BadForm(f"the head of a part is larger than {MAX_FORM_HEAD_BYTES} bytes")
         self._parts += 1
         if self._parts > MAX_FORM_PARTS:
-            raise BadForm(f"it has more than {MAX_FORM_PARTS} parts")
+            raise BadForm(f"the form has more than {MAX_FORM_PARTS} parts")
         part = _part_begins(bytes(self._buffer[:end]))
         del self._buffer[: end + 4]
-        self._at = _At.CONTENT
+        self._state = _State.CONTENT
         return [part]
 
     def _content(self) -> list[Event] | None:
@@ -126,7 +135,7 @@ class FormReader:
             content = bytes(self._buffer[:end])
             del self._buffer[:end]
             return [*([PartContent(content)] if content else []), PartEnds(), *self._pass_boundary()]
-        num_content = len(self._buffer) - len(self._delimiter) + 1  # the bytes after these may begin a delimiter
+        num_content = len(self._buffer) - len(self._delimiter) + 1  # later bytes may be the beginning of a delimiter
         if num_content <= 0:
             return None
         content = bytes(self._buffer[:num_content])

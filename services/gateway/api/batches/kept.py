@@ -1,4 +1,4 @@
-"""Reads and writes stored files and batches for the HTTP API. Every method raises ApiError."""
+"""Reads and writes stored files and batches for the routes of /v1/files and /v1/batches. Every method raises ApiError."""
 
 from __future__ import annotations
 
@@ -30,29 +30,33 @@ class NewBatch:
     """A client's request for a new batch."""
 
     input_file_id: str
-    endpoint: str  # path of the operation that computes each line
+    endpoint: str  # path to which every line of the input file is sent
     window: str  # completion_window, such as 24h
     metadata: dict[str, str]
-    results_live_s: int | None  # seconds for which the output and error files are stored; None: lives_s of BatchRecords
+    results_live_s: int | None  # seconds for which output and error files are stored; None for the default, BatchRecords.lives_s
 
 
 class BatchRecords:
-    """Reads and writes the files and batches of API keys. An owner is the store's name of an API key; see owner_of()."""
+    """Reads and writes the files and batches of all clients.
+
+    The `owner` of a record is the value of owner_of() for its API key.
+    """
 
     def __init__(self, stores: Stores | None, lives_s: int, retry_after_s: int) -> None:
-        """Prepares the access.
+        """Makes the object.
 
         Args:
             stores: None if this gateway has no store.
             lives_s: Seconds for which files and batches are stored by default.
+            retry_after_s: Value of the Retry-After header while the store cannot be reached.
         """
         self._stores = stores
         self.lives_s = lives_s
         self._retry_after_s = retry_after_s
 
     @asynccontextmanager
-    async def reached(self) -> AsyncIterator[Stores]:
-        """Yields the stores. Raises ApiError if there are none, or if the block raises StoreAway."""
+    async def connected_stores(self) -> AsyncIterator[Stores]:
+        """Yields the stores. Raises ApiError if this gateway has none, or if the `async with` block raises StoreAway."""
         if self._stores is None:
             raise ApiError(400, "This server has no store, so it stores no files and runs no batches.", code="no_store")
         try:
@@ -61,14 +65,14 @@ class BatchRecords:
             raise unavailable("The store cannot be reached. Retry later.", self._retry_after_s, "store_unavailable") from None
 
     async def file(self, owner: str, file_id: str, param: str = "file_id") -> StoredFile:
-        async with self.reached() as stores:
+        async with self.connected_stores() as stores:
             found = await stores.files.get(owner, file_id) if len(file_id) <= limits.MAX_STORED_ID_CHARS else None
         if found is None:
             raise ApiError(404, "No file has this id, or the file has expired.", param=param, code="file_not_found")
         return found
 
     async def files(self, owner: str, after: str, limit: int, rising: bool, purpose: str) -> tuple[list[StoredFile], bool]:
-        async with self.reached() as stores:
+        async with self.connected_stores() as stores:
             try:
                 return await stores.files.listed(owner, after, limit, rising, purpose)
             except NoSuchPlace:
@@ -76,20 +80,29 @@ class BatchRecords:
 
     async def delete_file(self, owner: str, file_id: str) -> None:
         file = await self.file(owner, file_id)
-        async with self.reached() as stores:
+        async with self.connected_stores() as stores:
             if await stores.batches.is_batch_input(owner, file_id):
-                raise ApiError(409, "A batch that has not ended reads this file.", param="file_id", code="file_in_use")
+                raise ApiError(
+                    409,
+                    "A batch that has not ended reads this file. Cancel the batch first.",
+                    param="file_id",
+                    code="file_in_use",
+                )
             await stores.files.delete(owner, file)
 
     async def begin(self, owner: str, key: str, new: NewBatch) -> BatchRecord:
-        """Stores a new batch. `key` is the name of the API key."""
+        """Stores a new batch, which a gateway then runs.
+
+        Args:
+            key: Name of the API key that the batch counts against.
+        """
         window_s = int(new.window[:-1]) * _UNITS[new.window[-1]]
         if window_s > limits.MAX_BATCH_WINDOW_S:
             message = f"'completion_window' may be at most {limits.MAX_BATCH_WINDOW_S // 86_400} days."
             raise bad_request("completion_window", message)
         file = await self.file(owner, new.input_file_id, "input_file_id")
         if file.batch:
-            raise bad_request("input_file_id", "The file is the output of a batch. Name a file whose purpose is batch.")
+            raise bad_request("input_file_id", "The file is the output of a batch. Name an uploaded file with the purpose batch.")
         now = int(time.time())
         order = BatchOrder(
             id=f"batch_{secrets.token_hex(16)}",
@@ -105,7 +118,7 @@ class BatchRecords:
             error_id=f"file-{secrets.token_hex(16)}",
             metadata=new.metadata,
         )
-        async with self.reached() as stores:
+        async with self.connected_stores() as stores:
             if not await stores.files.prolong(owner, file, order.expires_at + 3600):
                 raise ApiError(404, "The file has just expired.", param="input_file_id", code="file_not_found")
             if not await stores.batches.begin(order):
@@ -113,30 +126,33 @@ class BatchRecords:
         return await self.batch(owner, order.id)
 
     async def batch(self, owner: str, batch_id: str) -> BatchRecord:
-        async with self.reached() as stores:
+        async with self.connected_stores() as stores:
             found = await stores.batches.get(owner, batch_id) if len(batch_id) <= limits.MAX_STORED_ID_CHARS else None
         if found is None:
             raise ApiError(404, "No batch has this id, or the batch has expired.", param="batch_id", code="batch_not_found")
         return found
 
     async def batches(self, owner: str, after: str, limit: int) -> tuple[list[BatchRecord], bool]:
-        async with self.reached() as stores:
+        async with self.connected_stores() as stores:
             try:
                 return await stores.batches.listed(owner, after, limit)
             except NoSuchPlace:
                 raise _no_such_place() from None
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
-        """Cancels a batch. Idempotent until the batch has ended."""
+        """Cancels a batch that has not ended.
+
+        A batch that is already being cancelled stays so. Raises ApiError for any other batch.
+        """
         await self.batch(owner, batch_id)
-        async with self.reached() as stores:
+        async with self.connected_stores() as stores:
             await stores.batches.cancel(owner, batch_id)
         record = await self.batch(owner, batch_id)
         if record.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
-            message = f"A batch that is {record.status.value} cannot be cancelled."
+            message = f"The batch cannot be cancelled, because it has the status {record.status.value}."
             raise ApiError(409, message, param="batch_id", code="batch_not_cancellable")
         return record
 
 
 def _no_such_place() -> ApiError:
-    return bad_request("after", "'after': the list has no object with this id. The object may have expired.")
+    return bad_request("after", "'after' is the id of no object in the list. The object may have expired.")

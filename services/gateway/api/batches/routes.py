@@ -1,4 +1,4 @@
-"""Routes of files and batches. They do not generate, because the lines of a batch run outside of HTTP requests."""
+"""Routes of files and batches. None of them generates: gateways run the lines of a batch in the background."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rootstock_llm.services.gateway.store.owner import owner_of
 from rootstock_llm.services.gateway.store.stored_files import StoredFile
 from rootstock_llm.services.shared import limits
 
-_FILES_A_PAGE, _BATCHES_A_PAGE = (10_000, 10_000), (20, 100)  # (default, maximum) of 'limit'
+_FILES_A_PAGE, _BATCHES_A_PAGE = (10_000, 10_000), (20, 100)  # (default, maximum) of the query parameter 'limit'
 
 
 class BatchesApi:
-    """OpenAI's API of files and batches. Each process has one."""
+    """The routes of OpenAI's files and batches. Each process has one instance."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
@@ -40,7 +40,7 @@ class BatchesApi:
         self._limits = UploadLimits(settings.max_file_bytes, settings.body_timeout_s, records.lives_s)
 
     def generating(self) -> Mapping[str, MakeOperation]:
-        """Returns an empty mapping, because the lines of a batch run outside of HTTP requests."""
+        """Returns an empty mapping, because no route generates."""
         return {}
 
     def routes(self) -> list[Route]:
@@ -57,7 +57,7 @@ class BatchesApi:
         ]
 
     async def _upload(self, request: Request) -> Response:
-        async with self._records.reached() as stores:
+        async with self._records.connected_stores() as stores:
             files, bodies = stores.files, self._port.bodies.budget
             file = await receive_file(request.scope, request.receive, _owner(request), files, bodies, self._limits)
         return json_response(file_card(file))
@@ -86,14 +86,17 @@ class BatchesApi:
         return StreamingResponse(self._content(owner, found), media_type=BINARY, headers=headers)
 
     async def _content(self, owner: str, file: StoredFile) -> AsyncIterator[bytes]:
-        """Yields the file's content. The first piece sends the head; a later failure can only close the connection."""
-        async with self._records.reached() as stores:
+        """Yields the file's content.
+
+        If reading fails after the first piece, the response has begun, so the connection is closed.
+        """
+        async with self._records.connected_stores() as stores:
             async for piece in stores.files.content(owner, file):
                 yield piece
 
     async def _begin(self, request: Request) -> Response:
-        asked = await self._read(request)
-        return json_response(batch_card(await self._records.begin(_owner(request), request.scope["state"]["key"], asked)))
+        new = await self._parsed_body(request)
+        return json_response(batch_card(await self._records.begin(_owner(request), request.scope["state"]["key"], new)))
 
     async def _list_batches(self, request: Request) -> Response:
         query = request.query_params
@@ -107,8 +110,8 @@ class BatchesApi:
     async def _cancel(self, request: Request) -> Response:
         return json_response(batch_card(await self._records.cancel(_owner(request), request.path_params["batch_id"])))
 
-    async def _read(self, request: Request) -> NewBatch:
-        """Returns the parsed body. Raises ApiError if it is invalid."""
+    async def _parsed_body(self, request: Request) -> NewBatch:
+        """Returns the client's request for a new batch. Raises ApiError if the body is invalid."""
         async with self._port.bodies.read(request.scope, request.receive, limits.SMALL_BODY_BYTES) as body:
             try:
                 given = BatchRequest.model_validate(parse_json(body.take()))

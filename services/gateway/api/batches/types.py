@@ -12,10 +12,10 @@ from pydantic import Field, WithJsonSchema
 from rootstock_llm.services.gateway.generation.body_fields import Body
 from rootstock_llm.services.shared import limits
 
-EXPIRY_S = (3600, 30 * 86_400)  # shortest and longest time to expiry, in seconds: 1 hour and 30 days
+EXPIRY_S = (3600, 30 * 86_400)  # shortest and longest lifetime of a file, in seconds
 
 File = Annotated[Any, WithJsonSchema({"type": "string", "format": "binary"})]
-# Checked by check_metadata().
+# pydantic accepts any value; check_metadata() checks it.
 Metadata = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]})
 ]
@@ -28,9 +28,12 @@ class ExpiresAfter(Body):
 
 
 class FileForm(Body):
-    """Fields of a multipart form. `expires_after` is sent as two fields, expires_after[anchor] and expires_after[seconds]."""
+    """Fields of the form of an upload.
 
-    file: File = Field(description="JSONL, one request per line.")
+    A client sends `expires_after` as the fields expires_after[anchor] and expires_after[seconds].
+    """
+
+    file: File = Field(description="JSONL with one request per line.")
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = Field(
         None, description="Time until the file is deleted. Default: the server's limit for unused files."
@@ -39,9 +42,9 @@ class FileForm(Body):
 
 class BatchRequest(Body):
     input_file_id: str = Field(max_length=limits.MAX_STORED_ID_CHARS)
-    endpoint: LineEndpoint = Field(description="Path that every line requests.")
+    endpoint: LineEndpoint = Field(description="Path to which every line is sent.")
     completion_window: str = Field(
-        pattern=r"^[1-9][0-9]{0,5}[smhd]$", description="Time until the batch expires, such as 24h or 30m, at most seven days."
+        pattern=r"^[1-9][0-9]{0,5}[smhd]$", description="Time until the batch expires, such as 24h or 30m. At most 7 days."
     )
     metadata: Metadata = Field(None, description="Up to 16 names with string values.")
     output_expires_after: ExpiresAfter | None = Field(None, description="Time until the output and error files are deleted.")

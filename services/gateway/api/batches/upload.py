@@ -1,7 +1,7 @@
-"""Receives uploaded files and stores each one chunk by chunk, so that no file is in memory as a whole.
+"""Receives an uploaded file and stores it in chunks, so that the memory never has the whole file.
 
-The buffer of an upload counts against the body budget. The chunks of a failed upload are deleted; if the store cannot be reached
-then, they expire.
+The buffer of an upload counts against the body budget. If an upload fails, its chunks are deleted. If the store cannot be reached
+for the deletion, the chunks expire.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from rootstock_llm.services.shared import limits
 
 logger = logging.getLogger(__name__)
 
-FORM_BYTES = 64 << 10  # limit of the form without the file's content
+FORM_BYTES = 64 << 10  # maximum bytes of the form besides the file's content
 _BUFFER_BYTES = 2 * limits.FILE_CHUNK_BYTES  # an unfinished chunk, plus the network read that completes it
 _FILE = "file"
-MOST_DIGITS = 12  # a number of seconds with this many digits is not converted to int, so that validation refuses it
+MAX_DIGITS = 12  # a number of seconds with at least this many digits stays a string, which validation refuses
 
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """Limits of uploads."""
+    """Limits of one uploaded file."""
 
     file_bytes: int  # largest size of a file
     chunk_s: float  # seconds within which FILE_CHUNK_BYTES must arrive
@@ -55,7 +55,12 @@ class UploadLimits:
 async def receive_file(
     scope: Scope, receive: Receive, owner: str, files: FileStore, bodies: BodyBudget, allowed: UploadLimits
 ) -> StoredFile:
-    """Stores the file of a multipart form as it arrives. Raises ApiError, StoreAway."""
+    """Stores the file of a multipart form while the form arrives.
+
+    Raises:
+        ApiError: The form or the file is invalid, too large or late, or the client has disconnected.
+        StoreAway: The store cannot be reached.
+    """
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     declared = headers.get(b"content-length", "")
     if declared.isdecimal() and int(declared) > allowed.file_bytes + FORM_BYTES:
@@ -63,18 +68,18 @@ async def receive_file(
     boundary = boundary_of(headers.get(b"content-type", ""))
     if boundary is None:
         raise bad_request(None, "A file must be uploaded as multipart/form-data with a boundary.", "invalid_form")
-    held = bodies.open(gone_of(scope))
+    reservation = bodies.open(gone_of(scope))
     try:
-        await held.grow_to(min(_BUFFER_BYTES, held.most))
+        await reservation.grow_to(min(_BUFFER_BYTES, reservation.most))
         return await _receive(receive, Upload(files, owner, allowed), FormReader(boundary))
     except ClientGone:
         raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
     finally:
-        held.close()
+        reservation.close()
 
 
 async def _receive(receive: Receive, upload: Upload, form: FormReader) -> StoredFile:
-    # Bytes that may still arrive: those of the file, and FILE_CHUNK_BYTES for the other parts of the form.
+    # Bytes that may still arrive: the largest file, and FILE_CHUNK_BYTES for the rest of the form.
     left = upload.limits.file_bytes + limits.FILE_CHUNK_BYTES
     try:
         async for piece in _pieces(receive, upload.limits.chunk_s):
@@ -84,7 +89,7 @@ async def _receive(receive: Receive, upload: Upload, form: FormReader) -> Stored
             for event in form.feed(piece):
                 await upload.take(event)
         if not form.is_complete:
-            raise BadForm("it has no end")
+            raise BadForm("the form has no last boundary")
         return await upload.seal()
     except BadForm as bad:
         await upload.discard()
@@ -95,7 +100,12 @@ async def _receive(receive: Receive, upload: Upload, form: FormReader) -> Stored
 
 
 async def _pieces(receive: Receive, chunk_s: float) -> AsyncIterator[bytes]:
-    """Yields the pieces of the body. Raises ClientGone, or ApiError (408) if FILE_CHUNK_BYTES take longer than `chunk_s`."""
+    """Yields the pieces of the body as they arrive.
+
+    Raises:
+        ClientGone: The client has disconnected.
+        ApiError: 408 if a client needs more than `chunk_s` seconds for FILE_CHUNK_BYTES.
+    """
     loop = asyncio.get_running_loop()
     deadline, received = loop.time() + chunk_s, 0
     while True:
@@ -116,7 +126,7 @@ async def _pieces(receive: Receive, chunk_s: float) -> AsyncIterator[bytes]:
 
 
 class Upload:
-    """Stores the file of one form. Ends with seal() or discard()."""
+    """Stores the file of one form from the events of its FormReader. The last call is seal() or discard()."""
 
     def __init__(self, files: FileStore, owner: str, allowed: UploadLimits) -> None:
         self._files = files
@@ -126,13 +136,13 @@ class Upload:
         self._fields: dict[str, str] = {}
         self._name = ""
         self._field: str | None = ""  # name of the form field that is being received; None while the file is received
-        self._value = bytearray()  # value of the current field so far
-        self._chunk = bytearray()  # unstored bytes of the file, less than a chunk
-        self._size = self._chunks = 0  # bytes of the file so far, and number of its stored chunks
-        self._other_bytes = 0  # bytes of all fields so far
+        self._value = bytearray()  # received bytes of the current field's value
+        self._chunk = bytearray()  # received bytes of the file that are not stored, less than one chunk between two calls
+        self._size = self._chunks = 0  # received bytes of the file, and number of its stored chunks
+        self._other_bytes = 0  # received bytes of all fields besides the file
 
     async def take(self, event: Event) -> None:
-        """Handles the next event of the form. Raises BadForm, ApiError, StoreAway."""
+        """Stores or buffers the content of the next event. Raises BadForm, ApiError, StoreAway."""
         if isinstance(event, PartBegins):
             self._begin(event)
         elif isinstance(event, PartContent):
@@ -141,7 +151,7 @@ class Upload:
             try:
                 self._fields[self._field] = self._value.decode()
             except UnicodeDecodeError:
-                raise BadForm("a field is not UTF-8") from None
+                raise BadForm("the value of a field is not UTF-8") from None
             self._value.clear()
 
     def _begin(self, part: PartBegins) -> None:
@@ -149,14 +159,14 @@ class Upload:
             self._field = part.name
             return
         if self._name:
-            raise BadForm("it has more than one file")
+            raise BadForm("the form has more than one file")
         self._field, self._name = None, (part.filename or _FILE)[: limits.MAX_FILE_NAME_CHARS]
 
     async def _add(self, content: bytes) -> None:
         if self._field is not None:
             self._other_bytes += len(content)
             if self._other_bytes > FORM_BYTES:
-                raise BadForm(f"its fields have more than {FORM_BYTES} bytes")
+                raise BadForm(f"the fields of the form have more than {FORM_BYTES} bytes")
             self._value += content
             return
         self._size += len(content)
@@ -169,24 +179,25 @@ class Upload:
 
     async def _store(self, content: bytes) -> None:
         number = self._chunks
-        self._chunks += 1  # before the write, so that discard() deletes the chunk even if the write seems to fail
+        # Counted before the write, because a write that raises may still have stored the chunk, and discard() must delete it.
+        self._chunks += 1
         if not await self._files.add(self._owner, self._id, number, content):
-            raise _full()
+            raise _store_full()
 
     async def seal(self) -> StoredFile:
-        """Stores the last chunk and the record of the file. Raises ApiError, StoreAway."""
+        """Stores the last chunk and the record of the file, which makes the file visible. Raises ApiError, StoreAway."""
         if not self._name:
             raise bad_request(_FILE, f"'{_FILE}' is required.", "missing_required_parameter")
-        asked = _form(self._fields)
+        form = _form(self._fields)
         if self._chunk:
             await self._store(bytes(self._chunk))
         if not self._size:
             raise bad_request(_FILE, f"'{_FILE}' is empty.")
         now = int(time.time())
-        lives_s = self.limits.lives_s if asked.expires_after is None else asked.expires_after.seconds
-        file = StoredFile(self._id, self._size, now, now + lives_s, self._name, asked.purpose, chunks=self._chunks)
+        lives_s = self.limits.lives_s if form.expires_after is None else form.expires_after.seconds
+        file = StoredFile(self._id, self._size, now, now + lives_s, self._name, form.purpose, chunks=self._chunks)
         if not await self._files.seal(self._owner, file):
-            raise _full()
+            raise _store_full()
         return file
 
     async def discard(self) -> None:
@@ -194,18 +205,18 @@ class Upload:
             try:
                 await self._files.discard(self._owner, self._id, self._chunks)
             except StoreAway as away:
-                logger.warning("could not delete the chunks of a failed upload, which expire later: %s", away)
+                logger.warning("could not delete the chunks of a failed upload; they expire by themselves: %s", away)
 
 
 def _form(fields: Mapping[str, str]) -> FileForm:
-    """Returns the checked fields of the form. Raises ApiError."""
+    """Returns the validated fields of the form. Raises ApiError."""
     given: dict[str, Any] = {_FILE: b"", **{name: fields[name] for name in ("purpose",) if name in fields}}
     expires = {name: fields[f"expires_after[{name}]"] for name in ("anchor", "seconds") if f"expires_after[{name}]" in fields}
     if expires:
         seconds = expires.get("seconds", "")
         given["expires_after"] = {
             **expires,
-            **({"seconds": int(seconds)} if seconds.isdecimal() and len(seconds) < MOST_DIGITS else {}),
+            **({"seconds": int(seconds)} if seconds.isdecimal() and len(seconds) < MAX_DIGITS else {}),
         }
     try:
         return FileForm.model_validate(given)
@@ -214,8 +225,8 @@ def _form(fields: Mapping[str, str]) -> FileForm:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"The file is larger than {most} bytes.", param=_FILE, code="file_too_large")
+    return ApiError(413, f"The file is larger than {most} bytes. Split it.", param=_FILE, code="file_too_large")
 
 
-def _full() -> ApiError:
+def _store_full() -> ApiError:
     return ApiError(429, "The store limit of this API key is reached. Delete stored data.", param=_FILE, code="store_full")

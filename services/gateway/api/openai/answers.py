@@ -19,11 +19,11 @@ from rootstock_llm.services.gateway.api.document.answer import (
 Finish = Literal["stop", "length", "abort"]
 ChatFinish = Literal["stop", "length", "abort", "tool_calls"]
 Byte = Annotated[int, Field(ge=0, le=255)]
-_STOP_REASON = "The matched stop string, pattern or token id; null if the output ended for another reason."
+_STOP_REASON = "The stop string, pattern or token id that ended the output; null if it ended for another reason."
 _REASONING = "Reasoning before the text. Present if the model reasons."
-_IDS = "Present with return_token_ids."
-_COURSE = "Present with the header x-rootstock-report: 1, if the gateway serves the playground"
-_REQUESTED = "Present with logprob_token_ids."
+_IDS = "Present if the request has return_token_ids."
+_TIMELINE = "Present if the request has the header x-rootstock-report: 1 and the gateway serves the playground"
+_REQUESTED = "Present if the request has logprob_token_ids."
 
 
 class PromptTokensDetails(ResponseModel):
@@ -52,7 +52,7 @@ class CompletionUsage(ResponseModel):
 
 
 class RequestTimeline(ResponseModel):
-    """The request's timeline. Times are those of the choice that waited longest; counts are sums over all choices."""
+    """Timeline of the request. Times are those of the choice that waited longest. Counts are sums over all choices."""
 
     gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Seconds until a worker had free capacity.")
     worker_queue_s: Annotated[float, Field(ge=0)] = Field(
@@ -61,7 +61,7 @@ class RequestTimeline(ResponseModel):
     cached_tokens: Count = Field(description="Cached prompt tokens, as in usage.")
     workers: list[str] = Field(description="Workers that computed a choice, in order.")
     retractions: Count = Field(description="Number of times that a choice lost its KV pages to other requests.")
-    drafted_tokens: Count = Field(description="Draft tokens that were verified.")
+    drafted_tokens: Count = Field(description="Draft tokens that the model verified.")
     accepted_tokens: Count = Field(description="Draft tokens that were accepted.")
 
 
@@ -87,7 +87,7 @@ class ChatLogprobs(ResponseModel):
 
 class CalledFunction(ResponseModel):
     name: str
-    arguments: str = Field(description="JSON.")
+    arguments: str = Field(description="Arguments of the call, as JSON.")
 
 
 class ToolCall(ResponseModel):
@@ -121,7 +121,7 @@ class ChatCompletion(ResponseModel):
     model: str
     choices: list[ChatChoice] = Field(min_length=1)
     usage: CompletionUsage
-    rootstock: RequestTimeline = absent(f"{_COURSE}.")
+    rootstock: RequestTimeline = absent(f"{_TIMELINE}.")
     prompt_token_ids: list[Count] = absent(_IDS)
 
 
@@ -165,12 +165,15 @@ class ChatCompletionChunk(ResponseModel):
     usage: CompletionUsage | None = absent(
         "Present with stream_options.include_usage. Null in all events but the one before [DONE]."
     )
-    rootstock: RequestTimeline = absent(f"{_COURSE}, in the event with the usage.")
+    rootstock: RequestTimeline = absent(f"{_TIMELINE}, in the event with the usage.")
     prompt_token_ids: list[Count] = absent("Present in the first event, with return_token_ids.")
 
 
 class CompletionLogprobs(ResponseModel):
-    """Parallel lists with an entry for each token. With echo, the first token has null, because nothing predicts it."""
+    """Parallel lists with one entry per token.
+
+    With echo, the first token of the prompt has null, because no token precedes it.
+    """
 
     tokens: list[str]
     token_logprobs: list[Logprob | None]
@@ -196,7 +199,7 @@ class Completion(ResponseModel):
     model: str
     choices: list[CompletionChoice] = Field(min_length=1)
     usage: CompletionUsage
-    rootstock: RequestTimeline = absent(f"{_COURSE}.")
+    rootstock: RequestTimeline = absent(f"{_TIMELINE}.")
     prompt_token_ids: list[Count] = absent("Present for a single prompt, with return_token_ids.")
 
 
@@ -221,14 +224,14 @@ class CompletionChunk(ResponseModel):
     usage: CompletionUsage | None = absent(
         "Present with stream_options.include_usage. Null in all events but the one before [DONE]."
     )
-    rootstock: RequestTimeline = absent(f"{_COURSE}, in the event with the usage.")
+    rootstock: RequestTimeline = absent(f"{_TIMELINE}, in the event with the usage.")
 
 
 class Embedding(ResponseModel):
     object: Literal["embedding"]
     index: Count
     embedding: list[float] | str = Field(
-        description="List of numbers; with encoding_format base64, little-endian float32 as base64."
+        description="The vector as a list of numbers. With encoding_format base64: little-endian float32, encoded as base64."
     )
 
 
@@ -253,9 +256,9 @@ class ModelCard(ResponseModel):
         description="Largest number of tokens of prompt and output; null until a worker reports it."
     )
     sampling_defaults: SamplingDefaultValues
-    type: Literal["model"] = Field(description="For Anthropic's clients, like the next two fields.")
+    type: Literal["model"] = Field(description="For Anthropic's clients, as are display_name and created_at.")
     display_name: str
-    created_at: str = Field(description="created in the format of RFC 3339.")
+    created_at: str = Field(description="Same time as `created`, in the format of RFC 3339.")
 
 
 class ModelList(ResponseModel):

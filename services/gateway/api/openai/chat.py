@@ -1,4 +1,4 @@
-"""Translates a body of the chat completions API into a ChatRequest. Pure. An ApiError names the invalid element."""
+"""Translates a body of the chat completions API into a ChatRequest. An ApiError names the invalid element."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rootstock_llm.services.gateway.generation.request import check_chars
 from rootstock_llm.services.shared import limits
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
-_MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles whose content may be null or absent
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles of messages whose content may be null or absent
 
 
 def chat_request(body: dict[str, Any], origin: Origin, omits_hosted: bool) -> ChatRequest:
-    """Returns the chat, without hosted tools if they are left out. Raises ApiError.
+    """Translates a body into a ChatRequest. Raises ApiError.
 
-    Records in `origin` the hosted tools that were left out, whether the response is streamed, and the client's request name.
+    Records in `origin` the names of omitted hosted tools, whether the response is streamed, and the request id of the client.
 
     Args:
-        omits_hosted: Whether hosted tools are left out instead of refused.
+        omits_hosted: Whether hosted tools are omitted. If not, a request with hosted tools is refused.
     """
     if omits_hosted and body.get(WEB_SEARCH) is not None:
         origin.omit([WEB_SEARCH])
@@ -43,7 +43,7 @@ def chat_request(body: dict[str, Any], origin: Origin, omits_hosted: bool) -> Ch
     _check_messages(request.messages)
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
-        raise bad_request("continue_final_message", "'continue_final_message' and 'add_generation_prompt' exclude each other.")
+        raise bad_request("continue_final_message", "'continue_final_message' and 'add_generation_prompt' cannot both be true.")
     switches, names = switches_of(request), body_fields.CHAT
     given, effort = request.chat_template_kwargs, request.reasoning_effort
     variables = template_variables(names, given, effort, switches, request.documents)
@@ -83,7 +83,7 @@ def chat_request(body: dict[str, Any], origin: Origin, omits_hosted: bool) -> Ch
 
 
 def parameters_of(tools: Sequence[Any]) -> Mapping[str, Mapping[str, Any] | None]:
-    """Returns the schemas of tools by the tools' names."""
+    """Returns the JSON schema of each function's parameters, by the function's name. Raises ApiError for invalid tools."""
     check_num_tools(tools)
     return {spec.name: spec.parameters for spec in tool_specs(_functions(tools, False))}
 
@@ -105,7 +105,7 @@ def _tool_use(request: ChatCompletionRequest, omits_hosted: bool) -> ToolUse:
 
 
 def _functions(tools: Sequence[Any], omits_hosted: bool) -> Functions:
-    """Yields the functions among the tools. Raises ApiError for any other tool that is not left out."""
+    """Yields the functions among the tools. Raises ApiError for a tool that is neither a function nor an omitted hosted tool."""
     for index, tool in enumerate(tools):
         if omits_hosted and hosted_type(tool):
             continue
@@ -113,7 +113,7 @@ def _functions(tools: Sequence[Any], omits_hosted: bool) -> Functions:
         if not isinstance(tool, dict):
             raise bad_request(where, f"'{where}' must be an object.")
         if tool.get("type", "function") != "function":
-            message = f"'{where}.type': only tools of type 'function' are supported by this server."
+            message = f"'{where}.type': this server supports only tools of type 'function'."
             raise bad_request(f"{where}.type", message, "unsupported_parameter")
         function = tool.get("function")
         if not isinstance(function, dict):
@@ -123,10 +123,10 @@ def _functions(tools: Sequence[Any], omits_hosted: bool) -> Functions:
 
 def _check_logprobs(request: ChatCompletionRequest) -> None:
     if request.top_logprobs and not request.logprobs:
-        raise bad_request("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
+        raise bad_request("top_logprobs", "'top_logprobs' requires 'logprobs' to be true.")
     check_stream_options(request)
     if request.logprob_token_ids and not request.logprobs:
-        raise bad_request("logprob_token_ids", "'logprob_token_ids' needs 'logprobs'.")
+        raise bad_request("logprob_token_ids", "'logprob_token_ids' requires 'logprobs'.")
 
 
 def _check_messages(messages: Any) -> None:
@@ -172,17 +172,19 @@ def _check_message(message: Any, where: str) -> None:
 
 
 def _check_part(part: Any, where: str) -> None:
-    """Checks that a content part is text. Raises ApiError."""
+    """Raises ApiError unless a content part is text."""
     if not isinstance(part, dict):
         raise bad_request(where, f"'{where}' must be an object.")
     if part.get("type") != "text":
-        raise bad_request(f"{where}.type", "Only content parts of type 'text' are supported.", "unsupported_parameter")
+        raise bad_request(
+            f"{where}.type", f"'{where}.type': this server supports only content parts of type 'text'.", "unsupported_parameter"
+        )
     if not isinstance(part.get("text"), str):
         raise bad_request(f"{where}.text", f"'{where}.text' must be a string.")
 
 
 def _predicted_text(prediction: Any) -> str | None:
-    """Returns the text of `prediction`, or None if it is None. Raises ApiError."""
+    """Returns the text that the client predicts, or None without a prediction. Raises ApiError."""
     if prediction is None:
         return None
     if not isinstance(prediction, dict):

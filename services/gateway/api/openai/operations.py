@@ -1,4 +1,4 @@
-"""Operations of OpenAI's endpoints for the OpenAPI document."""
+"""Describes the operations of OpenAI's endpoints, for the OpenAPI document."""
 
 from __future__ import annotations
 

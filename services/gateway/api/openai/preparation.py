@@ -1,6 +1,6 @@
 """Prepares requests of OpenAI's endpoints: checks the body, has the tokenizer encode the prompts, and checks their lengths.
 
-A preparation calls no worker, and cancelling it needs no cleanup. Error messages never repeat a value that the client sent.
+A preparation calls no worker, so cancelling it needs no cleanup. Error messages never repeat a value that the client sent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rootstock_llm.services.shared.sampling_parameters import COMPLETION_TOKENS,
 
 
 class Preparer(ChatPreparer):
-    """Prepares the requests of OpenAI's endpoints, and as a ChatPreparer the chats of all APIs. Every method raises ApiError."""
+    """Prepares the requests of OpenAI's endpoints. It is also the ChatPreparer of all APIs. Every method raises ApiError."""
 
     def __init__(
         self,
@@ -58,7 +58,13 @@ class Preparer(ChatPreparer):
         dropped: Callable[[], None],
         omits_hosted_tools: bool,
     ) -> None:
-        """Makes the preparer; see ChatPreparer."""
+        """Makes the preparer.
+
+        Args:
+            detoks: The detokenizers that decode a prompt of token ids, for `echo`.
+            dropped: See ChatPreparer.
+            omits_hosted_tools: See ChatPreparer.
+        """
         super().__init__(models, tokenizer, make_parser, dropped, omits_hosted_tools)
         self._detoks = detoks
 
@@ -69,24 +75,24 @@ class Preparer(ChatPreparer):
         request = parse(CompletionRequest, parse_json(body.take()), known_fields.COMPLETION, origin)
         if request.stream:
             origin.stream()
-        _note_names(request, origin, request.prompt)
+        _record_request_ids(request, origin, request.prompt)
         model = await self.generating_model(request.model, origin.caller)
         generation = completion_generation(request, model.vocab_size)
         checked = await self._completion_prompts(request, generation, model, origin)
         if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
-            raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
+            raise bad_request("n", f"The number of prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
         check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
         if generation.session is not None:
             is_alone = len(checked) * generation.n == 1
             check_turn(is_alone, "echo" if generation.wants_prompt_logprobs else None)
-        inputs = _named(checked, generation, request, origin)
+        inputs = _with_request_ids(checked, generation, request, origin)
         if request.echo:
             inputs = [replace(each, prefix=await self._text_of(each, generation, origin, model)) for each in inputs]
         return GenerationRequest.of(model, inputs, generation)
 
     async def embedding(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         request = parse(EmbeddingRequest, parse_json(body.take()), known_fields.EMBEDDING, origin)
-        _note_names(request, origin, request.input)
+        _record_request_ids(request, origin, request.input)
         model = await self.model_of(request.model, origin.caller)
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
@@ -100,7 +106,7 @@ class Preparer(ChatPreparer):
         if last_tokens is not None:
             last_tokens = min(last_tokens, model.context_len) if last_tokens >= 0 else model.context_len
             checked = [prompts.last_tokens_of(prompt, last_tokens, "truncate_prompt_tokens") for prompt in checked]
-        return GenerationRequest.of(model, _named(checked, generation, request, origin), generation)
+        return GenerationRequest.of(model, _with_request_ids(checked, generation, request, origin), generation)
 
     async def _completion_prompts(
         self, request: CompletionRequest, generation: GenerationParams, model: ModelInfo, origin: Origin
@@ -111,6 +117,7 @@ class Preparer(ChatPreparer):
         return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", budget, root, special)
 
     async def text_of(self, ids: Sequence[int], skip_special_tokens: bool, origin: Origin, model: ModelInfo) -> str:
+        """Returns the text of token ids."""
         return await decode_once(self._detoks, origin, ids, skip_special_tokens, model.source)
 
     async def _text_of(self, prompt: PromptInput, generation: GenerationParams, origin: Origin, model: ModelInfo) -> str:
@@ -120,11 +127,14 @@ class Preparer(ChatPreparer):
 
 
 def completion_generation(request: CompletionRequest, vocab_size: int) -> GenerationParams:
-    """Returns the parameters for each prompt. With echo and logprobs, they include the prompt's log probabilities."""
+    """Returns the generation parameters that all prompts of a completion share. Raises ApiError.
+
+    With `echo` and `logprobs`, the worker also returns the log probabilities of the prompt.
+    """
     given = (request.max_completion_tokens, request.max_tokens, COMPLETION_TOKENS)
     max_tokens = next(value for value in given if value is not None)
     if max_tokens == 0 and not request.echo:
-        raise bad_request("max_tokens", "'max_tokens' can be 0 with 'echo' only.")
+        raise bad_request("max_tokens", "'max_tokens' may be 0 only with 'echo'.")
     logprobs, num_candidates = None, _candidates(request)
     if request.logprobs is not None:
         logprobs = pb.Logprobs(top=request.logprobs, prompt_from=0 if request.echo else None)
@@ -135,7 +145,7 @@ def completion_generation(request: CompletionRequest, vocab_size: int) -> Genera
     if logprobs is not None:
         logprobs.token_ids.extend(request.logprob_token_ids or ())
     elif request.logprob_token_ids:
-        raise bad_request("logprob_token_ids", "'logprob_token_ids' needs 'logprobs'.")
+        raise bad_request("logprob_token_ids", "'logprob_token_ids' requires 'logprobs'.")
     generation = generation_of(
         request,
         Api.COMPLETION,
@@ -161,12 +171,12 @@ def completion_generation(request: CompletionRequest, vocab_size: int) -> Genera
 
 
 def _candidates(request: CompletionRequest) -> int:
-    """Returns `best_of`, the number of outputs to generate per prompt, if it differs from `n`; else 0. Raises ApiError."""
+    """Returns `best_of`, the number of outputs to generate per prompt. 0 if it is absent or equals `n`. Raises ApiError."""
     n, best_of = request.n or 1, request.best_of
     if best_of is None or best_of == n:
         return 0
     if best_of < n:
-        raise bad_request("best_of", "'best_of' is less than 'n'.")
+        raise bad_request("best_of", "'best_of' must not be less than 'n'.")
     if request.stream:
         raise bad_request(
             "best_of", "'best_of' above 'n' cannot be streamed, because the best outputs are known only at the end."
@@ -175,7 +185,7 @@ def _candidates(request: CompletionRequest) -> int:
 
 
 def vector_generation(request: EmbeddingRequest, embedding_size: int) -> GenerationParams:
-    """Returns the parameters for each input's vector."""
+    """Returns the generation parameters that all inputs of an embedding request share. Raises ApiError."""
     if (request.dimensions or 0) > embedding_size:
         raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, the size of this model's vectors.")
     embedding = pb.Embedding(dimensions=request.dimensions, normalize=request.normalize)
@@ -184,11 +194,11 @@ def vector_generation(request: EmbeddingRequest, embedding_size: int) -> Generat
     return replace(vector, vector_as_base64=request.encoding_format == "base64")
 
 
-def _note_names(request: NamedBody, origin: Origin, given: Any) -> None:
-    """Records in `origin` the client's name of the request and the names of its prompts, for aborts.
+def _record_request_ids(request: NamedBody, origin: Origin, given: Any) -> None:
+    """Records in `origin` the request ids that the client chose for the request and its prompts, so that it can abort them.
 
     Args:
-        given: The prompts, in any of OpenAI's forms.
+        given: The prompts as the client sent them. If they are several, each has the request id with its index.
     """
     name = request.request_name
     if name is None:
@@ -197,15 +207,23 @@ def _note_names(request: NamedBody, origin: Origin, given: Any) -> None:
     origin.name(name, [f"{name}_{index}" for index in range(min(len(given), limits.MAX_BATCH_PROMPTS))] if many else ())
 
 
-def _named(inputs: Sequence[PromptInput], generation: GenerationParams, request: NamedBody, origin: Origin) -> list[PromptInput]:
-    """Returns the prompts with their names. A turn of a session always has one, so that a later turn can continue it."""
+def _with_request_ids(
+    inputs: Sequence[PromptInput], generation: GenerationParams, request: NamedBody, origin: Origin
+) -> list[PromptInput]:
+    """Returns the prompts with the request ids that the client chose.
+
+    A turn of a session always gets a request id, so that a later turn can name it as its parent.
+    """
     name = request.request_name or (origin.request_id if generation.session is not None else "")
     many = bool(name) and len(inputs) > 1
     return prompts.named(inputs, [f"{name}_{index}" if many else name for index in range(len(inputs))])
 
 
 async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], skip_special_tokens: bool, model: str) -> str:
-    """Returns the text of a complete sequence of ids. Raises ApiError. Cancelling it frees the detokenizer's state."""
+    """Returns the text of a complete sequence of token ids.
+
+    If it is cancelled, the detokenizer frees its state. Raises ApiError.
+    """
     sink = _WholeText()
     decoding = Decoding(
         sink,
@@ -225,7 +243,7 @@ async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], ski
 
 
 class _WholeText:
-    """Collects the text of one Decoding. `text` is set when the Decoding is done."""
+    """Collects the pieces of text of one Decoding. The future `text` gets the whole text when the Decoding is done."""
 
     decoding: Decoding
 

@@ -1,6 +1,6 @@
-"""Renders the choices of a response as server-sent events, or as one JSON document.
+"""Renders the responses of OpenAI's endpoints, as server-sent events or as one JSON document.
 
-The constant parts of the events are rendered once per request. An event joins them with the escaped text.
+The parts that all events of a request share are rendered once. Each event joins them with its own text.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 
 
 class _ChoicesRenderer:
-    """Base class of the renderers of chats and completions. Renders the fields around the choices, and the end of a stream."""
+    """Base class of the renderers of chats and completions. Renders the fields of a response besides its choices."""
 
     def __init__(self, request: RunningRequest, kind: str, id_prefix: str, created: int, model: str) -> None:
-        """Renders the parts that are the same in every event. `kind` is the value of `object`."""
+        """Renders the parts that all events share.
+
+        Args:
+            kind: Value of the response's field `object`.
+            id_prefix: Text before the request id in the field `id`.
+            created: Value of the field `created`, in Unix seconds.
+        """
         self._request = request
         self._ids = bool(request.params.answer.return_token_ids)
         self._fields = {"id": f"{id_prefix}-{request.request_id}", "object": kind, "created": created, "model": model}
@@ -36,7 +42,7 @@ class _ChoicesRenderer:
         self._tail = b"]" + self._usage + b"}\n\n"
 
     async def ending(self) -> bytes:
-        """Returns the end of a stream, with the usage if the client asks for it."""
+        """Returns the last bytes of a stream: the event with the usage, if the client asks for it, and [DONE]."""
         if not self._usage:
             return DONE
         request = self._request
@@ -47,17 +53,17 @@ class _ChoicesRenderer:
         return OPENAI.event_of(error, self._request.request_id)
 
     def _response(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns a whole response."""
+        """Returns the body of a response with these choices."""
         request = self._request
         report = {"rootstock": report_of(request)} if request.wants_report else {}
         return {**self._fields, "choices": choices, "usage": usage_of(request), **report}
 
 
 def _ending_fields(delta: Delta, logprobs: bytes, finish_reason: str = "") -> bytes:
-    """Returns the last fields of an event's choice.
+    """Returns the fields of a choice after its text: log probabilities and, if the choice has ended, the reasons.
 
     Args:
-        finish_reason: Overrides the finish reason of the ending if it is not "".
+        finish_reason: The finish reason; "" for the finish reason of the delta's ending.
     """
     if delta.ending is None:
         return _unfinished_fields(logprobs)
@@ -85,8 +91,8 @@ class ChatRenderer(_ChoicesRenderer):
         super().__init__(request, kind, "chatcmpl", created, model)
         texts, params = token_texts, request.params
         self._logprobs = ChatLogprobWriter(params, texts.of_model(request.model)) if params.wants_logprobs else None
-        self._began = False
-        self._readers: dict[int, ChoiceReader] = {}  # by the choice's index
+        self._has_begun = False
+        self._readers: dict[int, ChoiceReader] = {}  # by index of the choice
 
     def _reader_of(self, delta: Delta) -> ChoiceReader:
         index = delta.choice.index
@@ -95,9 +101,10 @@ class ChatRenderer(_ChoicesRenderer):
         return self._readers[index]
 
     async def chunk(self, delta: Delta) -> bytes:
-        """Returns one event per piece of the message: text, reasoning or part of a call.
+        """Returns one event per parsed piece of the delta: text, reasoning or a part of a call.
 
-        The first event has the log probabilities and ids of all pieces, the last event the ending.
+        The first event has the log probabilities and token ids of the whole delta. If the choice has ended, the last event has
+        the finish reason.
         """
         role = self._role_chunk(delta) if delta.first else b""
         if not delta.text and delta.ending is None:
@@ -124,19 +131,19 @@ class ChatRenderer(_ChoicesRenderer):
 
     def _role_chunk(self, delta: Delta) -> bytes:
         prompt = b""
-        if self._ids and not self._began:
+        if self._ids and not self._has_begun:
             prompt = _ids_field(b"prompt_token_ids", self._request.prompts[0].ids)
-        self._began = True
+        self._has_begun = True
         choice = (
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % delta.choice.index
         )
         return b"".join((self._head, choice, b"]", prompt, self._usage, b"}\n\n"))
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
-        answer = self._response([await self._choice(delta) for delta in deltas])
+        response = self._response([await self._choice(delta) for delta in deltas])
         if self._ids:
-            answer["prompt_token_ids"] = list(self._request.prompts[0].ids)
-        return orjson.dumps(answer)
+            response["prompt_token_ids"] = list(self._request.prompts[0].ids)
+        return orjson.dumps(response)
 
     async def _choice(self, delta: Delta) -> dict[str, Any]:
         reader = self._reader_of(delta)
@@ -147,7 +154,7 @@ class ChatRenderer(_ChoicesRenderer):
 
 
 def _message_deltas(events: Iterable[Event]) -> Iterable[dict[str, Any]]:
-    """Yields the message deltas for the parsed events of a choice."""
+    """Yields the `delta` object of each parser event."""
     for event in events:
         if isinstance(event, Text):
             yield {"content": event.text}
@@ -161,14 +168,17 @@ def _message_deltas(events: Iterable[Event]) -> Iterable[dict[str, Any]]:
 
 
 def _chat_finish_reason(reader: ChoiceReader, delta: Delta) -> str:
-    """Returns the finish reason of a choice whose last delta the reader has read: "tool_calls" if it stopped after a call."""
+    """Returns the finish reason of a choice that has ended: "tool_calls" if it stopped by itself and has calls.
+
+    The reader must have read the choice's last delta.
+    """
     assert delta.ending is not None
     reason = delta.ending.finish_reason
     return "tool_calls" if reader.called and reason == "stop" else reason
 
 
 def _message_of(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the whole message. If it has no text, its content is null with calls and "" without calls."""
+    """Returns the message that the deltas make up. A message without text has the content null if it has calls, otherwise ""."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[tuple[dict[str, Any], list[str]]] = []
@@ -227,10 +237,10 @@ class CompletionRenderer(_ChoicesRenderer):
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         shown = best_of(deltas) if self._request.params.best else deltas
         choices = [{**await self._choice(delta), "index": index} for index, delta in enumerate(shown)]
-        answer = self._response(choices)
+        response = self._response(choices)
         if self._ids and len(self._request.prompts) == 1:
-            answer["prompt_token_ids"] = list(self._request.prompts[0].ids)
-        return orjson.dumps(answer)
+            response["prompt_token_ids"] = list(self._request.prompts[0].ids)
+        return orjson.dumps(response)
 
     async def _choice(self, delta: Delta) -> dict[str, Any]:
         fields = _choice_fields(delta, await _logprobs_of(self._logprobs, delta), self._ids)
@@ -241,7 +251,7 @@ class CompletionRenderer(_ChoicesRenderer):
 
 
 class EmbeddingRenderer:
-    """Renders embeddings, one per input, in the order of the inputs."""
+    """Renders one embedding per input, in the order of the inputs."""
 
     def __init__(self, request: RunningRequest, _created: int, model: str, _token_texts: TokenTexts) -> None:
         self._request = request
@@ -249,13 +259,13 @@ class EmbeddingRenderer:
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         usage = usage_of(self._request)
-        answer = {
+        response = {
             "object": "list",
             "data": [{"object": "embedding", "index": d.choice.index, "embedding": self._encoded(d.choice)} for d in deltas],
             "model": self._model,
             "usage": {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]},
         }
-        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(response, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _encoded(self, choice: Choice) -> Any:
         vector = choice.vector()
@@ -263,9 +273,9 @@ class EmbeddingRenderer:
 
 
 def best_of(deltas: Sequence[Delta]) -> list[Delta]:
-    """Returns the `best` choices of each prompt with the highest mean log probabilities, in descending order.
+    """Returns for each prompt the `params.best` choices with the highest mean log probability per token, best first.
 
-    Equal choices keep their order.
+    Choices with the same mean stay in the order of their indices.
     """
     by_prompt = [list(choices) for _, choices in groupby(deltas, key=lambda delta: id(delta.choice.prompt))]
     return [

@@ -70,45 +70,51 @@ _PREDICTION_SCHEMA = {
     "title": "Prediction",
 }
 
-# Checked by functions: an error names the exact element, and a long list of ids needs no Python loop.
+# pydantic accepts any value of these types. Functions check the values, so that an error names the element, and so that a long
+# list of ids needs no Python loop.
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
 Prediction = Annotated[Any, WithJsonSchema(_PREDICTION_SCHEMA)]
-Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]  # false counts as null
+Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]  # false means null
 
 
 B = TypeVar("B", bound="NamedBody")
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="Whether a chunk with the usage of the whole request precedes [DONE].")
+    include_usage: bool | None = Field(
+        None, description="Whether the stream has an event with the token counts of the whole request before [DONE]."
+    )
 
 
 class NamedBody(PlacedBody):
-    """Fields about a request's name and its cached prefixes."""
+    """The fields for the request id and for cached prefixes."""
 
     user: Any = Field(None, description="Accepted without effect.")
     rid: str | None = Field(
         None,
         min_length=1,
         max_length=RID_CHARS,
-        description="Name for aborts and sessions. Default: x-request-id. Several prompts have names with _0, _1, …",
+        description="Request id for aborts and sessions. Default: x-request-id. Several prompts get the suffixes _0, _1, …",
     )
     request_id: str | None = Field(None, min_length=1, max_length=RID_CHARS, description="The same as rid.")
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
+        None,
+        min_length=1,
+        max_length=limits.MAX_CACHE_SALT_CHARS,
+        description="Only requests with the same cache_salt share cached prefixes.",
     )
 
     @property
     def request_name(self) -> str | None:
-        """Client's name of the request."""
+        """The request id that the client chose, or None."""
         return self.request_id if self.rid is None else self.rid
 
 
 class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
-    """Fields that chat and plain completions share."""
+    """The fields that chat completions and completions share."""
 
-    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
+    model: str | None = Field(None, description="A name that /v1/models lists. Optional if the server has one model.")
     stream: bool | None = Field(None, description="Whether the output is sent as server-sent events while it is generated.")
     stream_options: StreamOptions | None = None
     seed: int | None = parameter("seed")
@@ -117,7 +123,9 @@ class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
     min_tokens: int | None = parameter("min_tokens")
     include_stop_str_in_output: bool | None = parameter("include_stop_str_in_output")
     logprob_token_ids: list[int] | None = Field(
-        None, max_length=limits.MAX_LOGPROB_TOKEN_IDS, description="Further token ids whose log probabilities are returned."
+        None,
+        max_length=limits.MAX_LOGPROB_TOKEN_IDS,
+        description="Token ids whose log probabilities are returned for every output token.",
     )
     session_params: SessionParams | None = Field(None, description="Session of which the request is a turn.")
 
@@ -140,7 +148,10 @@ class ChatCompletionRequest(ThinkingBody, GenerationBody):
             "allowed_tools. With none, the template does not receive the tools."
         ),
     )
-    add_generation_prompt: bool | None = Field(None, description="Default true, unless continue_final_message is set.")
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Whether the prompt ends with the beginning of an assistant message. Default: not continue_final_message.",
+    )
     continue_final_message: bool | None = Field(None, description="Whether the output continues the last message. Default false.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables of the chat template.")
     prediction: Prediction = Field(
@@ -171,12 +182,12 @@ class CompletionRequest(GenerationBody):
         None,
         ge=0,
         le=limits.MAX_TOP_LOGPROBS,
-        description="Returns log probabilities of the output tokens, and this number of most likely tokens for each.",
+        description="Number of most likely tokens to return per output token, besides log probabilities. Null: none.",
     )
 
 
 class EmbeddingRequest(NamedBody):
-    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
+    model: str | None = Field(None, description="A name that /v1/models lists. Optional if the server has one model.")
     input: Prompt
     add_special_tokens: bool | None = Field(
         None, description="Whether the tokenizer adds special tokens to an input that is text. Default true."
@@ -185,10 +196,10 @@ class EmbeddingRequest(NamedBody):
         None,
         ge=-1,
         le=UINT32_MAX,
-        description="Number of last tokens of an input that are used. -1: as many as the context allows.",
+        description="Cuts each input to this number of its last tokens. -1: to the model's context.",
     )
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64 encodes the vector as little-endian float32. Default float."
+        None, description="float (the default): a list of numbers. base64: little-endian float32, encoded as base64."
     )
     dimensions: int | None = Field(
         None, ge=1, le=UINT32_MAX, description="Number of leading elements of the vector to return. Default: all."
@@ -199,7 +210,7 @@ class EmbeddingRequest(NamedBody):
 
 
 def parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Origin) -> B:
-    """Returns the checked body. Raises ApiError."""
+    """Returns the validated body. Logs unknown fields at level debug. Raises ApiError."""
     refuse_unserved(body, known)
     if logger.isEnabledFor(logging.DEBUG):
         unknown = body.keys() - model.model_fields.keys() - known.neutral.keys() - known.unused
@@ -211,20 +222,18 @@ def parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Orig
     except ValidationError as error:
         raise of_validation(error) from None
     if request.rid is not None and request.request_id not in (None, request.rid):
-        raise bad_request("request_id", "'rid' and 'request_id' name the request differently. Send one of them.")
+        raise bad_request("request_id", "'rid' and 'request_id' are different. Send only one of them.")
     return request
 
 
 def check_stream_options(request: GenerationBody) -> None:
     if request.stream_options is not None and not request.stream:
-        raise bad_request("stream_options", "'stream_options' needs 'stream' to be true.")
+        raise bad_request("stream_options", "'stream_options' requires 'stream' to be true.")
 
 
 def include_stop(request: GenerationBody) -> bool:
-    """Returns whether the text keeps a matched stop string."""
+    """Returns whether the text keeps a matched stop string. Raises ApiError if two fields contradict each other."""
     keeps, no_trim = request.include_stop_str_in_output, request.no_stop_trim
     if None not in (keeps, no_trim) and keeps != no_trim:
-        raise bad_request(
-            "no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' contradict each other. Send one of them."
-        )
+        raise bad_request("no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' are different. Send only one of them.")
     return bool(keeps or no_trim)

@@ -26,7 +26,7 @@ _TOPS, _CHOSEN = "Present with top_logprobs_num.", "Present with token_ids_logpr
 
 class Stopped(ResponseModel):
     type: Literal["stop"]
-    matched: str | int | None = Field(description="The token id, stop string or pattern.")
+    matched: str | int | None = Field(description="The token id, stop string or pattern that ended the output.")
 
 
 class OfLength(ResponseModel):
@@ -42,7 +42,7 @@ class Aborted(ResponseModel):
 
 
 class _Meta(ResponseModel):
-    """Log probabilities are lists of [logprob, id, text]."""
+    """A list of log probabilities has an entry [logprob, token id, text] for each token."""
 
     id: str
     prompt_tokens: Count
@@ -63,23 +63,23 @@ class _Ended(_Meta):
     cached_tokens: Count
     cached_tokens_details: CachedByTier = absent("cached_tokens by tier. Present if the worker has tiers of KV.")
     e2e_latency: Seconds = Field(description="Seconds from the arrival of the request to its end.")
-    queue_time: Seconds = Field(description="Seconds in the queue of the worker.")
+    queue_time: Seconds = Field(description="Seconds for which the request waited at the worker.")
     num_retractions: Count
-    spec_verify_ct: Count = absent(f"Decode rows that verified draft tokens. {_DRAFTED}")
+    spec_verify_ct: Count = absent(f"Decode steps of this output that verified draft tokens. {_DRAFTED}")
     spec_draft_token_num: Count = absent(f"Verified draft tokens. {_DRAFTED}")
     spec_accept_token_num: Count = absent(f"Accepted draft tokens. {_DRAFTED}")
-    spec_accept_length: float = absent(f"Mean output tokens of a row that verified draft tokens. {_DRAFTED}")
-    spec_accept_rate: float = absent(f"Accepted share of the draft tokens. {_DRAFTED}")
+    spec_accept_length: float = absent(f"Mean number of output tokens per decode step that verified draft tokens. {_DRAFTED}")
+    spec_accept_rate: float = absent(f"Share of the verified draft tokens that was accepted, 0 to 1. {_DRAFTED}")
 
 
 class MetaInfo(_Ended, _Logprobs):
-    """Facts about a complete output."""
+    """Metadata of a complete output."""
 
     finish_reason: Stopped | OfLength | Aborted
 
 
 class MetaInfoSoFar(_Logprobs):
-    """Facts about an output in an event before the last one."""
+    """Metadata of an incomplete output, in the events before the last one."""
 
     finish_reason: None
     cached_tokens: None
@@ -92,7 +92,7 @@ class GenerateAnswer(ResponseModel):
 
 
 class GenerateChunk(ResponseModel):
-    """The data of one event: the output so far."""
+    """The data of one event of a stream. It has the whole output so far."""
 
     text: str
     output_ids: list[Count]
@@ -110,13 +110,13 @@ class EncodeAnswer(ResponseModel):
 
 
 class AbortResult(ResponseModel):
-    aborted: Count = Field(description="Aborted choices and requests.")
-    gateways: Annotated[int, Field(ge=1)]
-    unreached: Count
+    aborted: Count = Field(description="Aborted choices, and aborted requests without choices.")
+    gateways: Annotated[int, Field(ge=1)] = Field(description="Gateways that were reached.")
+    unreached: Count = Field(description="Gateways that could not be reached.")
 
 
 class ModelDescription(ResponseModel):
-    """The model of requests that name no model."""
+    """The model that serves requests which name no model."""
 
     model_path: str
     tokenizer_path: str
@@ -127,7 +127,7 @@ class ModelDescription(ResponseModel):
     has_audio_understanding: Literal[False]
     max_model_len: Count
     vocab_size: Count
-    embedding_size: Count = Field(description="Elements of an embedding; 0 if the model makes none.")
+    embedding_size: Count = Field(description="Number of elements of an embedding; 0 if the model makes none.")
 
 
 class ScoringTokensDetails(ResponseModel):
@@ -136,7 +136,7 @@ class ScoringTokensDetails(ResponseModel):
 
 
 class ScoringUsage(ResponseModel):
-    """Tokens of all prompts. The query's tokens count once for each item."""
+    """Token counts over all prompts. Each item has its own prompt, so the query's tokens count once per item."""
 
     prompt_tokens: Count
     completion_tokens: Literal[0]

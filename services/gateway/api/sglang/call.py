@@ -1,6 +1,7 @@
-"""Prepares a call of /generate or /encode, and makes its renderer.
+"""Prepares a request of /generate or /encode, and makes its renderer.
 
-Each HTTP request has its own object: prepare() is called once, then renderer(). Cancelling prepare() needs no cleanup.
+Each HTTP request has its own GenerateCall or EncodeCall. The caller calls prepare() once and then renderer(). Cancelling
+prepare() needs no cleanup.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rootstock_llm.services.gateway.api.prompts import (
     of_texts,
 )
 from rootstock_llm.services.gateway.api.request_body import parse_json, starts_context
-from rootstock_llm.services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of, rids_of
+from rootstock_llm.services.gateway.api.sglang.batch import Form, Inputs, generations_of, inputs_of, rids_of
 from rootstock_llm.services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
 from rootstock_llm.services.gateway.api.sglang.sampling import parse
 from rootstock_llm.services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
@@ -34,7 +35,7 @@ from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClie
 
 
 class PromptSource:
-    """Turns checked inputs into prompts of token ids. Raises ApiError."""
+    """Turns the inputs of requests into prompts of token ids, with the tokenizer for texts. Raises ApiError."""
 
     def __init__(self, tokenizer: TokenizerClient) -> None:
         self._tokenizer = tokenizer
@@ -60,8 +61,11 @@ class PromptSource:
         return [budget.fit(prompt, inputs.where(i)) for i, prompt in enumerate(encoded)]
 
 
-def _named(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
-    """Returns the id of each prompt. Aborts find the request by these ids, and by the client's id if it is a single one."""
+def _record_request_ids(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
+    """Returns the request id of each prompt, and records the ids in `origin`, so that clients can abort the request by them.
+
+    A single id that the client sent for several prompts also aborts the request.
+    """
     rids = rids_of(given, inputs, origin.request_id)
     origin.name(given if isinstance(given, str) else None, rids)
     return rids
@@ -71,38 +75,38 @@ class GenerateCall:
     def __init__(self, models: Models, source: PromptSource) -> None:
         self._models = models
         self._source = source
-        self._many = False
-        self._texts = False  # whether log probabilities have the tokens' texts
-        self._forms: list[Form] = []
+        self._many = False  # whether the response is a list
+        self._texts = False  # whether entries of log probabilities have the tokens' texts
+        self._forms: list[Form] = []  # one per prompt
 
     async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         """Returns the prepared request. Raises ApiError."""
         request = parse(NativeGenerateRequest, parse_json(body.take()))
         inputs = inputs_of(request)
-        rids = _named(request.rid, inputs, origin)
+        rids = _record_request_ids(request.rid, inputs, origin)
         if request.stream:
             origin.stream()
         model = await self._models.wait_for(request.model, origin.caller)
         if not model.generates:
-            raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
-        asked = asked_of(request, inputs, model.vocab_size)
-        budget = budget_with_output(model, in_session=asked[0].params.session is not None)
+            raise bad_request("model", "This model gives embeddings only. Use /encode.", "unsupported_model")
+        generations = generations_of(request, inputs, model.vocab_size)
+        budget = budget_with_output(model, in_session=generations[0].params.session is not None)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
         prompts = await self._source.prompts(inputs, model, origin, budget, root, starts_context(request.session_params))
-        for prompt, one in zip(prompts, asked, strict=True):
+        for prompt, one in zip(prompts, generations, strict=True):
             _check_start(one.form, len(prompt.ids))
-        self._many = inputs.many or asked[0].params.n > 1
+        self._many = inputs.many or generations[0].params.n > 1
         self._texts = bool(request.return_text_in_logprobs)
-        self._forms = [one.form for one in asked]
-        return GenerationRequest(model, tuple(named(prompts, rids)), tuple(one.params for one in asked))
+        self._forms = [one.form for one in generations]
+        return GenerationRequest(model, tuple(named(prompts, rids)), tuple(one.params for one in generations))
 
     def renderer(self, request: RunningRequest, _created: int, _model: str, token_texts: TokenTexts) -> GenerateRenderer:
         return GenerateRenderer(request, self._many, self._forms, token_texts if self._texts else None)
 
 
 def _check_start(form: Form, prompt_tokens: int) -> None:
-    if form.wish is not None and form.wish.start >= prompt_tokens:
-        raise bad_request("logprob_start_len", "'logprob_start_len' is not a position of the prompt.")
+    if form.logprobs is not None and form.logprobs.start >= prompt_tokens:
+        raise bad_request("logprob_start_len", "'logprob_start_len' must be less than the number of prompt tokens.")
 
 
 class EncodeCall:
@@ -115,7 +119,7 @@ class EncodeCall:
         """Returns the prepared request. Raises ApiError."""
         request = parse(NativeEncodeRequest, parse_json(body.take()))
         inputs = inputs_of(request)
-        rids = _named(request.rid, inputs, origin)
+        rids = _record_request_ids(request.rid, inputs, origin)
         model = await self._models.wait_for(request.model, origin.caller)
         _check_dimensions(request.dimensions, model)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
@@ -132,6 +136,8 @@ class EncodeCall:
 
 def _check_dimensions(dimensions: int | None, model: ModelInfo) -> None:
     if not model.embedding_size:
-        raise bad_request("model", "This model gives no vectors.", "unsupported_model")
+        raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
     if dimensions is not None and dimensions > model.embedding_size:
-        raise bad_request("dimensions", f"'dimensions' may be at most {model.embedding_size}.")
+        raise bad_request(
+            "dimensions", f"'dimensions' may be at most {model.embedding_size}, the size of this model's embeddings."
+        )

@@ -1,4 +1,4 @@
-"""SGLang's endpoints as the OpenAPI document has them."""
+"""Describes the operations of SGLang's API, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ OPERATIONS = (
         for path in SCORE
     ),
     ApiOperation(
-        "post", ABORT, _TAG, "End requests by rid", {JSON: AbortResult}, AbortRequest, (403,), example={"rid": "a-request"}
+        "post", ABORT, _TAG, "Abort requests by rid", {JSON: AbortResult}, AbortRequest, (403,), example={"rid": "a-request"}
     ),
     ApiOperation(
         "post",
@@ -94,7 +94,14 @@ OPERATIONS = (
     ),
     ApiOperation("get", HEALTH_GENERATE, _TAG, "Check that a token can be generated", {}, statuses=(503,), requires_key=False),
     *(
-        ApiOperation("get", path, _TAG, "The model that is served", {JSON: ModelDescription}, statuses=(403, 503))
+        ApiOperation(
+            "get",
+            path,
+            _TAG,
+            "Get the model that requests without a model name use",
+            {JSON: ModelDescription},
+            statuses=(403, 503),
+        )
         for path in MODEL_INFO
     ),
 )

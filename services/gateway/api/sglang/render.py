@@ -1,7 +1,7 @@
-"""Renders choices as SGLang's responses.
+"""Renders the responses of /generate and /encode in SGLang's form.
 
-As in SGLang, each event has the text, ids and log probabilities of the whole output so far. Each token is rendered once and its
-bytes are stored, so that a later event only joins bytes.
+As in SGLang, each event of a stream has the text, ids and log probabilities of the whole output so far. Each token is rendered
+only once. Its bytes are stored, and later events copy them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import orjson
 
 from rootstock_llm.services.gateway.api.logprob_forms import LOWEST, Entry, LogprobSlices, Texts, extend
 from rootstock_llm.services.gateway.api.sglang.batch import Form
-from rootstock_llm.services.gateway.api.sglang.sampling import LogprobWish
+from rootstock_llm.services.gateway.api.sglang.sampling import LogprobSettings
 from rootstock_llm.services.gateway.generation.choice import Choice, Delta, Ending
 from rootstock_llm.services.gateway.generation.errors import DONE, OPENAI, ApiError
 from rootstock_llm.services.gateway.generation.running import RunningRequest
@@ -25,18 +25,18 @@ ABORT_MESSAGE = "The request was aborted."
 
 
 class GenerateRenderer:
-    """Renders the outputs of /generate. Log probabilities have no texts of tokens if `token_texts` is None."""
+    """Renders the outputs of /generate. If `token_texts` is None, entries of log probabilities have no texts."""
 
     def __init__(self, request: RunningRequest, many: bool, forms: Sequence[Form], token_texts: TokenTexts | None) -> None:
         self._many = many
         self._request_id = request.request_id
         texts = None if token_texts is None else token_texts.of_model(request.model)
-        self._answers = [_ChoiceText(choice, forms[choice.index // request.params.n], texts) for choice in request.choices]
+        self._outputs = [_RenderedOutput(choice, forms[choice.index // request.params.n], texts) for choice in request.choices]
 
     async def chunk(self, delta: Delta) -> bytes:
-        answer = self._answers[delta.choice.index]
-        await answer.add(delta)
-        return b"data: " + self._object(answer, delta.ending, indexed=self._many) + b"\n\n"
+        output = self._outputs[delta.choice.index]
+        await output.add(delta)
+        return b"data: " + self._object(output, delta.ending, indexed=self._many) + b"\n\n"
 
     async def ending(self) -> bytes:
         return DONE
@@ -47,34 +47,34 @@ class GenerateRenderer:
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         objects = []
         for delta in deltas:
-            answer = self._answers[delta.choice.index]
-            await answer.add(delta)
-            objects.append(self._object(answer, delta.ending))
+            output = self._outputs[delta.choice.index]
+            await output.add(delta)
+            objects.append(self._object(output, delta.ending))
         return b"[" + b",".join(objects) + b"]" if self._many else objects[0]
 
     @staticmethod
-    def _object(answer: _ChoiceText, ending: Ending | None, indexed: bool = False) -> bytes:
-        index = b',"index":%d' % answer.choice.index if indexed else b""
-        return b'{"text":"%s","output_ids":[%s],"meta_info":{%s}%s}' % (answer.text, answer.ids, answer.meta(ending), index)
+    def _object(output: _RenderedOutput, ending: Ending | None, indexed: bool = False) -> bytes:
+        index = b',"index":%d' % output.choice.index if indexed else b""
+        return b'{"text":"%s","output_ids":[%s],"meta_info":{%s}%s}' % (output.text, output.ids, output.meta(ending), index)
 
 
-class _ChoiceText:
-    """The rendered output of one choice so far."""
+class _RenderedOutput:
+    """The rendered bytes of one choice's output so far."""
 
     def __init__(self, choice: Choice, form: Form, token_texts: ModelTexts | None) -> None:
         self.choice = choice
         self.form = form
         self.text = bytearray()  # content of a JSON string, without the quotes
         self.ids = bytearray()  # content of a JSON array, without the brackets
-        self._count = 0
-        self._began = False
-        self._input = _LogprobLists(form.wish, token_texts)
-        self._output = _LogprobLists(form.wish, token_texts)
+        self._count = 0  # output tokens
+        self._has_prompt_logprobs = False
+        self._input = _LogprobLists(form.logprobs, token_texts)
+        self._output = _LogprobLists(form.logprobs, token_texts)
 
     async def add(self, delta: Delta) -> None:
-        """Adds new output. Raises ApiError."""
-        if not self._began:
-            self._began = True
+        """Renders the new output of a delta. Raises ApiError."""
+        if not self._has_prompt_logprobs:
+            self._has_prompt_logprobs = True
             await self._input.add(self._prompt_entries())
         if self.form.hidden:
             return
@@ -85,14 +85,14 @@ class _ChoiceText:
         await self._output.add(zip(delta.token_ids, delta.logprobs))  # noqa: B905  # logprobs are empty if not requested
 
     def _prompt_entries(self) -> Iterator[Entry]:
-        wish, choice = self.form.wish, self.choice
-        if wish is None or wish.start < 0:
+        wanted, choice = self.form.logprobs, self.choice
+        if wanted is None or wanted.start < 0:
             return iter(())
-        ids = choice.prompt.ids[wish.start :]
-        # As in SGLang, the first listed position has no value. `values` begins at `start`, or at 1 if `start` is 0, because
-        # nothing predicts the first token. An aborted request may have fewer values.
+        ids = choice.prompt.ids[wanted.start :]
+        # As in SGLang, the first listed token has no value. `values` begins at the token `start`, or at token 1 if `start` is 0,
+        # because the first token has no log probability. An aborted request may have fewer values.
         values = choice.prompt_logprobs
-        known = values.span(1 if wish.start else 0, len(values))
+        known = values.span(1 if wanted.start else 0, len(values))
         return zip(ids, chain((None,), known))  # noqa: B905
 
     def meta(self, ending: Ending | None) -> bytes:
@@ -101,42 +101,46 @@ class _ChoiceText:
 
 
 class _LogprobLists:
-    """SGLang's three parallel lists of log probabilities, for a prompt or an output.
+    """SGLang's three parallel lists of log probabilities, for a prompt or for an output.
 
-    Each position has the value of its token, the values of the most likely tokens, and the values of the requested ids. A value
-    is rendered as [logprob, id, text].
+    For each token, the lists have an entry for the token itself, entries for the most likely tokens, and entries for the
+    requested ids. An entry is [logprob, token id, text].
     """
 
-    def __init__(self, wish: LogprobWish | None, token_texts: ModelTexts | None) -> None:
-        self._wish = wish
+    def __init__(self, wanted: LogprobSettings | None, token_texts: ModelTexts | None) -> None:
+        self._wanted = wanted
         self._texts = token_texts is not None
-        self._slices = LogprobSlices(wish.top, wish.token_ids, token_texts) if wish else None
+        self._slices = LogprobSlices(wanted.top, wanted.token_ids, token_texts) if wanted else None
         self._own = bytearray()
         self._top = bytearray()
         self._chosen = bytearray()
 
     async def add(self, entries: Iterable[Entry]) -> None:
-        """Adds log probabilities. Raises ApiError."""
-        wish = self._wish
-        if wish is None or self._slices is None:
+        """Renders the log probabilities of more tokens. Raises ApiError."""
+        wanted = self._wanted
+        if wanted is None or self._slices is None:
             return
         async for batch, known in self._slices.of(entries):
             texts = known if self._texts else None
             extend(self._own, [_entry(token, values.value if values else None, texts) for token, values in batch])
-            if wish.top:
+            if wanted.top:
                 extend(self._top, [_entries(v.top_ids, v.top_values, texts) if v else None for _, v in batch])
-            if wish.token_ids:
-                extend(self._chosen, [_entries(wish.token_ids, v.chosen_values, texts) if v else None for _, v in batch])
+            if wanted.token_ids:
+                extend(self._chosen, [_entries(wanted.token_ids, v.chosen_values, texts) if v else None for _, v in batch])
 
     def json(self, side: bytes) -> bytes:
-        """Returns the lists as members of a JSON object, each with a comma before it. `side` is b"input" or b"output"."""
-        wish = self._wish
-        if wish is None:
+        """Returns the lists as members of a JSON object, each with a comma before it.
+
+        Args:
+            side: b"input" for the prompt's lists, b"output" for the output's lists.
+        """
+        wanted = self._wanted
+        if wanted is None:
             return b""
         parts = [b',"%s_token_logprobs":[%s]' % (side, self._own)]
-        if wish.top:
+        if wanted.top:
             parts.append(b',"%s_top_logprobs":[%s]' % (side, self._top))
-        if wish.token_ids:
+        if wanted.token_ids:
             parts.append(b',"%s_token_ids_logprobs":[%s]' % (side, self._chosen))
         return b"".join(parts)
 
@@ -195,11 +199,11 @@ class EncodeRenderer:
         self._many = many
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
-        answers = [self._answer(delta.choice, delta.ending) for delta in deltas]
-        return orjson.dumps(answers if self._many else answers[0], option=orjson.OPT_SERIALIZE_NUMPY)
+        outputs = [self._output(delta.choice, delta.ending) for delta in deltas]
+        return orjson.dumps(outputs if self._many else outputs[0], option=orjson.OPT_SERIALIZE_NUMPY)
 
     @staticmethod
-    def _answer(choice: Choice, ending: Ending | None) -> dict[str, Any]:
+    def _output(choice: Choice, ending: Ending | None) -> dict[str, Any]:
         meta = _meta_of(choice, ending, 0, hidden=True)
         del meta["completion_tokens"]
         return {"embedding": choice.vector(), "meta_info": meta}

@@ -1,4 +1,4 @@
-"""Routes of SGLang's native API: /generate, /encode, scores, aborts, sessions, health and model info."""
+"""Routes of SGLang's native API: generation, embeddings, scores, aborts, sessions, health and model info."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from rootstock_llm.services.shared.limits import SMALL_BODY_BYTES
 
 
 class NativeApi:
-    """SGLang's native API. Each process has one."""
+    """The routes of SGLang's native API. Each process has one instance."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
@@ -54,7 +54,11 @@ class NativeApi:
         sessions: SessionCalls,
         failure: Callable[[], Awaitable[str]],
     ) -> None:
-        """Creates the API. `failure` generates a token; it returns the reason if that fails, and "" otherwise."""
+        """Makes the routes.
+
+        Args:
+            failure: Generates one token as a health check. Returns the reason if this fails, otherwise "".
+        """
         self._port = port
         self._models = models
         self._tokenizer = tokenizer
@@ -68,7 +72,7 @@ class NativeApi:
         return {GENERATE: self._generate, ENCODE: self._encode, **dict.fromkeys(SCORE, self._score)}
 
     def routes(self) -> list[Route]:
-        """Returns the routes of operations that do not generate, and PUT /generate."""
+        """Returns the routes that do not generate, and PUT /generate, because generating() covers POST only."""
         return [
             Route(GENERATE, GenerationEndpoint(self._port, self._generate), methods=["PUT"]),
             Route(ABORT, self._abort, methods=["POST"]),
@@ -91,9 +95,9 @@ class NativeApi:
         return Operation(call.prepare, call.renderer)
 
     async def _abort(self, request: Request) -> Response:
-        given = await self._read(request, AbortRequest)
+        given = await self._parsed_body(request, AbortRequest)
         if given.abort_all:
-            message = "'abort_all' ends the requests of all API keys. It is for operators, on the admin port."
+            message = "'abort_all' aborts the requests of all API keys. It is allowed only on the admin port."
             raise ApiError(403, message, param="abort_all", code="forbidden")
         if not given.rid:
             raise bad_request("rid", "'rid' is required.", "missing_required_parameter")
@@ -101,14 +105,15 @@ class NativeApi:
         return json_response(report.body())
 
     async def _open_session(self, request: Request) -> Response:
-        given = await self._read(request, OpenSessionRequest)
+        given = await self._parsed_body(request, OpenSessionRequest)
         model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
-        # SGLang's field counts characters. It limits tokens here, because a text rarely has more tokens than characters.
+        # In SGLang, capacity_of_str_len counts characters. Here it limits tokens, because a text rarely has more tokens than
+        # characters.
         key, max_tokens = request.scope["state"]["key"], given.capacity_of_str_len
         return json_response(await self._sessions.open(model.name, key, given.session_id, max_tokens, given.timeout))
 
     async def _close_session(self, request: Request) -> Response:
-        given = await self._read(request, CloseSessionRequest)
+        given = await self._parsed_body(request, CloseSessionRequest)
         model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
         await self._sessions.close(model.name, request.scope["state"]["key"], given.session_id)
         return Response()
@@ -136,7 +141,7 @@ class NativeApi:
             }
         )
 
-    async def _read(self, request: Request, model: type[M]) -> M:
+    async def _parsed_body(self, request: Request, model: type[M]) -> M:
         """Returns the parsed body. Raises ApiError if it is invalid."""
         async with self._port.bodies.read(request.scope, request.receive, SMALL_BODY_BYTES) as body:
             return parse(model, parse_json(body.take()))

@@ -1,4 +1,4 @@
-"""Translates SGLang's parameters of one prompt into a GenerationParams. Pure. An ApiError names the invalid field.
+"""Translates the parameters of one /generate prompt into a GenerationParams. Pure. An ApiError names the invalid field.
 
 Error messages never repeat a value that the client sent.
 """
@@ -22,31 +22,32 @@ from rootstock_llm.services.gateway.generation.errors import ApiError, bad_reque
 from rootstock_llm.services.gateway.generation.request import GenerationParams
 from rootstock_llm.services.shared.sampling_parameters import Api
 
-ANY_JSON = "$$ANY$$"  # as a json_schema: any JSON object
+ANY_JSON = "$$ANY$$"  # value of json_schema that means any JSON object
 
 M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobWish:
-    """The log probabilities in the outputs of one prompt.
+class LogprobSettings:
+    """The log probabilities that the client wants for one prompt and its outputs.
 
-    As in SGLang, the first listed position of the prompt has no value.
+    As in SGLang, the first listed token of the prompt has no value.
     """
 
-    top: int = 0  # number of most likely tokens per position
-    token_ids: tuple[int, ...] = ()  # ids of further tokens per position
-    start: int = -1  # first listed position of the prompt; -1 for none
+    top: int = 0  # number of most likely tokens that are listed for each token
+    token_ids: tuple[int, ...] = ()  # ids whose log probabilities are listed for each token
+    start: int = -1  # index of the first listed prompt token; -1 for no prompt tokens
 
     def message(self) -> pb.Logprobs:
         return pb.Logprobs(top=self.top, token_ids=self.token_ids, prompt_from=None if self.start < 0 else self.start)
 
 
 def parse(model: type[M], value: Any, where: str = "", known: KnownFields = NATIVE) -> M:
-    """Returns the checked value. Raises ApiError.
+    """Returns the validated value. Raises ApiError.
 
     Args:
-        where: Client's field of the value; "" for the body itself.
+        where: The client's path of the value; "" for the body itself.
+        known: Fields of the value that have no effect.
     """
     if not isinstance(value, dict):
         raise bad_request(where or None, f"'{where}' must be an object.")
@@ -58,17 +59,17 @@ def parse(model: type[M], value: Any, where: str = "", known: KnownFields = NATI
 
 def native_generation(
     given: NativeSampling,
-    wish: LogprobWish | None,
+    logprobs: LogprobSettings | None,
     request: NativeGenerateRequest,
     vocab_size: int,
     where: str,
     prompt_field: str,
 ) -> GenerationParams:
-    """Returns the generation of one prompt. Raises ApiError.
+    """Returns the generation parameters of one prompt. Raises ApiError.
 
     Args:
-        where: Client's path of the sampling parameters.
-        prompt_field: Client's path of the prompt.
+        where: The client's path of the sampling parameters.
+        prompt_field: The client's field of the prompts.
     """
     try:
         generation = generation_of(
@@ -79,7 +80,7 @@ def native_generation(
             max_tokens=given.max_new_tokens,
             min_tokens=given.min_new_tokens,
             seed=given.sampling_seed,
-            logprobs=None if wish is None else wish.message(),
+            logprobs=None if logprobs is None else logprobs.message(),
             constraint=_constraint(given),
             stream=bool(request.stream),
             answer=AnswerBody(return_token_ids=True),

@@ -1,6 +1,7 @@
-"""Serves /v1/score: builds a prompt from the query and each item, and computes scores from the log probabilities of the labels.
+"""Serves /v1/score: joins the query with each item to a prompt, and computes scores from the log probabilities of the labels.
 
-Each HTTP request has its own ScoreCall. Cancelling prepare() needs no cleanup. Error messages never repeat texts of the client.
+A label is a token id. Its score is its probability as the token after the prompt. Each HTTP request has its own ScoreCall.
+Cancelling prepare() needs no cleanup. Error messages never repeat a text that the client sent.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from rootstock_llm.services.shared import limits
 
 @dataclass(frozen=True, slots=True)
 class ScoreInputs:
-    """The query and the items of a call, either all texts or all lists of token ids."""
+    """The query and the items of a request: either all are texts, or all are lists of token ids."""
 
     query: Any  # a text (str) or token ids (list)
     items: Sequence[Any]  # each item has the type of the query
-    item_first: bool  # whether a prompt is the item followed by the query, instead of the query followed by the item
+    item_first: bool  # whether a prompt is the item and then the query; otherwise the query and then the item
 
     @property
     def are_texts(self) -> bool:
@@ -51,7 +52,10 @@ class ScoreInputs:
 
 
 def inputs_of(request: ScoreRequest) -> ScoreInputs:
-    """Returns query and items with checked types and counts. Token ids are checked later. Raises ApiError."""
+    """Returns the query and the items after a check of their types and number.
+
+    The token ids are checked later. Raises ApiError.
+    """
     query, items = request.query, request.items
     if not (isinstance(query, str) or (isinstance(query, list) and query)):
         raise bad_request("query", "'query' must be a text or a list of 1 or more token ids.")
@@ -68,12 +72,12 @@ def inputs_of(request: ScoreRequest) -> ScoreInputs:
             form = "a text, as 'query' is" if kind is str else "a list of token ids, as 'query' is"
             raise bad_request(f"items[{index}]", f"'items[{index}]' must be {form}.")
         if kind is list and not item:
-            raise bad_request(f"items[{index}]", f"'items[{index}]' has no token ids; each item needs 1 or more.")
+            raise bad_request(f"items[{index}]", f"'items[{index}]' is empty. Each item must have at least 1 token id.")
     return ScoreInputs(query, items, bool(request.item_first))
 
 
 class ScoreCall:
-    """State of one request: prepare() is called once, then renderer()."""
+    """Prepares and renders one request. The caller calls prepare() once and then renderer()."""
 
     def __init__(self, models: Models, tokenizer: TokenizerClient) -> None:
         self._models = models
@@ -84,10 +88,10 @@ class ScoreCall:
         """Returns the prepared request. Raises ApiError."""
         request = parse(ScoreRequest, parse_json(body.take()), known=known_fields.SCORE)
         inputs = inputs_of(request)
-        rids = _named(request.rid, len(inputs.items), origin)
+        rids = _record_request_ids(request.rid, len(inputs.items), origin)
         model = await self._models.wait_for(request.model, origin.caller)
         if not model.generates:
-            raise bad_request("model", "This model gives vectors and no scores: use /v1/embeddings.", "unsupported_model")
+            raise bad_request("model", "This model gives embeddings and no scores. Use /v1/embeddings.", "unsupported_model")
         check_token_ids(request.label_token_ids, model.vocab_size, "label_token_ids")
         self._softmax = bool(request.apply_softmax)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
@@ -100,7 +104,10 @@ class ScoreCall:
         return ScoreRenderer(request, model, self._softmax)
 
     async def _prompts(self, inputs: ScoreInputs, model: ModelInfo, origin: Origin, hash_root: bytes) -> list[PromptInput]:
-        """Returns a prompt per item. No prompt is truncated to the context, because a truncated prompt has a different score."""
+        """Returns one prompt per item.
+
+        A prompt that is longer than the context is refused, because a cut prompt has another score.
+        """
         budget = ContextBudget(model.context_len, 0, cuts=False)
         if inputs.are_texts:
             check_chars(len(inputs.query) * len(inputs.items) + sum(map(len, inputs.items)), "items")
@@ -136,18 +143,21 @@ def _check_tokens(tokens: int) -> None:
         raise ApiError(413, message, param="items", code="request_too_large")
 
 
-def _named(rid: str | None, count: int, origin: Origin) -> list[str]:
-    """Returns the id of each item's prompt, or "" if the client gave no id. Aborts find the request by these ids and by `rid`."""
+def _record_request_ids(rid: str | None, count: int, origin: Origin) -> list[str]:
+    """Returns the request id of each prompt, or "" if the client sent none.
+
+    Records the ids in `origin`, so that clients can abort the request by them and by `rid`.
+    """
     if rid is None:
         return [""] * count
     rids = [f"{rid}_{index}" for index in range(count)] if count > 1 else [rid]
-    assert len(rid) <= RID_CHARS, "ScoreRequest bounds the length of rid"
+    assert len(rid) <= RID_CHARS, "a rid has at most RID_CHARS characters"
     origin.name(rid, rids)
     return rids
 
 
 class ScoreRenderer:
-    """Renders the response: a list of label scores for each item, in the order of the items."""
+    """Renders the response: for each item, the list of its label scores. Items and labels stay in the client's order."""
 
     def __init__(self, request: RunningRequest, model: str, softmax: bool) -> None:
         self._request = request
@@ -166,9 +176,10 @@ class ScoreRenderer:
 
 
 def _scores(logprobs: NDArray[np.float64], softmax: bool) -> NDArray[np.float64]:
-    """Returns the labels' probabilities in the vocabulary or, with `softmax`, among the labels.
+    """Returns the scores of one item's labels from their log probabilities.
 
-    If the model gives every label the probability 0, `softmax` returns equal scores.
+    Without `softmax`, scores are probabilities over the vocabulary. With `softmax`, they are scaled to the sum 1. If every
+    label has the probability 0, scores with `softmax` are equal.
     """
     if not softmax:
         return np.exp(logprobs)

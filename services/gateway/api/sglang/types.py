@@ -1,8 +1,7 @@
-"""The request bodies of SGLang's native endpoints. They validate and document.
+"""Request bodies of SGLang's native endpoints, for validation and documentation.
 
-Unknown fields are refused, because a client that sends one expects an effect. known_fields.py has removed fields with neutral
-values before. Fields that accept one value or a list with one value per prompt have the type Any; batch.py assigns their values
-to the prompts and checks each of them.
+Unknown fields are refused, because a client that sends one expects an effect. parse() removes fields with neutral values before
+the validation. A field that accepts one value or a list with one value per prompt has the type Any; batch.py checks its values.
 """
 
 from __future__ import annotations
@@ -79,27 +78,27 @@ class NativeSampling(SamplingBody):
 
 
 class NativeInput(PlacedBody):
-    """The inputs of a call, and their names."""
+    """The fields for the prompts of a request and for their request ids."""
 
     model_config = _STRICT
 
-    model: str | None = Field(None, description="A name that /v1/models lists; may be left out.")
+    model: str | None = Field(None, description="A name that /v1/models lists. Optional if the server has one model.")
     text: Texts = None
     input_ids: Ids = None
-    rid: Texts = Field(None, description="Names for abort_request, echoed in meta_info.id.")
+    rid: Texts = Field(None, description="Request id for abort_request; meta_info.id repeats it. A list has one id per prompt.")
 
 
 class NativeGenerateRequest(NativeInput):
     sampling_params: Sampling = None
     stream: bool | None = None
-    return_logprob: Bools = Field(None, description="Default false.")
+    return_logprob: Bools = Field(None, description="Whether log probabilities are returned. Default false.")
     logprob_start_len: Ints = Field(
-        None, description="First prompt position in input_token_logprobs. Default -1: no prompt position."
+        None, description="Index of the first prompt token in input_token_logprobs. Default -1: no prompt tokens."
     )
-    top_logprobs_num: Ints = Field(None, description="Default 0.")
-    token_ids_logprob: Ids = Field(None, description="Further token ids whose log probabilities are returned.")
+    top_logprobs_num: Ints = Field(None, description="Number of most likely tokens to return per token. Default 0.")
+    token_ids_logprob: Ids = Field(None, description="Token ids whose log probabilities are returned for every token.")
     return_text_in_logprobs: bool | None = Field(
-        None, description="Whether log probabilities have the texts of tokens. Default false."
+        None, description="Whether entries of log probabilities have the tokens' texts. Default false."
     )
     session_params: SessionParams | None = None
 
@@ -113,33 +112,34 @@ class NativeEncodeRequest(NativeInput):
 class ScoreRequest(PlacedBody):
     model_config = _STRICT
 
-    query: Query = Field(description="A text or token ids, common to all prompts.")
+    query: Query = Field(description="A text or token ids. It is a part of every prompt.")
     items: Items = Field(
-        description=f"A text, texts or lists of token ids, in the form of `query`; at most {limits.MAX_SCORE_ITEMS}."
+        description=f"A text, a list of texts, or a list of lists of token ids. At most {limits.MAX_SCORE_ITEMS} items."
     )
     label_token_ids: list[int] = Field(
         min_length=1,
         max_length=limits.MAX_LABEL_TOKEN_IDS,
-        description="Token ids whose probability as the next token is the score, in this order.",
+        description="Token ids of the labels. The score of a label is its probability as the next token.",
     )
     apply_softmax: bool | None = Field(
-        None, description="Scores are the softmax over the labels instead of probabilities over the vocabulary. Default false."
+        None,
+        description="Whether the scores of an item are scaled to the sum 1. Default false: probabilities over the vocabulary.",
     )
     item_first: bool | None = Field(
         None, description="Whether each prompt begins with the item instead of the query. Default false."
     )
-    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
+    model: str | None = Field(None, description="A name that /v1/models lists. Optional if the server has one model.")
     rid: str | None = Field(
         None,
         min_length=1,
         max_length=RID_CHARS,
-        description="A name for abort_request. With several items, each prompt also has this name with _0, _1, … appended.",
+        description="Request id for abort_request. With several items, it also applies with the suffixes _0, _1, … to each item.",
     )
 
 
 class AbortRequest(_Native):
     rid: str | None = Field(None, max_length=limits.MAX_REQUEST_ID_CHARS)
-    abort_all: bool | None = Field(None, description="Refused on this port. Operators use the admin port.")
+    abort_all: bool | None = Field(None, description="Refused here. Only the admin port accepts it.")
 
 
 class OpenSessionRequest(_Native):
