@@ -1,4 +1,4 @@
-"""Writes the events of one output: joins pieces, drops blanks around calls, numbers calls and drops calls beyond the limits."""
+"""Writes the events of one output: joins pieces of text, drops blanks around calls, numbers calls and drops disallowed calls."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rootstock_llm.services.gateway.output.output_parser import (
 from rootstock_llm.services.gateway.output.source import Marks
 
 BLANKS = " \t\r\n"
-_TAIL_CHARS = 31  # longer than any incomplete mark
+_TAIL_CHARS = 31  # characters; at least the length of the longest incomplete mark
 
 
 class EventLog:
-    """The events since the last take(). Joins neighbouring events of a kind, in linear time."""
+    """The events since the last take(). Joins consecutive events of the same kind into one, in linear time."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -64,13 +64,16 @@ class EventLog:
 
 
 class HeldBlanks:
-    """Passes text on, but holds trailing blanks until other text follows."""
+    """Passes text on, except for trailing blanks, which it holds until other text follows."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
 
     def add(self, text: str) -> str:
-        """Returns the text to pass on: held blanks and the new text without trailing blanks."""
+        """Returns the text to pass on: the held blanks and the new text without its trailing blanks.
+
+        "" if `text` has only blanks.
+        """
         body = text.rstrip(BLANKS)
         if not body:
             self._held.append(text)
@@ -90,27 +93,39 @@ class HeldBlanks:
 
 
 class EventWriter:
-    """The writer of one output's events. A call is open from start() to end() or abandon(); no text is written within it."""
+    """Writes the events of one output.
+
+    A call is open from start() to end() or abandon(). The caller writes no text while a call is open.
+
+    Removing a mark or a call from text joins the text before and after it, which could form a new mark. The writer inserts a
+    blank in this case. The place of the removal is the seam.
+    """
 
     def __init__(self, setup: ParserSetup, marks: Marks) -> None:
-        """Starts without events. `marks` are the marks of the format, which text must not show."""
+        """Begins without events.
+
+        Args:
+            setup: The request's tools, and the number of calls that the client may get.
+            marks: The marks of the format. No text event contains a mark.
+        """
         self.log = EventLog()
         self._setup = setup
         self._marks = marks
         self._blanks = HeldBlanks()
         self._thought = HeldBlanks()
-        self._thinking = False  # the current reasoning has written text
-        self._text_since_call = False
-        self._tail = deque[str](maxlen=_TAIL_CHARS)  # the last pieces of the text
-        self._at_seam = False  # a removed mark or call follows the tail
-        self._seam = ""  # held text after the removed text; with the tail, it may form a mark
-        self.begun = 0  # calls, including dropped ones
-        self.num_indexed = 0  # calls with an index
-        self._open: int | None = None  # index of the open call; None if no call with an index is open
+        self._thinking = False  # whether the open reasoning has an event
+        self._text_since_call = False  # see wrote_text
+        # Last pieces of the written text, of which the last _TAIL_CHARS characters matter.
+        self._tail = deque[str](maxlen=_TAIL_CHARS)
+        self._at_seam = False  # whether a mark or call was removed behind the written text
+        self._seam = ""  # text behind the removed part, held because it may form a mark together with the text before
+        self.begun = 0  # number of started calls, including dropped calls
+        self.num_indexed = 0  # number of calls with an index, which the client gets
+        self._open: int | None = None  # index of the open call; None if no call is open, or if the open call is dropped
 
     @property
     def wrote_text(self) -> bool:
-        """Whether text other than blanks follows the last call, or the beginning of the output."""
+        """Whether text other than blanks was written since the last call, or since the beginning if there is no call."""
         return self._text_since_call
 
     def has_tool(self, name: str) -> bool:
@@ -126,17 +141,18 @@ class EventWriter:
             self.log.grow(Text, Text, shown)
 
     def stray(self, text: str) -> None:
-        """Writes text of a failed attempt, or a stray mark. Marks are removed."""
+        """Writes text without the marks in it: a mark that begins no call, or the text of a failed attempt to read a call."""
         rest = self._marks.without(text)
         self._at_seam = self._at_seam or len(rest) < len(text)
         if rest:
             self.text(rest)
 
     def _joined(self, text: str) -> str:
-        """Joins text to the tail in front of a removed mark or call.
+        """Joins the text behind a removed mark or call to the written text.
 
         Returns:
-            The text to write: with a blank in front if tail and text would form a mark together; "" if more text decides this.
+            The text to write. It begins with a blank if it would otherwise form a mark with the written text. "" if this
+            depends on more text; the text is then held.
         """
         text, before = self._seam + text, "".join(self._tail)[-_TAIL_CHARS:] + self._blanks.held
         joint, size = before + text, len(before)
@@ -148,7 +164,7 @@ class EventWriter:
         return f" {text}" if found and found.start() < size else text
 
     def _end_seam(self) -> None:
-        """Writes the held text, because no more text can complete a mark."""
+        """Writes the held text behind the seam, because a call or the end of the output follows."""
         text, self._at_seam, self._seam = self._seam, False, ""
         if text:
             self.text(text)
@@ -185,11 +201,11 @@ class EventWriter:
         self.abandon()
 
     def abandon(self) -> None:
-        """Ends the open call without a CallEnd. Its written arguments stay."""
+        """Ends the open call without a CallEnd event, because its arguments are incomplete."""
         self._open = None
 
     def finish(self) -> None:
-        """Writes held text at the end of the output. Blanks at the end of text are kept; blanks after a call are dropped."""
+        """Writes all held text at the end of the output. Trailing blanks of text are written; blanks after a call are dropped."""
         self._end_seam()
         thought, blanks = self._thought.take(), self._blanks.take()
         if thought and self._thinking:

@@ -1,13 +1,13 @@
-"""Reads JSON as models write it, once and forwards, and writes valid JSON.
+"""Reads the JSON that a model writes, in one pass, and writes valid JSON.
 
-Valid JSON passes unchanged. Other text is repaired:
+Valid JSON is written unchanged. Invalid JSON is repaired:
 
 - Control characters in a string are escaped. A backslash that begins no escape is doubled.
 - A comma without a value is dropped. `True`, `False` and `None` become `true`, `false` and `null`.
-- Strings and brackets are closed if the output ends in them, or if an outer bracket closes.
-- At an invalid value the JSON ends: open brackets are closed, and the rest of the object is skipped.
+- Open strings and brackets are closed if the output ends, or if an outer bracket is closed.
+- An invalid value ends the JSON: open brackets are closed, and the rest of the object is skipped.
 
-A comma and a key wait until their value begins. So the written text can be closed at any time.
+A comma or a key is written only when its value begins. The written text can therefore be closed at any time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rootstock_llm.services.gateway.output.source import SPACE, Malformed, Sink,
 from rootstock_llm.services.shared.limits import MAX_CALL_DEPTH
 
 _SCALAR = re.compile(r"[-+.0-9A-Za-z_]*")
-_SCALAR_CHARS = 400  # longest number that is accepted; every finite float is shorter
+_SCALAR_CHARS = 400  # maximum characters of a number; every finite float is shorter
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {word: word for word in ("true", "false", "null")} | {"True": "true", "False": "false", "None": "null"}
 _CLOSERS = {"{": "}", "[": "]"}
@@ -29,34 +29,37 @@ _UNQUOTED = re.compile(r'[^"\\]*')
 _BLANKS = frozenset(" \t\r\n")
 _BEHIND_STRING = frozenset(" \t\r\n,:}]")  # characters that may follow a closing quote
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
-_UNPAIRED = "\ufffd"
+_UNPAIRED = "\ufffd"  # replaces an unpaired surrogate
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class Breaks:
-    """The marks of a format that end a call, even inside a string, because the model may leave out the closing quote.
+    """The marks of a format that end a call. They may end it even inside a string, because a model may omit the closing quote.
 
-    A string may also contain a mark as text. So the reader looks ahead from a mark to the next quote. The mark ends the string if
-    the output ends before a quote, or if the character after that quote cannot follow a string.
+    A string may also contain a mark as ordinary text. The reader therefore looks ahead from a mark to the next quote. The mark
+    ends the string if no quote follows, or if the character after that quote cannot follow a string.
     """
 
     def __init__(self, ends: Sequence[str] = (), begins: Sequence[str] = ()) -> None:
-        """Compiles patterns for text without marks.
+        """Compiles the patterns.
 
         Args:
-            ends: Marks after a call.
-            begins: Marks before the next call.
+            ends: Marks that end a call.
+            begins: Marks that begin the next call.
         """
         self.marks = (*ends, *begins)
         self._in_strings = (*self.marks, *(f"\n{mark}" for mark in self.marks))
         self.firsts = frozenset(mark[0] for mark in self.marks)
         firsts = re.escape("".join(sorted(self.firsts)))
-        self.plain = re.compile(rf'[^"\\\x00-\x1f{firsts}]*')  # characters of a string
-        self.quoted = re.compile(rf'[^"\\{firsts}]*')  # characters of a skipped string
-        self.outside = re.compile(rf'[^"\[\]{{}}{firsts}]*')  # skipped characters besides strings
+        self.plain = re.compile(rf'[^"\\\x00-\x1f{firsts}]*')  # run of characters inside a string that is written
+        self.quoted = re.compile(rf'[^"\\{firsts}]*')  # run of characters inside a string that is skipped
+        self.outside = re.compile(rf'[^"\[\]{{}}{firsts}]*')  # run of characters outside strings that is skipped
 
     def mark_inside(self, source: Source) -> Steps[str]:
-        """Returns the mark that comes next in a string, or "". Raises Malformed in front of a mark that ends an open string."""
+        """Reads the mark that comes next inside a string and returns it; "" if none comes.
+
+        Raises Malformed if the mark ends the string.
+        """
         mark = yield from source.choose(self._in_strings)
         if mark and (yield from self._ends_string(source)):
             source.give_back(mark)
@@ -64,7 +67,7 @@ class Breaks:
         return mark
 
     def _ends_string(self, source: Source) -> Steps[bool]:
-        """Returns whether the mark before this text ends the string, as the class describes. Reads nothing."""
+        """Returns whether the mark that was just read ends the string; see the class. Reads nothing."""
         read: list[str] = []
         while True:
             yield from source.run(_UNQUOTED, read.append)
@@ -83,16 +86,16 @@ NO_BREAKS = Breaks()
 
 
 class OpenText:
-    """JSON text that is written to a sink piece by piece. close() completes the written text at any point."""
+    """Writes JSON text to a sink piece by piece. close() makes the written text valid JSON at any point."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        self.closers: list[str] = []  # one per open bracket
+        self.closers: list[str] = []  # closing bracket of each open bracket, outermost first
         self._held: list[str] = []
         self._in_string = False
 
     def hold(self, text: str) -> None:
-        """Holds text until the next value is written. If no value follows, the text is dropped."""
+        """Holds text, such as a comma or a key, until the next value is written. If no value follows, the text is dropped."""
         self._held.append(text)
 
     def show(self, text: str) -> None:
@@ -106,7 +109,7 @@ class OpenText:
         self.closers.append(closer)
 
     def shut(self, closer: str) -> None:
-        """Closes open brackets up to and with the innermost bracket of this closer. Drops a held comma."""
+        """Closes open brackets up to and including the innermost one whose closing bracket is `closer`. Drops a held comma."""
         self._held = [text for text in self._held if text not in (",", ", ")]
         while self.closers[-1] != closer:
             self.show(self.closers.pop())
@@ -128,26 +131,26 @@ class OpenText:
             self.sink(closing)
 
 
-def mended(source: Source, sink: Sink, breaks: Breaks = NO_BREAKS) -> Steps[bool]:
-    """Reads the object or array that comes next, and passes valid JSON to the sink.
+def repaired(source: Source, sink: Sink, breaks: Breaks = NO_BREAKS) -> Steps[bool]:
+    """Reads the object or array that comes next, and writes it as valid JSON to the sink.
 
     Returns:
-        True if its last bracket was read. False if the text ends or a mark of `breaks` comes before that bracket.
+        True if its closing bracket was read. False if the text ends, or a mark of `breaks` comes, before the closing bracket.
     """
-    return (yield from _Mender(source, sink, breaks).read())
+    return (yield from _JsonRepairer(source, sink, breaks).read())
 
 
-def mended_text(text: str) -> str | None:
-    """Returns valid JSON of an object or array. None if a value cannot be repaired, or if more text follows."""
+def repaired_text(text: str) -> str | None:
+    """Returns the object or array in `text` as valid JSON. None if a value cannot be repaired, or if more text follows."""
     source, pieces = Source(), list[str]()
     source.add(text.strip())
     source.close()
-    mender = _Mender(source, pieces.append, NO_BREAKS)
-    assert next(mender.read(), True) is True, "a closed source has all its text"
-    return None if mender.lost or source.unread else "".join(pieces)
+    repairer = _JsonRepairer(source, pieces.append, NO_BREAKS)
+    assert next(repairer.read(), True) is True, "reading a closed source never waits for more text"
+    return None if repairer.lost or source.unread else "".join(pieces)
 
 
-class _Mender:
+class _JsonRepairer:
     """Repairs one object or array."""
 
     def __init__(self, source: Source, sink: Sink, breaks: Breaks) -> None:
@@ -155,7 +158,7 @@ class _Mender:
         self._breaks = breaks
         self._out = OpenText(sink)
         self._after_value = False
-        self.lost = False  # a value could not be repaired
+        self.lost = False  # whether a value could not be repaired and was dropped
 
     def read(self) -> Steps[bool]:
         try:
@@ -174,7 +177,7 @@ class _Mender:
         return (yield from self._skip(closers))
 
     def _next(self) -> Steps[None]:
-        """Reads a closing bracket, a comma, or a value with its key."""
+        """Reads the next element: a closing bracket, a comma, or a value, in an object with its key."""
         source, out = self._source, self._out
         char = yield from source.peek()
         if char in _BLANKS:
@@ -233,7 +236,10 @@ class _Mender:
         self._after_value = False
 
     def _scalar(self) -> Steps[str]:
-        """Reads a number or a word. Raises Malformed if it is invalid, or if the output was cut off in it."""
+        """Reads a number or a word and returns it as JSON.
+
+        Raises Malformed if it is invalid, or if the output was cut off within it.
+        """
         word = yield from scalar(self._source, _SCALAR)
         if word in _WORDS and not self._source.was_cut:
             return _WORDS[word]
@@ -243,15 +249,18 @@ class _Mender:
         return word
 
     def _chars(self, sink: Sink) -> Steps[None]:
-        yield from _chars(self._source, sink, self._breaks, _as_written, _escaped)
+        yield from _chars(self._source, sink, self._breaks, _valid_escape, _escaped)
 
     def _skip(self, closers: list[str]) -> Steps[bool]:
-        """Skips text up to and with the last of these closing brackets, or up to a mark, which stays unread.
+        """Skips text until all open brackets are closed, or up to a mark, which stays unread.
 
-        Closing brackets without an opening one are ignored.
+        A closing bracket that matches no open bracket is ignored.
+
+        Args:
+            closers: The closing brackets of the open brackets, outermost first.
 
         Returns:
-            Whether the last of the closing brackets was read.
+            Whether the outermost bracket was closed.
         """
         source, breaks, in_string = self._source, self._breaks, False
         while closers:
@@ -277,10 +286,10 @@ class _Mender:
 
 
 def skip(source: Source, breaks: Breaks = NO_BREAKS) -> Steps[None]:
-    """Reads any value and drops it. Raises Malformed."""
+    """Reads one JSON value and drops it. Raises Malformed if it is invalid."""
     first = yield from source.peek()
     if first and first in _CLOSERS:
-        if not (yield from mended(source, discard, breaks)):
+        if not (yield from repaired(source, discard, breaks)):
             raise Malformed
     elif first == '"':
         yield from string(source, breaks)
@@ -292,7 +301,7 @@ _ANY_SCALAR = re.compile(r'[^\s,:"\[\]{}]*')
 
 
 def scalar(source: Source, chars: re.Pattern[str] = _ANY_SCALAR) -> Steps[str]:
-    """Reads a number or a word. Raises Malformed if another character comes."""
+    """Reads a number or a word: a run of `chars`. Raises Malformed if the run is empty."""
     pieces: list[str] = []
     yield from source.run(chars, pieces.append)
     if not pieces:
@@ -310,24 +319,24 @@ def string(source: Source, breaks: Breaks = NO_BREAKS) -> Steps[str]:
 
 def decoded(source: Source, sink: Sink, breaks: Breaks = NO_BREAKS) -> Steps[None]:
     """Decodes a string whose opening quote was read, up to the closing quote. Raises Malformed."""
-    yield from _chars(source, sink, breaks, _as_meant, str)
+    yield from _chars(source, sink, breaks, _decoded_escape, str)
 
 
 def _chars(
     source: Source, sink: Sink, breaks: Breaks, escape: Callable[[Source], Steps[str]], raw: Callable[[str], str]
 ) -> Steps[None]:
-    """Reads the characters of a string up to its closing quote. Raises Malformed.
+    """Reads the characters of a string up to and including its closing quote. Raises Malformed.
 
     Args:
-        escape: Reads the text after a backslash and returns the text to pass on.
-        raw: Converts a control character or a mark before it is passed on.
+        escape: Reads the characters of an escape after its backslash, and returns the text for the sink.
+        raw: Converts a control character or a mark to the text for the sink.
     """
     while True:
         yield from source.run(breaks.plain, sink)
         char = yield from source.peek()
         if (char in breaks.firsts or char == "\n") and (mark := (yield from breaks.mark_inside(source))):
             sink(raw(mark))
-            breaks = NO_BREAKS  # the closing quote has been seen
+            breaks = NO_BREAKS  # mark_inside() has looked ahead to the closing quote, so no later mark ends the string
             continue
         yield from source.take()
         if char == '"':
@@ -339,8 +348,11 @@ def _escaped(text: str) -> str:
     return quoted(text)[1:-1]
 
 
-def _as_written(source: Source) -> Steps[str]:
-    """Returns a valid escape for the text after a backslash. An unknown escape is doubled; an unpaired surrogate is U+FFFD."""
+def _valid_escape(source: Source) -> Steps[str]:
+    """Reads an escape after its backslash and returns a valid JSON escape.
+
+    The backslash of an unknown escape is doubled. An unpaired surrogate becomes U+FFFD.
+    """
     char = yield from source.take()
     if char != "u":
         return f"\\{char}" if char in _ESCAPES else f"\\\\{_escaped(char)}"
@@ -355,8 +367,8 @@ def _as_written(source: Source) -> Steps[str]:
     return out + (r"\ufffd" if _is_high(code) or _is_low(code) else f"\\u{code}")
 
 
-def _as_meant(source: Source) -> Steps[str]:
-    """Returns the character of the escape after a backslash. An unpaired surrogate is U+FFFD."""
+def _decoded_escape(source: Source) -> Steps[str]:
+    """Reads an escape after its backslash and returns its character. An unpaired surrogate becomes U+FFFD."""
     char = yield from source.take()
     if char != "u":
         return _ESCAPES.get(char, f"\\{char}")

@@ -1,6 +1,6 @@
-"""The interface of output parsers: the events into which a parser splits an output, and the parts of a request that it needs.
+"""Defines the interface of output parsers, the events that a parser returns, and the parts of a request that a parser needs.
 
-The events have the order of the model's text.
+The events are in the order of the model's text.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rootstock_llm.services.shared.output_formats import OutputFormats
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of the completion's content; never empty."""
+    """A piece of the output's text. It is never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of the model's reasoning; never empty."""
+    """A piece of the model's reasoning. It is never empty."""
 
     text: str
 
@@ -30,15 +30,15 @@ class Reasoning:
 class CallStart:
     """The beginning of a tool call."""
 
-    index: int  # counts the calls of an output from 0, without gaps
-    name: str  # one of the request's tools
+    index: int  # index of the call in the output, from 0; dropped calls have no index
+    name: str  # name of one of the request's tools
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
     """A piece of a call's arguments.
 
-    The joined pieces are a JSON object if the CallEnd follows; otherwise they are the beginning of a JSON object.
+    If a CallEnd follows, the joined pieces are a JSON object. Otherwise, they are the beginning of a JSON object.
     """
 
     index: int
@@ -47,14 +47,14 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of a call whose arguments are complete. Missing only if a token limit cuts off the output within the call."""
+    """The end of a call with complete arguments. There is no CallEnd if a token limit cuts off the output within the call."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallDropped:
-    """A call without an index that the client does not see: of a tool that the request lacks, or beyond the allowed number."""
+    """A call that the client does not get, because the request has no such tool, or because it exceeds the number of calls."""
 
     name: str
 
@@ -66,34 +66,38 @@ Schema = Mapping[str, Any] | bool
 
 
 class OutputParser(Protocol):
-    """Parses the output of one choice. Used by one thread.
+    """Parses the output of one choice. One thread calls it.
 
-    The methods do not raise, whatever the model writes. The split of the text into pieces changes only the number of pieces in
-    which text, reasoning and arguments are returned.
+    The methods raise no exception for any text of a model. If the text arrives in other pieces, the events differ only in the
+    number of pieces of text, reasoning and arguments.
     """
 
     def feed(self, text: str) -> Sequence[Event]:
-        """Returns the events of the next text. Holds text that may begin a mark, and blanks that a following mark would drop."""
+        """Returns the events of the next piece of output.
+
+        Holds text that may begin a mark, and blanks that a mark behind them drops.
+        """
 
     def finish(self, cut: bool = False) -> Sequence[Event]:
-        """Returns the events of held text. Called once, after the last feed.
+        """Returns the events of the held text. The caller calls it once, after the last feed().
 
         Args:
-            cut: Whether the output has reached its token limit. The arguments of an open call then stay incomplete;
-                otherwise they are completed to a JSON object.
+            cut: Whether a token limit cut off the output. The arguments of an open call then stay incomplete. Otherwise, they are
+                completed to a JSON object.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ParserSetup:
-    """The tools of a request."""
+    """The tools of a request, and the number of calls that it may get."""
 
-    tools: Mapping[str, Schema | None]  # JSON schema of the parameters by tool name; None if the request has no schema
+    # JSON schema of each tool's parameters, by the tool's name; None for a tool without a schema.
+    tools: Mapping[str, Schema | None]
     max_calls: int  # calls that the client gets; further calls are dropped
 
 
 class PlainText:
-    """The parser of models without formats: everything is text."""
+    """The parser for models without calls and reasoning. The whole output is text."""
 
     def feed(self, text: str) -> Sequence[Event]:
         return [Text(text)] if text else []
@@ -112,11 +116,11 @@ class Parsing:
     formats: OutputFormats
     setup: ParserSetup
     make: MakeParser
-    dropped: Callable[[], None]  # called for each dropped call
+    dropped: Callable[[], None]  # called for each CallDropped event
     reasoning_marks: Sequence[int] = ()  # token ids of the opening and the closing mark; empty if unknown
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int | None:
-        """Returns the number of reasoning tokens of an output, including the marks in it. None if the marks' ids are unknown."""
+        """Returns the number of reasoning tokens of an output, including the marks. None if the ids of the marks are unknown."""
         if len(self.reasoning_marks) != 2:
             return None
         begin, end = self.reasoning_marks

@@ -1,4 +1,4 @@
-"""Converts a parameter's unquoted text to JSON by its schema, for formats that write values without quotes."""
+"""Converts the text of a parameter to JSON according to its schema, for formats that write strings without quotes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import orjson
 from rootstock_llm.services.gateway.output.output_parser import Schema
 from rootstock_llm.services.shared.json_schema import is_annotation
 
-_MAX_REFERENCES = 16  # depth to which references and options are followed from a parameter's schema
-_MAX_LOOKS = 1024  # parts of a schema that are examined
-_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates that print Python values write these words
+_MAX_REFERENCES = 16  # maximum depth of references and options that are followed in a schema
+_MAX_LOOKS = 1024  # maximum number of examined parts of a schema
+# JSON words by Python's words, which models learn from chat templates that print Python values.
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 _KINDS: Mapping[type, str] = {
     **{bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"},
     type(None): "null",
 }
-ANY: frozenset[str] = frozenset()  # the schema does not limit the types
+ANY: frozenset[str] = frozenset()  # set of types of a schema that does not limit the types
 
 
 def parameter_types(tool: Schema | None, name: str) -> frozenset[str]:
@@ -28,7 +29,10 @@ def parameter_types(tool: Schema | None, name: str) -> frozenset[str]:
 
 
 def schema_types(schema: Any, root: Any) -> frozenset[str]:
-    """Returns the JSON types that a schema allows; ANY if it does not limit them. References point into `root`."""
+    """Returns the JSON types that a schema allows; ANY if it does not limit them.
+
+    `root` is the schema that references point into.
+    """
     return _Types(root).of(schema, _MAX_REFERENCES)
 
 
@@ -75,7 +79,7 @@ def _kind_of(text: str) -> str:
 
 
 class _Types:
-    """Finds the types of one schema. Returns ANY for a schema with too many parts or references."""
+    """Finds the types that one schema allows. A schema with too many parts or references has the types ANY."""
 
     def __init__(self, tool: Any) -> None:
         self._tool = tool

@@ -1,4 +1,7 @@
-"""The base of all format parsers: coroutines that read a source and write events, and attempts to read a call."""
+"""The base of all format parsers.
+
+A format's coroutine reads a Source and writes events. OutputReading undoes its failed attempts to read a call.
+"""
 
 from __future__ import annotations
 
@@ -8,51 +11,54 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rootstock_llm.services.gateway.output.event_writer import EventWriter
-from rootstock_llm.services.gateway.output.json_text import Breaks, mended
+from rootstock_llm.services.gateway.output.json_text import Breaks, repaired
 from rootstock_llm.services.gateway.output.output_parser import Event, ParserSetup, Schema
 from rootstock_llm.services.gateway.output.source import Malformed, Marks, Source, Steps, discard
 
-_BEFORE_END = re.compile(r"[ \t\r\n\]}]*")  # blanks and extra brackets before a closing mark
-MAX_REREAD_CHARS = 128  # longest text of a failed attempt that is parsed again; the head of a call is about as long
+_BEFORE_END = re.compile(r"[ \t\r\n\]}]*")  # blanks and surplus brackets before a closing mark
+MAX_REREAD_CHARS = 128  # maximum characters of a failed attempt that are parsed again; longer than the head of a usual call
 
 
 class Outcome(enum.Enum):
     """The result of an attempt to read a call."""
 
     COMPLETE = enum.auto()  # the call was read and written
-    BROKEN = enum.auto()  # the call is malformed after its name; the rest of the call has not been read
-    NOT_A_CALL = enum.auto()  # the text was no call and was written as text
+    BROKEN = enum.auto()  # the call was started, but its arguments are malformed; the rest of the call is unread
+    NOT_A_CALL = enum.auto()  # the text is no call; it was written as text or is unread again
 
 
 class OutputReading:
-    """The source and the writer of one output."""
+    """Reads one output from its source and writes its events. The format parsers share these methods."""
 
     def __init__(self, source: Source, setup: ParserSetup, marks: Marks) -> None:
-        """Starts a reading.
+        """Makes the reading.
 
         Args:
-            setup: The request's tools and number of calls.
+            setup: The request's tools, and the number of calls that it may get.
             marks: The marks of the format, which are removed from text.
         """
         self.source = source
         self.writer = EventWriter(setup, marks)
         self._setup = setup
         self._marks = marks
-        self.failed = False  # an attempt has ended as BROKEN or NOT_A_CALL
+        self.failed = False  # whether an attempt has ended as BROKEN or NOT_A_CALL
 
     def schema(self, name: str) -> Schema | None:
         """Returns the schema of a tool's parameters."""
         return self._setup.tools.get(name)
 
     def trial(self) -> OutputReading:
-        """Returns another reading of the same source with a writer of its own."""
+        """Returns another reading of the same source. It has its own writer, so its events can be dropped."""
         return OutputReading(self.source, self._setup, self._marks)
 
     def attempt(self, opening: str, call: Steps[None]) -> Steps[Outcome]:
-        """Reads a call after its opening mark.
+        """Reads a call with the coroutine `call`.
 
-        If the text is malformed before begin(), it is no call. The opening is then written as text without marks. The text after
-        it is parsed again; if it is longer than MAX_REREAD_CHARS, it is also written as text without marks.
+        If the text is malformed before begin(), it is no call. The opening is then written as text without marks. The text
+        after the opening becomes unread again. If it is longer than MAX_REREAD_CHARS, it is also written as text without marks.
+
+        Args:
+            opening: The opening mark of the call, which has been read.
         """
         begun = self.writer.begun
         self.source.record()
@@ -64,18 +70,23 @@ class OutputReading:
         return Outcome.COMPLETE
 
     def begin(self, name: str) -> None:
-        """Starts the call after its name and the beginning of its arguments. From then on, the call cannot become text."""
+        """Starts a call event, when the name and the beginning of the arguments have been read.
+
+        The call can then no longer become text.
+        """
         self.source.forget()
         self.writer.start(name)
 
     def arguments(self, breaks: Breaks, ends: Sequence[str]) -> Steps[None]:
-        """Reads the arguments and ends the call. Arguments are an object, or are empty before one of `ends`.
+        """Reads the arguments of the started call and ends the call.
+
+        Arguments are an object, or nothing if one of `ends` comes next.
 
         Raises:
             Malformed: Other text comes, or the output was cut off.
         """
         if (yield from self.source.peek()) == "{":
-            is_whole = yield from mended(self.source, self.writer.arguments, breaks)
+            is_whole = yield from repaired(self.source, self.writer.arguments, breaks)
             self.end()
         else:
             is_whole = yield from self.body_comes(ends)
@@ -84,7 +95,10 @@ class OutputReading:
             raise Malformed
 
     def body_comes(self, ends: Sequence[str]) -> Steps[bool]:
-        """Returns whether an object, one of `ends` or the end of the output comes next. Reads nothing."""
+        """Returns whether the next text can be a call's arguments: an object, one of `ends`, or the end of the output.
+
+        Reads nothing.
+        """
         if (yield from self.source.peek()) in ("", "{"):
             return True
         end = yield from self.source.choose(ends)
@@ -92,21 +106,27 @@ class OutputReading:
         return bool(end)
 
     def end(self, closing: str = "") -> None:
-        """Writes `closing` and ends the call. If the output was cut off, the call stays open."""
+        """Writes `closing` as the last arguments and ends the call.
+
+        If the output was cut off, does nothing, so the call stays open.
+        """
         if not self.source.was_cut:
             if closing:
                 self.writer.arguments(closing)
             self.writer.end()
 
     def closed_by(self, mark: str) -> Steps[None]:
-        """Reads the mark if it comes next, with blanks and extra brackets before it. Without the mark, these become text."""
+        """Reads a closing mark, with blanks and surplus brackets before it.
+
+        If the mark does not come, the blanks and brackets become text.
+        """
         before: list[str] = []
         yield from self.source.run(_BEFORE_END, before.append)
         if not (yield from self.source.choose((mark,))):
             self.writer.text("".join(before))
 
     def skip_rest(self, ends: Sequence[str], nexts: Sequence[str]) -> Steps[None]:
-        """Skips the rest of a broken call: up to and with one of `ends`, or up to one of `nexts`, which stays unread."""
+        """Skips the rest of a broken call: up to and including one of `ends`, or up to one of `nexts`, which stays unread."""
         found = yield from self.source.until(Marks(*ends, *nexts), discard)
         if found in nexts:
             self.source.give_back(found)
@@ -127,15 +147,16 @@ class OutputReading:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The notation in which a family of models writes calls."""
+    """The format in which a family of models writes calls."""
 
-    opens: tuple[str, ...]  # texts with which a call may begin; not all are marks
+    opens: tuple[str, ...]  # texts with which a call may begin; some, such as `{`, are not marks
     marks: tuple[str, ...]  # all marks of the format, which are removed from text
-    read: Callable[[OutputReading, str], Steps[None]]  # reads calls after one of `opens`, which has been read
+    # Reads one or more calls; its argument is the member of `opens` that has been read.
+    read: Callable[[OutputReading, str], Steps[None]]
 
 
 def _no_call(_reading: OutputReading, mark: str) -> Steps[None]:
-    raise AssertionError(f"{mark} begins no call")
+    raise AssertionError(f"a format without calls has no opening mark, but {mark} was read")
 
 
 NO_CALLS = CallFormat((), (), _no_call)
@@ -145,10 +166,16 @@ Reader = Callable[[OutputReading], Steps[None]]
 
 
 class ReadingParser:
-    """An OutputParser that runs a coroutine. The coroutine reads its source until the source ends."""
+    """An OutputParser that runs a format's coroutine, which reads the source until it ends."""
 
     def __init__(self, read: Reader, marks: Sequence[str], setup: ParserSetup) -> None:
-        """Starts the coroutine `read`. `marks` are the marks of its format."""
+        """Starts the coroutine.
+
+        Args:
+            read: Makes the coroutine.
+            marks: The marks of its format.
+            setup: The request's tools, and the number of calls that it may get.
+        """
         self._source = Source()
         reading = OutputReading(self._source, setup, Marks(*marks))
         self._writer = reading.writer
@@ -163,6 +190,6 @@ class ReadingParser:
     def finish(self, cut: bool = False) -> Sequence[Event]:
         self._source.close(cut)
         left = next(self._steps, True)
-        assert left is True, "a reader ends when its source is closed"
+        assert left is True, "a coroutine that reads a closed source ends"
         self._writer.finish()
         return self._writer.log.take()

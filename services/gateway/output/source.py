@@ -1,6 +1,6 @@
-"""Streams a model's text to one reading coroutine, which yields if the received text does not decide the next step.
+"""Streams a model's text to one coroutine. The coroutine yields if it needs more text to decide how to read the received text.
 
-Every method scans new text once, and older text at most over the length of the longest mark. So reading takes linear time.
+Every method scans new text once, and older text at most over the length of the longest mark. Reading therefore takes linear time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Malformed(Exception):
-    """The next text does not fit the format, is too long to be held, or has ended."""
+    """The next text does not fit the format, exceeds the limit of held text, or has ended.
+
+    The reader then undoes or ends the call.
+    """
 
 
 def discard(text: str) -> None:
-    """Drops the text. For readers that need a sink but not the text."""
+    """A sink that drops the text."""
 
 
 class Marks:
-    """Texts to search for. No text is the beginning of another."""
+    """A set of texts to search for. No text is the beginning of another text of the set."""
 
     def __init__(self, *texts: str) -> None:
         assert all(texts) and not any(one != other and other.startswith(one) for one in texts for other in texts)
@@ -40,7 +43,7 @@ class Marks:
         return self._whole.search(text, at, stop)
 
     def begun(self, text: str, at: int, stop: int) -> int:
-        """Returns the index at which an incomplete mark begins at the end of the text, or `stop`."""
+        """Returns the index of an incomplete mark at the end of text[at:stop], or `stop` if there is none."""
         found = self._begun.search(text, max(at, stop - self._most_begun), stop)
         return found.start() if found else stop
 
@@ -52,18 +55,18 @@ class Marks:
 
 
 class TextRecord:
-    """The text read since the record was started, up to a number of characters."""
+    """The text that was read since the record was started. Its length is limited."""
 
     def __init__(self, most: int, text: str = "") -> None:
         self._pieces = [text] if text else []
-        self.free = most - len(text)  # characters that can be added
+        self.free = most - len(text)  # characters that may still be added
 
     def add(self, text: str) -> None:
         self._pieces.append(text)
         self.free -= len(text)
 
     def give_back(self, count: int) -> None:
-        """Forgets the last characters, or all if there are fewer."""
+        """Removes the last `count` characters, or all characters if the record has fewer."""
         while count > 0 and self._pieces:
             last = self._pieces.pop()
             if len(last) > count:
@@ -77,18 +80,19 @@ class TextRecord:
 
 
 class Source:
-    """A text stream. Its owner adds text and closes the source, and one coroutine reads.
+    """A text stream. Its owner adds text and closes the source. One coroutine reads it.
 
-    The reader can record text and give it back, to read it again. If the source is bound to marks, it ends before the first mark.
+    The coroutine can record the text that it reads, and give it back to read it again. While the source is bound to marks, it
+    ends before the first mark.
     """
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0  # index of the next character to read
         self._stop = 0  # end of the text that may be read
-        self._ends = False  # no text comes after `_stop`
+        self._ends = False  # whether the source ends at `_stop`
         self._closed = False
-        self.was_cut = False  # the text has ended at a token limit
+        self.was_cut = False  # whether a token limit cut off the text
         self._bounds: Marks | None = None
         self._record: TextRecord | None = None
         self._held: TextRecord | None = None
@@ -102,22 +106,22 @@ class Source:
             self._settle()
 
     def close(self, cut: bool = False) -> None:
-        """Ends the text. `cut` tells whether the model was stopped by a token limit."""
+        """Ends the text. `cut` is True if a token limit cut it off."""
         self._closed, self.was_cut = True, cut
         self._settle()
 
     @property
     def unread(self) -> str:
-        """Received text that has not been read, up to the bound."""
+        """The received text that has not been read, up to the first mark to which the source is bound."""
         return self._text[self._at : self._stop]
 
     def bind(self, marks: Marks | None) -> None:
-        """Ends the source before the next of these marks. None removes the bound."""
+        """Binds the source: it ends before the next of these marks. None removes the bound."""
         self._bounds = marks
         self._settle()
 
     def hold(self, text: str) -> None:
-        """Starts a second record with `text`. Reading then raises Malformed if the record exceeds MAX_HELD_CALL_CHARS."""
+        """Starts a second record, which begins with `text`. Reading raises Malformed if it exceeds MAX_HELD_CALL_CHARS."""
         self._held = TextRecord(MAX_HELD_CALL_CHARS, text)
         self._list_records()
 
@@ -132,7 +136,7 @@ class Source:
         return self._record is not None
 
     def record(self, most: int = MAX_HELD_CALL_CHARS) -> None:
-        """Starts a record. Reading more than `most` characters before forget() raises Malformed."""
+        """Starts a record of the text that is read. Reading raises Malformed if the record exceeds `most` characters."""
         self._record = TextRecord(most)
         self._list_records()
 
@@ -143,10 +147,10 @@ class Source:
         return found.text if found is not None else ""
 
     def give_back(self, text: str) -> None:
-        """Makes the last read text unread again.
+        """Makes the last read text unread again, also in the records.
 
         Args:
-            text: The text that was read last. The unread text is not copied if `text` is still in the buffer.
+            text: The text that was read last. If it is still in the buffer, no text is copied.
         """
         before = self._at - len(text)
         if before >= 0 and self._text.startswith(text, before):
@@ -193,11 +197,11 @@ class Source:
         """Reads a run of characters, which may be empty, and passes it to the sink.
 
         Args:
-            chars: Matches the longest run. The match must not depend on characters after the run.
+            chars: Matches a run of any length, also an empty one. The match must not depend on the characters after the run.
         """
         while True:
             found = chars.match(self._text, self._at, self._stop)
-            assert found, "a run may be empty"
+            assert found, "the pattern of a run also matches an empty run"
             if found.end() > self._at:
                 sink(self._read(found.end()))
             if self._at < self._stop or self._ends:
@@ -208,7 +212,10 @@ class Source:
         yield from self.run(SPACE, discard)
 
     def until(self, marks: Marks, sink: Sink) -> Steps[str]:
-        """Passes the text before the next mark to the sink, reads the mark and returns it. Returns "" at the end."""
+        """Reads up to and including the next mark, passes the text before it to the sink, and returns the mark.
+
+        Returns "" at the end.
+        """
         while True:
             found = marks.find(self._text, self._at, self._stop)
             stop = found.start() if found else self._undecided(marks)
@@ -224,7 +231,7 @@ class Source:
         return self._stop if self._ends else marks.begun(self._text, self._at, self._stop)
 
     def _settle(self) -> None:
-        """Sets the index up to which the text may be read, and whether the source ends there."""
+        """Updates `_stop` and `_ends` after new text, a new bound or the end of the text."""
         end = len(self._text)
         found = self._bounds.find(self._text, self._at, end) if self._bounds else None
         if found:
@@ -238,10 +245,11 @@ class Source:
         self._records = tuple(record for record in (self._record, self._held) if record is not None)
 
     def _read(self, end: int) -> str:
-        """Reads up to index `end` and adds the text to the records. All other methods read through this one.
+        """Reads up to the index `end` and adds the text to the records. All other methods read through this one.
 
         Raises:
-            Malformed: A record is full. The character at which this happens does not depend on how the text was split.
+            Malformed: A record is full. The character at which this happens does not depend on the pieces in which the text
+                arrived.
         """
         if not self._records:
             found, self._at = self._text[self._at : end], end

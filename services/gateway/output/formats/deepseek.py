@@ -1,4 +1,7 @@
-"""Reads DeepSeek's calls, which form one section. V3 and R1 write a kind, a name and fenced JSON; V3.1 writes a name and JSON."""
+"""Reads DeepSeek's calls, which are in one section of the output.
+
+V3 and R1 write the kind `function`, a name and fenced JSON. V3.1 writes a name and JSON.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _NAME = re.compile(r"[^\s<`{]*")
 
 
 def _read(reading: OutputReading, mark: str) -> Steps[None]:
-    """Reads a call, or the beginning of the section with its first call."""
+    """Reads a call after its mark, or the section's first call after the section's mark."""
     outcome = yield from reading.attempt(mark, _call(reading, mark))
     if outcome is Outcome.COMPLETE:
         yield from reading.closed_by(FENCE_END)
@@ -30,8 +33,8 @@ def _read(reading: OutputReading, mark: str) -> Steps[None]:
 def _call(reading: OutputReading, mark: str) -> Steps[None]:
     """Reads `function<｜tool▁sep｜>NAME` and arguments in a fence, or `NAME<｜tool▁sep｜>` and arguments.
 
-    The separator may be missing after the name of a known tool. If the output was cut off, it must be there, because the name
-    may be incomplete.
+    The separator may be missing after the name of a known tool. It is required if the output was cut off, because the name may
+    then be incomplete.
     """
     source = reading.source
     if mark == SECTION:

@@ -1,4 +1,4 @@
-"""The parser of each format name, and the reader of outputs that may begin with reasoning between two marks."""
+"""Makes the parser for the formats of a model, and reads outputs that may begin with reasoning between two marks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 
 
 class OutputReader:
-    """The reader of one output: reasoning between two marks, if there is any, followed by text and calls.
+    """Reads one output: optional reasoning between two marks, then text and calls.
 
-    If an output ends within its reasoning with a complete call, the call counts. So the text after a call's opening mark is held
-    and also read as a call. If the closing mark of the reasoning or other text follows, the held text becomes reasoning.
+    Some models end their output with a call before they have closed their reasoning. Such a call counts. The reader therefore
+    holds the text after a call's opening mark within the reasoning, and also reads it as a call. If the closing mark of the
+    reasoning or other text follows, the held text becomes reasoning.
     """
 
     def __init__(self, calls: CallFormat, marks: Sequence[str], opened: bool) -> None:
-        """Combines two formats.
+        """Makes the reader for a format of calls and a format of reasoning.
 
         Args:
             calls: The format of calls.
@@ -50,7 +51,7 @@ class OutputReader:
         if self._marks:
             yield from self._begin(reading)
         opens, text = self._calls.opens, reading.writer.text
-        longer = tuple(mark for mark in self._marks if mark.startswith(opens))  # marks that begin like a call
+        longer = tuple(mark for mark in self._marks if mark.startswith(opens))  # marks that begin with the opening of a call
         marks = Marks(*dict.fromkeys((*self._options, *(mark for mark in self._marks if mark not in longer))))
         while mark := (yield from reading.source.until(marks, text)):
             rest = yield from reading.source.choose([each[len(mark) :] for each in longer if each.startswith(mark)])
@@ -69,7 +70,7 @@ class OutputReader:
             reading.writer.text("".join(blanks))
 
     def _reasoning(self, reading: OutputReading) -> Steps[None]:
-        """Reads the reasoning up to and with the closing mark, or to the end of the output."""
+        """Reads the reasoning up to and including the closing mark, or to the end of the output."""
         source, writer, end = reading.source, reading.writer, self._marks[1]
         marks, closing = Marks(end, *(each for each in self._calls.opens if not end.startswith(each))), Marks(end)
         while mark := (yield from source.until(marks, writer.reasoning)):
@@ -82,7 +83,7 @@ class OutputReader:
             trial = reading.trial()
             try:
                 ends_in_calls = yield from self._only_calls(trial, mark)
-            except Malformed:  # the text is longer than the limit of held text
+            except Malformed:  # the held text is too long
                 ends_in_calls = False
             source.bind(None)
             held = source.release()
@@ -93,7 +94,7 @@ class OutputReader:
                 writer.reasoning(held)
 
     def _only_calls(self, trial: OutputReading, mark: str) -> Steps[bool]:
-        """Returns whether only calls of known tools come before the source's bound, and at least one."""
+        """Reads calls up to the end of the bound source. Returns True if it reads only calls of known tools, and at least one."""
         while mark:
             if mark in self._calls.opens:
                 yield from self._calls.read(trial, mark)
@@ -105,7 +106,7 @@ class OutputReader:
 
 
 def output_parser(formats: OutputFormats, setup: ParserSetup) -> OutputParser:
-    """Returns a parser for one output. Harmony's parser always reads reasoning and calls, because both are in its channels."""
+    """Returns a parser for one output. In harmony, channels mark reasoning and calls, so its parser always reads both."""
     if "harmony" in (formats.tools, formats.reasoning):
         return ReadingParser(harmony.read, harmony.MARKS, setup)
     if formats.tools == formats.reasoning == NONE:

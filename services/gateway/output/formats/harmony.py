@@ -24,7 +24,7 @@ _HEADER_ENDS = Marks(MESSAGE, END, RETURN, CALL)
 _HEADER_BEGINS = (START, CHANNEL, MESSAGE, " to=", "to=")
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]+)|(?<=>)to=([^\s<]+)")
-MAX_HEADER_CHARS = 1024  # longer text is no header
+MAX_HEADER_CHARS = 1024  # maximum characters of a header
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def read(reading: OutputReading) -> Steps[None]:
 
 
 class _Messages:
-    """The messages of one output. Separates messages of the same kind by a line end."""
+    """Reads the messages of one output. Writes a line end between two messages of the same kind."""
 
     def __init__(self, reading: OutputReading) -> None:
         self._reading = reading
@@ -56,7 +56,7 @@ class _Messages:
         """Reads all messages.
 
         Args:
-            begun: the beginning of the first header, which was read already; "" if the output begins without a header.
+            begun: The beginning of the first header, which has been read; "" if the output begins without a header.
         """
         source, writer = self._reading.source, self._reading.writer
         while True:
@@ -76,11 +76,11 @@ class _Messages:
         """Reads the rest of a header, up to the message's content.
 
         Args:
-            begun: the beginning of the header, which was read already.
+            begun: The beginning of the header, which has been read.
 
         Returns:
-            None if the header has no end (`<|message|>`) and is not that of a call. None also if the header has more than
-            MAX_HEADER_CHARS, unless it is that of a call with a `{` among the read characters.
+            The header, or None if the read text is no header. A header ends with `<|message|>` after at most MAX_HEADER_CHARS.
+            The header of a call may also end before `{` or before the end of the message.
         """
         source = self._reading.source
         if begun == MESSAGE:
@@ -104,7 +104,7 @@ class _Messages:
         return None
 
     def _message(self, header: _Header) -> Steps[str]:
-        """Reads a message's content and returns the next mark."""
+        """Reads a message's content. Returns the mark that ends it, which has been read; "" at the end of the output."""
         writer = self._reading.writer
         if header.recipient:
             return (yield from self._call(header.recipient.removeprefix("functions.")))
@@ -121,14 +121,14 @@ class _Messages:
         return mark
 
     def _call(self, name: str) -> Steps[str]:
-        """Reads a call's arguments and returns the next mark. Content that is no JSON object becomes text."""
+        """Reads a call's arguments, and returns the next mark as _message() does. Content that is no JSON object becomes text."""
         outcome = yield from self._reading.attempt("", self._arguments(name))
         if outcome is Outcome.NOT_A_CALL:
             return (yield from self._content("texts", self._reading.writer.text))
         return (yield from self._reading.source.until(_ENDS, discard))
 
     def _arguments(self, name: str) -> Steps[None]:
-        """Reads an object, which may be missing before the end of the message. Raises Malformed for other text."""
+        """Reads the arguments: an object, or nothing if the message ends. Raises Malformed for other text."""
         yield from self._reading.source.space()
         if not (yield from self._reading.body_comes(_MESSAGE_ENDS)):
             raise Malformed

@@ -30,12 +30,12 @@ _NAME = re.compile(r"[^\s\[\]{}\"]*")
 
 
 class JsonCall:
-    """The reader of one object `{"name": …, "arguments": {…}}`. The members may have any order, and other members are ignored.
+    """Reads one call that is an object `{"name": …, "arguments": {…}}`.
 
-    It ends the call in the writer, even if the object is malformed.
+    The members may have any order. Other members are ignored. If the object is malformed after the call has begun, the call is ended.
 
-    A marked object follows a mark that announces a call. If its arguments are not an object, it is a call without arguments.
-    An unmarked object is a call only if it has arguments and no member outside MEMBERS.
+    A marked object follows a mark that announces a call. If its arguments are not an object, it is a call without arguments. An
+    unmarked object is a call only if it has arguments, and no member outside MEMBERS.
     """
 
     MEMBERS = ("name", *_ARGUMENTS, "type", "id")
@@ -45,7 +45,7 @@ class JsonCall:
         self._marked = marked
         self._breaks = breaks
         self._name: str | None = None
-        self._early_arguments: list[str] = []  # arguments that came before the name
+        self._early_arguments: list[str] = []  # pieces of arguments that the model wrote before the name
         self._has_arguments = False  # whether the start of the arguments was read
         self._is_complete = False  # whether the arguments are complete
 
@@ -55,7 +55,7 @@ class JsonCall:
         yield from self.members(None)
 
     def members(self, key: str | None) -> Steps[None]:
-        """Reads the object after its brace, or after its first key if `key` is not None. Raises Malformed."""
+        """Reads the object after its brace. If `key` is not None, it is the first key, which has been read. Raises Malformed."""
         try:
             yield from self._members(key)
         except Malformed:
@@ -68,7 +68,7 @@ class JsonCall:
         self._reading.writer.end()
 
     def _members(self, key: str | None) -> Steps[None]:
-        """Reads up to and with the closing brace. The brace may be missing after the name and complete arguments."""
+        """Reads up to and including the closing brace. The brace may be missing if the name and the arguments are complete."""
         source = self._reading.source
         while True:
             yield from source.space()
@@ -101,11 +101,11 @@ class JsonCall:
             yield from json_text.skip(self._reading.source, self._breaks)
 
     def _arguments(self) -> Steps[None]:
-        """Reads the arguments: an object, a string with an object's text, or null. Accepts any value in a marked object."""
+        """Reads the arguments: an object, a string that contains an object, or null. A marked object may have any value."""
         source = self._reading.source
         first = yield from source.peek()
         if first == "{":
-            if not (yield from json_text.mended(source, self._write_arguments, self._breaks)):
+            if not (yield from json_text.repaired(source, self._write_arguments, self._breaks)):
                 raise Malformed
         elif first == '"':
             yield from source.take()
@@ -119,7 +119,10 @@ class JsonCall:
             self._write_arguments("{}")
 
     def _text_of_arguments(self) -> Steps[None]:
-        """Reads arguments in a string after its opening quote, and passes the decoded text to an inner reader."""
+        """Reads arguments that are a string, after its opening quote.
+
+        Decodes the string and reads the object in it piece by piece.
+        """
         source, inner = self._reading.source, Source()
         reading = self._object_in(inner)
         next(reading)
@@ -135,11 +138,14 @@ class JsonCall:
             next(reading, None)
 
     def _object_in(self, source: Source) -> Steps[None]:
-        """Reads an object. Raises Malformed for other text, except in a marked object, which is then a call without arguments."""
+        """Reads the arguments in a decoded string.
+
+        Other text than an object raises Malformed, or is ignored in a marked object.
+        """
         yield from source.space()
         first = yield from source.peek()
         if first == "{":
-            yield from json_text.mended(source, self._write_arguments)
+            yield from json_text.repaired(source, self._write_arguments)
         elif first and not self._marked:
             raise Malformed
 
@@ -154,14 +160,14 @@ class JsonCall:
             self._reading.writer.arguments(text)
 
     def _catch_up(self) -> None:
-        """Starts the call with the arguments that came before the name."""
+        """Starts the call when the name is known, and writes the arguments that came before the name."""
         if self._early_arguments and self._name is not None:
             self._reading.begin(self._name)
             self._reading.writer.arguments("".join(self._early_arguments))
             self._early_arguments = []
 
     def _break_off(self) -> None:
-        """Ends a malformed call if its name is known. Its arguments are an object, unless a token limit cut them off."""
+        """Ends a malformed call if its name is known. Completes its arguments to an object, unless a token limit cut them off."""
         if self._name is None:
             return
         if self._is_complete:
@@ -193,9 +199,9 @@ _LLAMA3_KEYS = tuple(f'"{key}"' for key in JsonCall.MEMBERS)
 
 
 def _read_llama3(reading: OutputReading, mark: str) -> Steps[None]:
-    """Reads a call, or a list of calls. Without the mark, any `{` may begin a call.
+    """Reads a call, or a list of calls. Without the mark `<|python_tag|>`, any `{` may begin a call.
 
-    The object is text if it has a member that calls do not have.
+    Such an object stays text if it has a member that calls do not have.
     """
     outcome = yield from reading.attempt(mark, _llama3_call(reading) if mark == "{" else _call_behind_mark(reading, mark))
     if outcome is not Outcome.COMPLETE:
@@ -209,7 +215,10 @@ def _read_llama3(reading: OutputReading, mark: str) -> Steps[None]:
 
 
 def _has_another(reading: OutputReading) -> Steps[bool]:
-    """Reads the text between two objects of a list, with the brace of the second. Returns False if no object follows."""
+    """Reads the text between two objects of a list, and the opening brace of the second one.
+
+    Returns False if no object follows.
+    """
     source = reading.source
     yield from source.space()
     yield from source.choose((",",))
@@ -224,7 +233,7 @@ def _call_behind_mark(reading: OutputReading, mark: str) -> Steps[None]:
 
 
 def _llama3_call(reading: OutputReading, marked: bool = False) -> Steps[None]:
-    """Reads a call after its brace. A call after a mark may have no parameters."""
+    """Reads a call after its opening brace. A call after a mark may omit its parameters."""
     yield from reading.source.space()
     key = yield from reading.source.choose(_LLAMA3_KEYS)
     if not key:
@@ -240,7 +249,7 @@ def _read_mistral(reading: OutputReading, mark: str) -> Steps[None]:
 
 
 class _MistralCalls:
-    """The calls after one mark."""
+    """Reads the calls after one `[TOOL_CALLS]`: a list of objects, one object, or a name with arguments."""
 
     def __init__(self, reading: OutputReading) -> None:
         self._reading = reading
@@ -276,12 +285,12 @@ class _MistralCalls:
 
 
 def _named_call(reading: OutputReading) -> Steps[None]:
-    """Reads a name and arguments. Raises Malformed if they are no call.
+    """Reads a call that is a name and arguments. Raises Malformed if the text is no call.
 
-    Some models write `[CALL_ID]` and an id between name and arguments. The id is skipped.
+    Some models write `[CALL_ID]` and an id between the name and the arguments. The id is skipped.
 
-    The name of a known tool is a call if `[ARGS]` or a body follows. Any other name is a call only if an object follows, or
-    `[ARGS]` and a body. A body is an object, the end of the output, or the mark of the next call.
+    A body is an object, the end of the output, or the mark of the next call. The name of a known tool is a call if `[ARGS]` or
+    a body follows. Any other name is a call only if an object follows, or `[ARGS]` and a body.
     """
     source, pieces = reading.source, list[str]()
     yield from source.run(_NAME, pieces.append)

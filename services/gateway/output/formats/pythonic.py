@@ -1,7 +1,7 @@
 """Reads Llama's pythonic calls: `[name(key=literal, …), …]`, optionally between `<|python_start|>` and `<|python_end|>`.
 
-A bracket within a text begins calls only if the name of a known tool follows. At the beginning of an output and after the mark,
-any name begins a call. A call of an unknown tool is held until it is complete, because it may still be text.
+Within a text, a bracket begins calls only if the name of a known tool follows. At the beginning of an output and after the
+mark, any name begins a call. A call of an unknown tool is held until it is complete, because it may still turn out to be text.
 
 Values are Python literals, which are converted to JSON character by character and without evaluation: strings in single or double
 quotes, numbers, True, False, None, true, false, null, lists, tuples (which become arrays), and dicts with string keys. They are
@@ -45,18 +45,18 @@ def _read(reading: OutputReading, mark: str) -> Steps[None]:
 
 
 class _List:
-    """The reader of a list of calls, after its bracket or after the mark before it."""
+    """Reads a list of calls, after its opening bracket or after the mark before the bracket."""
 
     def __init__(self, reading: OutputReading) -> None:
         self._reading = reading
-        self._depth = 0  # open brackets at the point where a call is malformed; 0 if another list begins there
+        self._depth = 0  # number of open brackets where a call was malformed; 0 if another list begins there
 
     def read(self, opening: str, any_name: bool) -> Steps[None]:
         """Reads calls until the list ends.
 
         Args:
             opening: The bracket or mark before the list, which has been read.
-            any_name: Whether the name of an unknown tool begins a call too.
+            any_name: Whether the name of an unknown tool also begins a call.
         """
         source = self._reading.source
         while True:
@@ -91,7 +91,10 @@ class _List:
         reading.writer.end()
 
     def _arguments(self) -> Steps[None]:
-        """Reads the arguments and the closing bracket. Raises Malformed if they break off; the call has then ended."""
+        """Reads the arguments and the closing bracket. Raises Malformed if the arguments are invalid or incomplete.
+
+        Before it raises, it ends the call with the arguments read so far, unless a token limit cut off the output.
+        """
         source, writer = self._reading.source, self._reading.writer
         out = OpenText(writer.arguments)
         out.open("{", "}")
@@ -124,7 +127,7 @@ class _List:
 
 
 def _name(reading: OutputReading, chars: re.Pattern[str]) -> Steps[str]:
-    """Reads a name and blanks after it. Raises Malformed if no name comes."""
+    """Reads a name and the blanks after it. Raises Malformed if no name comes."""
     pieces: list[str] = []
     yield from reading.source.run(chars, pieces.append)
     yield from reading.source.space()
@@ -134,7 +137,7 @@ def _name(reading: OutputReading, chars: re.Pattern[str]) -> Steps[str]:
 
 
 def literal(source: Source, out: OpenText) -> Steps[None]:
-    """Writes JSON of one literal. Raises Malformed; the written text can then be closed."""
+    """Reads one Python literal and writes it as JSON. After it raises Malformed, out.close() completes the written JSON."""
     first = yield from source.peek()
     if not first or (first in "[({" and len(out.closers) >= MAX_CALL_DEPTH):
         raise Malformed
@@ -152,9 +155,9 @@ def literal(source: Source, out: OpenText) -> Steps[None]:
 
 
 def skip_brackets(source: Source, depth: int, marks: Sequence[str]) -> Steps[str]:
-    """Reads on until `depth` open brackets are closed, and returns the last closing bracket.
+    """Skips text until `depth` open brackets are closed, and returns the last closing bracket.
 
-    Returns "" if the text ends, or before a mark. A string ends at the end of its line.
+    Returns "" if the text ends or a mark comes first. A line end closes an open string.
     """
     quote = ""
     while True:
@@ -182,7 +185,10 @@ def skip_brackets(source: Source, depth: int, marks: Sequence[str]) -> Steps[str
 
 
 def _quoted(source: Source, out: OpenText) -> Steps[None]:
-    """Writes a string piece by piece. Holds the first half of a surrogate pair until the second half is read."""
+    """Reads a string and writes it as JSON piece by piece.
+
+    Holds the first half of a surrogate pair until the second half is read.
+    """
     half = ""
 
     def show(text: str) -> None:
@@ -243,7 +249,7 @@ def _closed(source: Source, closer: str) -> Steps[bool]:
 
 
 def _separated(source: Source, closer: str) -> Steps[None]:
-    """Reads a comma. The comma may be missing before the closer, which stays unread. Raises Malformed."""
+    """Reads the comma after an element. Raises Malformed if neither a comma nor the closing bracket comes, which stays unread."""
     yield from source.space()
     if not (yield from source.choose((",",))) and (yield from source.peek()) != closer:
         raise Malformed
@@ -259,7 +265,7 @@ def _word(source: Source) -> Steps[str]:
 
 
 def _number(source: Source) -> Steps[str]:
-    """Reads a number. Returns it unchanged if it is valid JSON, and otherwise converted. Raises Malformed."""
+    """Reads a number and returns it as JSON. A number that is valid JSON is unchanged. Raises Malformed."""
     pieces: list[str] = []
     yield from source.run(_NUMBER, pieces.append)
     written = "".join(pieces)
@@ -270,11 +276,11 @@ def _number(source: Source) -> Steps[str]:
 
 
 def _escaped(source: Source) -> Steps[str]:
-    """Returns the character of the escape after a backslash. An unknown escape keeps its backslash, as in Python."""
+    """Reads an escape after its backslash and returns its character. An unknown escape keeps its backslash, as in Python."""
     char = yield from source.take()
     if char in _DIGITS:
         return (yield from _code(source, char))
-    if char in "\\'\"/":  # "/" is an escape in JSON only; models write JSON values if a grammar enforces a schema
+    if char in "\\'\"/":  # "/" is an escape only in JSON, which models write here if a grammar enforces a schema
         return char
     return _ESCAPES.get(char, f"\\{char}")
 

@@ -1,7 +1,7 @@
-"""Reads Qwen3-Coder's calls: a function and its parameters between XML tags, each value unquoted on its own lines.
+"""Reads Qwen3-Coder's calls: a function and its parameters between XML tags. Each value is on its own lines, without quotes.
 
-A string is passed on piece by piece; a value of another type is passed on when it is complete. A value ends at the next mark of
-the format. The end mark of a call is part of the value if `</parameter>` comes before another call begins.
+A string is passed on piece by piece. A value of another type is passed on when it is complete. A value ends at the next mark of
+the format. If `</parameter>` follows before another call begins, the end mark of a call is a part of the value.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from rootstock_llm.services.gateway.output.json_text import mended_text
+from rootstock_llm.services.gateway.output.json_text import repaired_text
 from rootstock_llm.services.gateway.output.parameter_types import as_json, parameter_types, quoted
 from rootstock_llm.services.gateway.output.reading import CallFormat, Outcome, OutputReading
 from rootstock_llm.services.gateway.output.source import SPACE, Malformed, Marks, Sink, Steps, discard
@@ -49,10 +49,10 @@ def _call(reading: OutputReading, mark: str) -> Steps[None]:
 
 
 def _name(reading: OutputReading, is_known: Callable[[str], bool]) -> Steps[str]:
-    """Reads the name of a function or a parameter, and the bracket after it. Raises Malformed if no name comes.
+    """Reads the name of a function or a parameter, and the `>` after it. Raises Malformed if no name comes.
 
     Args:
-        is_known: Returns whether the bracket may be missing after a name.
+        is_known: Returns whether `>` may be missing after a name.
     """
     pieces: list[str] = []
     yield from reading.source.run(_NAME, pieces.append)
@@ -64,12 +64,12 @@ def _name(reading: OutputReading, is_known: Callable[[str], bool]) -> Steps[str]
 
 
 class _Parameters:
-    """Reads the parameters of one call and writes them as a JSON object."""
+    """Reads the parameters of one call, and writes them as a JSON object."""
 
     def __init__(self, reading: OutputReading, function: str) -> None:
         self._reading = reading
         self._schema = reading.schema(function)
-        self._closing = "{}"  # text that completes the object
+        self._closing = "{}"  # text that completes the JSON written so far
 
     def read(self) -> Steps[None]:
         """Reads the parameters and ends the call. Raises Malformed if the output ends before a mark that ends the call."""
@@ -114,7 +114,7 @@ class _Parameters:
         self._closing = "}"
 
     def _brackets(self, sink: Sink) -> Steps[None]:
-        """Reads an object or array if one comes. Its strings may have marks, except at the beginning of a line."""
+        """Reads an object or an array, if one comes. Its strings may contain marks, except at the beginning of a line."""
         source, depth, in_string = self._reading.source, 0, False
         yield from source.space()
         if (yield from source.peek()) not in ("{", "["):
@@ -145,11 +145,14 @@ class _Parameters:
         return bool(mark) or not (yield from source.peek())
 
     def _until_end(self, sink: Sink) -> Steps[None]:
-        """Reads a value and passes it on without the line end after it. Raises Malformed if a token limit cut off the value."""
+        """Reads a value up to its end, and passes it on without its last line end.
+
+        Raises Malformed if a token limit cut off the value.
+        """
         source, held = self._reading.source, _HeldLine(sink)
 
         def add(text: str) -> None:
-            if source.was_cut:  # this is the last piece, which may end with an incomplete mark
+            if source.was_cut:  # the last piece may end with an incomplete mark
                 text = text[: _VALUE_ENDS.begun(text, 0, len(text))]
             if text:
                 held.add(text)
@@ -167,7 +170,12 @@ class _Parameters:
             raise Malformed
 
     def _no_begin(self, mark: str) -> Steps[str]:
-        """Returns the text of a mark that begins neither a parameter nor a call. Returns "" before a mark that does."""
+        """Reads on after a mark that may begin a parameter or a call.
+
+        Returns:
+            The read text, with the mark, if it begins neither. It is then a part of the value. Otherwise "", and the mark is
+            unread.
+        """
         source, read = self._reading.source, [mark]
         if mark.endswith(BEGIN):
             yield from source.run(SPACE, read.append)
@@ -184,13 +192,16 @@ class _Parameters:
         return text
 
     def _inside(self, end: str) -> Steps[str]:
-        """Reads up to the next `</parameter>` and returns the text, in which the end mark of a call is part of the value.
+        """Decides whether the end mark of a call is a part of the value.
 
-        Returns "" and reads nothing if the output ends or another call begins before such a mark.
+        It is a part of the value if `</parameter>` follows before another call begins.
+
+        Returns:
+            The text from the mark up to `</parameter>`, which stays unread. "" if the mark ends the call; nothing is then read.
         """
         source, read, budget = self._reading.source, [end], MAX_HELD_CALL_CHARS
 
-        def keep(text: str) -> None:
+        def collect(text: str) -> None:
             nonlocal budget
             read.append(text)
             budget -= len(text)
@@ -198,11 +209,11 @@ class _Parameters:
                 raise Malformed
 
         try:
-            while found := (yield from source.until(_INSIDE_ENDS, keep)):
+            while found := (yield from source.until(_INSIDE_ENDS, collect)):
                 text = "" if found != FUNCTION else (yield from self._no_begin(FUNCTION))
                 if not text:
                     break
-                keep(text)
+                collect(text)
         except Malformed:
             found = ""
         if found and found != FUNCTION:
@@ -213,7 +224,7 @@ class _Parameters:
 
 
 class _HeldLine:
-    """Passes text on, except for a final line end, which waits for more text."""
+    """Passes text on, except for a line end at its end, which it holds until more text comes."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -232,10 +243,10 @@ class _HeldLine:
 
 
 def _json(text: str, types: frozenset[str]) -> str:
-    """Returns a value as JSON. An invalid object or array is repaired if that is possible, and is a string otherwise."""
+    """Returns a value as JSON. An invalid object or array is repaired. If it cannot be repaired, it becomes a string."""
     found = as_json(text, types)
     if found[0] == '"' and types and "string" not in types and text.lstrip()[:1] in ("{", "["):
-        return mended_text(text) or found
+        return repaired_text(text) or found
     return found
 
 

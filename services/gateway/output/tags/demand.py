@@ -1,4 +1,4 @@
-"""Describes the calls that an output may or must have."""
+"""Describes the calls that an output may or must have, as the builders of grammars need them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rootstock_llm.services.shared.json_schema import is_annotation
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _NO_MEMBERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_TYPE_KEYWORDS = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const", "properties")  # keywords that restrict the type
-_OF_NO_MEMBERS = {"type", "properties", "required"}  # keywords that a schema without parameters may have
+# Keywords of a schema that restrict the type of a value.
+_TYPE_KEYWORDS = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const", "properties")
+_OF_NO_MEMBERS = {"type", "properties", "required"}  # keywords that the schema of a tool without parameters may have
 
 
 class TagRefused(ValueError):
@@ -22,7 +23,12 @@ class TagRefused(ValueError):
     """
 
     def __init__(self, field: str, why: str) -> None:
-        """Names the request's field that has the tool's parameters, and the reason."""
+        """Makes the error.
+
+        Args:
+            field: The request's field with the tool's parameters.
+            why: The message for the client.
+        """
         super().__init__(why)
         self.field = field
 
@@ -32,21 +38,21 @@ class ToolSpec:
     """A tool of a request."""
 
     name: str
-    parameters: Mapping[str, Any] | None  # a JSON schema; None if the request has no schema
-    strict: bool = False  # the whole schema is enforced, even if no call is forced
-    field: str = "tools"  # field of the request with `parameters`
+    parameters: Mapping[str, Any] | None  # JSON schema of the parameters; None if the tool has none
+    strict: bool = False  # whether the grammar enforces the whole schema in every call of the tool
+    field: str = "tools"  # the request's field with `parameters`, for errors
 
 
 @dataclass(frozen=True, slots=True)
 class CallDemand:
-    """The calls that a request allows or forces."""
+    """The calls that a request allows or requires."""
 
     tools: tuple[ToolSpec, ...]  # tools that may be called; only the named tool if the request names one
-    forced: bool  # the output is at least one call, and nothing else
-    parallel: bool  # the output may have more than one call
+    forced: bool  # whether the output must be calls only, at least one
+    parallel: bool  # whether the output may have more than one call
 
     def parameters(self, tool: ToolSpec) -> Mapping[str, Any]:
-        """Returns the schema that the tool's arguments must follow."""
+        """Returns the schema that a call's arguments must follow. If neither strict nor forced, any object is allowed."""
         if not (tool.strict or self.forced):
             return ANY_OBJECT
         found = tool.parameters
@@ -60,13 +66,13 @@ class CallDemand:
         return schema(self.parameters(tool), self.origin(tool))
 
     def origin(self, tool: ToolSpec, parameter: str | None = None) -> LayoutOrigin:
-        """Returns the origin of the schema of a parameter, or of the whole arguments if `parameter` is None."""
+        """Returns the origin of the layout of one parameter, or of all arguments if `parameter` is None."""
         name = None if parameter is None else parameter.replace("~", "~0").replace("/", "~1")
         return LayoutOrigin(tool.field, "" if name is None else f"/properties/{name}", partial=not tool.strict)
 
 
 def _has_no_members(schema: Mapping[str, Any]) -> bool:
-    """Whether the schema allows no parameters: it has no keywords, or empty `properties`.
+    """Returns whether a tool with this schema has no parameters: the schema has no keywords, or `properties` is empty.
 
     `{"type": "object"}` without `properties` allows all parameters.
     """

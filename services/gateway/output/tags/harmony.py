@@ -1,4 +1,4 @@
-"""Builds the layout of harmony's messages. A call ends the output, because the mark after it is a stop token."""
+"""Builds the layout of outputs in the harmony format. A call ends the output, because the mark after a call is a stop token."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from rootstock_llm.services.gateway.output.tags.layouts import Layout, any_text,
 _ANALYSIS, _FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 _PREAMBLE = "<|channel|>commentary<|message|>"
 _END, _NEXT = "<|end|>", "<|start|>assistant"
-_OTHERS = ("<|start|>", "<|channel|>", "<|return|>", "<|call|>")  # further marks that end a message
+_OTHERS = ("<|start|>", "<|channel|>", "<|return|>", "<|call|>")  # marks besides _END that end a message
 
 
 def harmony(demand: CallDemand, answer: Layout | None = None) -> Layout:
     """Returns the layout of an output with calls.
 
-    The output is reasoning, then one call. If no call is forced, messages for the user may stand before the call or replace it.
+    The output is reasoning and then one call. If no call is forced, messages for the user may precede or replace the call.
 
     Args:
-        answer: The only alternative to a call if it is not None. Messages for the user are then not allowed.
+        answer: Layout of the final message, which may replace the call. If it is not None, other messages for the user are not
+            allowed.
     """
     tools = [sequence(_header(tool.name), demand.arguments(tool)) for tool in demand.tools]
     if demand.forced:
@@ -37,7 +38,7 @@ def _before(*headers: str) -> Layout:
 
 
 def _header(name: str) -> Layout:
-    """Returns the headers of a call, in each of the four spellings that the models use."""
+    """Returns the layout of a call's header, in any of the four spellings that the models use."""
     return either(
         const(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),
         const(f"<|channel|>commentary to=functions.{name}<|constrain|>json<|message|>"),

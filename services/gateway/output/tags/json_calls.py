@@ -29,7 +29,7 @@ def llama3_json(demand: CallDemand, excludes: Sequence[str]) -> Layout:
 
 
 def mistral(demand: CallDemand, excludes: Sequence[str]) -> Layout:
-    """Allows both forms, because only the output shows the form that a model was trained on."""
+    """Returns a layout that allows both forms of Mistral's calls, because it is unknown on which form a model was trained."""
     objects = calls(_objects(demand, "", "arguments", ""), ", ", demand.parallel)
     listed = tag(f"{_TOOL_CALLS}[", objects, "]")
     named = [tag(f"{_TOOL_CALLS}{tool.name}[ARGS]", demand.arguments(tool), "") for tool in demand.tools]

@@ -1,4 +1,4 @@
-"""Builds the parts of a structural tag's layout, in the form that services/worker/grammar/schema/structural_tag.py reads."""
+"""Builds the parts of a structural tag, in the form that services/worker/grammar/schema/structural_tag.py reads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Layout = Mapping[str, Any]
-ORIGIN = "origin"  # member of a part that the gateway removes before it sends the layout
+ORIGIN = "origin"  # member of a part with its LayoutOrigin; the gateway removes it before it sends the tag
 
-LINES = r"\n{0,2}"  # line ends that models write between reasoning and content
+LINES = r"\n{0,2}"  # pattern of the line ends that models write between reasoning and text
 
 
 def const(text: str) -> Layout:
@@ -22,11 +22,11 @@ def any_text(*excludes: str) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutOrigin:
-    """The part of a request from which a part of a layout was built."""
+    """The part of a request from which a part of a layout was built, for the errors of workers."""
 
     field: str  # field of the request, such as tools[0].function.parameters
-    within: str = ""  # JSON pointer into that field's schema, without the #
-    partial: bool = False  # keywords that workers do not support are removed from the schema
+    within: str = ""  # JSON pointer into the schema in `field`, without the #
+    partial: bool = False  # whether the worker ignores keywords of the schema that it does not support, instead of refusing them
 
 
 def schema(document: Mapping[str, Any] | bool, origin: LayoutOrigin | None = None) -> Layout:
@@ -58,7 +58,7 @@ def tag(begin: str, content: Layout, end: str) -> Layout:
 
 
 def calls(tags: Sequence[Layout], separator: str, parallel: bool) -> Layout:
-    """Returns the layout of at least one of the tags; of exactly one without `parallel`."""
+    """Returns the layout of one or more of the tags, with the separator between them. Exactly one if `parallel` is False."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),
@@ -69,10 +69,10 @@ def calls(tags: Sequence[Layout], separator: str, parallel: bool) -> Layout:
 
 
 def within_text(triggers: Sequence[str], tags: Sequence[Layout], excludes: Sequence[str], parallel: bool) -> Layout:
-    """Returns the layout of free text in which a trigger must begin one of the tags.
+    """Returns the layout of free text with tags. If the text has a trigger, the trigger must be the beginning of one of the tags.
 
     Args:
-        excludes: Texts that must not occur.
+        excludes: Texts that must not occur in the free text.
         parallel: Whether more text and tags may follow the first tag.
     """
     return {

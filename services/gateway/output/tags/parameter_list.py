@@ -1,4 +1,4 @@
-"""Lists a tool's parameters, for formats that write each parameter separately."""
+"""Lists the parameters of a tool, for formats that write each parameter by itself and not as a JSON object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rootstock_llm.services.gateway.output.parameter_types import keywords_of
 from rootstock_llm.services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
 
 _DEFINITIONS = ("$defs", "definitions")
-_OF_A_LIST = {"type", "properties", "required", "additionalProperties"}  # keywords that a list of parameters can express
+# Keywords of a schema that a list of parameters can express.
+_OF_A_LIST = {"type", "properties", "required", "additionalProperties"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +19,19 @@ class Parameter:
     """A parameter of a tool."""
 
     name: str
-    schema: Mapping[str, Any] | bool  # contains the definitions that it may refer to
+    schema: Mapping[str, Any] | bool  # JSON schema of the value, with the definitions that it may refer to
     required: bool
 
 
 def parameters(demand: CallDemand, tool: ToolSpec) -> list[Parameter] | None:
-    """Returns the tool's parameters in the schema's order, then required names without a schema. None if all names are allowed.
+    """Returns the tool's parameters in the schema's order, then the required names without a schema. None if any name is allowed.
 
     Raises:
         TagRefused: The schema of a strict tool has keywords that a list of parameters cannot express.
     """
     schema = demand.parameters(tool)
     if tool.strict and not keywords_of(schema) <= _OF_A_LIST:
-        why = "in this model's format, parameters of a strict tool must be an object with 'properties' and no further keywords"
+        why = "in this model's call format, a strict tool's schema may have only type, properties, required and additionalProperties"
         raise TagRefused(tool.field, why)
     properties, required = schema.get("properties"), schema.get("required")
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []

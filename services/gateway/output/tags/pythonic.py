@@ -1,4 +1,4 @@
-"""Builds the layout of Llama's pythonic calls. Values are JSON, which the parser also reads as Python literals."""
+"""Builds the layout of Llama's pythonic calls. It restricts values to JSON, which the parser reads like Python literals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _KEYWORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def pythonic(demand: CallDemand, excludes: Sequence[str]) -> Layout:
-    """Returns the layout. If no call is forced, `[NAME(` begins the calls in a text, and the output ends after the calls."""
+    """Returns the layout of an output with calls.
+
+    If no call is forced, free text may precede `[NAME(`, and the list of calls is last.
+    """
     if demand.forced:
         tags = [tag(f"{tool.name}(", _keywords(demand, tool), ")") for tool in demand.tools]
         return sequence(const("["), calls(tags, ", ", demand.parallel), const("]"))
@@ -41,9 +44,10 @@ def _any_call(demand: CallDemand) -> Layout:
 
 
 def _keywords(demand: CallDemand, tool: ToolSpec) -> Layout:
-    """Returns the layout of the text between a call's brackets.
+    """Returns the layout of the keyword arguments between a call's brackets.
 
-    Without a required parameter before it, an optional parameter is followed by a comma. Otherwise, the comma precedes it.
+    An optional parameter before the first required one has its comma behind it. All later parameters have their comma before
+    them.
     """
     listed = parameters(demand, tool)
     if listed is None:
@@ -60,9 +64,14 @@ def _keywords(demand: CallDemand, tool: ToolSpec) -> Layout:
 
 
 def _can_be_written(parameter: Parameter, tool: ToolSpec) -> bool:
-    """Returns whether the parameter's name is a valid keyword. Raises TagRefused for a required parameter without one."""
+    """Returns whether the parameter's name is a valid Python keyword argument.
+
+    Raises TagRefused if it is not, but is required.
+    """
     if _KEYWORD.fullmatch(parameter.name):
         return True
     if parameter.required:
-        raise TagRefused(tool.field, "in this model's format, the name of a required parameter must be letters, digits and '_'")
+        raise TagRefused(
+            tool.field, "in this model's call format, the name of a required parameter must have only letters, digits and '_'"
+        )
     return False

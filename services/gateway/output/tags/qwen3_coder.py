@@ -32,23 +32,26 @@ _VALUE_END = "</parameter>"
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A set of values that a parameter's schema allows, next to its other alternatives."""
+    """One of the alternatives of a parameter's schema, such as an option of anyOf."""
 
-    types: frozenset[str] = ANY  # JSON types; ANY if the schema does not limit them
-    values: tuple[Any, ...] = ()  # all allowed values; empty if the schema does not list them
-    limited: bool = False  # the schema has keywords besides types and values
+    types: frozenset[str] = ANY  # allowed JSON types; ANY if they are not limited
+    values: tuple[Any, ...] = ()  # allowed values; empty if the schema does not list them
+    limited: bool = False  # whether the schema has keywords that limit values further than `types` and `values` do
 
 
 def alternatives(schema: Mapping[str, Any]) -> list[Alternative]:
-    """Returns at least one alternative of a schema, which must contain the definitions that it refers to.
+    """Returns the alternatives of a schema, at least one. The schema must contain the definitions that it refers to.
 
-    A part that cannot be split becomes a limited alternative.
+    A part that cannot be split into alternatives becomes one alternative with `limited`.
     """
     return _of(schema, schema, set()) or [Alternative(limited=True)]
 
 
 def _of(schema: Any, root: Mapping[str, Any], followed: set[str]) -> list[Alternative]:
-    """Returns the alternatives of a part of `root`. Skips references in `followed`, whose alternatives have been found."""
+    """Returns the alternatives of `schema`, which is a part of `root`.
+
+    Skips references in `followed`, and adds new ones to it.
+    """
     if schema is True:
         return [Alternative()]
     if not isinstance(schema, Mapping):
@@ -67,7 +70,10 @@ def _of(schema: Any, root: Mapping[str, Any], followed: set[str]) -> list[Altern
 
 
 def _options(schema: Mapping[str, Any], keywords: frozenset[str]) -> Sequence[Any] | None:
-    """Returns the options of anyOf, oneOf or a single allOf. None if the schema has other keywords besides."""
+    """Returns the options of a schema that has only anyOf, only oneOf, or only an allOf with one option.
+
+    None for other schemas.
+    """
     for name in ("anyOf", "oneOf", "allOf"):
         options = schema.get(name)
         if keywords == {name} and isinstance(options, list) and options and (name != "allOf" or len(options) == 1):
@@ -101,12 +107,19 @@ def _parameters(demand: CallDemand, tool: ToolSpec) -> Layout:
 
 
 def _parameter(begin: str, value: Layout) -> Layout:
-    """Returns the layout of a parameter. Its value cannot contain the end mark. The model writes a line end before that mark."""
+    """Returns the layout of a parameter.
+
+    Its value ends at the first end mark. `value` must include the line end before this mark.
+    """
     return sequence(tag(begin, value, _VALUE_END), const("\n"))
 
 
 def _value(demand: CallDemand, parameter: Parameter, tool: ToolSpec) -> Layout:
-    """Returns the layout of a value. Raises TagRefused for a strict string whose limits cannot be enforced without quotes."""
+    """Returns the layout of a parameter's value.
+
+    Raises:
+        TagRefused: A strict tool limits a string further than a grammar for text without quotes can.
+    """
     found = parameter.schema
     if isinstance(found, bool):
         return any_text()
@@ -120,7 +133,7 @@ def _value(demand: CallDemand, parameter: Parameter, tool: ToolSpec) -> Layout:
     if tool.strict and not all(map(_is_any_text, ways)):
         raise TagRefused(
             tool.field,
-            "in this model's format, a strict tool's parameter that may be a string must have no limits and no type except null",
+            "in this model's call format, a string parameter of a strict tool may have no limits, and no other type except null",
         )
     return any_text()
 

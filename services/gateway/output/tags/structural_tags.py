@@ -1,6 +1,6 @@
-"""Builds structural tags, which make a worker enforce forced or strict calls, and a layout that begins after reasoning.
+"""Builds structural tags, with which a worker enforces required calls, strict tools, and constrained text after reasoning.
 
-services/worker/grammar/schema/structural_tag.py reads the text of a tag.
+services/worker/grammar/schema/structural_tag.py reads a tag.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ class Tag(str):
 
 
 def call_tag(formats: OutputFormats, demand: CallDemand) -> Tag | None:
-    """Returns the tag of a request with tools. None if no call is forced and no tool is strict, so that any output is valid.
+    """Returns the tag for a request with tools.
+
+    None if no call is forced and no tool is strict, because any output is then valid.
 
     Args:
-        formats: The model's formats; there must be a tool format.
+        formats: The model's formats. They must have a format of calls.
 
     Raises:
         TagRefused: A strict tool has parameters that the format cannot enforce.
@@ -70,21 +72,21 @@ def call_tag(formats: OutputFormats, demand: CallDemand) -> Tag | None:
 
 
 def after_reasoning(formats: OutputFormats, answer: Layout) -> Tag:
-    """Returns the tag of an output whose content after the reasoning follows the layout `answer`."""
+    """Returns the tag for an output that is reasoning and then content of the layout `answer`."""
     return _tag(harmony_answer(answer) if formats.reasoning == "harmony" else _reasoned(formats, answer))
 
 
 def calls_or_answer(formats: OutputFormats, demand: CallDemand, answer: Layout) -> Tag:
-    """Returns the tag of an output that has, after the reasoning, either at least one call or content of the layout `answer`.
+    """Returns the tag for an output that is reasoning and then either calls or content of the layout `answer`.
 
     Args:
-        formats: The model's formats; there must be a tool format.
+        formats: The model's formats. They must have a format of calls.
         demand: The calls, which must not be forced.
 
     Raises:
         TagRefused: A strict tool has parameters that the format cannot enforce.
     """
-    assert not demand.forced, "the output may be an answer without calls"
+    assert not demand.forced, "calls_or_answer() is only for requests that do not force a call"
     if formats.tools == "harmony":
         return _tag(harmony(demand, answer))
     loose = tuple(tool if tool.strict else replace(tool, parameters=ANY_OBJECT) for tool in demand.tools)
@@ -102,7 +104,7 @@ def _reasoned(formats: OutputFormats, then: Layout) -> Layout:
 
 
 def _tag(layout: Layout) -> Tag:
-    """Returns the text of a layout and the origins of its parts. Recursion follows the parts, which are a few levels deep."""
+    """Returns the tag of a layout. Recursive, because the layouts of this package have only a few levels."""
     origins: dict[str, LayoutOrigin] = {}
     whole = {"type": "structural_tag", "format": _without_origins(layout, "#/format", origins)}
     return Tag(orjson.dumps(whole).decode(), origins)
