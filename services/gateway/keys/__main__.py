@@ -1,4 +1,7 @@
-"""The program `rootstock keys`, or python -m rootstock_llm.services.gateway.keys: makes API keys and lists the keys of a file."""
+"""The command `rootstock keys`, also `python -m rootstock_llm.services.gateway.keys`.
+
+It makes API keys and lists those of a file.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ import orjson
 from rootstock_llm.services.gateway.keys.flags import add_flags
 from rootstock_llm.services.gateway.keys.key_table import ApiKey, BadKeys, KeyFile, digest_of, parse_keys, time_of
 
-PREFIX = "rsk-"  # begins every generated secret
+PREFIX = "rsk-"  # prefix of every generated secret
 SECRET_BYTES = 32  # random bytes of a secret
 COLUMNS = ("name", "state", "expires", "models", "weight", "priority", "requests/min", "tokens/min", "concurrent")
 
 
 def entry_of(name: str, secret: str, given: dict[str, object]) -> bytes:
-    """Returns the entry of a new API key for the list "keys" of the file. Raises BadKeys.
+    """Returns the JSON entry of a new API key for the list "keys" of a file. Raises BadKeys.
 
     Args:
-        given: Values of other fields; None leaves a field out.
+        given: Values of the other fields. A field with the value None is left out.
     """
     entry: dict[str, object] = {"name": name, "sha256": [digest_of(secret.encode()).hex()]}
     entry.update({field: value for field, value in given.items() if value is not None})
@@ -31,7 +34,7 @@ def entry_of(name: str, secret: str, given: dict[str, object]) -> bytes:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit status, which is 2 if an entry or the file is invalid."""
+    """Runs the command. Returns the exit status: 2 if an argument or the file is invalid, otherwise 0."""
     try:
         return _list(args) if args.action == "list" else _new(args)
     except BadKeys as error:
@@ -63,7 +66,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _row(key: ApiKey, now: float) -> tuple[str, ...]:
-    """Returns the cells of COLUMNS for an API key. "-" stands for no limit."""
+    """Returns the cells of COLUMNS for an API key. "-" means no limit."""
     limits = (key.priority, key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
     return (
         key.name,

@@ -1,4 +1,4 @@
-"""The command line of `rootstock keys`. It uses the standard library only, because the client adds it to its own parser."""
+"""The flags of `rootstock keys`. This module imports only the standard library, because the light `rootstock` client loads it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     new = below.add_parser("new", help="make a key and its entry for the file", allow_abbrev=False)
     new.add_argument("name", metavar="NAME", help="name of the key's owner: A-Z, a-z, 0-9, '.', '_' and '-'")
     new.add_argument("--weight", type=float, help="weight of the key's share of the workers while requests wait; default 1")
-    new.add_argument(
-        "--priority", type=int, help="default priority of the key's requests, and the most urgent that they may have"
-    )
+    new.add_argument("--priority", type=int, help="default priority of the key's requests; they cannot have a more urgent one")
     new.add_argument("--requests-per-minute", type=int, help="requests that may begin within a minute; default no limit")
     new.add_argument("--tokens-per-minute", type=int, help="tokens of prompts and completions within a minute; default no limit")
     new.add_argument("--max-concurrent", type=int, help="requests that may run at once; default no limit")

@@ -1,6 +1,6 @@
-"""The remaining budget of one API key at this gateway: requests and tokens per minute, and concurrent requests.
+"""The budget of one API key at this gateway: its limits of requests and tokens per minute, and of concurrent requests.
 
-The code does no I/O and reads no clock. Times are Unix seconds.
+Pure: the clock is an argument, in Unix seconds.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from rootstock_llm.services.gateway.keys.usage import BUCKETS, Concurrent, PerMi
 
 REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrency"
 KINDS = (REQUESTS, TOKENS, CONCURRENT)
-SIZES = {REQUESTS: BUCKETS, TOKENS: BUCKETS, CONCURRENT: 1}  # length of Usage.amounts() per kind
+SIZES = {REQUESTS: BUCKETS, TOKENS: BUCKETS, CONCURRENT: 1}  # length of Usage.amounts(), by kind of limit
 _KIND_NAMES = {REQUESTS: "requests per minute", TOKENS: "tokens per minute", CONCURRENT: "concurrent requests"}
 
 
 @dataclass(eq=False)
 class OverLimit(Exception):
-    """A request exceeds a limit of its API key. The client may retry after retry_s."""
+    """A request exceeds a limit of its API key. The client may send it again after retry_s."""
 
-    kind: str  # one of KINDS
-    limit: int
+    kind: str  # kind of the limit, one of KINDS
+    limit: int  # value of the limit
     used: int  # amount in use, over all gateways
     asked: int  # amount that the request needs
-    retry_s: int | None  # seconds; None: the request needs more than the whole limit
+    retry_s: int | None  # seconds; None if the request needs more than the whole limit, so that a retry cannot succeed
 
     @property
     def message(self) -> str:
@@ -42,13 +42,13 @@ class OverLimit(Exception):
 
 
 class KeyBudget:
-    """The budget of one API key at this gateway. Belongs to the event loop."""
+    """The shares that this gateway has of the limits of one API key. Used only on the event loop."""
 
     def __init__(self, key: ApiKey, digest: str) -> None:
         """Makes the budget.
 
         Args:
-            digest: Digest of the API key's name, which stands for the name in Redis.
+            digest: Digest of the API key's name, which Redis gets in place of the name.
         """
         self.digest = digest
         self.shares: dict[str, Share] = {}
@@ -56,7 +56,7 @@ class KeyBudget:
         self.set_key(key)
 
     def set_key(self, key: ApiKey) -> None:
-        """Applies the present limits of the API key. The used amounts are unchanged."""
+        """Applies the current limits of the API key. The used amounts do not change."""
         for kind, limit in zip(KINDS, (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent), strict=True):
             share = self.shares.get(kind)
             if limit is None:
@@ -67,31 +67,32 @@ class KeyBudget:
                 share.set_limit(limit)
 
     def begin(self, now: float, gateways: int) -> Share | None:
-        """Charges the start of a request.
+        """Counts a request that starts.
 
         Returns:
-            The share of concurrent requests, to which the caller gives 1 back when the request ends. None if they are unlimited.
+            The share of concurrent requests, to which the caller gives 1 back when the request ends. None if their number has
+            no limit.
 
         Raises:
-            OverLimit: A limit is reached. Nothing is charged.
+            OverLimit: A limit is reached. Nothing is counted.
         """
         wanted = [(kind, share) for kind in (CONCURRENT, REQUESTS) if (share := self.shares.get(kind)) is not None]
         for kind, share in wanted:
             if not share.available(now, gateways):
-                share.take(1, now, gateways)  # fails, and so notes the demand for the next report
+                share.take(1, now, gateways)  # returns False, but records the refused amount for the next report to Redis
                 raise self._over(kind, share, 1, now, gateways)
         for _, share in wanted:
             share.take(1, now, gateways)
         return self.shares.get(CONCURRENT)
 
     def reserve(self, tokens: int, now: float, gateways: int) -> Share | None:
-        """Charges tokens of a request.
+        """Counts the largest number of tokens that a request may use.
 
         Returns:
-            The share of tokens, which the caller settles when the request ends. None if tokens are unlimited.
+            The share of tokens, which the caller corrects with settle() when the request ends. None if tokens have no limit.
 
         Raises:
-            OverLimit: The limit is reached. Nothing is charged.
+            OverLimit: The limit is reached. Nothing is counted.
         """
         share = self.shares.get(TOKENS)
         if share is not None and (tokens > share.limit or not share.take(tokens, now, gateways)):
@@ -114,7 +115,7 @@ class KeyBudget:
         retry_s = None if asked > share.limit else max(1, math.ceil(share.seconds_until(asked, now, gateways)))
         return OverLimit(kind, share.limit, share.used(now), asked, retry_s)
 
-    # For the refill
+    # Methods for ShareRefill.
 
     @property
     def dirty(self) -> bool:
@@ -125,7 +126,7 @@ class KeyBudget:
         return any(share.runs_low for share in self.shares.values())
 
     def report(self, now: float, gateways: int) -> list[ShareReport]:
-        """Returns a report for each of KINDS. The report of an unlimited kind has limit 0."""
+        """Returns one report for each of KINDS. The limit in the report is 0 if the API key has no limit of this kind."""
         self.reported_at = now
         none = [ShareReport(0, 0, 0, 0, 0, [0] * SIZES[kind]) for kind in KINDS]
         return [self.shares[kind].report(now, gateways) if kind in self.shares else none[i] for i, kind in enumerate(KINDS)]

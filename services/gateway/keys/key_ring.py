@@ -1,6 +1,7 @@
-"""The API keys of a gateway: authentication, limits and usage metrics. Everything runs on the event loop.
+"""The API keys of a gateway: authentication, limits and usage metrics. All code runs on the event loop.
 
-A request is charged to the limits of its API key when it begins. Unused amounts are given back when it ends. Both await nothing.
+A request counts against the limits of its API key when it begins. When it ends, unused amounts are given back. Neither step
+waits for I/O.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from rootstock_llm.services.gateway.keys.share import Share
 from rootstock_llm.services.gateway.keys.share_store import ShareRefill, ShareStore
 from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics, KeySigns
 
-START_S = 2.0  # longest wait for the first exchange of shares with Redis, in seconds
+START_S = 2.0  # seconds; longest wait for the first exchange of shares with Redis
 _NO_KEYS = KeyTable()
-# A new API key reaches every gateway within this time, in seconds. Kubelets read a Secret every minute, through a cache.
+# Seconds within which a new API key reaches every gateway. A kubelet reads a Secret once a minute, from a cache.
 COMES_S = 120.0
 _DIGEST_BYTES = 16
 _PURPOSE = b"rootstock-limits"  # personalization string of blake2b, at most 16 bytes
 
-Refused = Callable[[str], None]  # gets the kind of the limit
+Refused = Callable[[str], None]  # called with the kind of the limit for which a request is refused
 
 
 class Admission:
-    """A running request of an API key with limits. It occupies a concurrent request until end()."""
+    """The amounts that a running request takes from the limits of its API key. end() gives unused amounts back."""
 
     __slots__ = ("_budget", "_concurrent", "_limits", "_reserved", "_tokens")
 
@@ -40,7 +41,7 @@ class Admission:
         self._budget = budget
         self._concurrent = concurrent
         self._tokens: Share | None = None
-        self._reserved = (0, 0.0)  # tokens; Unix seconds of the reservation
+        self._reserved = (0, 0.0)  # reserved tokens, and Unix seconds of the reservation
 
     def reserve(self, tokens: int) -> None:
         """Reserves the largest number of tokens that the request may use, prompts and completions together.
@@ -51,7 +52,11 @@ class Admission:
         self._tokens = self._limits.reserve(self._budget, *self._reserved)
 
     def end(self, used_tokens: int) -> None:
-        """Ends the request and settles its reservation. `used_tokens` counts prompts and completions."""
+        """Ends the request, and corrects the reserved tokens to the used ones.
+
+        Args:
+            used_tokens: Tokens of prompts and completions together.
+        """
         now = self._limits.clock()
         if self._concurrent is not None:
             self._concurrent.give_back(1, now, now)
@@ -77,9 +82,9 @@ class KeyLimits:
         """Makes the limits.
 
         Args:
-            redis_url: Redis in which gateways share the limits. "": each gateway applies a part of them, and `refill` is None.
+            redis_url: Redis in which gateways share the limits. "" for none: each gateway then applies a part of each limit.
             name: Unique name of this gateway, of letters and digits.
-            others: Returns the number of gateways that discovery finds.
+            others: Returns the number of gateways that discovery has found.
             refused: Called with the kind of the limit for every refused request.
             clock: Returns Unix seconds.
 
@@ -88,14 +93,14 @@ class KeyLimits:
         """
         self.clock = clock
         self._budgets: dict[str, KeyBudget] = {}  # by name of the API key
-        self._by_digest: dict[str, KeyBudget] = {}
+        self._by_digest: dict[str, KeyBudget] = {}  # by digest of the API key's name
         self._others = others
         self._refused = refused
         self.refill = ShareRefill(ShareStore(redis_url, name), self._by_digest, clock) if redis_url else None
         self.set_table(table)
 
     def set_table(self, table: KeyTable) -> None:
-        """Applies the limits of a new table. Running requests of removed API keys end normally."""
+        """Applies the limits of a new table. Running requests of a removed API key continue."""
         limited = {key.name: key for key in table if key.is_limited}
         for name in self._budgets.keys() - limited.keys():
             del self._by_digest[self._budgets.pop(name).digest]
@@ -108,25 +113,25 @@ class KeyLimits:
 
     @property
     def gateways(self) -> int:
-        """Number of gateways as last seen in Redis, or otherwise by discovery; at least 1."""
+        """Number of gateways: as last read from Redis, or as discovery has found if Redis was never reached. At least 1."""
         seen = self.refill.gateways if self.refill is not None else 0
         return seen or max(1, self._others())
 
     def shares_are_up(self) -> bool | None:
-        """Returns whether all gateways share the limits in Redis now; otherwise each gateway applies its part.
+        """Returns whether the gateways share the limits in Redis at present. If not, each gateway applies a part of each limit.
 
         None if no Redis is configured.
         """
         return None if self.refill is None else self.refill.is_up
 
     def begin(self, key: str) -> Admission | None:
-        """Charges the start of a request of the API key with this name.
+        """Counts a request that starts, for the API key with the name `key`.
 
         Returns:
             None if the API key has no limits.
 
         Raises:
-            ApiError: 429, a limit is reached.
+            ApiError: 429 if a limit is reached.
         """
         budget = self._budgets.get(key)
         if budget is None:
@@ -136,23 +141,23 @@ class KeyLimits:
         except OverLimit as over:
             raise self._error(over) from None
         finally:
-            self._notice(budget)
+            self._request_refill(budget)
 
     def reserve(self, budget: KeyBudget, tokens: int, now: float) -> Share | None:
-        """Charges tokens, as KeyBudget.reserve() does. Raises ApiError 429."""
+        """Counts tokens as KeyBudget.reserve() does. Raises ApiError 429 if the limit is reached."""
         try:
             return budget.reserve(tokens, now, self.gateways)
         except OverLimit as over:
             raise self._error(over) from None
         finally:
-            self._notice(budget)
+            self._request_refill(budget)
 
     def headers(self, key: str) -> list[tuple[bytes, bytes]]:
         """Returns OpenAI's x-ratelimit headers for the API key with this name."""
         budget = self._budgets.get(key)
         return [] if budget is None else budget.headers(self.clock())
 
-    def _notice(self, budget: KeyBudget) -> None:
+    def _request_refill(self, budget: KeyBudget) -> None:
         if self.refill is not None and budget.runs_low:
             self.refill.runs_low()
 
@@ -169,22 +174,27 @@ def _digest(name: str) -> str:
 class KeyOptions:
     """The settings of a KeyRing."""
 
-    path: str  # file or folder of API keys; "": the gateway has no API keys
-    token: str  # control token of the operators, which must not be an API key
+    path: str  # file or folder of API keys; "" if the gateway has no API keys
+    token: str  # the control token, which must not also be an API key; "" for none
     redis_url: str  # Redis in which gateways share the limits; "" for none
     name: str  # unique name of this gateway, of letters and digits
-    gateways: Callable[[], int]  # returns the number of gateways that discovery finds
-    salt_cache: bool = False  # API keys do not share cached prefixes
-    low_first: bool = False  # a smaller priority is more urgent
+    gateways: Callable[[], int]  # returns the number of gateways that discovery has found
+    salt_cache: bool = False  # whether each API key has its own cached prefixes
+    low_first: bool = False  # whether a smaller priority is more urgent
 
 
 class KeyRing:
-    """The API keys of a gateway. Without a file of keys, requests need no API key. Belongs to the event loop."""
+    """The API keys of a gateway. Without a file of API keys, requests need no API key. Used only on the event loop."""
 
     def __init__(self, options: KeyOptions, metrics: GatewayMetrics) -> None:
-        """Reads the file of keys. Raises BadKeys if the file is invalid, and ValueError if the Redis URL is invalid."""
+        """Reads the file of API keys.
+
+        Raises:
+            BadKeys: The file is unreadable or invalid.
+            ValueError: The Redis URL is invalid.
+        """
         self._options = options
-        self._file = KeyFile(options.path, _foreign(options.token)) if options.path else None
+        self._file = KeyFile(options.path, _forbidden(options.token)) if options.path else None
         self._metrics = metrics
         self.weights: Mapping[str, float] = {} if self._file is None else KeyShares(lambda: self.table or _NO_KEYS)
 
@@ -193,7 +203,7 @@ class KeyRing:
 
         redis_url = options.redis_url if self._file is not None else ""
         self._limits = KeyLimits(self.table or _NO_KEYS, redis_url, options.name, options.gateways, refused)
-        self.signs: KeySigns | None = None  # None: the gateway has no API keys
+        self.signs: KeySigns | None = None  # state for metrics; None if the gateway has no API keys
         if self._file is not None:
             self._file.listen(self._limits.set_table)
             self.signs = KeySigns(self._file_is_valid, self._limits.shares_are_up)
@@ -201,11 +211,11 @@ class KeyRing:
 
     @property
     def table(self) -> KeyTable | None:
-        """The present table, or None if the gateway has no API keys."""
+        """The current table, or None if the gateway has no API keys."""
         return None if self._file is None else self._file.table
 
     async def start(self) -> None:
-        """Requests shares of the limits from Redis before the first request needs them. Takes at most START_S."""
+        """Gets shares of the limits from Redis before the first client request. Takes at most START_S."""
         if self._limits.refill is not None:
             try:
                 async with asyncio.timeout(START_S):
@@ -214,7 +224,7 @@ class KeyRing:
                 return
 
     async def run(self) -> None:
-        """Follows the file of keys and exchanges shares with Redis, until cancelled."""
+        """Applies changes of the file of API keys, and exchanges shares with Redis, until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._file is not None:
                 group.create_task(self._file.run())
@@ -226,7 +236,7 @@ class KeyRing:
         """Returns the caller whose API key is in the header `authorization` or `x-api-key`.
 
         Raises:
-            ApiError: 401, there is no valid API key.
+            ApiError: 401 if the request has no valid API key.
         """
         table = self.table
         if table is None:
@@ -247,11 +257,11 @@ class KeyRing:
 
         Args:
             name: Name of the API key; "" if the accepting gateway had no API keys.
-            asked_at: Unix seconds at which the API key was valid at that gateway.
+            asked_at: Unix seconds at which the other gateway accepted the API key.
 
         Raises:
-            ApiError: 401, the API key has expired or was removed. 503, this gateway does not know the API key yet; the work was
-                accepted less than COMES_S ago, so the key may still arrive.
+            ApiError: 401 if the API key has expired or was removed. 503 if this gateway does not have the API key, but the other
+                gateway accepted it less than COMES_S ago, so that it may still arrive here.
         """
         table = self.table
         key = None if table is None else table.named(name)
@@ -270,13 +280,13 @@ class KeyRing:
         return Caller(key.name, key.priority, options.low_first, options.salt_cache, key.weight, models=key.models)
 
     def begin(self, key: str) -> Admission | None:
-        """Charges and counts the start of a request that generates tokens, for the API key with this name.
+        """Counts a generating request that starts, in the limits and metrics of the API key with the name `key`.
 
         Returns:
             None if the API key has no limits.
 
         Raises:
-            ApiError: 429, a limit is reached.
+            ApiError: 429 if a limit is reached.
         """
         admission = self._limits.begin(key)
         self._metrics.key_request(key)
@@ -303,5 +313,5 @@ def _expired(key: ApiKey) -> ApiError:
     return ApiError(401, message, code="api_key_expired")
 
 
-def _foreign(token: str) -> dict[bytes, str]:
+def _forbidden(token: str) -> dict[bytes, str]:
     return {digest_of(token.encode()): "the operators' control_token"} if token else {}

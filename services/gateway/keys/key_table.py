@@ -1,10 +1,10 @@
-"""The table of API keys, and the file or folder (*.json) that it is parsed from.
+"""The table of API keys, and the file or folder of *.json files from which it is parsed.
 
-The table has only the SHA-256 of a secret, never the secret. A request's secret is looked up by its digest, so that the time of
-the lookup reveals nothing about other secrets.
+The table has the SHA-256 digest of each secret and never the secret. A request's secret is looked up by its digest, so that the
+duration of the lookup reveals nothing about other secrets.
 
-KeyFile follows the files while the gateway runs. A change by an editor or by Kubernetes, which replaces a symbolic link, takes
-effect within POLL_S. If a file is invalid, the previous API keys stay valid, and a log line and a metric report the fault.
+KeyFile checks the files for changes while the gateway runs. A change takes effect within a few seconds, also if Kubernetes
+replaces a symbolic link. If a file is invalid, the previous API keys stay valid, and a log line and a metric report the fault.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # seconds between two checks of the files
-REREAD_POLLS = 4  # every fourth check reads the files even if their stamp is unchanged, because a change may leave it unchanged
-DIGEST_BYTES = 32
+REREAD_POLLS = 4  # checks between two readings of unchanged-looking files, because a change may leave the stamp the same
+DIGEST_BYTES = 32  # bytes of a SHA-256 digest
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
 FIELDS = frozenset(("name", "sha256", "key", "weight", "priority", "models", "expires", *_LIMITS))
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.MAX_KEY_NAME_CHARS}}}")
@@ -37,22 +37,22 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class BadKeys(ValueError):
-    """A file of API keys is invalid. The text names the field and the fault, and contains no secret."""
+    """A file of API keys is invalid. The message names the field and the fault, and has no secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """An API key with its limits, which apply over all gateways together. None stands for no limit."""
+    """An API key with its limits. A limit applies to all gateways together; None means no limit."""
 
     name: str
-    digests: tuple[bytes, ...]  # SHA-256 of its secrets; several while a new secret replaces an old one
-    weight: float = 1.0  # weight of its share of the fleet while requests wait
-    priority: int | None = None  # default priority of requests, and the most urgent that they may ask for; None: no limit
+    digests: tuple[bytes, ...]  # SHA-256 of each secret; an API key has several while a new secret replaces an old one
+    weight: float = 1.0  # weight of the API key's share of the workers while requests wait
+    priority: int | None = None  # default priority of its requests, and the most urgent one that they may have
     requests_per_minute: int | None = None  # requests that begin within a minute
     tokens_per_minute: int | None = None  # tokens of prompts and completions within a minute
     max_concurrent: int | None = None  # running requests
-    models: frozenset[str] | None = None  # names of the allowed models; None: every model
-    expires: float | None = None  # Unix seconds from which the API key is refused; None: never
+    models: frozenset[str] | None = None  # names of the models that it may use; None for every model
+    expires: float | None = None  # Unix seconds from which the API key is refused; None for never
 
     def has_expired(self, now: float) -> bool:
         """Returns whether the API key has expired at `now`, in Unix seconds."""
@@ -80,7 +80,7 @@ class KeyTable:
         return self._by_name.get(name)
 
     def of_secret(self, secret: bytes) -> ApiKey | None:
-        """Returns the API key with this secret, or None if there is no such key."""
+        """Returns the API key with this secret, or None if no API key has it."""
         return self._by_digest.get(digest_of(secret))
 
 
@@ -88,19 +88,19 @@ def digest_of(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def parse_keys(contents: Iterable[bytes], foreign: Mapping[bytes, str] | None = None) -> KeyTable:
+def parse_keys(contents: Iterable[bytes], forbidden: Mapping[bytes, str] | None = None) -> KeyTable:
     """Parses the contents of all files into one table.
 
     Args:
-        foreign: Names of other secrets, by digest. No API key may have one of these secrets.
+        forbidden: Secrets that no API key may have: a description of each secret, for the error, by its digest.
 
     Raises:
         BadKeys: A file is invalid, or two API keys have the same name or secret.
     """
     keys = [key for content in contents for key in _keys(content)]
     if len(keys) > limits.MAX_KEYS:
-        raise BadKeys(f"keys: has {len(keys)} entries; at most {limits.MAX_KEYS} are allowed")
-    _check_unique(keys, foreign or {})
+        raise BadKeys(f"keys: the files have {len(keys)} entries together; at most {limits.MAX_KEYS} are allowed")
+    _check_unique(keys, forbidden or {})
     return KeyTable(keys)
 
 
@@ -119,18 +119,18 @@ def _keys(content: bytes) -> list[ApiKey]:
     return [_key(entry, f"keys[{index}]") for index, entry in enumerate(entries)]
 
 
-def _check_unique(keys: Iterable[ApiKey], foreign: Mapping[bytes, str]) -> None:
+def _check_unique(keys: Iterable[ApiKey], forbidden: Mapping[bytes, str]) -> None:
     names: set[str] = set()
     owners: dict[bytes, str] = {}
     for key in keys:
         if key.name in names:
-            raise BadKeys(f"{key.name}: two keys have this name")
+            raise BadKeys(f"{key.name}: two API keys have this name")
         names.add(key.name)
         for digest in key.digests:
-            if digest in foreign:
-                raise BadKeys(f"{key.name}: {foreign[digest]} must not be an API key")
+            if digest in forbidden:
+                raise BadKeys(f"{key.name}: {forbidden[digest]} must not be an API key")
             if digest in owners:
-                raise BadKeys(f"{key.name}: {owners[digest]} has the same key")
+                raise BadKeys(f"{key.name}: the API key {owners[digest]} has the same secret")
             owners[digest] = key.name
 
 
@@ -157,7 +157,7 @@ def _digests(entry: Mapping[str, Any], where: str) -> tuple[bytes, ...]:
     hashed, plain = entry.get("sha256", []), entry.get("key")
     hashed = [hashed] if isinstance(hashed, str) else hashed
     if not isinstance(hashed, list) or len(hashed) > limits.MAX_SECRETS_OF_A_KEY:
-        raise BadKeys(f"{where}.sha256: must be a digest or a list of at most {limits.MAX_SECRETS_OF_A_KEY}")
+        raise BadKeys(f"{where}.sha256: must be a digest or a list of at most {limits.MAX_SECRETS_OF_A_KEY} digests")
     for index, digest in enumerate(hashed):
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest.lower()):
             raise BadKeys(f"{where}.sha256[{index}]: must be {2 * DIGEST_BYTES} hexadecimal digits")
@@ -202,7 +202,7 @@ def _models(value: Any, where: str) -> frozenset[str] | None:
 
 
 def _moment(value: Any, where: str) -> float | None:
-    """Returns Unix seconds of an RFC 3339 time."""
+    """Returns the Unix seconds of an RFC 3339 time; None for None. Raises BadKeys."""
     if value is None:
         return None
     try:
@@ -220,32 +220,32 @@ def time_of(moment: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """The state of the files at their last reading."""
+class _FileState:
+    """The state of the files when they were last read."""
 
     stamp: tuple[tuple[int, ...], ...]  # device, inode, size and mtime_ns of each file
     digest: bytes  # SHA-256 of the contents
 
 
 class KeyFile:
-    """The API keys of a file or folder. Its public methods belong to the event loop.
+    """The API keys of a file or folder. Its public methods run on the event loop.
 
-    Files are read and parsed in a thread. The event loop replaces `table` as a whole.
+    A thread reads and parses the files. The event loop then replaces `table` with the new table.
     """
 
-    def __init__(self, path: str, foreign: Mapping[bytes, str] | None = None) -> None:
+    def __init__(self, path: str, forbidden: Mapping[bytes, str] | None = None) -> None:
         """Reads the files.
 
         Args:
-            foreign: Names of other secrets, by digest. No API key may have one of these secrets.
+            forbidden: See parse_keys().
 
         Raises:
             BadKeys: A file is unreadable or invalid.
         """
         self._path = Path(path)
-        self._foreign = foreign or {}
+        self._forbidden = forbidden or {}
         self._listeners: list[Callable[[KeyTable], None]] = []
-        self._read: _Read | None
+        self._read: _FileState | None
         self._fault = ""
         contents, self._read = self._load()
         self.table = self._parse(contents)
@@ -256,28 +256,28 @@ class KeyFile:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the last reading of the files succeeded, so that `table` has their content."""
+        """Whether the files were valid when they were last read, so that `table` has their content."""
         return not self._fault
 
     async def run(self) -> None:
-        """Looks for changes every POLL_S, until cancelled."""
+        """Checks the files for changes every POLL_S seconds, until it is cancelled."""
         polls = 0
         while True:
             await asyncio.sleep(POLL_S)
             polls += 1
-            await self.refresh(whole=polls % REREAD_POLLS == 0)
+            await self.refresh(reread=polls % REREAD_POLLS == 0)
 
-    async def refresh(self, whole: bool = True) -> None:
+    async def refresh(self, reread: bool = True) -> None:
         """Applies a change of the files, if there is one.
 
         Args:
-            whole: Reads the files even if their stamp is unchanged.
+            reread: Whether the files are read even if their stamp is unchanged.
         """
         try:
-            table = await asyncio.to_thread(self._changed, whole)
+            table = await asyncio.to_thread(self._changed, reread)
         except BadKeys as error:
             if self._fault != str(error):
-                logger.error("the file of API keys is invalid, the previous keys stay valid: %s", error)
+                logger.error("the file of API keys is invalid; the previous API keys stay valid: %s", error)
             self._fault = str(error)
             return
         self._fault = ""
@@ -287,10 +287,10 @@ class KeyFile:
             for changed in self._listeners:
                 changed(table)
 
-    def _changed(self, whole: bool) -> KeyTable | None:
-        """Returns the new table, or None if nothing has changed. Runs in a thread. Raises BadKeys while a file is invalid."""
-        before, self._read = self._read, None  # an invalid file is read again at every check
-        if before is not None and not whole and before.stamp == self._stamp():
+    def _changed(self, reread: bool) -> KeyTable | None:
+        """Returns the new table, or None if no file has changed. Runs in a thread. Raises BadKeys if a file is invalid."""
+        before, self._read = self._read, None  # stays None if a file is invalid, so that the next check reads the files again
+        if before is not None and not reread and before.stamp == self._stamp():
             self._read = before
             return None
         contents, read = self._load()
@@ -298,7 +298,7 @@ class KeyFile:
         self._read = read
         return table
 
-    def _load(self) -> tuple[list[bytes], _Read]:
+    def _load(self) -> tuple[list[bytes], _FileState]:
         stamp, contents, digest, left = self._stamp(), [], hashlib.sha256(), limits.MAX_KEYS_FILE_BYTES
         for path in self._paths():
             try:
@@ -308,14 +308,16 @@ class KeyFile:
                 raise BadKeys(f"{path}: {error.strerror}") from None
             left -= len(content)
             if left < 0:
-                raise BadKeys(f"{path}: with this file, the API keys are larger than {limits.MAX_KEYS_FILE_BYTES} bytes")
+                raise BadKeys(
+                    f"{path}: with this file, the files of API keys are larger than {limits.MAX_KEYS_FILE_BYTES} bytes together"
+                )
             contents.append(content)
             digest.update(b"%d:" % len(content) + content)
-        return contents, _Read(stamp, digest.digest())
+        return contents, _FileState(stamp, digest.digest())
 
     def _parse(self, contents: list[bytes]) -> KeyTable:
         try:
-            return parse_keys(contents, self._foreign)
+            return parse_keys(contents, self._forbidden)
         except BadKeys as error:
             raise BadKeys(f"{self._path}: {error}") from None
 
@@ -336,7 +338,7 @@ class KeyFile:
 
 
 class KeyShares(Mapping[str, float]):
-    """The weights of the API keys by name, read from the present table. Unknown names raise KeyError."""
+    """The weights of the API keys in the current table, by name of the API key."""
 
     def __init__(self, table: Callable[[], KeyTable]) -> None:
         self._table = table

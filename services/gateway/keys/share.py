@@ -1,13 +1,13 @@
-"""The share that one gateway has of one limit of an API key. The clock is an argument (Unix seconds); no method awaits.
+"""The share that one gateway has of one limit of an API key. Pure: the clock is an argument, in Unix seconds.
 
-A share is in one of two modes:
+An amount is a number of requests or tokens. A share is in one of two modes:
 
-- Shared: Each gateway reports to Redis the amount that it has used of the limit, and the unused amount that it holds. Redis
-  grants only amounts that no gateway has used or holds. A gateway takes from its `held` amount without a round trip. So all
-  gateways together stay within the limit.
-- Alone, before the first reply of Redis and while Redis is unreachable: The gateway may use its part, which is the limit divided
-  by the number of gateways last seen. For ALONE_S after the loss of Redis, it may use at most the amount that it had used or held
-  at the loss, because the amounts that other gateways used before the loss still count.
+- Shared. Each gateway reports two amounts to Redis: the amount that it has used, and the held amount, which is granted to it
+  but not used yet. Redis grants only amounts that no gateway has used or holds, so all gateways together stay within the limit.
+  A request takes from the held amount without a round trip to Redis.
+- Alone, before the first reply of Redis and while Redis is unreachable. The gateway may use its part: the limit divided by the
+  last known number of gateways. For ALONE_S after Redis was lost, the part is at most the amount that the gateway had used and
+  held at the loss, because the amounts that other gateways used before still count.
 """
 
 from __future__ import annotations
@@ -17,68 +17,69 @@ from dataclasses import dataclass
 
 from rootstock_llm.services.gateway.keys.usage import BUCKET_S, WINDOW_S, Usage, seconds_until
 
-ALONE_S = WINDOW_S + 2 * BUCKET_S  # seconds after the loss of Redis from which no amount used before it counts
-YIELD_S = 6.0  # seconds after yielding to other gateways in which a share requests no reserve
-PATIENCE_S = 5.0  # seconds after a refusal in which the refused amount is requested again
-GATHER_S = 5.0  # seconds after a gateway has joined in which a share that is too small keeps requesting
+ALONE_S = WINDOW_S + 2 * BUCKET_S  # seconds after Redis was lost; amounts that were used before the loss then no longer count
+YIELD_S = 6.0  # seconds for which a share requests no reserve after it has yielded to other gateways
+PATIENCE_S = 5.0  # seconds after a refusal for which reports request the refused amount
+GATHER_S = 5.0  # seconds for which a share that is too small keeps requesting after a gateway has joined
 
 
 @dataclass(frozen=True, slots=True)
 class ShareReport:
-    """A gateway's report on its share of one limit, with the requested amount."""
+    """A gateway's report on its share of one limit, with the amounts that it requests."""
 
-    limit: int  # limit over all gateways
-    least: int  # requested amount that is granted as a whole if it is free
-    most: int  # requested amount of which at most half of the free amount is granted
+    limit: int  # limit for all gateways together; 0 if the API key has no limit of this kind
+    least: int  # amount that a refused request needs; it is granted completely if it is free
+    most: int  # amount for coming requests; at most half of the free amount is granted for it
     held: int  # unused amount that the gateway holds
-    unmet: int  # amount that the gateway has refused to requests since its last report
-    amounts: Sequence[int]  # used amounts, as in Usage.amounts()
+    unmet: int  # total amount of the requests that the gateway has refused since its last report
+    amounts: Sequence[int]  # amounts that the gateway has used, as in Usage.amounts()
 
 
 @dataclass(frozen=True, slots=True)
 class ShareReply:
     """The reply to a ShareReport."""
 
-    granted: int  # change of the held amount; negative if the gateways hold more than the limit, because one has joined
-    in_need: bool  # other gateways were not granted the amounts that they requested
+    granted: int  # change of the held amount; negative if the gateways use and hold more than the limit together
+    in_need: bool  # whether another gateway was not granted an amount that it needs
     others: Sequence[int]  # amounts used by the other gateways, as in Usage.amounts()
 
 
 class Share:
-    """The share that this gateway has of one limit of an API key. Belongs to the event loop."""
+    """The share that this gateway has of one limit of an API key. Used only on the event loop."""
 
     def __init__(self, limit: int, own: Usage, others: Usage) -> None:
-        self.limit = limit  # over all gateways
-        self.dirty = True  # something is to be reported
-        self.held = 0  # unused amount that this gateway may take while it is shared
-        self.is_shared = False  # Redis grants amounts, see above
-        self._own = own
-        self._others = others  # by the last reply
-        self._entitled: int | None = None  # used and held amount when Redis was lost; None: it was never shared
-        self._alone_since = 0.0
-        self._taken = 0  # all amounts ever taken, less those given back
+        self.limit = limit  # for all gateways together
+        self.dirty = True  # whether the next turn must report the share
+        self.held = 0  # granted amount that is not used yet; 0 in the mode Alone
+        self.is_shared = False  # whether the mode is Shared
+        self._own = own  # amounts that this gateway has used
+        self._others = others  # amounts that other gateways have used, by the last reply
+        # Used and held amount when Redis was lost; None if the share was never in the mode Shared.
+        self._amount_at_loss: int | None = None
+        self._alone_since = 0.0  # time at which Redis was lost
+        self._taken = 0  # total of all taken amounts minus the amounts given back
         self._reported = (0, 0)  # held amount of the last report plus its grant; `_taken` at that report
-        self._unmet = 0  # amount refused since the last report
-        self._largest_unmet = 0  # largest refused request
+        self._unmet = 0  # total amount of the requests refused since the last report
+        self._largest_unmet = 0  # amount of the largest request refused since the last report
         self._unmet_at = 0.0  # time of the last refusal
         self._least = 0  # ShareReport.least of the last report
-        self._largest = 0  # largest request of about the last WINDOW_S
-        self._largest_at = 0.0
-        self._others_in_need = False
-        self._yielded_at = 0.0
+        self._largest = 0  # amount of the largest request within about the last WINDOW_S
+        self._largest_at = 0.0  # time of that request
+        self._others_in_need = False  # ShareReply.in_need of the last reply
+        self._yielded_at = 0.0  # time at which the share last yielded to other gateways
         self._gateways = 0  # number of gateways at the last report
-        self._gather_until = 0.0
-        self._short = 0  # ShareReport.most of the last report
+        self._gather_until = 0.0  # time until which the share requests more after a gateway has joined
+        self._requested_reserve = 0  # ShareReport.most of the last report
 
     def set_limit(self, limit: int) -> None:
-        """Changes the limit. If it shrinks, the held amount is void until Redis grants a new one."""
+        """Changes the limit. If the new limit is smaller, the held amount becomes 0 until Redis grants a new one."""
         if limit < self.limit:
             self.held = 0
-            self._entitled = None
+            self._amount_at_loss = None
         self.dirty = self.dirty or limit != self.limit
         self.limit = limit
 
-    # For requests
+    # Methods for requests.
 
     def available(self, now: float, gateways: int) -> int:
         """Returns the amount that a request can take now."""
@@ -102,14 +103,14 @@ class Share:
         return True
 
     def use(self, amount: int, now: float) -> None:
-        """Takes an amount that is used already, even if it is not available."""
+        """Takes an amount that a request has already used, even if it is not available."""
         self.dirty = True
         self._taken += amount
         self.held = max(0, self.held - amount)
         self._own.add(amount, now)
 
     def give_back(self, amount: int, since: float, now: float) -> None:
-        """Gives back an amount that was taken at `since` and is unused or no longer in use."""
+        """Gives back an amount that was taken at `since`, because the request did not use it or has ended."""
         self.dirty = True
         given = self._own.give_back(amount, since, now)
         self._taken -= given
@@ -117,26 +118,26 @@ class Share:
             self.held += given
 
     def settle(self, taken: int, used: int, since: float, now: float) -> None:
-        """Corrects an amount that was taken at `since` to the amount that was used."""
+        """Corrects an amount that was taken at `since` to the amount that the request has used."""
         if used < taken:
             self.give_back(taken - used, since, now)
         elif used > taken:
             self.use(used - taken, now)
 
-    # For headers and error messages
+    # Methods for headers and error messages.
 
     def used(self, now: float) -> int:
-        """Returns the used amount over all gateways, by the last reply of Redis."""
+        """Returns the amount that all gateways have used, by the last reply of Redis."""
         return self._own.used(now) + self._others.used(now)
 
     def amounts(self, now: float) -> list[int]:
-        """Returns the used amounts over all gateways by sub-bucket."""
+        """Returns the amounts that all gateways have used, by sub-bucket."""
         return [mine + theirs for mine, theirs in zip(self._own.amounts(now), self._others.amounts(now), strict=True)]
 
     def seconds_until(self, amount: int, now: float, gateways: int) -> float:
-        """Returns the seconds until an amount may be available, if nothing is taken until then.
+        """Returns the seconds until an amount may be available, if no request takes any until then.
 
-        0 for a limit of concurrent requests, whose end is unknown.
+        0 for a limit of concurrent requests, because the end of a request is unknown.
         """
         if self._own.size == 1:
             return 0.0
@@ -145,10 +146,10 @@ class Share:
             amounts, most = self._own.amounts(now), self._ceiling(now, gateways)
         return seconds_until(amounts, max(0, most - amount), now)
 
-    # For the refill
+    # Methods for ShareRefill.
 
     def gateway_joined(self) -> None:
-        """Notes that a gateway has joined, which needs a part of the held amounts."""
+        """Makes the next turn report the share, because a gateway has joined and needs a part of the held amounts."""
         self.dirty = True
 
     @property
@@ -157,7 +158,10 @@ class Share:
         return self._unmet > 0 or (self.is_shared and 2 * self.held < self._reported[0])
 
     def report(self, now: float, gateways: int) -> ShareReport:
-        """Returns a report for Redis. If other gateways are in need, the held amount shrinks to a quarter of the recent use."""
+        """Returns the report for Redis.
+
+        If other gateways are in need, the held amount shrinks to a quarter of the recently used amount.
+        """
         self.dirty = False
         least, unmet = self._largest_unmet, self._unmet
         most = 0
@@ -176,7 +180,7 @@ class Share:
             held = self.held
         if gateways > self._gateways:
             self._gather_until = now + GATHER_S
-        self._gateways, self._short = gateways, most
+        self._gateways, self._requested_reserve = gateways, most
         self._reported, self._least = (held, self._taken), least
         self._unmet = self._largest_unmet = 0
         return ShareReport(self.limit, least, most, held, unmet, self._own.amounts(now))
@@ -185,7 +189,7 @@ class Share:
         """Applies the reply to the last report.
 
         Args:
-            settled: All gateways have had the time to report. Until then, nothing is granted.
+            settled: Whether all gateways have had time to report. Until then, Redis grants nothing.
         """
         held, taken = self._reported
         if settled and not self.is_shared:
@@ -198,27 +202,28 @@ class Share:
                 self._unmet = self._largest_unmet = self._least
         self._others_in_need = answer.in_need
         self._others.replace(answer.others, now)
-        gathers = self._short > max(0, answer.granted) and now < self._gather_until
+        gathers = self._requested_reserve > max(0, answer.granted) and now < self._gather_until
         self.dirty = self.dirty or not settled or answer.in_need or self._unmet > 0 or gathers
 
     def go_alone(self, now: float) -> None:
-        """Continues without Redis."""
+        """Changes to the mode Alone, because Redis is unreachable."""
         if self.is_shared:
-            self._entitled = self._own.used(now) + self.held
+            self._amount_at_loss = self._own.used(now) + self.held
             self._alone_since = now
             self.is_shared = False
             self.held = 0
         self.dirty = True
 
     def _target(self, recent: int, now: float, gateways: int) -> int:
-        """Returns the amount that should be held for coming requests."""
+        """Returns the amount that this gateway should hold for coming requests."""
         reserve = self.limit if gateways == 1 else -(-self.limit // (2 * gateways))
         if now - self._yielded_at < YIELD_S:
             reserve = 0
         return max(reserve, recent, min(self._largest, self.limit))
 
     def _ceiling(self, now: float, gateways: int) -> int:
+        """Returns the amount that this gateway may use in the mode Alone."""
         part = max(1, self.limit // gateways)
-        if self._entitled is None or now - self._alone_since >= ALONE_S:
+        if self._amount_at_loss is None or now - self._alone_since >= ALONE_S:
             return part
-        return min(part, self._entitled)
+        return min(part, self._amount_at_loss)

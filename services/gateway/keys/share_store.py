@@ -1,17 +1,17 @@
 """Exchanges the gateways' shares of limits through the Redis of the prefix index. All Redis keys have a TTL.
 
-ShareRefill is the background task of a gateway. In each turn (one exchange with Redis), it reports the API keys that need a
-report, at most KEYS_A_TURN, and gets their grants. Requests never wait for Redis. ShareStore makes the exchange in one round
-trip, with one call of a script for each API key:
+ShareRefill is the background task of a gateway. A turn is one exchange with Redis: it reports the shares of at most KEYS_A_TURN
+API keys and receives their grants. Requests never wait for Redis. ShareStore makes the exchange in one round trip, with one
+call of a script per API key. The script uses these Redis keys:
 
     rl:key:DIGEST   hash   one field per gateway: its sub-bucket; then per limit the held amount, the unmet amount and the used
                            amounts by sub-bucket. Field "!": Unix seconds at which the hash was created
     rl:gateways     zset   gateways by the Unix seconds of their last report
-    rl:need         zset   digests of API keys on which all gateways should report, by the Unix seconds of that request
+    rl:need         zset   digests of API keys whose shares all gateways should report, by the Unix seconds of the demand
 
-Each gateway replaces its whole field, so a call may be repeated, for example after a lost reply. A hash is created again after
-Redis was unreachable, full or emptied. A new hash grants nothing for SETTLE_S, so that every gateway can report first. The
-callers send times and sub-buckets, so the clocks of the gateways must agree within about a second.
+A gateway always replaces its whole field, so it may repeat a call, for example after a lost reply. If Redis has lost a hash,
+the next report creates it again. The script grants nothing from a new hash for SETTLE_S, so that every gateway can report
+first. Gateways send their own times and sub-buckets, so their clocks must agree within about a second.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rootstock_llm.services.shared.index.redis_client import redis_client
 
 logger = logging.getLogger(__name__)
 
-TURN_S = 0.1  # seconds between two turns while there is something to report
-SOON_S = 0.02  # seconds to the next turn if a share runs low
-IDLE_S = 1.0  # seconds between two turns otherwise; a turn is the gateway's sign of life
+TURN_S = 0.1  # seconds between two turns while a share must be reported
+SOON_S = 0.02  # seconds until the next turn if a share runs low
+IDLE_S = 1.0  # seconds between two turns if nothing must be reported; a turn also shows that the gateway is alive
 RETRY_S = 0.5  # seconds between two turns while Redis is unreachable
-AGAIN_S = 30.0  # seconds after which an unchanged API key is reported again, so that its record in Redis does not expire
-KEYS_A_TURN = 1000  # API keys per turn
-TIMEOUT_S = 1.0  # time limit of a call
-SETTLE_S = 4.0  # seconds from the creation of a hash to its first grant
+RENEW_S = 30.0  # seconds after which unchanged shares are reported again, so that the hash in Redis does not expire
+KEYS_A_TURN = 1000  # maximum number of API keys per turn
+TIMEOUT_S = 1.0  # seconds; time limit of a call of Redis
+SETTLE_S = 4.0  # seconds from the creation of a hash to the first grant
 DEAD_S = 15.0  # seconds without a report after which a gateway counts as dead
-NEED_S = 2.0  # seconds for which a request for reports is valid
-TTL_S = 75  # TTL of all Redis keys, in seconds
+NEED_S = 2.0  # seconds for which a demand for reports in rl:need is valid
+TTL_S = 75  # seconds; TTL of all Redis keys
 GATEWAYS, NEED = "rl:gateways", "rl:need"
 
 # Reports this gateway's shares of the limits of one API key, and grants amounts of them.
@@ -53,13 +53,12 @@ GATEWAYS, NEED = "rl:gateways", "rl:need"
 # live gateways, and n amounts that the other gateways have used.
 # A gateway's record is a list of whole numbers: its sub-bucket, then for each limit the held, the unmet and the used amounts.
 #
-# The free amount is neither used nor held by a gateway. `least` is granted as a whole if it is free, because a request of this
-# size was refused. Of `most`, at most half of the free amount is granted, so that other gateways can get a part. The grant is
-# the larger of the two, and never more than the free amount. If the gateways have used and hold more than the limit, the grant is
-# negative and takes back a part of the amount that this gateway holds.
-#
-# The unmet amount is the requested amount that could not be granted, because no more was free. While a gateway has one, rl:need
-# makes the other gateways report, and they give up a part of their held amounts.
+# The free amount is the part of the limit that no gateway has used or holds. `least` is granted completely if it is free,
+# because a request of this size was refused. For `most`, at most half of the free amount is granted, so that other gateways can
+# get a part. The grant is the larger of the two, and never more than the free amount. If the gateways use and hold more than
+# the limit together, the grant is negative and takes back a part of the amount that this gateway holds.  The unmet amount is
+# the part of the requested amount that could not be granted, because it was not free. While a gateway has an unmet amount,
+# rl:need makes the other gateways report and give up a part of their held amounts.
 _SCRIPT = """
 local gateway, now, bucket, digest = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local settle_s, dead_s, ttl_s, num_limits = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
@@ -151,15 +150,16 @@ return reply
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """The replies to one exchange."""
+    """The result of one exchange with Redis."""
 
-    gateways: int  # live gateways, this one included
-    in_need: Sequence[str]  # digests of API keys on which gateways should report
-    answers: Sequence[tuple[bool, list[ShareReply]]]  # for each reported API key: whether it has settled, and a reply per limit
+    gateways: int  # number of live gateways, including this one
+    in_need: Sequence[str]  # digests of API keys whose shares all gateways should report
+    # For each reported API key: whether its hash grants amounts yet, and one reply per limit.
+    answers: Sequence[tuple[bool, list[ShareReply]]]
 
 
 class ShareStore:
-    """A client of the Redis with the shares."""
+    """The client of the Redis that has the shares."""
 
     def __init__(self, url: str, name: str) -> None:
         """Makes the client.
@@ -172,7 +172,7 @@ class ShareStore:
         """
         self._client = redis_client(url, TIMEOUT_S)
         self._name = name
-        self._script = ""  # SHA of the script in Redis; "": Redis may not have the script
+        self._script = ""  # SHA of the script in Redis; "" if Redis may not have the script
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -182,10 +182,10 @@ class ShareStore:
 
         Args:
             now: Unix seconds.
-            reports: Digest of each API key, with a report per limit.
+            reports: For each API key its digest, and one report per limit.
 
         Raises:
-            RedisError, OSError: Redis is unreachable or refuses. The reports may have arrived.
+            RedisError, OSError: Redis is unreachable or refuses the call. The reports may still have arrived.
         """
         name, self._script = self._script, ""
         if not name:
@@ -203,7 +203,7 @@ class ShareStore:
         self._script = name
         in_need = [member.decode(errors="replace") for member in replies[5]]
         sizes = [[len(report.amounts) for report in each] for _, each in reports]
-        return Exchanged(int(replies[3]), in_need, [_answers(*pair) for pair in zip(replies[6:], sizes, strict=True)])
+        return Exchanged(int(replies[3]), in_need, [_replies(*pair) for pair in zip(replies[6:], sizes, strict=True)])
 
     def _arguments(self, digest: str, reports: Sequence[ShareReport], now: float) -> list[Any]:
         found: list[Any] = [self._name, f"{now:.3f}", bucket_of(now), digest, SETTLE_S, DEAD_S, TTL_S, len(reports)]
@@ -212,7 +212,7 @@ class ShareStore:
         return found
 
 
-def _answers(reply: list[int], sizes: Sequence[int]) -> tuple[bool, list[ShareReply]]:
+def _replies(reply: list[int], sizes: Sequence[int]) -> tuple[bool, list[ShareReply]]:
     found, at = [], 1
     for size in sizes:
         granted, unmet = reply[at], reply[at + 1]
@@ -228,7 +228,7 @@ class Store(Protocol):
 
 
 class ShareRefill:
-    """The background task. It owns the connection to Redis and writes the shares of the budgets."""
+    """The background task that exchanges the shares of all budgets with Redis. It owns the connection."""
 
     def __init__(self, store: Store, budgets: Mapping[str, KeyBudget], clock: Callable[[], float]) -> None:
         """Makes the task.
@@ -240,24 +240,25 @@ class ShareRefill:
         self._store = store
         self._budgets = budgets
         self._clock = clock
-        self._called: set[str] = set()  # digests of API keys on which other gateways need reports
+        self._requested: set[str] = set()  # digests of the API keys whose shares other gateways need reported
         self._low = asyncio.Event()
-        self._waiting = 0  # API keys that did not fit into the last turn
-        self._seen = 0  # number of gateways
-        self._fewer_since: float | None = None  # time since which Redis lists fewer gateways than `_seen`
-        self.is_up = False
+        self._num_postponed = 0  # API keys that exceeded KEYS_A_TURN in the last turn
+        self._num_gateways = 0  # 0 until Redis is reached for the first time
+        # Time since which Redis lists fewer gateways than `_num_gateways`; None if it does not.
+        self._fewer_since: float | None = None
+        self.is_up = False  # whether the last exchange succeeded
 
     @property
     def gateways(self) -> int:
-        """Number of gateways last seen, this one included; 0 if Redis was never reached."""
-        return self._seen
+        """Last known number of live gateways, including this one; 0 if Redis was never reached."""
+        return self._num_gateways
 
     def runs_low(self) -> None:
         """Requests an early turn, because a share runs low."""
         self._low.set()
 
     async def run(self) -> None:
-        """Exchanges shares until cancelled, then closes the connection."""
+        """Exchanges shares until it is cancelled, and then closes the connection."""
         try:
             while True:
                 await self.turn()
@@ -266,58 +267,58 @@ class ShareRefill:
             await self._store.close()
 
     async def turn(self) -> None:
-        """Exchanges the shares of up to KEYS_A_TURN API keys. If Redis is unreachable, all shares continue without it."""
+        """Exchanges the shares of at most KEYS_A_TURN API keys. If Redis is unreachable, all shares change to the mode Alone."""
         now = self._clock()
         self._low.clear()
         due = list(self._due(now))
-        self._waiting = max(0, len(due) - KEYS_A_TURN)
+        self._num_postponed = max(0, len(due) - KEYS_A_TURN)
         due = due[:KEYS_A_TURN]
-        gateways = max(1, self._seen)
+        gateways = max(1, self._num_gateways)
         reports = [(budget.digest, budget.report(now, gateways)) for budget in due]
         try:
             exchanged = await self._store.exchange(now, reports)
         except (RedisError, OSError) as error:
-            self._down(error)
+            self._lose_redis(error)
             return
         if not self.is_up:
             logger.info("gateways share the limits of API keys in Redis")
             self.is_up = True
         self._count(exchanged.gateways, now)
-        self._called = set(exchanged.in_need)
+        self._requested = set(exchanged.in_need)
         now = self._clock()
         for budget, (settled, answers) in zip(due, exchanged.answers, strict=True):
             budget.answered(answers, settled, now)
 
     def _due(self, now: float) -> Iterator[KeyBudget]:
-        """Yields the budgets to report. Changed budgets, and those on which other gateways need reports, come first."""
+        """Yields the budgets that must be reported. Changed budgets come first, with those that other gateways need reported."""
         found = self._budgets.values()
         late: list[KeyBudget] = []
         for budget in found:
-            if budget.dirty or budget.digest in self._called:
+            if budget.dirty or budget.digest in self._requested:
                 yield budget
-            elif now - budget.reported_at >= AGAIN_S:
+            elif now - budget.reported_at >= RENEW_S:
                 late.append(budget)
         yield from late
 
     def _count(self, gateways: int, now: float) -> None:
         """Updates the number of gateways.
 
-        If a gateway has joined, all shares yield a part to it. A smaller number counts only after DEAD_S, because a restarted
-        Redis lists only the gateways that have reported since.
+        If a gateway has joined, all shares yield a part to it. A smaller number counts only after DEAD_S, because after a
+        restart, Redis lists only the gateways that have already reported again.
         """
-        if gateways > self._seen:
+        if gateways > self._num_gateways:
             for budget in self._budgets.values():
                 budget.gateway_joined()
-        if gateways >= self._seen:
-            self._seen, self._fewer_since = gateways, None
+        if gateways >= self._num_gateways:
+            self._num_gateways, self._fewer_since = gateways, None
         elif self._fewer_since is None:
             self._fewer_since = now
         elif now - self._fewer_since >= DEAD_S:
-            self._seen, self._fewer_since = gateways, None
+            self._num_gateways, self._fewer_since = gateways, None
 
-    def _down(self, error: Exception) -> None:
+    def _lose_redis(self, error: Exception) -> None:
         if self.is_up:
-            logger.warning("redis is unreachable, each gateway applies its part of the limits of API keys: %s", error)
+            logger.warning("redis is unreachable; each gateway applies its part of the limits of API keys: %s", error)
         self.is_up = False
         now = self._clock()
         for budget in self._budgets.values():
@@ -328,9 +329,9 @@ class ShareRefill:
             await asyncio.sleep(RETRY_S)
             return
         await asyncio.sleep(SOON_S)
-        if self._waiting:
+        if self._num_postponed:
             return
-        busy = self._called or any(budget.dirty for budget in self._budgets.values())
+        busy = self._requested or any(budget.dirty for budget in self._budgets.values())
         try:
             async with asyncio.timeout((TURN_S if busy else IDLE_S) - SOON_S):
                 await self._low.wait()

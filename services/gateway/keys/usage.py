@@ -1,8 +1,8 @@
-"""Counts the use of a limit: the amount of the last minute, or the amount in use now. Times are Unix seconds.
+"""Counts the used amount of a limit: within the last minute, or at present. Times are Unix seconds.
 
-The last minute is divided into sub-buckets of BUCKET_S seconds. The oldest sub-bucket counts in full. So the sum is never less
-than the amount used within the last WINDOW_S seconds, and a sum within a limit keeps every period of WINDOW_S within that limit.
-The sub-buckets of all gateways begin at the same times.
+The last minute is divided into sub-buckets of BUCKET_S seconds. The oldest sub-bucket counts completely, so the sum is never
+less than the amount used within the last WINDOW_S seconds. If the sum stays within a limit, every period of WINDOW_S seconds
+does too. The sub-buckets of all gateways begin at the same times.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-WINDOW_S = 60
-BUCKET_S = 6
-BUCKETS = WINDOW_S // BUCKET_S + 1  # one more than WINDOW_S has, because the newest sub-bucket is not complete
+WINDOW_S = 60  # seconds of a limit per minute
+BUCKET_S = 6  # seconds of a sub-bucket
+BUCKETS = WINDOW_S // BUCKET_S + 1  # number of sub-buckets; one more than WINDOW_S has, because the newest one is incomplete
 
 
 def bucket_of(now: float) -> int:
+    """Returns the number of the sub-bucket that contains a time."""
     return int(now // BUCKET_S)
 
 
 class Usage(Protocol):
-    """A count of used amounts."""
+    """The used amount of one limit."""
 
     size: int  # length of amounts()
 
@@ -40,7 +41,7 @@ class Usage(Protocol):
 class PerMinute:
     """The amount used within the last minute, in BUCKETS sub-buckets.
 
-    If the clock goes back, the window waits until the clock has caught up.
+    If the clock is set back, the window does not move until the clock reaches its previous time.
     """
 
     size = BUCKETS
@@ -54,7 +55,7 @@ class PerMinute:
         self._amounts[0] += amount
 
     def give_back(self, amount: int, since: float, now: float) -> int:
-        """Subtracts from the amount that was added at `since`. Returns the part that was still counted."""
+        """Subtracts an amount that was added at `since`. Returns the part of it that was still counted."""
         self._advance(now)
         age = max(0, self._newest - bucket_of(since))
         if age >= BUCKETS:
@@ -68,7 +69,7 @@ class PerMinute:
         return sum(self._amounts)
 
     def recent(self, now: float) -> int:
-        """Returns the amount used in the present sub-bucket and the previous one."""
+        """Returns the amount used in the newest two sub-buckets."""
         self._advance(now)
         return self._amounts[0] + self._amounts[1]
 
@@ -78,7 +79,7 @@ class PerMinute:
         return list(self._amounts)
 
     def replace(self, amounts: Sequence[int], now: float) -> None:
-        """Replaces all amounts by those of amounts() of another window."""
+        """Replaces all amounts by `amounts`, the result of amounts() of another object."""
         self._advance(now)
         self._amounts = list(amounts)
 
@@ -91,7 +92,7 @@ class PerMinute:
 
 
 class Concurrent:
-    """The amount in use now."""
+    """The amount in use at present, such as running requests."""
 
     size = 1
 
@@ -118,16 +119,16 @@ class Concurrent:
         self._count = amounts[0]
 
 
-def seconds_until(amounts: Sequence[int], free: int, now: float) -> float:
-    """Returns the seconds until at most `free` of the amounts is still counted; 0 if this is so now.
+def seconds_until(amounts: Sequence[int], most: int, now: float) -> float:
+    """Returns the seconds until the counted amount has fallen to `most`; 0 if it is not larger now.
 
     Args:
         amounts: Amounts by sub-bucket, the newest first.
-        free: Largest amount that may still be counted then; at least 0.
+        most: Largest amount that may still be counted then; at least 0.
     """
     left, seconds = sum(amounts), 0.0
     for age in range(len(amounts) - 1, -1, -1):
-        if left <= free:
+        if left <= most:
             break
         left -= amounts[age]
         if amounts[age]:

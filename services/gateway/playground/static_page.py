@@ -1,6 +1,6 @@
-"""Serves an HTML file of this folder with a Content-Security-Policy that allows requests to its own gateway only.
+"""Serves an HTML file of this folder with a Content-Security-Policy, which allows the page to send requests only to its gateway.
 
-The policy allows the file's script and its style by their hashes. A browser runs no other script, even if one is injected.
+The policy lists the hashes of the file's script and style. A browser therefore runs no other script, even if one is injected.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from starlette.responses import Response
 
 PLAYGROUND, REFERENCE = "playground.html", "reference.html"
 _FOLDER = Path(__file__).parent
-_SENDS_NOTHING = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+_PAGE_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache"}
 
 
 def static_page(name: str) -> Response:
-    """Returns the response with the page. It can be sent repeatedly.
+    """Returns the response with the page. The same response can be sent to several clients.
 
     Raises:
         ValueError: The file does not have exactly one script and one style.
     """
     text = (_FOLDER / name).read_text()
-    return Response(text, headers={"content-security-policy": _policy(text), **_SENDS_NOTHING}, media_type="text/html")
+    return Response(text, headers={"content-security-policy": _policy(text), **_PAGE_HEADERS}, media_type="text/html")
 
 
 def _policy(text: str) -> str:
@@ -44,5 +44,5 @@ def _policy(text: str) -> str:
 def _hash_of(tag: str, text: str) -> str:
     bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     if len(bodies) != 1:
-        raise ValueError(f"a page has one <{tag}>, this one {len(bodies)}")
+        raise ValueError(f"the page has {len(bodies)} <{tag}> elements; it must have exactly one")
     return f"'sha256-{b64encode(sha256(bodies[0].encode()).digest()).decode()}'"

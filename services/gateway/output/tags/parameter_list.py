@@ -31,7 +31,7 @@ def parameters(demand: CallDemand, tool: ToolSpec) -> list[Parameter] | None:
     """
     schema = demand.parameters(tool)
     if tool.strict and not keywords_of(schema) <= _OF_A_LIST:
-        why = "in this model's call format, a strict tool's schema may have only type, properties, required and additionalProperties"
+        why = "in this model's call format, a strict tool's schema may only have type, properties, required, additionalProperties"
         raise TagRefused(tool.field, why)
     properties, required = schema.get("properties"), schema.get("required")
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []

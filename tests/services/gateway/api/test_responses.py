@@ -248,7 +248,7 @@ def test_cut_response_is_incomplete(client: OpenAI) -> None:
 
 def statuses(*events: Event) -> list[str]:
     """Returns the status of each item of a completed response with these events."""
-    output = OutputItems("", seals=False)
+    output = OutputItems("", has_encrypted=False)
     received = [each for event in events for each in output.add(event)]
     received += output.finish("completed")
     done = [each["item"]["status"] for each in received if each["type"] == "response.output_item.done"]

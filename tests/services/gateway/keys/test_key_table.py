@@ -43,8 +43,8 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "unknown field": (content({**A, "rpm": 5}), "keys[0]: unknown field 'rpm'"),
     "name": (content({**A, "name": "a b"}), "keys[0].name"),
     "name's length": (content({**A, "name": "a" * (limits.MAX_KEY_NAME_CHARS + 1)}), "keys[0].name"),
-    "same name": (content(A, {**A, "key": "other"}), "a: two keys have this name"),
-    "same key": (content(A, {"name": "b", "sha256": digest("secret")}), "b: a has the same key"),
+    "same name": (content(A, {**A, "key": "other"}), "a: two API keys have this name"),
+    "same key": (content(A, {"name": "b", "sha256": digest("secret")}), "b: the API key a has the same secret"),
     "models": (content({**A, "models": []}), "keys[0].models: must be a list of 1 to"),
     "a model's name": (content({**A, "models": ["a", ""]}), "keys[0].models"),
     "a model's long name": (content({**A, "models": ["a" * (limits.MAX_MODEL_NAME_CHARS + 1)]}), "keys[0].models"),
@@ -114,13 +114,13 @@ def test_key_file_applies_changes_and_ignores_invalid_files(tmp_path: Path) -> N
         assert len(tables) == 1 and dict(weights) == {"a": 1.0}
         for trouble in (lambda: turn(1), lambda: link.unlink(), lambda: turn(1)):
             trouble()
-            await followed.refresh(whole=False)
+            await followed.refresh(reread=False)
             assert followed.table is tables[0] and not followed.is_valid
         turn(0)
-        await followed.refresh(whole=False)
+        await followed.refresh(reread=False)
         assert followed.is_valid and followed.table.of_secret(b"secret")
         turn(2)
-        await followed.refresh(whole=False)
+        await followed.refresh(reread=False)
         assert followed.table.of_secret(b"sekret") and not followed.table.of_secret(b"secret")
         before = path.stat()
         path.write_bytes(first)
@@ -146,10 +146,10 @@ def test_key_file_reads_all_files_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "1.json").write_bytes(content(A))
     followed = KeyFile(str(tmp_path))
     (tmp_path / "2.json").write_bytes(content({"name": "b", "key": "other"}))
-    asyncio.run(followed.refresh(whole=False))
+    asyncio.run(followed.refresh(reread=False))
     assert [key.name for key in followed.table] == ["a", "b"]
     (tmp_path / "2.json").write_bytes(content({"name": "a", "key": "another"}))
-    asyncio.run(followed.refresh(whole=False))
+    asyncio.run(followed.refresh(reread=False))
     assert not followed.is_valid and len(followed.table) == 2
 
 
