@@ -269,7 +269,7 @@ OTHER_TOKEN = FakeControl((grpc.StatusCode.UNAUTHENTICATED, "a valid token is re
 
 
 @pytest.mark.parametrize(
-    ("workers", "down", "status", "codes"),  # down: number of workers that do not run
+    ("workers", "down", "status", "codes"),  # `down` is the number of workers that do not run
     [
         ([FakeControl(), FakeControl()], 0, 200, [None, None]),
         ([FakeControl(), BUSY], 0, 409, [None, "FAILED_PRECONDITION"]),

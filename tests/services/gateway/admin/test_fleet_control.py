@@ -26,7 +26,7 @@ from tests.services.worker.conftest import CONFIG, Serving, serving
 from tests.services.worker.control.address import control_at
 
 GUARD_S = 180.0
-SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)  # chunk in tokens; small steps give the lowest limit of a step's time
+SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)  # tokens per chunk; with small steps, the limit of a step's time is lowest
 
 
 class Operated:
@@ -203,9 +203,8 @@ def test_health_generate_is_503_when_every_step_exceeds_the_limit(monkeypatch: p
             try:
                 hung = [at.start("c"), at.start("d")]
                 await at.until(lambda: running(at, 1, 1))
-                seen: list[
-                    tuple[int, int]
-                ] = []  # by check: the smallest step age of the workers in ms, and the status of /health_generate
+                # For each check: the smallest step age of the workers in ms, and the status of /health_generate.
+                seen: list[tuple[int, int]] = []
 
                 async def unhealthy() -> bool:
                     status = (await at.api.get("/health_generate")).status_code

@@ -105,7 +105,7 @@ def test_stream_and_response_have_the_same_content(
         assert document.content[0].thinking == ("" if hidden else "Hm.") and document.content[0].signature
 
 
-def test_calls_drop_arguments_that_are_not_json(client: Anthropic, set_output: Any) -> None:
+def test_call_input_omits_arguments_after_a_json_fault(client: Anthropic, set_output: Any) -> None:
     """The client receives the complete members before the fault. Numbers may have any size."""
     arguments = '{"city": "Bonn", "day": 123456789012345678901234567890, "x": nope}'
     set_output(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
@@ -235,7 +235,7 @@ def test_refusal_names_the_field(client: Anthropic, body: dict[str, Any], word: 
     assert error["request_id"] == refused.value.request_id == refused.value.response.headers["x-request-id"]
 
 
-def test_errors_have_the_types_of_the_client() -> None:
+def test_client_raises_its_exception_type_for_each_error_of_messages() -> None:
     keys = [{"name": "a", "key": "a", "requests_per_minute": 1}, "b"]
     with System(keys=keys, max_concurrent_requests=1, sse_comment_s=0.1) as system:
         with pytest.raises(anthropic.AuthenticationError):
@@ -256,7 +256,7 @@ def test_errors_have_the_types_of_the_client() -> None:
             system.allow(None)
 
 
-def test_input_equals_the_parsed_stream_when_the_output_is_cut(client: Anthropic, set_output: Any) -> None:
+def test_call_input_equals_the_parsed_stream_when_the_output_is_cut(client: Anthropic, set_output: Any) -> None:
     """The client's own parser reads the pieces of the stream, for random arguments and limits."""
     rng = random.Random(7)
     for _ in range(60):

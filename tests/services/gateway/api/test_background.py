@@ -280,7 +280,7 @@ def test_refused_background_response_frees_resources_of_the_key_and_the_gateway(
     """A background response counts against max_concurrent of the API key and against the gateway's limit."""
     key = {"name": "a", "key": "a", "max_concurrent": 1}
     deepest: Any = {}
-    for _ in range(MAX_JSON_DEPTH - 4):  # the levels around the object, and the object itself, count as well
+    for _ in range(MAX_JSON_DEPTH - 4):  # four levels are the object itself and the levels around it
         deepest = {"a": deepest}
     with redis_server() as own, System(keys=[key], state_redis_url=own.url, max_concurrent_requests=1) as system:
         client = system.openai(api_key="a")
@@ -329,7 +329,10 @@ def test_background_response_counts_against_max_concurrent_of_the_key() -> None:
 def test_other_gateway_continues_after_the_last_token(
     system: System, clients: list[OpenAI], store: RedisServer, tokens: int
 ) -> None:
-    """The takeover happens in a mark, in reasoning, text, a call and arguments. No event is repeated; a call keeps its id."""
+    """Takeovers happen within a mark, reasoning, text, a call and its arguments.
+
+    No event is repeated, and a call keeps its id.
+    """
     system.worker.answer = lambda submit: ALL
     whole = clients[0].responses.create(model=MODEL, input="Hi", tools=[WEATHER])
     before = len(system.worker.submits)
@@ -353,7 +356,7 @@ def test_other_gateway_continues_after_the_last_token(
 
 
 def test_log_probabilities_continue_at_another_gateway(system: System, clients: list[OpenAI], store: RedisServer) -> None:
-    """The second submit has the same parameters, including nulls in the schema."""
+    """The request to the second worker has the same parameters, including nulls in the schema."""
     schema = {"type": "json_schema", "name": "a", "schema": {"anyOf": [{"const": None}, {"type": "string", "default": None}]}}
     asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "text": {"format": schema}}
     before = len(system.worker.submits) + 1
@@ -370,7 +373,9 @@ def test_log_probabilities_continue_at_another_gateway(system: System, clients: 
     assert first.sampling == second.sampling and second.output_ids
 
 
-def test_response_fails_after_max_takes_takeovers(system: System, clients: list[OpenAI], store: RedisServer) -> None:
+def test_background_response_fails_after_the_maximum_number_of_takeovers(
+    system: System, clients: list[OpenAI], store: RedisServer
+) -> None:
     system.allow(4)
     response = begin(clients[0])
     wait_until(lambda: len(text_of(streamed_so_far(system, response))) == 4, "four tokens in the store")
@@ -430,7 +435,9 @@ def test_stopping_gateway_releases_responses() -> None:
             response = begin(first.openai())
             key = f"state:background:ids:{owner_of('')}:{response.id}"
             wait_until(lambda: own.client.strlen(key) == 100, "the tokens in the store")
-        assert not own.client.exists(lease_of(response, "")), "the gateway releases the lease, so no gateway waits for its expiry"
+        assert not own.client.exists(lease_of(response, "")), (
+            "the gateway releases the lease, so the other gateway does not wait for its expiry"
+        )
         with System(state_redis_url=own.url) as second:
             second.worker.answer = lambda submit: LONG
             last = wait_for_end(second.openai(), response)
@@ -470,7 +477,7 @@ def test_other_gateway_continues_with_the_stored_parameters() -> None:
             assert not second.metric("rootstock_gateway_tool_calls_dropped_total")
 
 
-def test_gateway_continues_an_order_without_formats() -> None:
+def test_gateway_continues_a_stored_response_without_formats() -> None:
     """An older gateway wrote the order, so the tokenizer's formats apply. A new order contains every field that an older gateway
     reads.
     """
@@ -505,7 +512,7 @@ def test_response_fails_when_the_tokenizer_has_changed() -> None:
 
 
 def test_gateway_waits_for_the_model_of_a_stored_response() -> None:
-    """The workers of the model may not be connected yet."""
+    """The workers of the model connect after the gateway has read the stored response."""
 
     def other(workers: list[FakeWorker]) -> None:
         workers[0].info.model = "other"
@@ -568,7 +575,9 @@ def test_gateway_recomputes_output_that_the_store_did_not_record(
     own.kill()
 
 
-def test_stored_output_is_bounded(system: System, clients: list[OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_response_fails_when_its_stored_output_is_too_large(
+    system: System, clients: list[OpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(background_store, "MAX_BACKGROUND_BYTES", 6000)
     last = wait_for_end(clients[0], begin(clients[0]))
     assert last.status == "failed" and last.error is not None and "larger" in last.error.message
@@ -626,4 +635,4 @@ def test_response_fails_when_no_worker_has_the_model_version() -> None:
             assert last.status == "failed" and last.error is not None and "model version" in last.error.message
             assert (
                 last.output_text in ("Hell", "Hello") and not second.worker.submits
-            )  # the text of a token is stored after the token
+            )  # the store gets the text of a token after the token itself

@@ -195,7 +195,7 @@ def expect_refusal(shared: System, path: str, change: dict[str, Any], param: str
 @pytest.mark.parametrize(
     ("path", "change", "param"), [case[1:] for case in REFUSED_BY_RULES], ids=[case[0] for case in REFUSED_BY_RULES]
 )
-def test_bad_field_is_refused_by_name(shared: System, path: str, change: dict[str, Any], param: str) -> None:
+def test_error_names_the_bad_field(shared: System, path: str, change: dict[str, Any], param: str) -> None:
     expect_refusal(shared, path, change, param)
 
 
@@ -203,7 +203,7 @@ def test_bad_field_is_refused_by_name(shared: System, path: str, change: dict[st
 @pytest.mark.parametrize(
     ("path", "change", "param"), [case[1:] for case in REFUSED_BY_DECLARATIONS], ids=[case[0] for case in REFUSED_BY_DECLARATIONS]
 )
-def test_value_is_refused_by_the_fields_declaration(shared: System, path: str, change: dict[str, Any], param: str) -> None:
+def test_declared_type_and_range_of_a_field_refuse_a_value(shared: System, path: str, change: dict[str, Any], param: str) -> None:
     expect_refusal(shared, path, change, param)
 
 
@@ -346,21 +346,21 @@ def limited() -> Iterator[System]:
 
 
 class TestBodySize:
-    def test_declared_size_over_the_limit_is_413(self, limited: System) -> None:
+    def test_body_gets_413_when_its_declared_size_exceeds_the_limit(self, limited: System) -> None:
         answer = limited.post("/v1/completions", {"model": MODEL, "prompt": "x" * 2000})
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
 
-    def test_chunked_body_over_the_limit_is_413(self, limited: System) -> None:
+    def test_chunked_body_gets_413_when_its_size_exceeds_the_limit(self, limited: System) -> None:
         with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
             for _ in range(3):
                 raw.sendall(b"1f4\r\n" + b"x" * 500 + b"\r\n")
             assert raw.recv(65536).startswith(b"HTTP/1.1 413 ")
 
-    def test_size_below_the_limit_is_accepted(self, limited: System) -> None:
+    def test_body_is_accepted_when_its_size_is_below_the_limit(self, limited: System) -> None:
         assert limited.complete(prompt="x" * 400).status_code == 200
 
-    def test_slow_body_is_408(self) -> None:
+    def test_slow_body_gets_408(self) -> None:
         with System(body_timeout_s=0.1) as system, socket.create_connection(("127.0.0.1", system.port), timeout=10) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
             assert raw.recv(65536).startswith(b"HTTP/1.1 408 ")

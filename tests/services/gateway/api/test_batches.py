@@ -142,7 +142,7 @@ def test_refusal_of_a_batch_names_the_field(client: OpenAI) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("endpoint", {"endpoint": "/v1/messages"}),
         ("completion_window", {"window": "a day"}),
-        ("completion_window", {"window": "8d"}),  # longer than the longest window
+        ("completion_window", {"window": "8d"}),  # longer than the longest completion_window
         ("metadata", {"metadata": {"a" * 65: "b"}}),
         ("output_expires_after", {"output_expires_after": {"anchor": "created_at", "seconds": 3}}),
     ]
@@ -204,7 +204,8 @@ def test_cancelled_batch_keeps_results(system: System, client: OpenAI) -> None:
     wait_until(lambda: system.running() == [16], "a line in every lane")
     assert system.metric("rootstock_gateway_batch_lines_in_flight") == 16
     system.allow(1)
-    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "three results in the store")  # type: ignore[union-attr]
+    # Type: ignore[union-attr].
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "three results in the store")
     assert client.batches.cancel(batch.id).status == "cancelling"
     done = wait_for_end(client, batch)
     wait_until(lambda: system.running() == [0], "the aborts at the worker")
@@ -323,7 +324,7 @@ def test_gateway_takes_no_batch_of_an_unknown_key(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(Leases, "take", record_take)
         with System(state_redis_url=state.url, keys=["bob"]) as second:
             wait_until(lambda: len(lookups) > 4, "lookups of the API key")
-            assert len(taken) == 1, "the gateway takes no lease, and no batch makes way"
+            assert len(taken) == 1, "the gateway takes no lease, and displaces no batch for it"
             assert second.metric("rootstock_gateway_batches_running") == 0 and not second.worker.submits
             second.write_keys("alice", "bob")
             wait_until(
@@ -344,7 +345,8 @@ def test_other_gateway_continues_a_batch_from_the_store() -> None:
             batch = begin(client, lines)
             wait_until(lambda: first.running() == [16], "the lines at the worker")
             first.allow(1)
-            wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "results")  # type: ignore[union-attr]
+            # Type: ignore[union-attr].
+            wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "results")
         with System(state_redis_url=state.url) as second:
             done = wait_for_end(second.openai(), batch)
             found = results(second.openai(), done.output_file_id)
@@ -412,7 +414,7 @@ def test_unreadable_batch_does_not_stop_other_batches(
     assert wait_for_end(client, begin(client, [line(2)])).status == "completed"
     assert not logged("batches wait for the store"), "the other batches are still found"
     store.client.hset(key, "status", "in_progress")
-    store.client.delete(lease)  # as if the lease expired
+    store.client.delete(lease)  # has the same effect as an expired lease
     assert wait_for_end(client, newer).status == "completed"
 
 
@@ -491,7 +493,7 @@ def test_waiting_batch_expires_and_can_be_cancelled(system: System, client: Open
 
 
 def test_batch_of_another_key_replaces_the_newest_batch_of_a_key(system: System, client: OpenAI) -> None:
-    """The newest batch of an API key with several batches makes way, and continues later."""
+    """If all slots are in use, the newest batch of an API key with several batches is paused. It continues later."""
     bob, before = system.openai(api_key="bob"), len(system.worker.submits)
     system.allow(0)
     long = [begin(client, [line(1)]) for _ in range(batch_runner.AT_ONCE)]

@@ -64,7 +64,7 @@ def test_fields_reach_the_worker(shared: System) -> None:
 def test_input_is_truncated_to_the_last_tokens(shared: System) -> None:
     for max_tokens, sent in ((2, "ld"), (2.0, "ld"), (99, "world"), (-1, "world")):
         answer = embed(shared, input="world", truncate_prompt_tokens=max_tokens).json()
-        assert answer["usage"]["prompt_tokens"] == len(sent), "2.0 counts as 2"
+        assert answer["usage"]["prompt_tokens"] == len(sent), "the number 2.0 is accepted as the integer 2"
         assert list(shared.worker.submits[-1].prompt_ids) == ids_of(sent)
     assert embed(shared, input="x" * (CONTEXT_LEN + 9), truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == CONTEXT_LEN
     assert embed(shared, truncate_prompt_tokens=0).json()["error"]["param"] == "truncate_prompt_tokens"
@@ -80,7 +80,7 @@ def test_request_fails_when_the_worker_refuses_a_prompt(system: System) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
 
 
-def test_detokenizer_receives_nothing(system: System) -> None:
+def test_embedding_request_sends_nothing_to_the_detokenizer(system: System) -> None:
     assert embed(system, input=["a", "b"]).status_code == 200
     assert system.detokenizer.batches == []
     assert system.metric("rootstock_gateway_output_tokens_total") == 0

@@ -50,9 +50,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 SCHEMA = {"type": "object"}
 CONTENT = re.compile(r'"(?:content|text)":"([^"]*)"')
-REASONING_FIELDS = {"separate_reasoning"}  # without effect on a model that does not reason; see test_tools.py
+REASONING_FIELDS = {"separate_reasoning"}  # fields without effect on a model that does not reason; test_tools.py tests them
 TOOL = {"type": "function", "function": {"name": "f"}}
-# By field: the other fields of the request, and a value that must have an effect
+# By field: the other fields of the request, and a value of the field that must change the effects of the request
 SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     **{row.names[Api.CHAT]: ({}, typical(row)) for row in SCALARS},
     "add_generation_prompt": ({}, False),
@@ -340,7 +340,9 @@ class TestFieldsOfGenerate:
             (CHAT, {"session_params": "s"}, "session_params"),
         ],
     )
-    def test_impossible_session_turn_is_refused(self, shared: System, path: str, change: dict[str, Any], param: str) -> None:
+    def test_session_turn_is_refused_when_sessions_do_not_support_the_request(
+        self, shared: System, path: str, change: dict[str, Any], param: str
+    ) -> None:
         before = len(shared.worker.submits)
         answer = shared.post(path, {**BODIES[path], "session_params": {"id": "s"}, **change})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

@@ -96,7 +96,7 @@ class TestLogprobValues:
         assert logprob_values(self.params(**body), 100, CONTEXT) == values
 
     def test_request_at_the_limit_is_accepted(self) -> None:
-        max_prompts = limits.MAX_LOGPROB_VALUES // 32  # each choice has 32 values
+        max_prompts = limits.MAX_LOGPROB_VALUES // 32  # each choice has 32 log probabilities
         check_logprobs(self.request(max_prompts, 100, logprobs=1, max_tokens=16))
         with pytest.raises(ApiError) as error:
             check_logprobs(self.request(max_prompts + 1, 100, logprobs=1, max_tokens=16))
@@ -106,16 +106,16 @@ class TestLogprobValues:
         check_logprobs(self.request(10_000, 100, max_tokens=900))
 
     @pytest.mark.parametrize("echo", [False, True])
-    def test_completions_are_limited(self, shared: System, echo: bool) -> None:
+    def test_completions_over_the_limit_of_logprob_values_are_refused(self, shared: System, echo: bool) -> None:
         before = len(shared.worker.submits)
         error = error_of(shared.complete(logprobs=20, echo=echo, **MANY_LOGPROBS))
         assert error["param"] == "logprobs" and str(limits.MAX_LOGPROB_VALUES) in error["message"]
         assert len(shared.worker.submits) == before
 
-    def test_chats_are_limited(self, shared: System) -> None:
+    def test_chats_over_the_limit_of_logprob_values_are_refused(self, shared: System) -> None:
         assert error_of(shared.chat(logprobs=True, top_logprobs=20, **MANY_LOGPROBS))["param"] == "logprobs"
 
-    def test_generate_is_limited(self, shared: System) -> None:
+    def test_generate_over_the_limit_of_logprob_values_is_refused(self, shared: System) -> None:
         body = {"text": ["Hi"] * 32, "return_logprob": True, "top_logprobs_num": 20, "token_ids_logprob": list(range(256))}
         answer = shared.post(GENERATE, {**body, "sampling_params": {"max_new_tokens": None}})
         assert error_of(answer)["param"] == "return_logprob"
@@ -216,11 +216,12 @@ def test_slice_has_fewer_tokens_when_each_has_more_values() -> None:
 
 
 FULL_SET = list(range(limits.MAX_TOKEN_ID_SET))
-CHOICES = limits.MAX_REQUEST_SET_IDS // limits.MAX_TOKEN_ID_SET  # number of choices that may each have a full set
+# Number of choices that may each have a token set of the maximum size.
+CHOICES = limits.MAX_REQUEST_SET_IDS // limits.MAX_TOKEN_ID_SET
 
 
-class TestSets:
-    def test_ids_are_sent_once_in_order(self, shared: System) -> None:
+class TestTokenSets:
+    def test_token_sets_are_sent_in_ascending_order_without_duplicates(self, shared: System) -> None:
         assert shared.chat(allowed_token_ids=[9, 7, 9, 0], banned_token_ids=[5, 5]).status_code == 200
         sampling = shared.worker.submits[-1].sampling
         assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([0, 7, 9], [5])
@@ -229,26 +230,26 @@ class TestSets:
         sampling = shared.worker.submits[-1].sampling
         assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([0, 7, 9], [5])
 
-    def test_chats_are_limited(self, shared: System) -> None:
+    def test_chats_over_the_limit_of_token_sets_are_refused(self, shared: System) -> None:
         assert error_of(shared.chat(banned_token_ids=FULL_SET, n=CHOICES + 1))["param"] == "banned_token_ids"
 
-    def test_completions_are_limited(self, shared: System) -> None:
+    def test_completions_over_the_limit_of_token_sets_are_refused(self, shared: System) -> None:
         body = {"allowed_token_ids": FULL_SET, "max_tokens": 1}
         assert error_of(shared.complete(prompt=["a"] * (CHOICES + 1), **body))["param"] == "allowed_token_ids"
         assert shared.complete(prompt=["a"] * CHOICES, **body).status_code == 200
 
-    def test_generate_is_limited(self, shared: System) -> None:
+    def test_generate_over_the_limit_of_token_sets_is_refused(self, shared: System) -> None:
         body = {"text": ["a"] * (CHOICES + 1), "sampling_params": {"allowed_token_ids": FULL_SET}}
         assert error_of(shared.post(GENERATE, body))["param"] == "sampling_params.allowed_token_ids"
 
-    def test_generate_with_separate_parameters_is_limited(self, shared: System) -> None:
+    def test_generate_over_the_limit_of_token_sets_is_refused_when_each_prompt_has_its_own_set(self, shared: System) -> None:
         count = CHOICES + 1
         body = {"text": ["a"] * count, "sampling_params": [{"banned_token_ids": FULL_SET}] * count}
         assert error_of(shared.post(GENERATE, body))["param"] == f"sampling_params[{count - 1}].banned_token_ids"
 
 
 class TestCheapChecks:
-    """Cheap checks run before a long value is read, so the error names the first fault that they find."""
+    """Checks of lengths and numbers run before the elements of a long value are read, so the error names the length or number."""
 
     LONG: list[Any] = [1] + ["x"] * CONTEXT_LEN
 

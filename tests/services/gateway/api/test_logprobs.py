@@ -86,7 +86,7 @@ class TestChat:
 
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("merge", [2, 5])
-    def test_merged_steps_keep_the_order(self, shared: System, merge: int) -> None:
+    def test_logprobs_keep_their_order_when_steps_are_merged(self, shared: System, merge: int) -> None:
         shared.worker.merge = merge
         try:
             content = chat_entries(events(shared.chat(logprobs=True, stream=True).text))
@@ -94,7 +94,9 @@ class TestChat:
             shared.worker.merge = 1
         assert [entry["token"] for entry in content] == NAMES
 
-    def test_part_of_a_character_has_bytes(self, shared: System, half_characters: dict[int, bytes]) -> None:
+    def test_chat_token_has_its_bytes_when_it_is_part_of_a_character(
+        self, shared: System, half_characters: dict[int, bytes]
+    ) -> None:
         content = shared.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
         assert [entry["bytes"] for entry in content[:2]] == [list(text) for text in half_characters.values()]
         assert content[0]["token"] == "\ufffd"
@@ -133,7 +135,7 @@ class TestCompletion:
         prompts = [prompt] if isinstance(prompt, str) else prompt
         assert [choice["logprobs"]["tokens"] for choice in choices] == [[*text, "H"] for text in prompts]
 
-    def test_offsets_refer_to_the_text(self, shared: System) -> None:
+    def test_text_offsets_skip_special_tokens(self, shared: System) -> None:
         """The text omits special tokens."""
         choice = shared.complete(prompt=[EOS, *ids_of("ab"), EOS, EOS, *ids_of("c")], echo=True, logprobs=0, max_tokens=2).json()
         (choice,) = choice["choices"]
@@ -157,7 +159,9 @@ class TestCompletion:
             "bytes",
         ],
     )
-    def test_offsets_of_prompt_tokens(self, prefix: str, tokens: list[str | bytes], offsets: list[int]) -> None:
+    def test_echo_returns_the_text_offsets_of_prompt_tokens(
+        self, prefix: str, tokens: list[str | bytes], offsets: list[int]
+    ) -> None:
         steps = TextOffsets(prefix)
         assert [steps.step(text if isinstance(text, bytes) else text.encode()) for text in tokens] == offsets
 
@@ -201,7 +205,9 @@ class TestCompletion:
         logprobs = shared.complete(logprobs=0, logprob_token_ids=[70], max_tokens=2).json()["choices"][0]["logprobs"]
         assert logprobs["requested_logprobs"] == [{"70": chosen_of(70)}] * 2
 
-    def test_part_of_a_character_is_written_as_bytes(self, shared: System, half_characters: dict[int, bytes]) -> None:
+    def test_completion_token_is_named_by_its_bytes_when_it_is_part_of_a_character(
+        self, shared: System, half_characters: dict[int, bytes]
+    ) -> None:
         logprobs = shared.complete(logprobs=0, max_tokens=3).json()["choices"][0]["logprobs"]
         assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "l"]
         assert logprobs["text_offset"] == [0, 0, 1]

@@ -440,7 +440,7 @@ def test_document_follows_the_settings() -> None:
             assert answer.status == status and not document.faults(answer)
 
 
-def test_document_prints_numbers_without_float_noise(shared: System) -> None:
+def test_document_prints_decimal_numbers_without_rounding_errors(shared: System) -> None:
     text = re.sub(r'"(?:[^"\\]|\\.)*"', '""', shared.get("/openapi.json").text)
     numbers = re.findall(r"[-+.0-9eE]*\d[-+.0-9eE]*", text)
     assert numbers and [each for each in numbers if "e" in each.lower() or len(each.partition(".")[2]) > 3] == []

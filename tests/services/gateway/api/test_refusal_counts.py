@@ -1,4 +1,4 @@
-"""Tests of the metric of refusals for lack of a worker. Each reason has its own count, which is 0 at the start."""
+"""Tests of the metric that counts requests refused for lack of a worker, by reason. The count of every reason starts at 0."""
 
 from __future__ import annotations
 

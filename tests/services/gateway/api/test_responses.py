@@ -353,7 +353,7 @@ def test_body_budget_includes_stored_items(system: System, monkeypatch: pytest.M
     assert len(text) < grown[0] < grown[1] and grown[2] > len(text)
 
 
-def test_other_key_cannot_read_a_response(store: RedisServer) -> None:
+def test_response_is_not_found_with_another_api_key(store: RedisServer) -> None:
     with System(keys=["alice", "bob"], state_redis_url=store.url) as system:
         alice, bob = (system.openai(api_key=key) for key in ("alice", "bob"))
         first = alice.responses.create(model=MODEL, input="Hi")

@@ -58,7 +58,7 @@ def test_defaults_reach_messages_and_responses(path: str, body: dict[str, Any]) 
             assert (sampling.temperature, sampling.top_k) == (temperature, 20)
 
 
-def test_one_default_leaves_other_fields_unset() -> None:
+def test_worker_default_of_one_parameter_leaves_other_parameters_unset() -> None:
     with System(configure=prefer(temperature=0.0)) as system:
         plain = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
         assert sampled(system, "/v1/completions") == plain
@@ -82,7 +82,7 @@ def test_clients_can_read_the_defaults() -> None:
         assert system.openai().models.retrieve(MODEL).sampling_defaults == DEFAULTS  # type: ignore[attr-defined]
 
 
-def test_hedge_uses_the_defaults_of_the_first_worker() -> None:
+def test_hedged_request_uses_the_sampling_defaults_of_the_first_worker() -> None:
     def differ(workers: list[FakeWorker]) -> None:
         for worker, temperature in zip(workers, (0.25, 0.75), strict=True):
             prefer(temperature=temperature)([worker])

@@ -128,7 +128,7 @@ def test_labels_share_equally_when_the_model_excludes_all_labels(shared: System,
     assert ask(shared, apply_softmax=True).json()["scores"] == [pytest.approx([1 / 3] * 3)] * 2
 
 
-def test_encoder_refuses_scores() -> None:
+def test_embedding_model_refuses_scores() -> None:
     with System(down=("worker",)) as system:
         system.worker.info.generates = False
         system.call(system.workers[0].start())
@@ -221,7 +221,7 @@ class TestRouting:
             assert sum(map(len, placed)) == 4, "each batch is on one worker"
             assert system.metric("rootstock_gateway_routing_decisions_total", reason="home") == 4 * 7
 
-    def test_items_go_to_other_workers_when_one_is_full(self) -> None:
+    def test_items_go_to_other_workers_when_a_worker_is_full(self) -> None:
         def two_slots(workers: list[FakeWorker]) -> None:
             for worker in workers:
                 worker.info.max_running_requests = 2
@@ -254,7 +254,7 @@ class TestRouting:
             assert "serves no scores" in answer.text and "retry-after" in answer.headers
             assert system.post("/generate", {"text": "Hi"}).status_code == 200
 
-    def test_items_move_when_a_worker_is_lost(self) -> None:
+    def test_items_move_to_another_worker_when_their_worker_is_lost(self) -> None:
         with System(workers=2, configure=lambda workers: [worker.allow(0) for worker in workers] and None) as system:
             body = {"query": "a", "items": ["b", "c", "d"], "label_token_ids": LABELS}
             waiting = Waiting(system, SCORE, body)

@@ -1,4 +1,4 @@
-"""Tests of completions for scoring, which ask for no tokens: max_tokens 0 with echo and logprobs."""
+"""Tests of completions that score a prompt and generate no tokens: max_tokens 0 with echo and logprobs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class TestWorkerIndex:
         assert workers[index] == shuffled[other]
 
     @given(NAMES, WORKERS, st.text(min_size=1, max_size=9))
-    def test_new_worker_moves_sessions_only_to_itself(self, name: str, workers: list[str], new: str) -> None:
+    def test_sessions_move_only_to_the_new_worker_when_a_worker_is_added(self, name: str, workers: list[str], new: str) -> None:
         index, after = worker_index(name, workers), worker_index(name, [*workers, new])
         assert index is not None and after is not None
         assert after in (index, len(workers)) or workers[index] == new
@@ -137,7 +137,7 @@ def host_of(system: System, session_id: str) -> Any:
 
 
 class TestOpenAndClose:
-    def test_response_is_the_session_id(self, make_system: Callable[[int], System]) -> None:
+    def test_open_session_returns_the_session_id(self, make_system: Callable[[int], System]) -> None:
         system = make_system(1)
         answer = open_session(system, session_id="mine", timeout=2.5)
         assert (answer.status_code, answer.json()) == (200, "mine")
@@ -210,7 +210,7 @@ class TestOpenAndClose:
             ({"capacity_of_str_len": 1, "streaming": True}, "streaming"),
         ],
     )
-    def test_bad_value_is_refused_by_name(self, shared: System, body: dict[str, Any], param: str) -> None:
+    def test_error_names_the_bad_field_of_open_session(self, shared: System, body: dict[str, Any], param: str) -> None:
         answer = shared.post("/open_session", body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
@@ -236,7 +236,8 @@ class TestTurns:
         assert second.session == worker_pb2.SessionTurn(
             session_id="mine", parent_request_id="t1", offset=3, replace=True, drop_previous_output=True
         )
-        assert not second.sampling.HasField("max_new_tokens")  # only the worker knows how many tokens the context leaves
+        # The gateway sends no limit, because only the worker knows the length of the session's context.
+        assert not second.sampling.HasField("max_new_tokens")
 
     def test_turn_with_a_parent_adds_no_begin_of_sequence(self, make_system: Callable[[int], System]) -> None:
         system = make_system(1)

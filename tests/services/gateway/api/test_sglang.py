@@ -256,7 +256,7 @@ def abort(system: System, **body: Any) -> httpx.Response:
 
 
 class Waiting:
-    """A request in a separate thread."""
+    """A request that a separate thread sends, so that the test can abort it."""
 
     def __init__(self, system: System, path: str, body: dict[str, Any]) -> None:
         self._answers: list[httpx.Response] = []

@@ -84,12 +84,12 @@ def refused(system: System, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.by_day(one_in=4, seed=47)
 @pytest.mark.parametrize(("change", "param"), GENERATE.values(), ids=GENERATE.keys())
-def test_bad_field_of_generate_is_refused_by_name(shared: System, change: dict[str, Any], param: str) -> None:
+def test_error_names_the_bad_field_of_generate(shared: System, change: dict[str, Any], param: str) -> None:
     assert refused(shared, "/generate", {"text": SECRET, **change})["param"] == param
 
 
 @pytest.mark.parametrize(("value", "field"), SAMPLING.values(), ids=SAMPLING.keys())
-def test_bad_sampling_param_is_refused_by_name(shared: System, value: Any, field: str) -> None:
+def test_error_names_the_bad_sampling_param_of_generate(shared: System, value: Any, field: str) -> None:
     error = refused(shared, "/generate", {"text": SECRET, "sampling_params": {field: value}})
     assert error["param"] == f"sampling_params.{field}"
 
@@ -111,7 +111,7 @@ ENCODE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.by_day(one_in=2, seed=28)
 @pytest.mark.parametrize(("change", "param"), ENCODE.values(), ids=ENCODE.keys())
-def test_bad_field_of_encode_is_refused_by_name(shared: System, change: dict[str, Any], param: str) -> None:
+def test_error_names_the_bad_field_of_encode(shared: System, change: dict[str, Any], param: str) -> None:
     assert refused(shared, "/encode", {"text": SECRET, **change})["param"] == param
 
 

@@ -33,7 +33,7 @@ def test_tokenize_and_detokenize_are_inverse(system: System) -> None:
     assert system.post("/detokenize", {"tokens": [[72], [], [105, 33]]}).json() == {"text": ["H", "", "i!"]}
 
 
-def test_calls_and_reasoning_are_parsed(system: System) -> None:
+def test_parse_routes_return_calls_and_reasoning(system: System) -> None:
     body: dict[str, Any] = {"text": f"So: {CALL}", "tools": TOOLS, "tool_call_parser": "qwen25"}
     found = system.post("/parse_function_call", body).json()
     assert found["normal_text"].strip() == "So:"
@@ -56,7 +56,9 @@ def test_calls_and_reasoning_are_parsed(system: System) -> None:
         ("/classify", {"text": "a"}, None),
     ],
 )
-def test_bad_field_is_named(system: System, path: str, body: dict[str, Any], param: str | None) -> None:
+def test_error_names_the_bad_field_of_tokenize_and_parse_routes(
+    system: System, path: str, body: dict[str, Any], param: str | None
+) -> None:
     answer = system.post(path, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 

@@ -24,7 +24,8 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 TWO_CALLS = CALL + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-TOOLS = {"tools": [WEATHER, CLOCK], "max_tokens": 400}  # the fake worker makes a token per character; no output has 400
+# Larger than every output here, of which the fake worker makes one token per character.
+TOOLS = {"tools": [WEATHER, CLOCK], "max_tokens": 400}
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,8 @@ def test_stream_with_calls_has_complete_logprobs_and_ids(system: System, set_out
 def test_openai_client_collects_calls(system: System, set_output: Any) -> None:
     set_output(TWO_CALLS)
     messages: Any = [{"role": "user", "content": "Hi"}]
-    with client(system).chat.completions.stream(model=MODEL, messages=messages, tools=[STRICT, CLOCK]) as stream:  # type: ignore[list-item]
+    # Type: ignore[list-item].
+    with client(system).chat.completions.stream(model=MODEL, messages=messages, tools=[STRICT, CLOCK]) as stream:
         for _ in stream:
             pass
         calls = stream.get_final_completion().choices[0].message.tool_calls
@@ -253,7 +255,9 @@ def test_reasoning_tokens_are_counted() -> None:
             usage = system.chat().json()["usage"]
             assert usage["completion_tokens_details"] == {"reasoning_tokens": tokens}
         chunks = events(system.chat(stream=True, stream_options={"include_usage": True}, n=2).text)
-        assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}, "4 of each of the 2 choices"
+        assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}, (
+            "each of the 2 choices has 4 reasoning tokens"
+        )
 
 
 def test_numbers_of_tools_and_name_lengths_are_limited(system: System) -> None:

@@ -14,8 +14,8 @@ from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, FakeWorker, ids_of,
 from tests.services.gateway.system import RawClient, System, wait_until
 
 LONG = "".join(chr(97 + i % 26) for i in range(CONTEXT_LEN + 100))
-MAX_PROMPT = CONTEXT_LEN - 1  # longest prompt of a request with a completion, which needs one token
-# By path and, if a path has two, the form of the prompt: the body, and the tokens of it that are sent
+MAX_PROMPT = CONTEXT_LEN - 1  # longest prompt of a request that generates, because one token is reserved for the output
+# By path, and by form of the prompt if the path has two forms: the request's body, and the number of prompt tokens that are sent
 BODIES: dict[str, tuple[dict[str, Any], int]] = {
     "/v1/chat/completions": ({"model": MODEL, "messages": [{"role": "user", "content": LONG}]}, MAX_PROMPT),
     "/v1/completions": ({"model": MODEL, "prompt": LONG}, MAX_PROMPT),

@@ -99,7 +99,7 @@ def test_form_reader_refuses_bad_forms() -> None:
 
 
 def test_file_content_is_returned_unchanged(client: OpenAI) -> None:
-    content = bytes(range(256)) * 8000  # several chunks, of which the last is not full
+    content = bytes(range(256)) * 8000  # several chunks; the last one is not full
     name = "é" * (limits.MAX_FILE_NAME_CHARS + 1)
     file = client.files.create(file=(name, content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200})
     assert len(content) > limits.FILE_CHUNK_BYTES and client.files.content(file.id).content == content

@@ -23,11 +23,11 @@ KEY = "team"
 
 
 class Gateways:
-    """Several gateways with their own limits. Admitted requests are recorded with their times."""
+    """The KeyLimits of several gateways, with one virtual clock. Admitted requests are recorded with their times."""
 
     def __init__(self, url: str, count: int = 3, **limits: Any) -> None:
         self.now = BEGIN
-        self.admitted: list[tuple[float, int]] = []  # time, amount
+        self.admitted: list[tuple[float, int]] = []  # time and amount of each admitted request
         self.refused: list[str] = []
         self._url = url
         self._table = KeyTable([ApiKey(KEY, (), **limits)])
@@ -100,7 +100,7 @@ async def hammer(
     """Sends far more requests than the limit admits.
 
     Args:
-        hold: admitted requests do not end.
+        hold: Whether admitted requests stay open.
     """
     until = gateways.now + seconds
     while gateways.now < until:
@@ -195,7 +195,7 @@ def test_shares_move_to_a_new_gateway_and_from_a_dead_one(server: RedisServer) -
         await gateways.turn(2)
         await hammer(gateways, 66, rng, [1, 1, 1], hold=False)
         assert gateways.max_in_a_minute() <= 120
-        await gateways.advance(70)  # the next minute begins with an even share for each gateway
+        await gateways.advance(70)  # at the beginning of the next minute, every gateway has an equal share
         held = [gateways.ask(0) for _ in range(9)]
         assert any(held)
         lost = gateways.each.pop(0)
@@ -254,7 +254,7 @@ def test_settle_refunds_unused_tokens(server: RedisServer) -> None:
         gateways = Gateways(server.url, count=2, tokens_per_minute=1000)
         await gateways.advance(6)
         for _ in range(20):
-            for _ in range(8):  # shares may have to move from the other gateway first
+            for _ in range(8):  # the other gateway may hold a share, which must move to this gateway first
                 admission = gateways.ask(0, 600)
                 if admission is not None:
                     break

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-STOP_BIAS, MAX_TOKENS = 0.15, 1500  # probability of an end where the text may end; largest number of tokens
+STOP_BIAS, MAX_TOKENS = 0.15, 1500  # probability of ending where the grammar allows the end; maximum tokens of an output
 WORDS = [
     "city",
     "Paris",
@@ -53,7 +53,7 @@ class Drawer:
         """Draws a complete output.
 
         Args:
-            free_tokens: number of tokens after which the drawer prefers tokens that close values.
+            free_tokens: Number of tokens after which the drawer prefers tokens that close values.
 
         Returns:
             None if no output ends within MAX_TOKENS tokens.

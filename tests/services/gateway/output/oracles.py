@@ -31,8 +31,8 @@ def of_json(begin: str, end: str) -> Oracle:
     """Returns a reference parser of a format whose arguments are JSON.
 
     Args:
-        begin: pattern of the text before the arguments; its group is the call's name.
-        end: pattern of the text after the arguments.
+        begin: Pattern of the text before the arguments; its group is the call's name.
+        end: Pattern of the text after the arguments.
     """
 
     def read(text: str) -> Meaning:

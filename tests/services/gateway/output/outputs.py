@@ -48,7 +48,7 @@ def events(formats: OutputFormats, pieces: Iterable[str], setup: ParserSetup | N
     """Parses the pieces of an output. Returns the events, with adjacent text and argument fragments merged.
 
     Args:
-        cut: whether the output has reached its limit of tokens.
+        cut: Whether a token limit cut off the output.
     """
     parser = output_parser(formats, setup or setup_of())
     found = [event for piece in pieces for event in parser.feed(piece)]

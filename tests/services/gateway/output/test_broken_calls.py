@@ -25,10 +25,12 @@ HARMONY_CALL = "<|channel|>commentary to=functions.read <|constrain|>json<|messa
 
 @dataclass(frozen=True)
 class Family:
-    begin: str  # a call up to its arguments
-    arguments: str  # {"path": "a"}
-    ends: tuple[str, ...]  # texts that close the call, in order
-    empty: tuple[str, ...]  # outputs that call without arguments
+    """The texts of which one format's calls are made."""
+
+    begin: str  # beginning of a call, before its arguments
+    arguments: str  # the arguments {"path": "a"} in this format
+    ends: tuple[str, ...]  # closing marks after the arguments, in order
+    empty: tuple[str, ...]  # outputs with a call that has no arguments
     reasoning: str = "think_open"  # reasoning format
 
     @property

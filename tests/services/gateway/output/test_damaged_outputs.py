@@ -21,9 +21,9 @@ from tests.services.gateway.output.outputs import at_random, events, in_characte
 from tests.services.gateway.output.templates import TEMPLATES
 from tests.services.gateway.output.test_rendered_calls import CALLS, REASONING, TEXT, WAYS
 
-COUNT = 20_000 // len(WAYS) + 1 if NIGHTLY else 40  # number of outputs per way
+COUNT = 20_000 // len(WAYS) + 1 if NIGHTLY else 40  # number of damaged outputs per entry of WAYS
 SEED = 20_260
-MAX_FAULTS = 4  # per output
+MAX_FAULTS = 4  # maximum number of faults in one output
 # Texts that are inserted anywhere, or that replace a value.
 PIECES = (
     "\n",

@@ -1,4 +1,7 @@
-"""Tests that the cost of a character does not grow with the output, by counts of calls and of unread characters."""
+"""Tests that the cost of parsing a character does not grow with the output.
+
+Cost is the number of calls, or of reread characters.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ REPEATED: Mapping[OutputFormats, list[tuple[str, str]]] = {
         ("", "<|start|>a<|message|>"),
     ],
 }
-MARK_CHARS = 32  # every mark is shorter
+MARK_CHARS = 32  # longer than every mark
 
 
 def unread(parser: OutputParser) -> int:
@@ -131,7 +134,7 @@ def test_event_loop_runs_other_tasks_during_a_long_output() -> None:
     asyncio.run(body())
 
 
-def test_character_costs_the_same_at_the_end_of_a_long_output() -> None:
+def test_parser_needs_the_same_number_of_calls_per_character_at_the_end_of_a_long_output() -> None:
     """Some characters are read twice, because they look like the beginning of a call."""
     for formats, outputs in REPEATED.items():
         for once, again in outputs:
