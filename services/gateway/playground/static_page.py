@@ -44,5 +44,5 @@ def _policy(text: str) -> str:
 def _hash_of(tag: str, text: str) -> str:
     bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     if len(bodies) != 1:
-        raise ValueError(f"the page has {len(bodies)} <{tag}> elements; it must have exactly one")
+        raise ValueError(f"the page must have exactly one <{tag}> element, but it has {len(bodies)}")
     return f"'sha256-{b64encode(sha256(bodies[0].encode()).digest()).decode()}'"

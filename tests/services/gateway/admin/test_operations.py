@@ -27,7 +27,7 @@ class Workers:
     def find(self, _name: str | None) -> list[KnownWorker]:
         return self.known
 
-    async def ask(self, workers: Sequence[KnownWorker], _rpc: str, _request: Message, _timeout_s: float) -> list[WorkerResult]:
+    async def call(self, workers: Sequence[KnownWorker], _rpc: str, _request: Message, _timeout_s: float) -> list[WorkerResult]:
         self.calls.append([worker.worker_id for worker in workers])
         return [WorkerResult(worker, {}) for worker in workers]
 
