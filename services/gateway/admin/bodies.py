@@ -103,7 +103,7 @@ class SetInternalState(ControlBody):
 class SlowDown(ControlBody):
     """Delays every step of the workers' schedulers."""
 
-    forward_sleep_time: float | None = None  # seconds of delay after each step; None for no delay
+    forward_sleep_time: float | None = None  # seconds of delay after each step, or None for no delay
 
     def request(self) -> Message:
         return pb.SlowDownRequest(step_delay_s=self.forward_sleep_time or 0.0)

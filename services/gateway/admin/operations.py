@@ -103,7 +103,7 @@ class AdminOperations:
         return _result([each for group in (first, rest) for each in await self._workers.call(group, rpc, request, timeout_s)])
 
     def _check_key(self, body: SelectedPages) -> None:
-        """Raises ApiError if `api_key` does not fit the setting salt_cache_by_key.
+        """Checks that `api_key` fits the setting salt_cache_by_key. Raises ApiError.
 
         Without the setting, `api_key` is not allowed. With it, a salt requires `api_key`.
         """

@@ -121,7 +121,7 @@ class AdminApi:
         return status, orjson.dumps(result)
 
     def _authorize(self, headers: dict[bytes, bytes]) -> None:
-        """Raises ApiError if the token is wrong, or if a web page sent the request.
+        """Checks the control token, and that no web page sent the request. Raises ApiError.
 
         Otherwise, a page in an operator's browser could send requests to an admin port on the operator's own machine.
         """

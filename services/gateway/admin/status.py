@@ -26,9 +26,9 @@ class Surroundings:
     Each callable runs on the event loop and only reads memory.
     """
 
-    index: Callable[[], bool | None]  # whether the prefix index's Redis responds; None if none is configured
-    kept: Callable[[], bool | None]  # whether the store of clients' records responds; None if none is configured
-    keys: KeySigns | None  # state of the API keys; None if the gateway checks no API keys
+    index: Callable[[], bool | None]  # whether the prefix index's Redis responds, or None if none is configured
+    kept: Callable[[], bool | None]  # whether the store of clients' records responds, or None if none is configured
+    keys: KeySigns | None  # state of the API keys, or None if the gateway checks no API keys
     tls: MutualTls | None  # TLS between services, or None if it is off
     # By service: returns the error of a DNS name that cannot be resolved, or "" if all names of the service are resolved.
     names: Mapping[str, Callable[[], str]]

@@ -40,7 +40,7 @@ class KnownWorker:
     address: str  # address of its gRPC port, or "" if only its control service is configured
     control: str  # address of the control service; "" if it is unknown or off
     no_control_reason: str = ""  # reason for which `control` is empty
-    link: AnyLink | None = None  # None if only its control service is configured
+    link: AnyLink | None = None  # link to the worker, or None if only its control service is configured
     pool: ModelPool[Any] | None = None  # pool of the model, or None while the worker is not connected
 
     def has_name(self, name: str) -> bool:
@@ -114,7 +114,7 @@ class WorkerResult:
 
     worker: KnownWorker
     response: dict[str, Any]  # the control service's response as JSON; empty after a failure
-    code: grpc.StatusCode | None = None  # None if the operation succeeded
+    code: grpc.StatusCode | None = None  # status code of the failure, or None if the operation succeeded
     message: str = ""  # reason of the failure
 
     def body(self) -> dict[str, Any]:

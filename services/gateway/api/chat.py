@@ -65,14 +65,14 @@ class ChatRequest:
     # The output.
     tool_use: ToolUse = NO_TOOLS  # calls that the output may or must have
     separates_reasoning: bool = True  # whether the response has reasoning in a field of its own
-    constraint: Named | None = None  # grammar of the text, with the client's field that asks for it; None for any text
+    constraint: Named | None = None  # grammar of the text, with the client's field that asks for it, or None for any text
     prediction: str | None = None  # text that the client expects as the output, or None
 
     # Parameters.
     sampling: SamplingBody = NO_SAMPLING
-    min_tokens: int | None = None  # output tokens; None for no minimum
-    max_tokens: int | None = None  # output tokens; None for as many as the context allows
-    seed: int | None = None  # None for a random seed
+    min_tokens: int | None = None  # output tokens, or None for no minimum
+    max_tokens: int | None = None  # output tokens, or None for as many as the context allows
+    seed: int | None = None  # seed of sampling, or None for a random seed
     logprobs: int | None = None  # number of most likely tokens per output token, or None for no log probabilities
     logprob_token_ids: Sequence[int] = ()  # tokens whose log probabilities are returned for every output token
 
@@ -85,20 +85,20 @@ class ChatRequest:
     # Placement.
     name: str = ""  # request id that the client chose, for aborts and sessions; "" for none
     cache_salt: str = ""  # separates cached prefixes; "" for the namespace that requests without a salt share
-    priority: int | None = None  # scheduling priority; None for the default
+    priority: int | None = None  # scheduling priority, or None for the default
     routing_key: str = ""  # the affinity policy sends requests with the same routing key to one worker; "" for none
-    session: worker_pb2.SessionTurn | None = None  # session and turn that the chat continues; None for no session
+    session: worker_pb2.SessionTurn | None = None  # session and turn that the chat continues, or None for no session
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
     """The stored part of a chat that was prepared earlier, so that another gateway can continue it.
 
-    The stored values take precedence over those that the model's workers and tokenizers report now.
+    The stored values take precedence over the values that the model's workers and tokenizers report now.
     """
 
     prompt: PromptInput
-    formats: OutputFormats | None  # formats of the output; None if only the prompt was stored, and the fields below are unused
+    formats: OutputFormats | None  # formats of the output, or None if only the prompt was stored, and the fields below are unused
     reasoning_marks: Sequence[int]  # token ids; see Parsing
     context_len: int  # tokens
     defaults: SamplingDefaults
@@ -189,7 +189,7 @@ class ChatPreparer:
         return model
 
     def _check_model_name(self, name: str | None, caller: Caller) -> None:
-        """Raises ApiError if the request names no model although the caller may use several.
+        """Checks that the request names a model if the caller may use several models. Raises ApiError.
 
         model_of() checks before and after its wait for a worker, because models may appear during the wait.
         """

@@ -34,7 +34,7 @@ def only_one(found: Sequence[Named]) -> Named | None:
     """
     if len(found) > 1:
         first, second = found[0][0], found[1][0]
-        raise bad_request(second, f"'{first}' and '{second}' both constrain the output. Send only one of them.")
+        raise bad_request(second, f"'{first}' and '{second}' both constrain the output. Send only one.")
     return found[0] if found else None
 
 

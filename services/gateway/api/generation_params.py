@@ -191,7 +191,7 @@ def token_id_set(ids: Sequence[int] | None) -> list[int]:
 
 
 def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
-    """Raises ApiError unless all ids are integers below `vocab_size`.
+    """Checks that all ids are integers below `vocab_size`. Raises ApiError.
 
     Has no Python loop, because prompts may have millions of ids.
     """

@@ -51,7 +51,7 @@ def is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def refuse_unserved(body: Mapping[str, Any], known: KnownFields) -> None:
-    """Raises ApiError with the name of the first field that asks for a feature which this server does not have."""
+    """Checks that no field asks for a feature that this server does not have. The ApiError names the first such field."""
     _refuse(body, known.neutral)
     options = body.get("stream_options")
     if isinstance(options, dict):
@@ -200,7 +200,7 @@ OF_OTHERS: Neutral = {
     "thinking_budget": (),
     "top_a": (0, 0.0),
 }
-# Fields that this server supports in chats. Other APIs accept them only with these values.
+# Fields that this server supports only in chats. Other APIs accept the listed values and refuse all others.
 _OF_CHAT_ANSWERS: Neutral = {
     "ebnf": ("",),
     "guided_choice": ([],),

@@ -18,7 +18,7 @@ from rootstock_llm.services.gateway.remote.token_texts import ModelTexts
 SLICE_VALUES = 4096  # log probabilities per slice, which take some milliseconds to render
 LOWEST = -9999.0  # JSON has no infinity; OpenAI sends this value for a very unlikely token
 
-Entry = tuple[int, LogprobRow | None]  # token id and its log probabilities; None for a prompt's first token, which has none
+Entry = tuple[int, LogprobRow | None]  # token id and its log probabilities, or None for a prompt's first token, which has none
 Texts = Mapping[int, bytes]  # text of each token, by token id
 
 
@@ -195,7 +195,7 @@ class TextOffsets:
         self._chars = 0
         self._prefix = prefix.encode()
         self._at = 0  # index in the prefix, in bytes, behind the last token that was found
-        self._missed = 0  # total bytes of the tokens after that token, none of which was found
+        self._missed = 0  # total bytes of the tokens after the last token that was found
 
     def step(self, text: bytes) -> int:
         """Returns the offset of the next token, which has these bytes."""

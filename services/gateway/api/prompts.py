@@ -26,7 +26,7 @@ from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, HASH_
 
 @dataclass(frozen=True, slots=True)
 class ContextBudget:
-    """How many tokens of a model's context a prompt may have, and whether a longer prompt is cut or refused."""
+    """The maximum number of tokens of a prompt, and the choice between cutting and refusing a longer prompt."""
 
     context_len: int  # tokens of the model's context
     output_tokens: int  # tokens of the context that are reserved for the output

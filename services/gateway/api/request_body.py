@@ -67,7 +67,7 @@ def _opened(text: bytes | bytearray | str) -> int:
 
 
 def _wrapped(value: Any) -> Any:
-    """Returns the value inside so many arrays that orjson can write it only if it has at most MAX_JSON_DEPTH levels."""
+    """Returns the value wrapped in arrays. orjson can write the result only if the value has at most MAX_JSON_DEPTH levels."""
     for _ in range(WRITTEN_LEVELS - limits.MAX_JSON_DEPTH):
         value = [value]
     return value
@@ -111,7 +111,7 @@ def of_validation(error: ValidationError, where: str = "") -> ApiError:
     errors = error.errors(include_input=False, include_url=False, include_context=False)
     first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(_location(each)))
     location = [str(part)[:MAX_NAME_CHARS] for part in _location(first)]
-    if location[0] == "logit_bias":  # the parts behind it are token ids that the client chose
+    if location[0] == "logit_bias":  # the following parts are token ids that the client chose
         location = location[:1]
     param = ".".join([where, *location] if where else location)
     if first["type"] == "extra_forbidden":
@@ -281,7 +281,7 @@ def starts_context(given: SessionParams | None) -> bool:
 
 
 def check_turn(alone: bool, prompt_logprobs: str | None) -> None:
-    """Raises ApiError if a turn of a session asks for features that sessions do not support.
+    """Checks that a turn of a session asks only for features that sessions support. Raises ApiError.
 
     Args:
         alone: Whether the request has exactly one prompt and one output.
@@ -296,7 +296,7 @@ def check_turn(alone: bool, prompt_logprobs: str | None) -> None:
 def joined_salt(cache_salt: str | None, extra_key: str | None) -> str:
     """Returns the cache salt that workers receive for vLLM's `cache_salt` and SGLang's `extra_key`.
 
-    If the client sent only one of them, it is the salt. If the client sent both, the salt is a digest of both.
+    If the client sent one of these fields, its value is the salt. If the client sent both fields, the salt is a digest of both.
     """
     if not cache_salt or not extra_key:
         return cache_salt or extra_key or ""

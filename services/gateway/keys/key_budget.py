@@ -26,7 +26,7 @@ class OverLimit(Exception):
     limit: int  # value of the limit
     used: int  # amount in use, over all gateways
     asked: int  # amount that the request needs
-    retry_s: int | None  # seconds; None if the request needs more than the whole limit, so that a retry cannot succeed
+    retry_s: int | None  # seconds, or None if the request needs more than the whole limit, so that a retry cannot succeed
 
     @property
     def message(self) -> str:

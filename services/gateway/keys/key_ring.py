@@ -203,7 +203,7 @@ class KeyRing:
 
         redis_url = options.redis_url if self._file is not None else ""
         self._limits = KeyLimits(self.table or _NO_KEYS, redis_url, options.name, options.gateways, refused)
-        self.signs: KeySigns | None = None  # state for metrics; None if the gateway has no API keys
+        self.signs: KeySigns | None = None  # state for metrics, or None if the gateway has no API keys
         if self._file is not None:
             self._file.listen(self._limits.set_table)
             self.signs = KeySigns(self._file_is_valid, self._limits.shares_are_up)

@@ -42,17 +42,17 @@ class BadKeys(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """An API key with its limits. A limit applies to all gateways together; None means no limit."""
+    """An API key with its limits. A limit applies to all gateways together, and None means no limit."""
 
     name: str
     digests: tuple[bytes, ...]  # SHA-256 of each secret; an API key has several while a new secret replaces an old one
     weight: float = 1.0  # weight of the API key's share of the workers while requests wait
-    priority: int | None = None  # default priority of its requests, and the most urgent one that they may have
+    priority: int | None = None  # default priority of its requests, and their most urgent allowed priority
     requests_per_minute: int | None = None  # requests that begin within a minute
     tokens_per_minute: int | None = None  # tokens of prompts and completions within a minute
     max_concurrent: int | None = None  # running requests
-    models: frozenset[str] | None = None  # names of the models that it may use; None for every model
-    expires: float | None = None  # Unix seconds from which the API key is refused; None for never
+    models: frozenset[str] | None = None  # names of the models that it may use, or None for every model
+    expires: float | None = None  # Unix seconds from which the API key is refused, or None for never
 
     def has_expired(self, now: float) -> bool:
         """Returns whether the API key has expired at `now`, in Unix seconds."""
@@ -202,7 +202,7 @@ def _models(value: Any, where: str) -> frozenset[str] | None:
 
 
 def _moment(value: Any, where: str) -> float | None:
-    """Returns the Unix seconds of an RFC 3339 time; None for None. Raises BadKeys."""
+    """Returns the Unix seconds of an RFC 3339 time, or None for None. Raises BadKeys."""
     if value is None:
         return None
     try:

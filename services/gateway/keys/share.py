@@ -50,11 +50,11 @@ class Share:
     def __init__(self, limit: int, own: Usage, others: Usage) -> None:
         self.limit = limit  # for all gateways together
         self.dirty = True  # whether the next turn must report the share
-        self.held = 0  # granted amount that is not used yet; 0 in the mode Alone
+        self.held = 0  # granted amount that is not used yet; 0 in the alone mode
         self.is_shared = False  # whether the mode is Shared
         self._own = own  # amounts that this gateway has used
         self._others = others  # amounts that other gateways have used, by the last reply
-        # Used and held amount when Redis was lost; None if the share was never in the mode Shared.
+        # Used and held amount when Redis was lost, or None if the share was never in the shared mode.
         self._amount_at_loss: int | None = None
         self._alone_since = 0.0  # time at which Redis was lost
         self._taken = 0  # total of all taken amounts minus the amounts given back
@@ -206,7 +206,7 @@ class Share:
         self.dirty = self.dirty or not settled or answer.in_need or self._unmet > 0 or gathers
 
     def go_alone(self, now: float) -> None:
-        """Changes to the mode Alone, because Redis is unreachable."""
+        """Changes to the alone mode, because Redis is unreachable."""
         if self.is_shared:
             self._amount_at_loss = self._own.used(now) + self.held
             self._alone_since = now
@@ -222,7 +222,7 @@ class Share:
         return max(reserve, recent, min(self._largest, self.limit))
 
     def _ceiling(self, now: float, gateways: int) -> int:
-        """Returns the amount that this gateway may use in the mode Alone."""
+        """Returns the amount that this gateway may use in the alone mode."""
         part = max(1, self.limit // gateways)
         if self._amount_at_loss is None or now - self._alone_since >= ALONE_S:
             return part

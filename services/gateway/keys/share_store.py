@@ -244,7 +244,7 @@ class ShareRefill:
         self._low = asyncio.Event()
         self._num_postponed = 0  # API keys that exceeded KEYS_A_TURN in the last turn
         self._num_gateways = 0  # 0 until Redis is reached for the first time
-        # Time since which Redis lists fewer gateways than `_num_gateways`; None if it does not.
+        # Time since which Redis lists fewer gateways than `_num_gateways`, or None if it does not.
         self._fewer_since: float | None = None
         self.is_up = False  # whether the last exchange succeeded
 
@@ -267,7 +267,10 @@ class ShareRefill:
             await self._store.close()
 
     async def turn(self) -> None:
-        """Exchanges the shares of at most KEYS_A_TURN API keys. If Redis is unreachable, all shares change to the mode Alone."""
+        """Exchanges the shares of at most KEYS_A_TURN API keys.
+
+        If Redis is unreachable, all shares change to the alone mode; see share.py.
+        """
         now = self._clock()
         self._low.clear()
         due = list(self._due(now))
@@ -290,7 +293,10 @@ class ShareRefill:
             budget.answered(answers, settled, now)
 
     def _due(self, now: float) -> Iterator[KeyBudget]:
-        """Yields the budgets that must be reported. Changed budgets come first, with those that other gateways need reported."""
+        """Yields the budgets that must be reported.
+
+        Budgets that have changed, or that other gateways need reported, come first.
+        """
         found = self._budgets.values()
         late: list[KeyBudget] = []
         for budget in found:

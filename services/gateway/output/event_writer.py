@@ -121,7 +121,7 @@ class EventWriter:
         self._seam = ""  # text behind the removed part, held because it may form a mark together with the text before
         self.begun = 0  # number of started calls, including dropped calls
         self.num_indexed = 0  # number of calls with an index, which the client gets
-        self._open: int | None = None  # index of the open call; None if no call is open, or if the open call is dropped
+        self._open: int | None = None  # index of the open call, or None if no call is open, or if the open call is dropped
 
     @property
     def wrote_text(self) -> bool:

@@ -75,7 +75,7 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> Sequence[Event]:
         """Returns the events of the next piece of output.
 
-        Holds text that may begin a mark, and blanks that a mark behind them drops.
+        Holds text that may begin a mark, and blanks that a later mark may drop.
         """
 
     def finish(self, cut: bool = False) -> Sequence[Event]:
@@ -91,7 +91,7 @@ class OutputParser(Protocol):
 class ParserSetup:
     """The tools of a request, and the number of calls that it may get."""
 
-    # JSON schema of each tool's parameters, by the tool's name; None for a tool without a schema.
+    # JSON schema of each tool's parameters, by the tool's name, or None for a tool without a schema.
     tools: Mapping[str, Schema | None]
     max_calls: int  # calls that the client gets; further calls are dropped
 

@@ -43,7 +43,7 @@ class Marks:
         return self._whole.search(text, at, stop)
 
     def begun(self, text: str, at: int, stop: int) -> int:
-        """Returns the index of an incomplete mark at the end of text[at:stop], or `stop` if there is none."""
+        """Returns the index of an incomplete mark at the end of text[at:stop], or `stop` if no mark begins there."""
         found = self._begun.search(text, max(at, stop - self._most_begun), stop)
         return found.start() if found else stop
 
@@ -116,7 +116,7 @@ class Source:
         return self._text[self._at : self._stop]
 
     def bind(self, marks: Marks | None) -> None:
-        """Binds the source: it ends before the next of these marks. None removes the bound."""
+        """Binds the source to marks, so that the source ends before the next mark. None removes the bound."""
         self._bounds = marks
         self._settle()
 

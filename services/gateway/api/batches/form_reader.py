@@ -27,7 +27,7 @@ class PartBegins:
     """The head of a part has arrived."""
 
     name: str  # name of the form field
-    filename: str | None  # None for a field that is no file
+    filename: str | None  # file name, or None for a field that is no file
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ class NewBatch:
     endpoint: str  # path to which every line of the input file is sent
     window: str  # completion_window, such as 24h
     metadata: dict[str, str]
-    results_live_s: int | None  # seconds for which output and error files are stored; None for the default, BatchRecords.lives_s
+    # Seconds for which output and error files are stored, or None for the default, BatchRecords.lives_s.
+    results_live_s: int | None
 
 
 class BatchRecords:

@@ -1,4 +1,4 @@
-"""Routes of files and batches. None of them generates: gateways run the lines of a batch in the background."""
+"""Routes of files and batches. The routes do not generate, because gateways run the lines of a batch in the background."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BatchesApi:
     async def _content(self, owner: str, file: StoredFile) -> AsyncIterator[bytes]:
         """Yields the file's content.
 
-        If reading fails after the first piece, the response has begun, so the connection is closed.
+        If reading fails after the first piece, the connection is closed, because the status was already sent.
         """
         async with self._records.connected_stores() as stores:
             async for piece in stores.files.content(owner, file):

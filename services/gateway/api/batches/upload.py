@@ -135,7 +135,7 @@ class Upload:
         self._id = f"file-{secrets.token_hex(16)}"
         self._fields: dict[str, str] = {}
         self._name = ""
-        self._field: str | None = ""  # name of the form field that is being received; None while the file is received
+        self._field: str | None = ""  # name of the form field that is being received, or None while the file is received
         self._value = bytearray()  # received bytes of the current field's value
         self._chunk = bytearray()  # received bytes of the file that are not stored, less than one chunk between two calls
         self._size = self._chunks = 0  # received bytes of the file, and number of its stored chunks

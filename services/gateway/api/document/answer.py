@@ -17,7 +17,7 @@ class ResponseModel(BaseModel):
 
 
 def absent(description: str) -> Any:
-    """Returns a pydantic field that some responses do not have. The description says which ones have it."""
+    """Returns a pydantic field that is absent from some responses. The description names the responses with the field."""
     return Field(default_factory=lambda: None, description=description)
 
 

@@ -40,15 +40,15 @@ class ApiOperation:
     tag: str
     summary: str
     content: Content  # body of the 200 response
-    body: type[BaseModel] | None = None  # type of the request body, or None if there is none
-    statuses: Sequence[int] = ()  # error statuses besides those that all_statuses() adds
+    body: type[BaseModel] | None = None  # type of the request body, or None if the operation has no body
+    statuses: Sequence[int] = ()  # error statuses of this operation, to which all_statuses() adds the common ones
     other_contents: Mapping[int, Content] = field(default_factory=dict)  # bodies that are not errors, by status other than 200
     requires_key: bool = True  # whether an API key is required if the gateway checks keys
     generates: bool = False  # whether requests generate tokens, count against the limits of the API key, and have a deadline
     parameters: Mapping[str, str] = field(default_factory=dict)  # descriptions of the path's parameters, by name
     referenced_types: Sequence[type[BaseModel]] = ()  # types that the body's schema mentions only by name
     named_events: bool = False  # whether a stream's events have names, and no [DONE] follows them
-    errors: ErrorFamily | None = None  # form of the errors; None for OpenAI's
+    errors: ErrorFamily | None = None  # form of the errors, or None for OpenAI's
     headers: Sequence[str] = ()  # headers of every 200 response
     optional_headers: Sequence[str] = ()  # headers of some 200 responses
     accepts_report_header: bool = False  # whether requests may have the header x-rootstock-report

@@ -172,7 +172,7 @@ def _check_message(message: Any, where: str) -> None:
 
 
 def _check_part(part: Any, where: str) -> None:
-    """Raises ApiError unless a content part is text."""
+    """Checks that a content part is text. Raises ApiError."""
     if not isinstance(part, dict):
         raise bad_request(where, f"'{where}' must be an object.")
     if part.get("type") != "text":

@@ -222,7 +222,7 @@ def parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Orig
     except ValidationError as error:
         raise of_validation(error) from None
     if request.rid is not None and request.request_id not in (None, request.rid):
-        raise bad_request("request_id", "'rid' and 'request_id' are different. Send only one of them.")
+        raise bad_request("request_id", "'rid' and 'request_id' are different. Send only one.")
     return request
 
 
@@ -235,5 +235,5 @@ def include_stop(request: GenerationBody) -> bool:
     """Returns whether the text keeps a matched stop string. Raises ApiError if two fields contradict each other."""
     keeps, no_trim = request.include_stop_str_in_output, request.no_stop_trim
     if None not in (keeps, no_trim) and keeps != no_trim:
-        raise bad_request("no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' are different. Send only one of them.")
+        raise bad_request("no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' are different. Send only one.")
     return bool(keeps or no_trim)

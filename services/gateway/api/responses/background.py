@@ -52,7 +52,7 @@ class Background(Protocol):
         """
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
-        """Returns the status of a background response, or None if there is none with this id."""
+        """Returns the status of a background response, or None if no response has this id."""
 
     async def stream(self, owner: str, response_id: str, after: int) -> Follow:
         """Returns a function that sends the events after the sequence number `after`, or all events if it is -1.

@@ -99,7 +99,7 @@ class ResponsesCall:
         self._parsed = parsed.model_copy(update={"input": None})  # frees up to 64 MiB; `_items` has a copy
 
     def _check_background(self) -> None:
-        """Raises ApiError unless the response may run in the background. Sets a random seed if the client sent none.
+        """Checks that the response may run in the background, and sets a random seed if the client sent none. Raises ApiError.
 
         With a stored seed, another worker that resumes the response samples the same tokens.
         """

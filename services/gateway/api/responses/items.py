@@ -263,7 +263,7 @@ def _string(item: Json, name: str, where: str) -> str:
 
 
 def check_tool_types(tools: Sequence[Json] | None, omits_hosted: bool) -> None:
-    """Raises ApiError for the first tool that is neither a function nor an omitted hosted tool."""
+    """Checks that each tool is a function or an omitted hosted tool. The ApiError names the first other tool."""
     for index, tool in enumerate(tools or ()):
         kind = hosted_type(tool)
         if tool.get("type") != "function" and not (kind and omits_hosted):

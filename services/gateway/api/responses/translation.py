@@ -64,7 +64,7 @@ def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
     except ValidationError as error:
         raise of_validation(error) from None
     if request.previous_response_id is not None and request.conversation is not None:
-        raise bad_request("conversation", "'conversation' and 'previous_response_id' cannot be combined. Send only one of them.")
+        raise bad_request("conversation", "'conversation' and 'previous_response_id' cannot be combined. Send only one.")
     check_metadata(request.metadata)
     check_tool_types(request.tools, omits_hosted)
     return request
@@ -154,7 +154,7 @@ def _tool_use(request: ResponsesRequest) -> ToolUse:
 
 
 def _check_choice(choice: Any) -> None:
-    """Raises ApiError if a tool choice, or a tool in its list of allowed tools, has an unknown type."""
+    """Checks the type of a tool choice, and the types of the tools in its list of allowed tools. Raises ApiError."""
     if not isinstance(choice, dict) or choice.get("type") == "function" or hosted_type(choice) not in ("", "allowed_tools"):
         return
     if choice.get("type") != "allowed_tools":

@@ -37,7 +37,7 @@ class Inputs:
 class Form:
     """The parts of the output that the client wants for one prompt."""
 
-    logprobs: LogprobSettings | None  # None for no log probabilities
+    logprobs: LogprobSettings | None  # requested log probabilities, or None
     hidden: bool  # whether the output has no tokens and no text, because max_new_tokens is 0
 
 

@@ -125,7 +125,7 @@ class RedisStanding(ResponseModel):
 
 
 class GatewaySurroundings(ResponseModel):
-    """State of the services and files that the gateway depends on. Null for those that it does not use."""
+    """State of the services and files that the gateway depends on. Null for a service or file that it does not use."""
 
     redis: RedisStanding
     key_file_valid: bool | None

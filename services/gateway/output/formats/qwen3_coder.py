@@ -224,7 +224,7 @@ class _Parameters:
 
 
 class _HeldLine:
-    """Passes text on, except for a line end at its end, which it holds until more text comes."""
+    """Passes text on, except for the last line end, which it holds until more text comes."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

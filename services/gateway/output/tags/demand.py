@@ -38,7 +38,7 @@ class ToolSpec:
     """A tool of a request."""
 
     name: str
-    parameters: Mapping[str, Any] | None  # JSON schema of the parameters; None if the tool has none
+    parameters: Mapping[str, Any] | None  # JSON schema of the parameters, or None if the tool has none
     strict: bool = False  # whether the grammar enforces the whole schema in every call of the tool
     field: str = "tools"  # the request's field with `parameters`, for errors
 

@@ -32,7 +32,7 @@ _VALUE_END = "</parameter>"
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One of the alternatives of a parameter's schema, such as an option of anyOf."""
+    """An alternative of a parameter's schema, such as an option of anyOf."""
 
     types: frozenset[str] = ANY  # allowed JSON types; ANY if they are not limited
     values: tuple[Any, ...] = ()  # allowed values; empty if the schema does not list them
@@ -133,7 +133,7 @@ def _value(demand: CallDemand, parameter: Parameter, tool: ToolSpec) -> Layout:
     if tool.strict and not all(map(_is_any_text, ways)):
         raise TagRefused(
             tool.field,
-            "in this model's call format, a string parameter of a strict tool may have no limits, and no other type except null",
+            "in this model's call format, a string parameter of a strict tool may have no limits and no second type besides null",
         )
     return any_text()
 
