@@ -36,7 +36,7 @@ def too_large(document: Any) -> str:
             if isinstance(members, dict):
                 properties += len(members)
                 if _num_optional(members, found.get("required")) > limits.MAX_OPTIONAL_PROPERTIES:
-                    return f"more than {limits.MAX_OPTIONAL_PROPERTIES} properties of an object are not required"
+                    return f"more than {limits.MAX_OPTIONAL_PROPERTIES} properties that are not required in one object"
             if isinstance(enum, list):
                 values += len(enum)
             waiting.extend(found.values())
