@@ -1,8 +1,8 @@
-"""Parametrization by cases that contain every pair of values of any two axes, instead of all combinations of all axes.
+"""Parametrizes a test with few cases that together contain every pair of values of any two axes, not with all combinations.
 
-The choice is greedy over the whole product (Cohen, Dalal, Fredman, Patton: The AETG System, 1997): the next case is the one with
-most pairs that no earlier case has, and of several such cases the first in the product's order. Equal axes always give equal
-cases.
+The choice is greedy over the whole product (Cohen, Dalal, Fredman, Patton: The AETG System, 1997). The next case is the one with
+the most pairs that no earlier case has; of several such cases, it is the first in the product's order. Equal axes always give
+equal cases.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 def covering(sizes: Sequence[int]) -> list[Case]:
-    """Returns cases that together have every pair. `sizes` has the number of values of each of two or more axes."""
+    """Returns cases that together contain every pair of values of any two axes. `sizes` has the number of values of each axis."""
     if len(sizes) < 2 or min(sizes) < 1:
-        raise ValueError(f"sizes {list(sizes)}: two axes or more, each with a value")
+        raise ValueError(f"sizes is {list(sizes)}; it needs two or more axes with at least one value each")
     left = {case: pairs_of(case) for case in itertools.product(*map(range, sizes))}
     chosen: list[Case] = []
     while left:
@@ -36,19 +36,19 @@ def covering(sizes: Sequence[int]) -> list[Case]:
 
 
 def each_pair(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test with cases that have every pair of values.
+    """Parametrizes a test with cases that together contain every pair of values of any two axes.
 
     An axis is a list of values, or a mapping of names to values.
 
     Args:
-        indirect: axes that are the parameters of fixtures.
-        axes: values of each axis by its name.
+        indirect: names of the axes whose values are parameters of a fixture.
+        axes: values of each axis, by the axis's name.
     """
     return _parametrized(axes, covering([len(axis) for axis in axes.values()]), indirect)
 
 
 def each_value(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Parametrizes like each_pair, but only with each value in a case: for axes that the code never combines."""
+    """Parametrizes a test with cases that contain each value at least once. Use it for axes that the code never combines."""
     sizes = [len(axis) for axis in axes.values()]
     return _parametrized(axes, [tuple(index % size for size in sizes) for index in range(max(sizes))], indirect)
 
@@ -56,7 +56,7 @@ def each_value(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[
 def _parametrized(
     axes: Mapping[str, Sequence[Any] | Mapping[str, Any]], cases: Sequence[Case], indirect: Sequence[str]
 ) -> pytest.MarkDecorator:
-    values = [_named(axis) for axis in axes.values()]
+    values = [_ids_and_values(axis) for axis in axes.values()]
     chosen = [[values[axis][index] for axis, index in enumerate(case)] for case in cases]
     return pytest.mark.parametrize(
         list(axes),
@@ -66,9 +66,9 @@ def _parametrized(
     )
 
 
-def _named(axis: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return list(axis.items()) if isinstance(axis, Mapping) else [(_called(value), value) for value in axis]
+def _ids_and_values(axis: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return list(axis.items()) if isinstance(axis, Mapping) else [(_value_id(value), value) for value in axis]
 
 
-def _called(value: Any) -> str:
-    return "x".join(map(_called, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+def _value_id(value: Any) -> str:
+    return "x".join(map(_value_id, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")

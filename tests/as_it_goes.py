@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-LONG_S = 60.0
+LONG_S = 60.0  # seconds from which a passed test is printed
 
 
 class AsItGoes:
@@ -16,15 +16,15 @@ class AsItGoes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._say(f"FAILED ({report.when}) {report.nodeid}\n{report.longreprtext}")
+            self._print(f"FAILED ({report.when}) {report.nodeid}\n{report.longreprtext}")
         elif report.duration >= LONG_S:
-            self._say(f"{report.duration:.0f} s ({report.when}) {report.nodeid}")
+            self._print(f"{report.duration:.0f} s ({report.when}) {report.nodeid}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._say(f"FAILED (collection) {report.nodeid}\n{report.longreprtext}")
+            self._print(f"FAILED (collection) {report.nodeid}\n{report.longreprtext}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._terminal.ensure_newline()
         self._terminal.write_line(text)
         self._terminal.flush()
@@ -32,7 +32,7 @@ class AsItGoes:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the plugin in the process with a terminal. A worker process of xdist has none and reports to that process."""
+    """Registers the plugin in the main process. A worker process of xdist has no terminal; the main process gets its reports."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         config.pluginmanager.register(AsItGoes(terminal))

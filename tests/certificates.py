@@ -20,7 +20,7 @@ class Pems:
 
 
 class Authority:
-    """A certificate authority with its files in a new folder."""
+    """A certificate authority. Its key and certificates are in `folder`, which must not exist before."""
 
     def __init__(self, folder: Path, name: str = "services") -> None:
         folder.mkdir(parents=True)
@@ -30,7 +30,7 @@ class Authority:
         self.pem = self._file.read_bytes()
 
     def signed(self, *names: str, expired: bool = False) -> Pems:
-        """Returns a certificate for these DNS names as in docs/how-to/kubernetes/security.md: its key cannot sign others."""
+        """Returns a leaf certificate and key for these DNS names, made as docs/how-to/kubernetes/security.md describes."""
         with tempfile.TemporaryDirectory(dir=self._folder) as made:
             folder = Path(made)
             certificate, key = folder / "tls.crt", folder / "tls.key"
@@ -43,7 +43,7 @@ class Authority:
             return Pems(certificate.read_bytes(), key.read_bytes())
 
     def _expired(self, folder: Path, wanted: tuple[str, ...], key: Path, certificate: Path) -> Pems:
-        """Returns an expired certificate, signed by `openssl ca`, the only command that accepts past dates."""
+        """Returns an expired certificate. Only `openssl ca` can sign a certificate with an end in the past."""
         request, settings = folder / "tls.csr", folder / "ca.cnf"
         (folder / "index").touch()
         settings.write_text(
@@ -58,7 +58,7 @@ class Authority:
 
 
 class Mounted:
-    """A Secret as the kubelet mounts it: the files are behind a link, whose target is replaced atomically."""
+    """A Secret's files as the kubelet mounts them: below a symbolic link whose target an update replaces atomically."""
 
     def __init__(self, folder: Path, pems: Pems, *authorities: Authority) -> None:
         folder.mkdir(parents=True)

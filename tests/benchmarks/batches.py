@@ -6,7 +6,7 @@ lasts as long as the round. The output has:
 - time to the first token and between tokens of chats with and without the batch, the ratio of both over all rounds with its 95 %
   bootstrap interval over pairs of rounds, and the median of the ratios of single pairs;
 - the time to the first token of each round's first chat, which arrives while the batch runs at full speed;
-- lines of the batch per second, together with chats and without them.
+- lines of the batch per second, with chats and without them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from rootstock_llm.services.cli.bench.workload import make_sessions
 from tests.benchmarks.intervals import interval
 from tests.e2e.system import System, wait_until
 
-LINES = 8000
+LINES = 8000  # requests of the batch; more than a round can complete
 LOGS = {"log_level": "warning"}
 PERCENTILES = (50, 90, 99)
 FIGURES = tuple(f"{what} p{at}" for what in ("TTFT", "ITL") for at in PERCENTILES)
-IN_FLIGHT, LINES_AT_ONCE = (
-    "rootstock_gateway_batch_lines_in_flight",
-    12,
-)  # lines in flight at full speed: of the 16 lanes, some are between two lines
-DRAWS = 500
+IN_FLIGHT = "rootstock_gateway_batch_lines_in_flight"
+LINES_AT_ONCE = 12  # lines in flight from which the batch is at full speed; it has 16 lanes, some of them between two lines
+DRAWS = 500  # bootstrap samples
 
 
 @dataclass
@@ -124,13 +122,15 @@ def alone(system: System, client: OpenAI, args: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=6, metavar="N", help="of rounds (default 6)")
-    parser.add_argument("--requests", type=int, default=150, metavar="N", help="chats of a round (default 150)")
+    parser.add_argument("--pairs", type=int, default=6, metavar="N", help="pairs of rounds (default 6)")
+    parser.add_argument("--requests", type=int, default=150, metavar="N", help="chats per round (default 150)")
     parser.add_argument("--rate", type=float, default=6.0, help="chats a second (default 6)")
-    parser.add_argument("--input-len", type=int, default=64, help="words (default 64)")
-    parser.add_argument("--output-len", type=int, default=32, help="tokens, of chats and lines (default 32)")
-    parser.add_argument("--alone-s", type=float, default=15.0, help="seconds for which a batch has all (default 15)")
-    parser.add_argument("--gateway-flags", default="")
+    parser.add_argument("--input-len", type=int, default=64, help="words of each chat's prompt (default 64)")
+    parser.add_argument(
+        "--output-len", type=int, default=32, help="output tokens of each chat and each line of the batch (default 32)"
+    )
+    parser.add_argument("--alone-s", type=float, default=15.0, help="seconds for which a batch runs without chats (default 15)")
+    parser.add_argument("--gateway-flags", default="", help="further flags of the gateway")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, System(Path(folder), gateway_flags=args.gateway_flags, **LOGS) as system:
         client = OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0, timeout=httpx.Timeout(60))

@@ -1,4 +1,4 @@
-"""Counts calls of functions and constructed types in one process, by window of a measurement.
+"""Counts function calls and constructed objects in one process, separately for each window of a measurement.
 
 The counts come from profile functions (`sys.setprofile`), one for each Python thread, so that no thread loses another's counts.
 A thread that C or C++ starts is not counted until it becomes a `threading.Thread`. Each resumption of a coroutine or generator
@@ -40,7 +40,7 @@ VALIDATIONS = ("BaseModel.__init__", "BaseModel.model_validate", "TypeAdapter.va
 
 
 class Window(IntEnum):
-    """A part of a measurement. The window file holds the current window."""
+    """Phase of a measurement. The window file holds the current one."""
 
     START = 0
     CHATS = 1
@@ -68,13 +68,13 @@ class ThreadCounts:
     """The counts of one thread. Only its own thread writes them."""
 
     def __init__(self, window: WindowFile) -> None:
-        self.calls: list[dict[int, int]] = [{} for _ in Window]  # calls by id of the code object, per window
-        self.built: list[Counter[type]] = [Counter() for _ in Window]  # constructions, per window
-        self.codes: dict[int, CodeType] = {}  # the references keep the ids valid
+        self.calls: list[dict[int, int]] = [{} for _ in Window]  # per window: number of calls by id of the code object
+        self.built: list[Counter[type]] = [Counter() for _ in Window]  # per window: number of constructed objects by type
+        self.codes: dict[int, CodeType] = {}  # counted code objects by id; these references keep the ids valid
         self._window = window
-        self._makers: dict[int, str] = {}  # attribute of the type, by id of a code object that may construct it
+        self._makers: dict[int, str] = {}  # by id of a code object that may construct a type: the type's attribute
         self._validations: set[int] = set()  # ids of pydantic's functions that return a validated value
-        self._makes: dict[tuple[type, int], bool] = {}  # whether the type's attribute is this code object
+        self._makes: dict[tuple[type, int], bool] = {}  # by type and code id: whether it is the type's constructor
 
     def profile(self, frame: FrameType, event: str, value: Any) -> None:
         """Counts one event. It is the thread's profile function.
@@ -110,7 +110,7 @@ class ThreadCounts:
         makes = self._makes.get((cls, key))
         if makes is None:
             function = inspect.unwrap(getattr(cls, attribute))
-            makes = getattr(function, "__code__", None) is frame.f_code  # a base class's code is a part of the same construction
+            makes = getattr(function, "__code__", None) is frame.f_code  # False for a base class's code, which super() calls
             self._makes[cls, key] = makes
         if makes:
             self.built[self._window.get()][cls] += 1
@@ -118,7 +118,7 @@ class ThreadCounts:
     def _count_models(self, frame: FrameType, value: Any) -> None:
         models = list(_models(frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else value))
         if frame.f_code.co_name == "__init__":
-            models = models[1:]  # the outer one was counted at its call
+            models = models[1:]  # the call of __init__ has counted the outer model
         self.built[self._window.get()].update(models)
 
 
@@ -127,7 +127,7 @@ class ProcessCounts:
 
     Args:
         window: the measurement's window file.
-        root: folder that holds the counted packages.
+        root: parent folder of the counted packages.
         folders: names of the counted packages.
     """
 
@@ -175,14 +175,14 @@ class ProcessCounts:
         return [(*each, total[Window.CHATS], total[Window.IDLE]) for each, total in sorted(totals.items())]
 
     def _file(self, code: CodeType) -> str:
-        """Returns the path below the root; empty if the file is in none of the counted packages."""
+        """Returns the code's file relative to the root; empty if the file is in none of the counted packages."""
         path = os.path.relpath(code.co_filename, self._root) if os.path.isabs(code.co_filename) else ""
         path = path.removeprefix(f"{PACKAGE}/")
         return path if path.partition("/")[0] in self._folders else ""
 
 
 def _models(value: Any) -> Iterator[type]:
-    """Yields the types of the pydantic models in a validated value: first its type, then those of the given fields."""
+    """Yields the types of all pydantic models in a validated value: the value's own type first, then those in its set fields."""
     if hasattr(type(value), "__pydantic_fields__"):
         yield type(value)
         for name in getattr(value, "__pydantic_fields_set__", ()):  # missing if the validation has failed

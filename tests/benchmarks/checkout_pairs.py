@@ -4,7 +4,7 @@ Three servers run at once, two of the other checkout (OTHER, with its own .venv)
 same burst of requests to one server after the other, in an order that changes from round to round. For each number of requests in
 flight the output has the median and the range of two ratios: throughput new/old, and p99 of the time to the first token old/new.
 Both ratios are also given for the old checkout against itself. A ratio above 1 means that the new checkout is better. The new
-checkout is no worse if its ratio is within the range of the old checkout against itself.
+checkout is no worse if its median ratio is within the range of the old checkout against itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OLD, AGAIN, NEW = "old", "old again", "new"
 class Burst:
     """Result of a burst of requests to one server."""
 
-    tokens_s: float  # output tokens per second of all requests together
+    tokens_s: float  # output tokens per second, summed over all requests
     ttft_s: float  # p99 of the times to the first token, in seconds
 
 
@@ -54,14 +54,14 @@ async def burst(url: str, prompts: list[list[int]], output_len: int) -> Burst:
 
 
 def order_of(number: int) -> tuple[str, ...]:
-    """Returns the order of servers in a round. Over six rounds, positions and neighbours are equally frequent."""
+    """Returns the order of servers in a round. Over six rounds, each server has each position and neighbour equally often."""
     return ((OLD, NEW, AGAIN), (AGAIN, OLD, NEW), (NEW, AGAIN, OLD), (AGAIN, NEW, OLD), (OLD, AGAIN, NEW), (NEW, OLD, AGAIN))[
         number % 6
     ]
 
 
 def rounds(urls: dict[str, str], args: argparse.Namespace, in_flight: int) -> list[dict[str, Burst]]:
-    """Returns the results of all rounds but the first, which warms up. Each round has new prompts, so that none is cached."""
+    """Returns the results by round, without the first round, a warm-up. Each round has new prompts, so no prompt is cached."""
     found = []
     for number in range(args.rounds + 1):
         prompts = draw_prompts(args.model, in_flight, args.input_len, (args.seed, number, in_flight))
@@ -83,17 +83,19 @@ def line(in_flight: int, found: list[dict[str, Burst]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="a checkout with an environment of its own")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo", help="default: the demo model")
-    parser.add_argument("--shape", help="see make_model: random weights of that shape in place of --model")
+    parser.add_argument("other", type=Path, help="folder of the other checkout, with its own .venv")
+    parser.add_argument(
+        "--model", type=Path, default=ROOT / "models" / "demo", help="folder of the checkpoint; default: the demo model"
+    )
+    parser.add_argument("--shape", help="shape of make_model; replaces --model by random weights of this shape")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--flags", default="--max-total-tokens 32768", help="of every server; default: %(default)s")
+    parser.add_argument("--flags", default="--max-total-tokens 32768", help="flags of every server; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the block that stops the servers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit from the with block stops the servers
     if args.shape:
         args.model = BUILD / args.shape
         ensure_model(args.model, args.shape)

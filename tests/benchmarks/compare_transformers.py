@@ -32,17 +32,17 @@ from tests.benchmarks.server_process import ROOT, ROOTSTOCK, ServerFailed, runni
 BUILD = ROOT / "build" / "bench"
 CHILD_TIMEOUT_S = 3600.0
 WARMUP_STREAM = 999
-BUSY_SAMPLE_S = 1.0
+BUSY_SAMPLE_S = 1.0  # seconds over which the CPU use of other processes is measured
 BUSY_LIMIT = 0.2  # cores used by other processes above which a round's ratio is unreliable
 
 
 class MeasurementFailed(Exception):
-    """Raised if a side did not do the measured work, so that there is no result."""
+    """Raised if the server or transformers fails or returns too few tokens, so the measurement has no result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of one side in one measurement."""
+    """Prompts for the server or for transformers in one measurement."""
 
     model: Path
     prompts: list[list[int]]
@@ -55,13 +55,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The results of a round with one concurrency, in output tokens per second."""
+    """Results of both sides for one concurrency in one round."""
 
     concurrency: int
     round: int
-    rootstock: float
-    transformers: float
-    busy_cores: float = 0.0  # cores used by other processes just before; their load slows two threads much more than one
+    rootstock: float  # output tokens per second
+    transformers: float  # output tokens per second
+    busy_cores: float = 0.0  # cores used by other processes just before the measurement
 
     @property
     def ratio(self) -> float:
@@ -141,7 +141,7 @@ def measure_pair(args: argparse.Namespace, concurrency: int, number: int) -> Pai
 
 
 def table(pairs: Sequence[Pair]) -> str:
-    """Returns a Markdown table. Its numbers are medians over the rounds; the ratio is the median of the rounds' ratios."""
+    """Returns a Markdown table of medians over the rounds. The ratio is the median of the rounds' ratios."""
     lines = ["| in flight | rootstock tok/s | transformers tok/s | ratio | ratio, least to most |", "|---:|---:|---:|---:|---:|"]
     for concurrency in dict.fromkeys(p.concurrency for p in pairs):
         of = [p for p in pairs if p.concurrency == concurrency]
@@ -162,7 +162,7 @@ def keep_to_cores(count: int) -> None:
     """Pins this process and all its children to the first `count` usable cores."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < count:
-        raise MeasurementFailed(f"{count} cores asked for, {len(cores)} usable")
+        raise MeasurementFailed(f"--cores is {count}; this process can use {len(cores)}. Ask for fewer.")
     os.sched_setaffinity(0, cores[:count])
 
 
@@ -174,14 +174,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cores", type=int, default=2, help="for all processes of a side, and transformers' threads")
+    parser.add_argument("--cores", type=int, default=2, help="number of cores for all processes, and of transformers' threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server-command", default=ROOTSTOCK, help="with {python}, {model} and {port}; default: %(default)s")
     parser.add_argument(
         "--output-file",
         type=Path,
         default=BUILD / "compare_transformers.jsonl",
-        help="a JSON line is appended; logs lie beside it",
+        help="file to which a JSON line is appended; the logs are written to the same folder",
     )
     args = parser.parse_args(argv)
     args.model = (args.model or BUILD / args.shape).resolve()
@@ -190,7 +190,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the blocks that stop a server
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit from the with blocks stops the server
     try:
         keep_to_cores(args.cores)
         ensure_model(args.model, args.shape)

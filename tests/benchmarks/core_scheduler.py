@@ -45,8 +45,8 @@ def decode_step_us(rows: int, page_size: int, waiting: int = 0, sessions: bool =
     """Returns the median microseconds of plan + commit + take_output for `rows` decode rows that all stream.
 
     Args:
-        waiting: queued requests that no pass can admit, with priority scheduling on.
-        sessions: each row is a turn of its own session.
+        waiting: number of queued requests that cannot be admitted. If it is not 0, priority scheduling is on.
+        sessions: whether each row is a turn of its own session.
     """
     config = pinned_config(
         num_pages=rows * 1024 // page_size,
@@ -117,22 +117,23 @@ class Queue:
 
 
 def admit_one_us(waiting: int, steps: int = 200) -> float:
-    """Returns the median microseconds of planning a step that admits one of `waiting` requests."""
+    """Returns the median microseconds of a plan() that admits one of `waiting` requests."""
     queue = Queue(waiting, 1 << 14, one_at_a_time=True)
     times = []
     for step in range(steps + 20):
         queue.fill()
         taken = queue.step()
         assert queue.core.stats().num_waiting == waiting - 1
-        if step >= 20:  # all prefixes are cached
+        if step >= 20:  # the first 20 steps cache all prefixes
             times.append(taken)
     return statistics.median(times) * 1e6
 
 
 def admit_none_us(waiting: int, steps: int = 200) -> float:
-    """Returns the median microseconds of planning a step that admits none of `waiting` requests.
+    """Returns the median microseconds of a plan() that admits none of `waiting` requests.
 
-    A running row has reserved the pool, so each pass checks the queue and admits no request."""
+    A running row has reserved all pages, so each pass checks the queue and admits no request.
+    """
     queue = Queue(waiting, 300, one_at_a_time=False)
     queue.submit(np.ones(1024, dtype=np.int32), 16_000)
     first = queue.core.plan(0.0)
@@ -149,10 +150,10 @@ def admit_none_us(waiting: int, steps: int = 200) -> float:
 
 
 def all_wait_us(waiting: int, rounds: int = 20) -> tuple[float, float]:
-    """Measures passes over `waiting` requests whose first 1,024 tokens the step in flight computes.
+    """Measures plan() when `waiting` queued requests share a prefix of 1,024 tokens that the step in flight computes.
 
     Returns:
-        Median microseconds of the first pass, which checks each request and makes it wait, and of the later passes.
+        Median microseconds of the first pass over the queue, and of the later passes. The first one makes each request wait.
     """
     first, later = [], []
     for _ in range(rounds):
@@ -169,7 +170,7 @@ def all_wait_us(waiting: int, rounds: int = 20) -> tuple[float, float]:
 
 
 def match_us(tokens: int, page_size: int) -> float:
-    """Returns the median microseconds of matching a prompt that is completely in the tree, in nodes of 2048 tokens."""
+    """Returns the median microseconds of matching a prompt that is completely in the radix tree, in nodes of 2,048 tokens."""
     tree = RadixCache(page_size)
     key = np.arange(tokens, dtype=np.int32).tobytes()
     pages = np.arange(tokens // page_size, dtype=np.int32)
@@ -191,9 +192,9 @@ def measure() -> None:
     print("| what | median µs |\n| --- | --- |")
     for page_size in (1, 16):
         print(f"| plan + commit, 256 decode rows, page size {page_size} | {decode_step_us(256, page_size):.1f} |")
-    print(f"| the same at 16, each row a session's turn | {decode_step_us(256, 16, sessions=True):.1f} |")
-    print(f"| the same at 16, priorities on, 1 waiting | {decode_step_us(256, 16, waiting=1):.1f} |")
-    print(f"| the same at 16, priorities on, 100 waiting | {decode_step_us(256, 16, waiting=100):.1f} |")
+    print(f"| plan + commit, page size 16, each row a turn of its session | {decode_step_us(256, 16, sessions=True):.1f} |")
+    print(f"| plan + commit, page size 16, priorities on, 1 waiting | {decode_step_us(256, 16, waiting=1):.1f} |")
+    print(f"| plan + commit, page size 16, priorities on, 100 waiting | {decode_step_us(256, 16, waiting=100):.1f} |")
     print(f"| match a cached prompt of 32,768 tokens, page size 16 | {match_us(32768, 16):.1f} |")
     print(f"| plan, lpm with 128 waiting, admits one | {admit_one_us(128):.1f} |")
     print(f"| plan, lpm's fallback with 1,000 waiting, admits one | {admit_one_us(1000):.1f} |")

@@ -1,7 +1,7 @@
 """Speed of the executor on a CPU, compared with transformers: python -m tests.benchmarks.cpu_decode [--threads N].
 
 The model has random bf16 weights in the shape of Qwen3-0.6B. The output has prefill tokens per second, the time of a decode step
-with its parts, and output tokens per second of a whole batch (prefill and decode). No time is checked.
+and its time per kernel group, and output tokens per second of a whole batch (prefill and decode). No time is checked.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class TimedKernels:
 @dataclass
 class Timing:
     prefill_s: float
-    decode_s: float
-    batch: int
-    num_in: int
-    num_out: int
+    decode_s: float  # seconds of all decode steps together
+    batch: int  # number of requests
+    num_in: int  # prompt tokens per request
+    num_out: int  # output tokens per request
 
     def line(self, name: str) -> str:
         step = self.decode_s / (self.num_out - 1)
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--num-in", type=int, default=256)
     parser.add_argument("--num-out", type=int, default=64)
-    parser.add_argument("--chunk-tokens", type=int, default=2048, help="prompt tokens of one step at most")
+    parser.add_argument("--chunk-tokens", type=int, default=2048, help="largest number of prompt tokens per step")
     parser.add_argument("--skip-transformers", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

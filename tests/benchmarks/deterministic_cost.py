@@ -1,7 +1,8 @@
 """Cost of deterministic mode on a CPU: python -m tests.benchmarks.deterministic_cost [--threads N] [--pairs N]
 
 One process has two executors with random bf16 weights in the shape of Qwen3-0.6B, with and without the mode. Each load runs on
-both in alternating order. The output is the median ratio of the time with the mode to the time without, with its 95 % interval.
+both in alternating order. For each load, the output is the median ratio of the time with the mode to the time without, and its
+95 % interval.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--loads", type=int, nargs="+", default=list(range(len(LOADS))), help="by number, from 0")
+    parser.add_argument(
+        "--loads", type=int, nargs="+", default=list(range(len(LOADS))), help="indices of the loads to run, from 0; default: all"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     loads = [LOADS[number] for number in options.loads]

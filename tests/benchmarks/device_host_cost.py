@@ -1,7 +1,7 @@
-"""python -m tests.benchmarks.device_host_cost: host time of a decode step in the executor of a GPU, without kernels.
+"""python -m tests.benchmarks.device_host_cost: host time of a decode step in the GPU executor, without kernels.
 
-Kernels, graphs and model do nothing, so the launches themselves are not measured. The rest is the work of the loop's thread to
-launch a step and to read its result. Prints the median of each call in microseconds.
+Kernels, graphs and the model do nothing, so the time of kernel launches is not included. The remaining time is the loop thread's
+work to prepare a step and to read its result. Prints the median of each call in microseconds.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def plan_of(step: int, rows: int, known: int, admitted: tuple[SlotParams, ...] =
     """Returns the plan of a decode step.
 
     Args:
-        known: tokens of the first row that are in the plan; 0 if the first row decodes like the others.
+        known: number of the first row's tokens that a grammar has determined; 0 if this row decodes one token like the others.
     """
     slots, counts = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
     counts[0] = max(known, 1)
@@ -163,7 +163,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--eager", action="store_true", help="no graphs")
-    parser.add_argument("--known", type=int, default=0, help="tokens that a grammar has put one row ahead (default 0)")
+    parser.add_argument(
+        "--known", type=int, default=0, help="number of tokens of the first row that a grammar has determined (default 0)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'rows':>5} {'graphs':>6}", *(f"{name:>10}" for name in ("forward us", "sample us", "wait us", "together")))

@@ -4,10 +4,10 @@ The whole system runs with the demo model and two API keys. Chats with one key a
 /health. The other key attacks. For each attack, the output has:
 
 - the responses to the attack, and the number of failed chats;
-- p99 of the chats' first token, of their whole time and of /health, in quiet seconds just before the attack and during it;
-- the largest and the final memory of each service minus its memory when idle. The worker's KV pool is fully written before.
+- p99 of the chats' time to the first token and total time, and of /health, in quiet seconds just before the attack and during it;
+- each service's growth of memory since it was idle: the largest and the final one. The worker's KV pool is fully written before.
 
-With --minutes, all attacks run at once and repeatedly for that time, and the memory two minutes later is checked. The exit status
+With --minutes, all attacks run at once, repeatedly, for this time. The memory is checked two minutes later. The exit status
 is 1 if a chat fails, a limit is exceeded, or the machine is too slow even in quiet seconds.
 """
 
@@ -38,8 +38,8 @@ from tests.e2e.system import ROOT, System
 
 SERVICES = ("gateway", "tokenizer", "detokenizer", "worker-0")
 EVERY_S = 0.5  # seconds between the starts of two chats
-TOKENS = 8
-QUIET_S = 10.0
+TOKENS = 8  # output tokens of a chat
+QUIET_S = 10.0  # seconds of chats without an attack
 SETTLE_S, LATER_S = 5.0, 120.0
 SAMPLE_S = 0.2
 KV_TOKENS = 1 << 17  # tokens; fewer than the prompts of one attack `batch`, so that the attack writes the whole pool
@@ -65,7 +65,7 @@ class Memory:
         self._thread.join()
 
     def now(self) -> dict[str, float]:
-        return {name: self._of(pid) for name, pid in self._pids.items()}
+        return {name: self._pss_mib(pid) for name, pid in self._pids.items()}
 
     def begin(self) -> None:
         """Restarts the recording of the peak."""
@@ -76,7 +76,7 @@ class Memory:
             for name, held in self.now().items():
                 self.peak[name] = max(self.peak.get(name, 0.0), held)
 
-    def _of(self, pid: int) -> float:
+    def _pss_mib(self, pid: int) -> float:
         process = psutil.Process(pid)
         return sum(_pss(each.pid) for each in (process, *process.children(recursive=True))) / 1024
 
@@ -92,12 +92,12 @@ def _pss(pid: int) -> int:
 
 @dataclass(slots=True)
 class Seen:
-    """Times in seconds that the prober has measured, and its failed requests."""
+    """Results of the probe's chats and health requests."""
 
-    ttft: list[float] = field(default_factory=list)
-    e2e: list[float] = field(default_factory=list)
-    health: list[float] = field(default_factory=list)
-    failed: Counter[str] = field(default_factory=Counter)
+    ttft: list[float] = field(default_factory=list)  # seconds from a chat's request to its first token
+    e2e: list[float] = field(default_factory=list)  # seconds from a chat's request to its end
+    health: list[float] = field(default_factory=list)  # seconds of a GET /health
+    failed: Counter[str] = field(default_factory=Counter)  # failed requests by error
 
     def p99(self) -> list[float]:
         """Returns the p99 in ms of first token, whole time and /health."""
@@ -105,7 +105,7 @@ class Seen:
 
 
 async def probe(url: str, until: asyncio.Future[None] | asyncio.Task[dict[str, int]]) -> Seen:
-    """Starts chats at a steady rate until `until` is done, and waits for all started chats."""
+    """Starts chats and health requests at a steady rate until `until` is done. Then waits for the started ones."""
     seen = Seen()
     endpoint = Endpoint(f"{url}/v1/chat/completions", True, "demo", ignore_eos=True)
     async with open_http(PROBER, ANSWER_S) as http, aiohttp.ClientSession() as plain:
@@ -145,7 +145,7 @@ async def attack(port: int, name: str) -> dict[str, int]:
     process = await asyncio.create_subprocess_exec(sys.executable, *argv, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     if process.returncode:
-        raise RuntimeError(f"the attack {name} ended with {process.returncode}")
+        raise RuntimeError(f"the attack {name} ended with exit status {process.returncode}")
     answers: dict[str, int] = orjson.loads(output)
     return answers
 
@@ -203,17 +203,15 @@ async def all_at_once(system: System, memory: Memory, names: Sequence[str], minu
     for name, counts in answers.items():
         print(f"{name}: " + ", ".join(f"{count} × {said}" for said, count in sorted(counts.items())))
     times = ", ".join(f"{was:.0f} → {now:.0f}" for was, now in zip(before.p99(), beside.p99(), strict=True))
-    print(
-        f"others: {len(beside.e2e)} chats, {dict(beside.failed)} failed; p99 of first token, whole time, /health in ms: {times}"
-    )
+    print(f"other clients: {len(beside.e2e)} chats, {dict(beside.failed)} failed; p99 of TTFT, total, /health in ms: {times}")
     return fine
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=f"of {', '.join(ATTACKS)}; all if none is named")
+    parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=f"attacks to run: {', '.join(ATTACKS)}; all by default")
     parser.add_argument(
-        "--minutes", type=float, default=0, help="all of them at once for so long, instead of one after the other"
+        "--minutes", type=float, default=0, help="minutes for which all attacks run at once; 0: one after the other"
     )
     args = parser.parse_args()
     names = args.attacks or list(ATTACKS)
@@ -229,10 +227,11 @@ def main() -> int:
             ) as system,
             Memory(system) as memory,
         ):
-            # Writing the whole KV pool first makes all its pages resident, so that they do not count as growth later.
+            # This writes the whole KV pool, so that the pool's memory is resident and does not count as growth later.
             written, still = asyncio.run(attack(system.port, "batch")), asyncio.run(quiet(system.url))
             if "200" not in written or still.failed or still.p99()[1] > QUIET_S * 1e3:
-                sys.exit(f"the machine is too slow: a batch {written}; quiet chats {still.p99()[1]:.0f} ms, {dict(still.failed)}")
+                slow = f"chats without an attack: p99 {still.p99()[1]:.0f} ms, failed {dict(still.failed)}"
+                sys.exit(f"the machine is too slow. Responses to a batch: {written}; {slow}")
             if args.minutes:
                 return int(not asyncio.run(all_at_once(system, memory, names, args.minutes)))
             columns = [

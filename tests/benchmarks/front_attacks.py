@@ -1,7 +1,7 @@
-"""Attacks of hostile clients on a gateway. Each attack is a function that ends by itself and counts the responses by kind.
+"""Attacks of hostile clients on a gateway. Each attack is a function that ends by itself and returns the responses by kind.
 
-python -m tests.benchmarks.front_attacks ATTACK PORT KEY runs an attack in its own process with the lowest priority, so that it
-does not share an interpreter with the measurement, and prints the counts as JSON.
+python -m tests.benchmarks.front_attacks ATTACK PORT KEY runs an attack and prints the counts as JSON. It runs in its own process
+with the lowest priority, because an attack in the measuring process would delay the measurement.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FUZZ_EXAMPLES, FUZZ_HEADS = 20, 100
 CLOSED_WITHIN_S = 30.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-Answers = Counter[str]
+Responses = Counter[str]
 
 
-def in_threads(jobs: Sequence[Callable[[], str]]) -> Answers:
+def in_threads(jobs: Sequence[Callable[[], str]]) -> Responses:
     """Runs all jobs at once and counts their results."""
-    answers: Answers = Counter()
+    answers: Responses = Counter()
     lock = threading.Lock()
 
     def run(job: Callable[[], str]) -> None:
@@ -70,7 +70,7 @@ def chat_of(text: str) -> bytes:
     return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
 
 
-def headers(port: int, key: str) -> Answers:
+def headers(port: int, key: str) -> Responses:
     """Sends two header blocks of 50 MiB, and two of 200 MiB without an end."""
 
     def send(mib: int, ends: bool) -> str:
@@ -87,33 +87,33 @@ def headers(port: int, key: str) -> Answers:
     return in_threads([lambda mib=mib, ends=ends: send(mib, ends) for mib, ends in ((50, True), (200, False)) * 2])  # type: ignore[misc]
 
 
-def bodies(port: int, key: str) -> Answers:
+def bodies(port: int, key: str) -> Responses:
     """Sends sixteen chats of 60 MB."""
     body = chat_of("x" * 60_000_000)
     return in_threads([lambda: post(port, key, CHAT, body)] * 16)
 
 
-def prompts(port: int, key: str) -> Answers:
+def prompts(port: int, key: str) -> Responses:
     """Sends six chats of 15 MB of words, far beyond any context."""
     body = chat_of("the river runs over stones " * 555_555)
     return in_threads([lambda: post(port, key, CHAT, body)] * 6)
 
 
-def values(port: int, key: str) -> Answers:
-    """Sends four bodies with 20 million empty objects, and four with the largest permitted number of token ids."""
+def values(port: int, key: str) -> Responses:
+    """Sends four bodies of 20 million empty objects each, and four with the largest permitted number of token ids."""
     empty = b'{"model": "demo", "prompt": [' + b"{}," * 20_000_000 + b"{}]}"
     ids = b'{"model": "demo", "prompt": [' + b"1000," * 2_000_000 + b"1000]}"
     return in_threads([lambda body=body: post(port, key, COMPLETIONS, body) for body in (empty, ids) * 4])  # type: ignore[misc]
 
 
-def connections(port: int, key: str) -> Answers:
+def connections(port: int, key: str) -> Responses:
     """Opens a thousand connections that never send a whole request."""
     begun = time.monotonic()
     clients = [socket.create_connection((HOST, port), timeout=ANSWER_S) for _ in range(CONNECTIONS)]
     for index, client in enumerate(clients):
         if index % 2:
             client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
-    answers: Answers = Counter()
+    answers: Responses = Counter()
     for client in clients:
         client.settimeout(max(0.1, begun + CLOSED_WITHIN_S - time.monotonic()))
         try:
@@ -127,7 +127,7 @@ def connections(port: int, key: str) -> Answers:
     return answers
 
 
-def schemas(port: int, key: str) -> Answers:
+def schemas(port: int, key: str) -> Responses:
     """Sends twelve new schemas at once."""
     nonce = random.randrange(1 << 40)
     small = {"type": "integer"}
@@ -151,7 +151,7 @@ def schemas(port: int, key: str) -> Answers:
     return in_threads([lambda schema=schema: ask(schema) for schema in wanted])  # type: ignore[misc]
 
 
-def batch(port: int, key: str) -> Answers:
+def batch(port: int, key: str) -> Responses:
     """Sends one request with 64 prompts of 4,000 tokens."""
     rng = random.Random()
     ids = [[rng.randrange(10, 1200) for _ in range(4000)] for _ in range(64)]
@@ -159,8 +159,8 @@ def batch(port: int, key: str) -> Answers:
     return in_threads([lambda: post(port, key, COMPLETIONS, body)])
 
 
-def fuzzing(port: int, key: str) -> Answers:
-    """Runs a round of requests drawn from the OpenAPI document: valid, nearly valid and broken, and connections without HTTP."""
+def fuzzing(port: int, key: str) -> Responses:
+    """Sends random requests that follow or break the OpenAPI document, and random bytes that are not HTTP."""
     fuzzer = Fuzzer(f"http://{HOST}:{port}", key)
 
     def send(requests: Sequence[Sent]) -> list[str]:
@@ -176,7 +176,7 @@ def fuzzing(port: int, key: str) -> Answers:
     return +fuzzer.answered
 
 
-ATTACKS: dict[str, Callable[[int, str], Answers]] = {
+ATTACKS: dict[str, Callable[[int, str], Responses]] = {
     attack.__name__: attack for attack in (headers, bodies, prompts, values, connections, schemas, batch, fuzzing)
 }
 

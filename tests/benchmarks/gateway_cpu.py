@@ -1,9 +1,9 @@
-"""python -m tests.benchmarks.gateway_cpu [OTHER]: CPU time of the gateway process for each short chat, not streamed.
+"""python -m tests.benchmarks.gateway_cpu [OTHER]: CPU time of the gateway process per short chat that is not streamed.
 
-The worker makes one token a step and computes nothing. Tokenizer and detokenizer are those of the demo model. With OTHER, a
-checkout with its own .venv, a gateway of each checkout uses the same services, and the gateways are measured in turns. Prints
-user plus system time per request by round. --profile shows the functions of this checkout under cProfile, which costs about as
-much time again.
+The worker sends one token per step and computes nothing. Tokenizer and detokenizer run with the demo model. OTHER is another
+checkout with its own .venv. A gateway of each checkout then uses the same services, and the gateways are measured in turns.
+Prints user plus system time per request by round. --profile shows the functions of this checkout under cProfile, which about
+doubles the CPU time.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def chat(stream: bool) -> bytes:
 
 
 class Gateways:
-    """Gateways, one of each checkout, with the same services. All processes end on exit.
+    """Runs one gateway per checkout and the services that all gateways share. All processes end on exit.
 
     Args:
         checkouts: folder of each checkout by name.
-        tokens: tokens of a response.
-        profile: file for the profile of this checkout's gateway.
+        tokens: output tokens per response.
+        profile: file for the cProfile data of this checkout's gateway; None for no profile.
         step_s: seconds between two tokens of a response.
         more: further flags of the gateways.
     """
@@ -120,19 +120,25 @@ class Gateways:
         tally = uvloop.run(run_requests((HOST, self.ports[name]), request, count, connections))
         used = sum(times()[:2]) - before
         if tally.failed:
-            raise RuntimeError(f"{len(tally.failed)} failed, the first: {tally.failed[0]!r}")
+            raise RuntimeError(f"{len(tally.failed)} requests failed; the first with {tally.failed[0]!r}")
         return used / count * 1000
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, nargs="?", help="a checkout with an environment of its own")
-    parser.add_argument("--requests", type=int, default=5000, help="of each gateway, in all rounds together")
+    parser.add_argument("other", type=Path, nargs="?", help="folder of the other checkout, with its own .venv")
+    parser.add_argument("--requests", type=int, default=5000, help="requests to each gateway, summed over all rounds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--connections", type=int, default=16, help="requests in flight")
-    parser.add_argument("--tokens", type=int, default=8, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=8, help="output tokens per response")
     parser.add_argument("--stream", action="store_true")
-    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="run this checkout's gateway under cProfile")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="LINES",
+        help="run this checkout's gateway under cProfile and print this many functions",
+    )
     args = parser.parse_args()
     checkouts = {"this": ROOT} | ({"other": args.other.resolve()} if args.other else {})
     profile = LOGS / "gateway.prof" if args.profile else None

@@ -1,8 +1,9 @@
 """python -m tests.benchmarks.gateway_crowd: memory of a gateway with many idle connections, many streams and a very slow reader.
 
-Connections stay idle after a response while streams run. A further client reads one byte per second of a response that is larger
-than the socket buffers. Finally each idle connection sends a request again. Prints the gateway's resident memory and the lost
-clients.
+Connections stay idle after their first response while streams run. One more client reads one byte per second of a response that
+is larger than the socket buffers. Finally, each idle connection sends a second request. Prints the gateway's resident memory and
+the
+number of lost connections and streams.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.benchmarks.gateway_load_worker import MODEL
 MIB = 1 << 20
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
 SAMPLE_S = 0.2
-OPENING = 50  # connections that are opened at once
+OPENING = 50  # largest number of connections that are being opened at the same time
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -38,8 +39,8 @@ class Seen:
 
     rss: dict[str, int] = field(default_factory=dict)  # resident bytes of the gateway, by phase
     pauses_s: list[float] = field(default_factory=list)  # longest pause of each stream, including the wait for the first byte
-    lost_streams: int = 0
-    lost_connections: int = 0
+    lost_streams: int = 0  # streams without a complete response
+    lost_connections: int = 0  # idle connections that could not be opened or got no second response
     slow_reader_s: float = 0.0  # from the slow reader's request until the gateway has no request in flight
 
 
@@ -61,8 +62,8 @@ async def answered(connection: Connection) -> bool:
     return head.startswith(b"http/1.1 200")
 
 
-async def opened(port: int, room: asyncio.Semaphore) -> Connection | None:
-    async with room:
+async def opened(port: int, opening: asyncio.Semaphore) -> Connection | None:
+    async with opening:
         connection = await asyncio.open_connection(HOST, port)
         return connection if await answered(connection) else None
 
@@ -85,7 +86,7 @@ async def streamed(port: int, seen: Seen) -> None:
 
 
 async def read_slowly(port: int) -> None:
-    """Reads one byte per second until cancelled. Reading the part of the response in the kernel's buffers would take hours."""
+    """Reads one byte per second until cancelled. At this rate, the bytes in the kernel's socket buffers alone last for hours."""
     loop, client = asyncio.get_running_loop(), socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((HOST, port))
@@ -111,8 +112,8 @@ async def peak(process: psutil.Process, name: str, seen: Seen) -> None:
 async def crowd(process: psutil.Process, port: int, idle: int, streams: int) -> Seen:
     seen = Seen()
     seen.rss["at its start"] = process.memory_info().rss
-    room = asyncio.Semaphore(OPENING)
-    found = await asyncio.gather(*(opened(port, room) for _ in range(idle)))
+    opening = asyncio.Semaphore(OPENING)
+    found = await asyncio.gather(*(opened(port, opening) for _ in range(idle)))
     kept = [connection for connection in found if connection is not None]
     seen.rss["with idle connections"] = process.memory_info().rss
     sampling = asyncio.create_task(peak(process, "with streams beside them", seen))
@@ -132,8 +133,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--idle", type=int, default=2000, help="connections")
     parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
-    parser.add_argument("--step-s", type=float, default=0.1, help="seconds between two of them")
+    parser.add_argument("--tokens", type=int, default=200, help="output tokens per stream")
+    parser.add_argument("--step-s", type=float, default=0.1, help="seconds between two tokens of a stream")
     parser.add_argument("--deadline-s", type=float, default=45.0, help="of a request")
     args = parser.parse_args()
     more = ("--request-timeout-s", str(args.deadline_s))
@@ -142,7 +143,7 @@ def main() -> int:
     for name, rss in seen.rss.items():
         print(f"gateway's memory {name}: {rss / MIB:.0f} MiB")
     pauses = sorted(seen.pauses_s) or [0.0]
-    print(f"{args.streams} streams of {args.tokens} tokens, {seen.lost_streams} lost; the longest pause of one: median "
+    print(f"{args.streams} streams of {args.tokens} tokens, {seen.lost_streams} lost; longest pause of each stream: median "
           f"{pauses[len(pauses) // 2]:.2f} s, most {pauses[-1]:.2f} s")  # fmt: skip
     print(f"{args.idle} idle connections, {seen.lost_connections} lost")
     print(f"a reader of one byte per second ended after {seen.slow_reader_s:.1f} s; its deadline was {args.deadline_s:g} s")

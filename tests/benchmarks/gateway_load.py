@@ -1,8 +1,9 @@
 """python -m tests.benchmarks.gateway_load: long prompts per second that a gateway can forward to workers that respond instantly.
 
-Each body of 220 kB has one prompt as token ids. A response has one token and is not streamed. Gateways, tokenizer, detokenizer,
-Redis, workers and the load generator run on this machine. Prints requests/s, latencies, and the CPU time of each process per
-request. --parts measures the parts of a gateway's work on such a body. --profile shows the functions of the first gateway.
+Each request body of 220 kB has one prompt as token ids. A response has one token and is not streamed. Gateways, tokenizer,
+detokenizer, Redis, workers and the load generator run on this machine. Prints requests/s, latencies, and the CPU time of each
+process per request. --parts instead times each stage of a gateway's work on one body. --profile shows the functions of the first
+gateway under cProfile.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ START_S, WARM_UP_S = 60.0, 2.0
 
 
 def make_body(rng: random.Random, size: int) -> bytes:
-    """Returns a request body with a prompt of random token ids, of at most `size` bytes."""
+    """Returns a request body of at most `size` bytes whose prompt is random token ids."""
     ids: list[int] = []
     text = b'{"model":"%s","max_tokens":1,"temperature":0,"prompt":[' % MODEL.encode()
     left = size - len(text) - 2
@@ -103,7 +104,7 @@ class Fleet:
         while not _answers(url):
             for child in self.children:
                 if child.exit_code is not None:
-                    raise RuntimeError(f"{child.command.name} has ended:\n{child.last_lines(10)}")
+                    raise RuntimeError(f"{child.command.name} ended before it was ready:\n{child.last_lines(10)}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{url} was not ready after {START_S:.0f} s")
             time.sleep(0.1)
@@ -151,7 +152,7 @@ def report(args: argparse.Namespace, repeat: int, tally: Tally, took: float, cpu
 
 
 def time_parts(body_bytes: int) -> None:
-    """Prints the time of each part of a gateway's work on one request, measured separately in this process."""
+    """Prints the time of each stage of a gateway's work on one request, measured separately in this process."""
     body = make_body(random.Random(1), body_bytes)
     ids = orjson.loads(body)["prompt"]
     packed = tokenizer_pb2.TokenIds(ids=ids).ids
@@ -164,10 +165,10 @@ def time_parts(body_bytes: int) -> None:
     pieces: list[tuple[str, Callable[[], object]]] = [
         ("parse the JSON (orjson.loads)", lambda: orjson.loads(body)),
         ("check types and range (check_token_ids)", lambda: check_token_ids(ids, VOCAB_SIZE, "prompt")),
-        ("  of it the types (set(map(type, ids)))", lambda: set(map(type, ids))),
-        ("  of it min and max", lambda: (min(ids), max(ids))),
+        ("  types alone (set(map(type, ids)))", lambda: set(map(type, ids))),
+        ("  min and max alone", lambda: (min(ids), max(ids))),
         ("list -> array.array('I') (refuses floats, takes bools)", lambda: array.array("I", ids)),
-        ("its maximum by numpy", lambda: np.frombuffer(flat, dtype=np.uint32).max()),
+        ("maximum of that array by numpy", lambda: np.frombuffer(flat, dtype=np.uint32).max()),
         ("list -> numpy uint32", lambda: np.array(ids, dtype=np.uint32)),
         ("list -> protobuf TokenIds", lambda: tokenizer_pb2.TokenIds(ids=ids)),
         ("numpy -> protobuf TokenIds", lambda: tokenizer_pb2.TokenIds(ids=numbers)),
@@ -178,10 +179,13 @@ def time_parts(body_bytes: int) -> None:
         ("Submit from protobuf ids", lambda: worker_pb2.Submit(handle=1, prompt_ids=packed)),
         ("Submit from a list", lambda: worker_pb2.Submit(handle=1, prompt_ids=ids)),
         ("its ByteSize", submit.ByteSize),
-        ("append it to a GenerateRequest (a copy)", lambda: worker_pb2.GenerateRequest(submits=[submit])),
-        ("the same made in place (submits.add)", lambda: worker_pb2.GenerateRequest().submits.add(handle=1, prompt_ids=packed)),
+        ("append the Submit to a GenerateRequest (a copy)", lambda: worker_pb2.GenerateRequest(submits=[submit])),
+        (
+            "make the Submit in the GenerateRequest (submits.add)",
+            lambda: worker_pb2.GenerateRequest().submits.add(handle=1, prompt_ids=packed),
+        ),
         ("serialize the GenerateRequest", message.SerializeToString),
-        ("parse it again (the worker)", lambda: worker_pb2.GenerateRequest.FromString(wire)),
+        ("parse the GenerateRequest in the worker", lambda: worker_pb2.GenerateRequest.FromString(wire)),
     ]
     for name, call in pieces:
         print(f"  {_median_ms(call):7.3f}  {name}")
@@ -205,8 +209,16 @@ def main() -> int:
     parser.add_argument("--bodies", type=int, default=64, help="different ones")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", action="store_true", help="time the pieces alone, and nothing else")
-    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="run the first gateway under cProfile")
+    parser.add_argument(
+        "--parts", action="store_true", help="time each stage of a gateway's work in this process instead of running a load"
+    )
+    parser.add_argument(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="LINES",
+        help="run the first gateway under cProfile and print this many functions",
+    )
     args = parser.parse_args()
     if args.parts:
         time_parts(args.body_bytes)

@@ -19,14 +19,14 @@ def http_request(path: str, body: bytes) -> bytes:
 
 @dataclass
 class Tally:
-    """Results of a load."""
+    """Responses to a load."""
 
     latencies_s: list[float] = field(default_factory=list)  # times of whole responses with status 200, in order of their ends
     failed: list[bytes] = field(default_factory=list)  # first bytes of other responses, or the error of a connection
 
 
 class _Connection(asyncio.Protocol):
-    """A connection that sends the next request after each response, until `end`."""
+    """A connection that sends the next request after each response until the clock reaches `end`."""
 
     def __init__(self, requests: Sequence[bytes], first: int, end: float, tally: Tally) -> None:
         self._requests: Iterator[bytes] = itertools.islice(itertools.cycle(requests), first, None)
@@ -65,7 +65,11 @@ class _Connection(asyncio.Protocol):
 
 
 def _is_complete(head: bytes, body: bytes) -> bool:
-    """Whether the body is complete. `head` is in lower case. A stream is chunked, and no event ends like the last chunk."""
+    """Whether the body is complete. A chunked body ends with the empty chunk, whose bytes no event ends with.
+
+    Args:
+        head: status line and headers in lower case.
+    """
     if b"\r\ntransfer-encoding: chunked" in head:
         return body.endswith(b"\r\n0\r\n\r\n")
     _, _, rest = head.partition(b"content-length:")

@@ -1,7 +1,7 @@
-"""python -m tests.benchmarks.gateway_load_worker: a worker that responds with one token, or with several in steps.
+"""python -m tests.benchmarks.gateway_load_worker: a worker without a model that sends one token, or one per step.
 
-It sends a worker's hello and load, and renews its lease in Redis. Of a request it decodes only the handle, so that a measurement
-shows the cost of the gateway.
+It sends hello and load messages to the gateway and renews its lease in Redis. It decodes only the handle of a request, so that
+the worker costs little CPU beside the measured gateway.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class InstantWorker:
     """Implements Worker.Generate without a model.
 
     Args:
-        tokens: tokens of each response. A single token is sent immediately; several are sent one per step.
+        tokens: output tokens per response. A single token is sent immediately; several are sent one per step.
         step_s: seconds between two steps.
     """
 
@@ -79,15 +79,15 @@ class InstantWorker:
 
     async def generate(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:
         yield worker_pb2.GenerateResponse(hello=self._info)
-        answers: asyncio.Queue[worker_pb2.GenerateResponse] = asyncio.Queue()
-        running: dict[int, int] = {}  # tokens made, by handle
+        responses: asyncio.Queue[worker_pb2.GenerateResponse] = asyncio.Queue()
+        running: dict[int, int] = {}  # by handle: number of tokens sent
         kick = asyncio.Event()
-        reading = asyncio.create_task(self._read(requests, answers, running, kick))
-        stepping = asyncio.create_task(self._step(running, kick, answers))
-        telling = asyncio.create_task(self._tell_load(answers))
+        reading = asyncio.create_task(self._read(requests, responses, running, kick))
+        stepping = asyncio.create_task(self._step(running, kick, responses))
+        telling = asyncio.create_task(self._send_load(responses))
         try:
             while True:
-                yield await answers.get()
+                yield await responses.get()
         finally:
             reading.cancel()
             stepping.cancel()
@@ -96,7 +96,7 @@ class InstantWorker:
     async def _read(
         self,
         requests: AsyncIterator[bytes],
-        answers: asyncio.Queue[worker_pb2.GenerateResponse],
+        responses: asyncio.Queue[worker_pb2.GenerateResponse],
         running: dict[int, int],
         kick: asyncio.Event,
     ) -> None:
@@ -110,10 +110,10 @@ class InstantWorker:
             for handle in handles:
                 step.finishes.add(handle=handle, reason=pb.FINISH_REASON_LENGTH, prompt_tokens=1, completion_tokens=1)
             if handles:
-                answers.put_nowait(worker_pb2.GenerateResponse(step=step))
+                responses.put_nowait(worker_pb2.GenerateResponse(step=step))
 
     async def _step(
-        self, running: dict[int, int], kick: asyncio.Event, answers: asyncio.Queue[worker_pb2.GenerateResponse]
+        self, running: dict[int, int], kick: asyncio.Event, responses: asyncio.Queue[worker_pb2.GenerateResponse]
     ) -> None:
         while True:
             kick.clear()
@@ -128,14 +128,14 @@ class InstantWorker:
                     step.finishes.add(
                         handle=handle, reason=pb.FINISH_REASON_LENGTH, prompt_tokens=1, completion_tokens=self._tokens
                     )
-            answers.put_nowait(worker_pb2.GenerateResponse(step=step))
+            responses.put_nowait(worker_pb2.GenerateResponse(step=step))
             await asyncio.sleep(self._step_s)
 
     @staticmethod
-    async def _tell_load(answers: asyncio.Queue[worker_pb2.GenerateResponse]) -> None:
+    async def _send_load(responses: asyncio.Queue[worker_pb2.GenerateResponse]) -> None:
         while True:
             load = worker_pb2.WorkerLoad(lease_held=True, index_generation=GENERATION)
-            answers.put_nowait(worker_pb2.GenerateResponse(load=load))
+            responses.put_nowait(worker_pb2.GenerateResponse(load=load))
             await asyncio.sleep(LOAD_S)
 
 
@@ -148,13 +148,13 @@ async def serve(name: str, port: int, redis_url: str, tokens: int, step_s: float
     health = grpc_server.HealthService("worker")
     server = await grpc_server.start_server(HOST, port, health, lambda server: server.add_generic_rpc_handlers((handler,)))
     await health.set_ready(True)
-    lease = asyncio.create_task(_keep_lease(name, redis_url))
+    lease = asyncio.create_task(_renew_lease(name, redis_url))
     await grpc_server.stop_signal().wait()
     lease.cancel()
     await server.stop(0)
 
 
-async def _keep_lease(name: str, redis_url: str) -> None:
+async def _renew_lease(name: str, redis_url: str) -> None:
     client = redis.asyncio.from_url(redis_url)
     await client.sadd(prefix_index.workers_key(MODEL), name)
     while True:
@@ -167,8 +167,8 @@ def main() -> None:
     parser.add_argument("--name", default="instant-0")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--redis-url", required=True)
-    parser.add_argument("--tokens", type=int, default=1, help="of each answer")
-    parser.add_argument("--step-s", type=float, default=STEP_S, help="seconds between two tokens, where there are several")
+    parser.add_argument("--tokens", type=int, default=1, help="output tokens per response")
+    parser.add_argument("--step-s", type=float, default=STEP_S, help="seconds between two tokens of a response")
     args = parser.parse_args()
     uvloop.run(serve(args.name, args.port, args.redis_url, args.tokens, args.step_s))
 

@@ -10,8 +10,7 @@ BIG_BYTES = 10 << 20  # size of the largest grammars, above the server's limit f
 
 
 def hostile_bodies(nonce: int) -> list[tuple[str, bytes]]:
-    """Returns (name, body) of each request. Each grammar contains the nonce, so that no grammar of an
-    earlier round is cached."""
+    """Returns (name, body) of each request. Each grammar contains the nonce, so that no round hits another round's cache."""
     return [*_patterns(nonce), *_grammars(nonce), *_schemas(nonce), *_bodies(nonce)]
 
 
@@ -25,7 +24,7 @@ def _patterns(nonce: int) -> list[tuple[str, bytes]]:
         "nested quantifiers": f"((a+)+)+b{nonce}",
         "overlapping alternatives": f"(a|aa|aaa|a?)*b{nonce}",
         "chain of wildcards": ".*" * 40 + f"={nonce}",
-        "counts of counts": f"((a{{1,100}}){{1,100}}){{1,100}}{nonce}",
+        "nested counts": f"((a{{1,100}}){{1,100}}){{1,100}}{nonce}",
         "one huge count": f"[a-z]{{100000}}{nonce}",
         "pattern of depth 10,000": "(" * DEPTH + f"a{nonce}" + ")" * DEPTH,
         "unicode classes": f"([^\\u4e00-\\u9fff]|[\\u0000-\\uffff]|[α-ωа-я一-龥]|.){{1,3000}}{nonce}",
@@ -54,7 +53,7 @@ def _schemas(nonce: int) -> list[tuple[str, bytes]]:
     tags = [{"type": "tag", "begin": f"<{nonce}t{i}>", "content": {"type": "any_text"}, "end": f"</t{i}>"} for i in range(400)]
     schemas: dict[str, Any] = {
         "enum of 50,000": {"enum": [f"v{nonce}-{index * 7919 % 100_003}" for index in range(50_000)]},
-        "references that double": {"$ref": "#/$defs/d0", "$defs": doubling},
+        "exponential references": {"$ref": "#/$defs/d0", "$defs": doubling},
         "circle of references": {
             "$ref": "#/$defs/a",
             "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}, "x-n": nonce},
@@ -80,7 +79,7 @@ def _bodies(nonce: int) -> list[tuple[str, bytes]]:
     words = [f"{nonce}-{index}-" + "x" * 1000 for index in range(BIG_BYTES // 1016)]
     return [
         ("JSON of depth 10,000", inside),
-        ("the same as text", _body(guided_json=deep)),
+        ("JSON of depth 10,000 as text", _body(guided_json=deep)),
         ("10 MB schema", _body(guided_json={"enum": words})),
         ("10 MB pattern", _body(regex="a?" * (BIG_BYTES // 2) + str(nonce))),
         ("just below the size limit", _body(regex="(a|b)?" * 170_000 + str(nonce))),

@@ -1,13 +1,15 @@
 """Latency of normal streams while hostile grammars are sent: python -m tests.benchmarks.hostile_grammars
 
-The benchmark starts the whole system. Normal greedy streams run in `--streams` lanes: first alone, then while a second process
-sends every hostile grammar, first in sequence and then all at once. Each repetition changes the grammars, so that none is cached.
-The output has inter-token latencies (gaps between chunks in ms), their ratio to the quiet phase of the same repetition, and the
-result of each hostile request. The exit status is 1 if a process died, a normal stream failed, or a hostile request was neither
-served nor refused.
+The benchmark starts the whole system. Normal greedy streams run in `--streams` lanes, in four phases per repetition:
 
-A control phase runs before the hostile phases: a process of the lowest priority that only touches memory. Its effect on the
-streams is the least cost of sharing the machine with any compiler.
+1. quiet: the streams run alone;
+2. control: a process of the lowest priority writes to memory. Any compiler on this machine slows the streams at least as much;
+3. a second process sends every hostile grammar, one after another;
+4. the second process sends all hostile grammars at once.
+
+Each repetition changes the grammars, so that none is cached. The output has inter-token latencies (gaps between chunks in ms),
+their ratio to the quiet phase of the same repetition, and the result of each hostile request. The exit status is 1 if a process
+died, a normal stream failed, or a hostile request was neither served nor refused.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Verdict:
     name: str
     status: int  # 0: no response
     seconds: float
-    said: str  # first characters of the output or of the error
+    text: str  # first characters of the output or of the error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Phase:
     name: str
     seconds: float
     gaps: NDArray[np.float64]  # between chunks, in ms
-    failures: int
+    failures: int  # streams that failed
 
     @property
     def p50(self) -> float:
@@ -87,21 +89,21 @@ async def _send(http: aiohttp.ClientSession, url: str, name: str, body: bytes) -
             status, text = answer.status, await answer.text()
     except (aiohttp.ClientError, TimeoutError) as error:
         status, text = 0, f"{type(error).__name__}: {error}"
-    return Verdict(name, status, time.perf_counter() - begun, _said(status, text))
+    return Verdict(name, status, time.perf_counter() - begun, _text_of(status, text))
 
 
-def _said(status: int, text: str) -> str:
+def _text_of(status: int, text: str) -> str:
     """Returns the output or the error message as a line of at most 100 characters."""
     try:
         answer = json.loads(text)
     except json.JSONDecodeError:
         return text[:100]
-    said = answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
-    return " ".join(str(said).split())[:100]
+    found = answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
+    return " ".join(str(found).split())[:100]
 
 
 class Lanes:
-    """Lanes with a normal stream each. A lane starts the next stream when one ends."""
+    """Lanes that each run one normal stream after another."""
 
     def __init__(self, url: str, count: int) -> None:
         self._endpoint = Endpoint(f"{url}/v1/completions", False, "demo", ignore_eos=True)
@@ -127,7 +129,7 @@ class Lanes:
 
 
 async def attacker(url: str, nonce: int, at_once: bool) -> list[Verdict]:
-    """Runs the attack in its own process, so that it does not share an interpreter with the measurement."""
+    """Runs the attack in its own process, so that it does not delay the measuring process."""
     argv = [
         "-m",
         "tests.benchmarks.hostile_grammars",
@@ -140,7 +142,7 @@ async def attacker(url: str, nonce: int, at_once: bool) -> list[Verdict]:
     process = await asyncio.create_subprocess_exec(sys.executable, *argv, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     if process.returncode:
-        raise RuntimeError(f"the attacking process ended with {process.returncode}")
+        raise RuntimeError(f"the attacking process ended with exit status {process.returncode}")
     return [Verdict(**verdict) for verdict in json.loads(output)]
 
 
@@ -197,7 +199,7 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     for name, of_name in by_name.items():
         statuses = "/".join(str(status) for status in sorted({verdict.status for verdict in of_name}))
         slowest = max(verdict.seconds for verdict in of_name)
-        print(f"{name:28} {statuses:8} {slowest:6.2f} s at most  {of_name[-1].said}")
+        print(f"{name:28} {statuses:8} {slowest:6.2f} s at most  {of_name[-1].text}")
 
 
 def measure(args: argparse.Namespace, logs: Path) -> int:
@@ -217,13 +219,13 @@ def measure(args: argparse.Namespace, logs: Path) -> int:
                 failures += sum(phase.failures for phase in phases)
         died = [name for name, child in system.children.items() if child.exit_code is not None or child.pid != pids[name]]
     print_verdicts(verdicts)
-    print(f"worst p99 beside / quiet of each repetition: {', '.join(f'{ratio:.2f}' for ratio in worst)}")
+    print(f"larger p99 of the hostile phases / quiet p99, by repetition:  {', '.join(f'{ratio:.2f}' for ratio in worst)}")
     print(f"processes that died: {', '.join(died) or 'none'}")
     return 1 if died or failures or any(verdict.status not in EXPECTED for verdict in verdicts) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hostile_grammars", description="A normal stream beside hostile grammars.")
+    parser = argparse.ArgumentParser(prog="hostile_grammars", description="Latency of streams during hostile grammars.")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--quiet-s", type=float, default=10.0)

@@ -1,8 +1,8 @@
 """Writes a checkpoint with random weights: python -m tests.benchmarks.make_model build/bench/qwen3-0.6b --shape qwen3-0.6b
 
-The checkpoint has the shape, dtype and files of a published model, so that speed can be measured without that model. A new
-tokenizer decodes every id below the special tokens to text, as the published one does. A completion of random ids therefore
-streams normally.
+The checkpoint has the shape, dtype and files of a published model, so that speed can be measured without that model. Like the
+published tokenizer, the generated one decodes every id below the special tokens to text. So a completion of random ids streams
+normally.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
-    tied: bool
+    tied: bool  # whether the LM head shares the embedding's weights
     head_dim: int = 128
     vocab: int = 151_936  # all ids; ids after the special tokens are padding
-    text_tokens: int = 151_643  # ids below are text; the special tokens begin here
+    text_tokens: int = 151_643  # number of text ids, which are 0 to text_tokens - 1; the special tokens follow
     max_positions: int = 40_960
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
-    std: float = 0.02
+    std: float = 0.02  # standard deviation of the random weights
     family: str = "qwen3"  # key of CONFIGS
 
 
@@ -108,7 +108,7 @@ def config_of(shape: Shape) -> Qwen3Config | Qwen2Config | LlamaConfig:
 
 
 def random_model(shape: Shape, seed: int) -> PreTrainedModel:
-    """Returns a bf16 model on the CPU. Only the parameters of a checkpoint are filled, so the model itself cannot run."""
+    """Returns a bf16 model on the CPU with random parameters. Its buffers are undefined, so it can be saved but not run."""
     config = config_of(shape)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -119,7 +119,7 @@ def random_model(shape: Shape, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # yields a tied weight once
             if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # or an RMS norm's weight
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # 1.0 for the weight of an RMS norm
             else:
                 # Drawn in float32, because bf16 has too few values for a normal distribution.
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, shape.std, generator=generator))
@@ -127,7 +127,7 @@ def random_model(shape: Shape, seed: int) -> PreTrainedModel:
 
 
 def merges() -> Iterator[tuple[str, str]]:
-    """Yields pairs of letters (the first may be a space), then pairs of such pairs. Each merge makes one more token."""
+    """Yields merges of two letters (the first may be a space), then merges of two such tokens. Each merge adds one token."""
     pairs = [(first, second) for first in LETTERS + SPACE for second in LETTERS]
     yield from pairs
     inner = [first + second for first, second in pairs if first != SPACE]
@@ -161,7 +161,7 @@ def generation_config(shape: Shape) -> GenerationConfig:
 
 
 def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
-    """Writes the checkpoint to a temporary folder and renames it, so that `folder` is always complete. Replaces an old one."""
+    """Writes the checkpoint, replacing an existing one. A temporary folder is renamed, so that `folder` is always complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as parent:
         new = Path(parent) / folder.name

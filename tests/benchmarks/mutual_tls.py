@@ -1,9 +1,9 @@
 """python -m tests.benchmarks.mutual_tls: cost of TLS between services, in requests/s of whole systems.
 
-Two systems on this machine are measured in turns: one without TLS, and one with certificates on both sides of each connection, a
-token and TLS to both Redis servers. Openssl and Debian's redis-server are needed. Workers compute nothing, so that only the work
-of the services is measured. Responses are streamed. Prints requests/s of each turn, and the mean ratio of the pairs with its
-range.
+Two systems on this machine are measured in turns. One has no TLS. The other has mutual TLS with a token between services, and TLS
+to both Redis servers. Openssl and Debian's redis-server are needed. Workers compute nothing, so that only the work of the
+services
+is measured. Responses are streamed. Prints requests/s of each turn, and the mean ratio of the pairs with its range.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def rate(system: System, clients: int, tokens: int, seconds: float) -> float:
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
-    time.sleep(1.0)  # connections open, and code that is compiled at its first use is ready
+    time.sleep(1.0)  # unmeasured time, in which connections open and lazy code is compiled
     begun, before = time.monotonic(), sum(ended)
     time.sleep(seconds)
     took, count = time.monotonic() - begun, sum(ended) - before
@@ -63,8 +63,8 @@ def rate(system: System, clients: int, tokens: int, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=16, help="requests at once")
-    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
+    parser.add_argument("--clients", type=int, default=16, help="number of concurrent requests")
+    parser.add_argument("--tokens", type=int, default=16, help="output tokens per response")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a turn")
     parser.add_argument("--pairs", type=int, default=5)
     asked = parser.parse_args()

@@ -1,7 +1,7 @@
 """Speed of reading KV pages from another worker on this machine: python -m tests.benchmarks.peers [--pages N] ...
 
-Server and reader are processes without a device, connected by loopback. Pages of the shape of Qwen3-0.6B in bfloat16 (16 tokens
-in 1,835,008 bytes) are in memory, and the server copies them before it sends them. The first round warms up.
+Server and reader are processes without a device, connected by loopback. A page has the shape of Qwen3-0.6B in bfloat16, 16 tokens
+in 1,835,008 bytes. The pages are in host memory, and the server copies them before it sends them. The first round is a warm-up.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ GB = 1e9
 
 
 def identity(folder: str) -> PeerTls | None:
-    """Returns the TLS settings for the certificate, key and authority in the folder, or None without a folder."""
+    """Returns the TLS settings with the certificate, key and authority in `folder`; None if `folder` is empty."""
     return PeerTls(*(Path(folder, name) for name in ("tls.crt", "tls.key", "ca.crt"))) if folder else None
 
 
 def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | None) -> None:
-    """Prints the port and serves until stdin ends."""
+    """Serves page reads until stdin ends. Prints the port first."""
     pool = np.random.default_rng(0).standard_normal((POOL_PAGES, PAGE_BYTES // 4), np.float32)
 
     def read_pages(pages: I32, out: memoryview) -> None:
@@ -54,7 +54,7 @@ def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | N
 
 
 def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None) -> tuple[float, float]:
-    """Returns the GB per second of all readers, each with its own connection, and the median seconds of a read."""
+    """Returns the GB per second, summed over all readers, and the median seconds of a read. Each reader has its connection."""
     source, tls = KvSource(RESERVATION, address, POOL_PAGES), identity(asked.tls)
     readers, reads, at_once = asked.readers, asked.reads, asked.pages
     taken: list[float] = []
@@ -85,21 +85,23 @@ def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["read", "serve"], default="read", help="serve: what read starts")
-    parser.add_argument("--pages", type=int, default=8, help="of a read")
-    parser.add_argument("--reads", type=int, default=100, help="of a reader in a round")
-    parser.add_argument("--readers", type=int, default=1, help="at once")
+    parser.add_argument(
+        "what", nargs="?", choices=["read", "serve"], default="read", help="read: measure; serve: the server that read starts"
+    )
+    parser.add_argument("--pages", type=int, default=8, help="pages per read")
+    parser.add_argument("--reads", type=int, default=100, help="reads per reader and round")
+    parser.add_argument("--readers", type=int, default=1, help="number of concurrent readers")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tls", default="", metavar="FOLDER", help="with its tls.crt, tls.key and ca.crt; empty: in the clear")
-    parser.add_argument("--shm", default="", metavar="FOLDER", help="through shared memory, by a socket there; empty: over TCP")
-    parser.add_argument("--nixl", action="store_true", help="through NIXL, which has to be installed")
+    parser.add_argument("--tls", default="", metavar="FOLDER", help="folder of tls.crt, tls.key and ca.crt; empty: no TLS")
+    parser.add_argument("--shm", default="", metavar="FOLDER", help="folder of the socket for reads by shared memory; empty: TCP")
+    parser.add_argument("--nixl", action="store_true", help="read through NIXL, which must be installed")
     args = parser.parse_args()
     folder = SocketFolder(Path(args.shm)) if args.shm else None
     if args.what == "serve":
         serve(identity(args.tls), folder, Carrier() if args.nixl else None)
         return
     if not 0 < args.pages <= POOL_PAGES:
-        parser.error(f"a read has between 1 and {POOL_PAGES} pages")
+        parser.error(f"--pages is {args.pages}; it must be from 1 to {POOL_PAGES}")
     command = [sys.executable, "-m", "tests.benchmarks.peers", "serve", "--tls", args.tls, "--shm", args.shm]
     command += ["--nixl"] if args.nixl else []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:

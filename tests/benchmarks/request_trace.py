@@ -1,15 +1,15 @@
-"""python -m tests.benchmarks.request_trace [--list] [--json FILE]: counts the code that a streamed chat takes.
+"""python -m tests.benchmarks.request_trace [--list] [--json FILE]: counts the functions, types and files that a chat uses.
 
 Starts the system on this machine with the demo model: gateway, tokenizer, worker, detokenizer and Redis. Each Python process
 counts its calls and constructions (`tests.benchmarks.call_counts`) in two windows:
 
 1. ten streamed chats, one after another over one connection, and two seconds for the work that follows a chat. The chats have
    different questions, so the worker computes and publishes KV for each;
-2. an idle window that is as long.
+2. an idle window of the same length.
 
 Three chats before the first window fill caches and finish lazy imports. A function counts if it runs at least ten times with the
-chats, and at least ten times as often as in the idle window. The file of such a function counts. The same rule applies to a
-constructed type. So a file that only declares types does not count.
+chats, and at least ten times as often as in the idle window. The same rule applies to the constructions of a type. A file counts
+if one of its functions does, so a file that only declares types does not count.
 
 Functions and types of `services` and `kernels` count. Lambdas, comprehensions and methods are functions. A child process counts
 with the service that starts it. Generated protobuf messages have a separate column.
@@ -53,7 +53,7 @@ COMMAND = (
 )
 WARM_UP_CHATS = 3
 CHATS = 10
-MIN_RUNS = 10  # least number of runs with the chats, and least ratio to the runs in the idle window
+MIN_RUNS = 10  # smallest number of runs in the chat window, and smallest ratio to the runs in the idle window
 MAX_TOKENS = 32
 SETTLE_S = 2.0  # for the work that follows a chat
 ANSWER_S = 60.0  # limit for a chat, and for a process's counts
@@ -61,7 +61,7 @@ ANSWER_S = 60.0  # limit for a chat, and for a process's counts
 
 @dataclass(frozen=True, slots=True)
 class ProcessTrace:
-    """The code that the chats take in one process and its children."""
+    """Functions and types that the chats use in one service's process and its children."""
 
     files: frozenset[str]  # paths from the root of the repository
     functions: frozenset[str]  # path:line qualified name
@@ -79,7 +79,7 @@ class ProcessTrace:
 
 
 def belongs_to_chat(with_chats: int, idle: int) -> bool:
-    """Returns whether a function or type with these runs in the two windows belongs to a chat."""
+    """Returns whether a function with these numbers of runs, or a type with these constructions, counts for a chat."""
     return with_chats >= MIN_RUNS * max(1, idle)
 
 
@@ -87,7 +87,8 @@ def traces(found: Iterable[Mapping[str, Any]]) -> dict[str, ProcessTrace]:
     """Returns the trace of each service by its name.
 
     Args:
-        found: counts of the processes, as the runner sends them. A child's module lies in the package of its service.
+        found: counts of all processes, as the runner sends them. A child process counts for the service whose package has its
+            module.
 
     Raises:
         RuntimeError: a service has sent no counts.
@@ -172,7 +173,7 @@ def _chat(connection: http.client.HTTPConnection, index: int) -> None:
 def collect(listener: socket.socket) -> list[dict[str, Any]]:
     """Returns the counts of all processes that have connected and still live."""
     found: list[dict[str, Any]] = []
-    listener.settimeout(0)  # all connections are waiting already
+    listener.settimeout(0)  # all processes have connected before
     while True:
         try:
             connection, _ = listener.accept()

@@ -3,12 +3,12 @@
 `tests.benchmarks.request_trace` starts it and prepares FOLDER:
 
 - FOLDER/window holds the current window.
-- FOLDER/python is a script that becomes `sys.executable`. So each child that the module starts as
+- FOLDER/python is a script that replaces `sys.executable`. So each child that the module starts as
   `python -m rootstock_llm.services.NAME` is counted too.
 - FOLDER/socket accepts a connection of each counted process. The process waits for one byte and then sends its counts as a
-  line of JSON. A socket works where a file would not: the tokenizer's rendering process may not write files.
+  line of JSON. A file would not work, because the tokenizer's rendering process may not write files.
 
-Protobuf runs in its Python implementation, because the C implementation shows no constructions to a profile function.
+Protobuf runs in its Python implementation, because a profile function does not see constructions in the C implementation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ esac
 
 
 def write_script(folder: Path) -> Path:
-    """Writes the script that stands for the Python interpreter in counted processes, and returns its path."""
+    """Writes the script that replaces the Python interpreter in counted processes, and returns its path."""
     script = folder / SCRIPT
     script.write_text(SCRIPT_TEXT.format(python=shlex.quote(sys.executable), folder=shlex.quote(str(folder))))
     script.chmod(0o755)

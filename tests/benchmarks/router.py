@@ -4,8 +4,9 @@ One thread makes decisions like the gateway, without I/O: it matches a prompt's 
 and adds the blocks as speculative. Expired speculative blocks are removed before each decision (`expire`), about one prompt's
 blocks each time. A shape defines how many of a prompt's `--blocks` blocks each of the `--workers` workers has. For each shape the
 output has the median, the 99th percentile and the maximum of a decision in µs, and the medians of expire and of the decision's
-parts. The last lines are the cost of hashing the prompt. Times are CPU times of the thread, so that other processes disturb less;
-`--wall` uses the clock.
+parts. The last lines have the cost of hashing a prompt. Times are CPU times of the thread, because other processes disturb them
+less
+than wall times; `--wall` measures wall times.
 """
 
 from __future__ import annotations
@@ -63,25 +64,25 @@ def new_fleet(size: int, rng: random.Random) -> Fleet:
 
 
 def fresh(rng: random.Random, count: int) -> Prompt:
-    """Returns random block hashes, which no worker has."""
+    """Returns random block hashes that are in no worker's cache."""
     raw = rng.randbytes(8 * count)
     return [raw[at : at + 8] for at in range(0, len(raw), 8)]
 
 
 def background(fleet: Fleet, rng: random.Random, blocks: int) -> None:
-    """Adds blocks of other prompts, so that the index has a realistic size."""
+    """Adds `blocks` blocks of other prompts per worker, so that the index has a realistic size."""
     for owner in fleet.owners:
         fleet.index.stored(owner, fresh(rng, blocks))
 
 
 def nobody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """No worker has a block of a prompt."""
+    """Yields prompts of which no worker has a block."""
     while True:
         yield fresh(rng, blocks)
 
 
 def everybody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """All prompts are equal, and each worker has all blocks."""
+    """Yields equal prompts. Each worker has all their blocks."""
     prompt = fresh(rng, blocks)
     for owner in fleet.owners:
         fleet.index.stored(owner, prompt)
@@ -90,7 +91,7 @@ def everybody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]
 
 
 def different_depths(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """All prompts are equal. Each worker has a random number of the first blocks."""
+    """Yields equal prompts. Each worker has a random number of their first blocks."""
     prompt = fresh(rng, blocks)
     for owner in fleet.owners:
         fleet.index.stored(owner, prompt[: rng.randrange(blocks + 1)])
@@ -99,7 +100,7 @@ def different_depths(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[
 
 
 def system_prefix(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """All workers have the system prompt. The rest of each prompt is new."""
+    """Yields prompts that begin with a system prompt that all workers have. The rest of each prompt is new."""
     system = fresh(rng, SYSTEM_BLOCKS)
     for owner in fleet.owners:
         fleet.index.stored(owner, system)
@@ -108,7 +109,7 @@ def system_prefix(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Pro
 
 
 def conversations(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """Each prompt is a system prompt, one of 256 histories and a new turn of 8 blocks.
+    """Yields prompts that consist of a system prompt, one of 256 histories and a new turn of 8 blocks.
 
     All workers have the system prompt. One to four workers have a history. No worker has the new turn.
     """
@@ -124,7 +125,7 @@ def conversations(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Pro
 
 
 def half_of_them(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """All prompts are equal. Half of the workers have the first sixteenth only, a quarter the first two sixteenths, and so on."""
+    """Yields equal prompts. Half of the workers have only the first sixteenth, a quarter the first two sixteenths, and so on."""
     prompt, owners = fresh(rng, blocks), list(fleet.owners)
     for owner in owners:
         depth = int(np.random.default_rng(owner).geometric(0.5)) * blocks // 16
@@ -137,12 +138,12 @@ SHAPES = (nobody, everybody, different_depths, system_prefix, conversations, hal
 
 
 def copied(prompt: Prompt) -> Prompt:
-    """Returns new bytes objects, as a request has, because a bytes object caches its hash."""
+    """Returns the prompt as new bytes objects, like those of a new request. A used bytes object caches its Python hash."""
     return [bytes(bytearray(block)) for block in prompt]
 
 
 def decide(fleet: Fleet, policy: Policy, prompt: Prompt, now: float, clock: Clock) -> tuple[float, ...]:
-    """Makes a decision. Returns the clock's times in seconds: at the beginning, and after expiry, match, pick and speculation."""
+    """Makes a decision. Returns the clock in seconds at the beginning, and after expiry, match, pick and speculation."""
     index, workers = fleet.index, fleet.workers
     begin = clock()
     index.expire(now)
@@ -174,7 +175,7 @@ def measure(shape: Callable[..., Iterator[Prompt]], args: argparse.Namespace, cl
 
 
 def hashing(ids: Sequence[int], decisions: int, clock: Clock) -> NDArray[np.float64]:
-    """Returns the microseconds that hashing a prompt and splitting its hashes takes, by repetition."""
+    """Returns the microseconds of each repetition of hashing a prompt and splitting its hashes."""
     root = root_hash("model", "main", "tokenizer", "")
     costs = np.zeros(decisions)
     for number in range(decisions):

@@ -1,4 +1,4 @@
-"""A measured server as a child process that is started, awaited, and stopped together with its own children."""
+"""Runs a measured server as a child process. The server is stopped together with its own children."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LOG_TAIL_CHARS = 3000
 
 
 class ServerFailed(Exception):
-    """Raised if the server ends or does not become ready in time. The message has the end of its log."""
+    """Raised if the server ends or does not become ready in time. The message contains the end of the server's log."""
 
 
 def server_command(template: str, model: Path, port: int) -> list[str]:
-    """Returns the arguments of the command line without a shell."""
+    """Returns the argument list of a command template, which runs without a shell."""
     return [part.format(python=sys.executable, model=model, port=port) for part in shlex.split(template)]
 
 
@@ -84,7 +84,7 @@ def answers(url: str) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Sends SIGTERM to the server, waits, and then kills its process group, which has only the server's processes."""
+    """Sends SIGTERM to the server and waits. Then kills its process group, which contains only the server and its children."""
     process.terminate()
     deadline = time.monotonic() + STOP_S
     while not has_ended(process) and time.monotonic() < deadline:

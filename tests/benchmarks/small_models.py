@@ -1,8 +1,9 @@
 """Memory and speed of models for a laptop: python -m tests.benchmarks.small_models [SHAPE …] [--runs 3] [--no-compiler]
 
 For each shape of make_model, the whole system serves a checkpoint with random weights. Each prompt of 256 tokens gets 64 output
-tokens: one stream, then eight. Prints a row for each shape: bytes of the weights, the worker's largest resident memory, and
-output tokens per second as the median of the runs with the range. The row `demo` is the demo model, for comparison.
+tokens; first one stream runs, then eight at once. Prints a row for each shape: bytes of the weights, the worker's largest
+resident
+memory, and output tokens per second as the median of the runs with the range. The row `demo` is the demo model, for comparison.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def measured(name: str, runs: int) -> str:
                 rates.append(uvloop.run(burst(url, prompts, OUTPUT_LEN)).tokens_s)
         peak = max(map(peak_bytes, psutil.Process().children(recursive=True)))
     cells = [name, f"{size / 1e9:.2f}", f"{peak / 1e9:.2f}"]
-    cells += [f"{statistics.median(r[1:]):.1f} ({min(r[1:]):.1f} to {max(r[1:]):.1f})" for r in found]  # the first warms up
+    # The first run is a warm-up.
+    cells += [f"{statistics.median(r[1:]):.1f} ({min(r[1:]):.1f} to {max(r[1:]):.1f})" for r in found]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -65,7 +67,7 @@ def peak_bytes(process: psutil.Process) -> int:
 
 
 def hide_compilers(folder: Path) -> None:
-    """PATH becomes one folder without a C++ compiler, and kernels that were built before are not found."""
+    """Sets PATH to one folder without a C++ compiler, and hides the kernels that were built before."""
     for place in map(Path, os.environ["PATH"].split(os.pathsep)):
         for program in place.iterdir() if place.is_dir() else ():
             link = folder / program.name
@@ -80,8 +82,8 @@ def hide_compilers(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=DEFAULT, metavar="SHAPE", help=f"of {', '.join(['demo', *SHAPES])}")
-    parser.add_argument("--runs", type=int, default=3, help="bursts of each number of streams, after one that warms up")
-    parser.add_argument("--no-compiler", action="store_true", help="measure what a machine without a C++ compiler gives")
+    parser.add_argument("--runs", type=int, default=3, help="measured bursts per number of streams, after a warm-up burst")
+    parser.add_argument("--no-compiler", action="store_true", help="measure as on a machine without a C++ compiler")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as hidden:
         if args.no_compiler:

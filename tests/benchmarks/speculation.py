@@ -1,11 +1,13 @@
 """Speed-up by draft tokens on a CPU: python -m tests.benchmarks.speculation [--drafter oracle|eagle3|mtp] [--streams N] ...
 
 Streams run on random bf16 weights in the shape of Qwen3-0.6B, in two executors of one process, without and with draft tokens.
-Draft tokens are the true text with random errors, so that a step gives --accept-length tokens on average. With --drafter eagle3
-(a vocabulary of 32,000) or mtp, a random draft head also computes draft tokens, whose cost counts and whose values are ignored.
-Everything else is normal: each draft token is computed, sampled and verified, and the controller chooses their number, at most
---drafts. Two further measurements have only wrong draft tokens, and no draft tokens; --only selects one of the three.
-Prints medians of the time without over the time with drafting, with 95 % intervals.
+Draft tokens are the true continuation with random errors, so that a step outputs --accept-length tokens on average. With
+--drafter
+eagle3 (a vocabulary of 32,000) or mtp, a random draft head also computes draft tokens. Its time counts, and its tokens are
+ignored.
+All other work is real: each draft token is computed, sampled and verified, and the controller chooses their number, at most
+--drafts. Two more measurements have only wrong draft tokens, or none; --only selects one of the three measurements. Prints the
+median of the time without drafting over the time with it, and its 95 % interval.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ VOCAB = SHAPE["vocab_size"]
 
 
 def error_rate(accept_length: float, drafts: int) -> float:
-    """Returns the rate for which a step gives 1 + p + .. + p^drafts = accept_length tokens, p = 1 - rate."""
+    """Returns the rate of wrong draft tokens for which a step outputs `accept_length` tokens on average.
+
+    With p = 1 - rate, a step outputs 1 + p + .. + p^drafts tokens.
+    """
     low, high = 0.0, 1.0
     for _ in range(50):
         right = (low + high) / 2
@@ -46,10 +51,10 @@ def error_rate(accept_length: float, drafts: int) -> float:
 
 
 class Forced(Guesses):
-    """A drafter that runs another drafter for its cost, and proposes the true text with random errors."""
+    """A drafter that proposes the true continuation with random errors. It also runs a real drafter, only for its cost."""
 
-    def __init__(self, working: Drafter, told: Sequence[Sequence[int]], errors: float, seed: int) -> None:
-        super().__init__(told, errors, VOCAB, seed)
+    def __init__(self, working: Drafter, sequences: Sequence[Sequence[int]], errors: float, seed: int) -> None:
+        super().__init__(sequences, errors, VOCAB, seed)
         self._working = working
 
     def begin(self) -> None:
@@ -76,22 +81,29 @@ class Forced(Guesses):
 
 
 class Side:
-    """An executor and its scheduler. If `settles`, all runs use one scheduler, which keeps the learned acceptance rates."""
+    """An executor and its scheduler.
+
+    Args:
+        settles: whether all runs use one scheduler, so that it keeps the learned acceptance rates.
+    """
 
     def __init__(self, world: World, executor: DeviceExecutor, settles: bool) -> None:
         self.executor, self._world, self._settles = executor, world, settles
-        self._turned = self._made()
+        self._turned = self._new_loop()
         self._answers: list[Answer] = []
         self.seconds = 0.0
 
     def begin(self, asked: Sequence[Asked]) -> None:
         if not self._settles:
-            self._turned = self._made()
+            self._turned = self._new_loop()
         self._answers = [self._turned.submit(one) for one in asked]
         self.seconds = 0.0
 
-    def go_on(self, turns: int) -> bool:
-        """Runs turns and returns whether requests are unfinished. Waits for the step in flight, so that its time counts here."""
+    def advance(self, turns: int) -> bool:
+        """Runs turns of the loop and returns whether requests are unfinished.
+
+        Waits for the step in flight, so that its time does not count for the other side.
+        """
         begun = time.perf_counter()
         for _ in range(turns):
             if not self._turned.idle:
@@ -104,17 +116,17 @@ class Side:
     def texts(self) -> list[list[int]]:
         return [answer.tokens for answer in self._answers]
 
-    def _made(self) -> Turned:
+    def _new_loop(self) -> Turned:
         return Turned(self._world.config(enable_radix_cache=False), self.executor, overlap=True)
 
 
 def run(sides: Sequence[Side], asked: Sequence[Asked], turns: int) -> None:
-    """Runs the same requests on each side, a few turns in alternation, so that other load of the machine affects both."""
+    """Runs the same requests on each side. The sides alternate every few turns, so that other load affects both equally."""
     for side in sides:
         side.begin(asked)
     more = True
     while more:
-        more = max([side.go_on(turns) for side in sides])
+        more = max([side.advance(turns) for side in sides])
 
 
 def main() -> None:
@@ -122,14 +134,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--drafts", type=int, default=3)
-    parser.add_argument("--fixed", action="store_true", help="--drafts guesses a step, always")
+    parser.add_argument("--fixed", action="store_true", help="always use --drafts draft tokens per step, without the controller")
     parser.add_argument("--accept-length", type=float, default=2.5)
     parser.add_argument("--drafter", choices=["oracle", "eagle3", "mtp"], default="oracle")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--settled", type=int, default=0, help="runs before, of the same scheduler, that are not counted")
-    parser.add_argument("--turns", type=int, default=16, help="of one side, before the other has as many")
+    parser.add_argument("--settled", type=int, default=0, help="unmeasured runs on the same scheduler before the first pair")
+    parser.add_argument("--turns", type=int, default=16, help="turns of one side before the other side runs as many")
     parser.add_argument("--only", choices=["guesses", "wrong guesses", "no guesses"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -167,13 +179,13 @@ def main() -> None:
     alone = Side(worlds[0], executors[0], settles=False)
     run([alone], asked, options.turns)
     texts = alone.texts
-    told = [[*one.prompt, *text] for one, text in zip(asked, texts, strict=True)]
+    sequences = [[*one.prompt, *text] for one, text in zip(asked, texts, strict=True)]
     errors_of = {"guesses": error_rate(options.accept_length, options.drafts), "wrong guesses": 1.0, "no guesses": 1.0}
     for name in [options.only] if options.only else errors_of:
         plain, guessing = (Side(worlds[drafts], executors[drafts], options.settled > 0) for drafts in (0, options.drafts))
         ratios, lengths = [], []
         for number in range(-options.settled, options.pairs):
-            drafter = Forced(working, [] if name == "no guesses" else told, errors_of[name], seed=number)
+            drafter = Forced(working, [] if name == "no guesses" else sequences, errors_of[name], seed=number)
             guessing.executor._steps._drafter = drafter  # type: ignore[attr-defined]
             if number < 0:
                 run([guessing], asked, options.turns)
@@ -186,8 +198,8 @@ def main() -> None:
             pair = f"{name}: {ratios[-1]:.3f}, {drafter.drafted} guesses, {plain.seconds:.1f} s without"
             print(pair, file=sys.stderr, flush=True)
         low, high = interval(ratios)
-        told_lengths = f"{median(lengths):.2f} tokens a step, {same} of {options.streams} texts the same in the last pair"
-        print(f"{name}: {told_lengths}, {median(ratios):.2f} x ({low:.2f} to {high:.2f})", flush=True)
+        summary = f"{median(lengths):.2f} tokens a step, {same} of {options.streams} texts equal in the last pair"
+        print(f"{name}: {summary}, {median(ratios):.2f} x ({low:.2f} to {high:.2f})", flush=True)
     for executor in executors.values():
         executor.close()
 

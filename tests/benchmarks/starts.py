@@ -1,9 +1,10 @@
 """Cost of a service's start: python -m tests.benchmarks.starts [--beside CHECKOUT] [--python INTERPRETER] [--rounds N]
 
-Each service starts with the demo model. The time from the start of the process until its health is SERVING is measured, in
-seconds and in CPU seconds of the process and its children. Prints the minimum over the rounds. --beside also measures another
-checkout, in turns. --python uses another interpreter with this environment's packages; if its standard library has no bytecode,
-it starts as in an official image.
+Each service starts with the demo model. The benchmark measures the seconds from the start of the process until its health is
+SERVING, and the CPU seconds of the process and its children. Prints the minimum over the rounds. --beside also measures another
+checkout, in turns. --python uses another interpreter with this environment's packages. An interpreter whose standard library has
+no
+bytecode starts as in an official Python image.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SERVICES: dict[str, tuple[str, list[str]]] = {
 class Start:
     """Times of a start, in seconds."""
 
-    wall: float  # until the service is ready
+    wall: float  # from the start of the process until the service is ready
     cpu: float  # CPU seconds of all cores
 
 
@@ -83,7 +84,7 @@ def least(starts: list[Start]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", type=Path, help="another checkout, with its generated protos")
+    parser.add_argument("--beside", type=Path, help="folder of another checkout that has its generated protos")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()

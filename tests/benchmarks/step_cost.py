@@ -1,8 +1,8 @@
-"""python -m tests.benchmarks.step_cost [--rows 1 64 256]: CPU time of decode steps on host streams, of all threads together.
+"""python -m tests.benchmarks.step_cost [--rows 1 64 256]: CPU time of decode steps on host streams, summed over all threads.
 
-The model is random and tiny, so that the cost is that of the executor around the kernels. Prints for each number of rows the user
-plus system time per step in microseconds: the minimum and the median of several runs. Other work on the machine disturbs CPU time
-less than wall time.
+The model is random and tiny, so that most of the time is the executor's work around the kernels. For each number of rows, prints
+the user plus system time per step in microseconds: the minimum and the median of several runs. Other work on the machine disturbs
+CPU time less than wall time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def microseconds(executor: Executor, rows: int, runs: int, params: SamplingParams) -> list[float]:
-    """Returns the microseconds of a step for each run."""
+    """Returns the microseconds per step of each run."""
     driver, nothing = Driver(executor, PAGE_SIZE), np.empty(0, dtype=np.int32)
     sequences = [Sequence(PROMPT, slot, params) for slot in range(rows)]
     driver.prefill(sequences)

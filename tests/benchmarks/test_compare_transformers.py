@@ -38,7 +38,7 @@ def test_check_raises_when_a_request_is_failed_or_short(error: str | None, token
         check(Outcome(0.0, 0.0, completion_tokens=tokens, error=error), 64)
 
 
-def test_default_arguments_are_the_acceptance_measurement() -> None:
+def test_default_arguments_are_those_of_the_acceptance_measurement() -> None:
     args = parse([])
     assert (args.shape, args.concurrency, args.input_len, args.output_len, args.cores) == ("qwen3-0.6b", [1, 8, 32], 256, 64, 2)
     command = server_command(args.server_command, Path("/m"), 81)
@@ -68,7 +68,7 @@ def test_running_server_raises_with_the_log_when_the_server_ends(tmp_path: Path)
 
 
 def test_running_server_kills_remaining_children(tmp_path: Path) -> None:
-    """The server's command is a shell that starts the server and does not stop it."""
+    """Starts a shell as the server, which starts the real server as its child and does not stop it."""
     with running_server(f"sh -c '{FAKE} & wait'", tmp_path, tmp_path / "log") as url:
         pass
     assert not answers(url + "/readiness")
@@ -76,7 +76,7 @@ def test_running_server_kills_remaining_children(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 @pytest.mark.timeout(300)
-def test_comparison_prints_a_table_and_writes_a_line(tmp_path: Path) -> None:
+def test_comparison_prints_a_table_and_appends_a_json_line(tmp_path: Path) -> None:
     flags = ["--shape", "tiny", "--model", str(tmp_path / "tiny"), "--concurrency", "2", "--input-len", "16", "--output-len", "4"]
     flags += ["--rounds", "1", "--cores", "1", "--server-command", FAKE, "--output-file", str(tmp_path / "out.jsonl")]
     command = [sys.executable, "-m", "tests.benchmarks.compare_transformers", *flags]

@@ -1,4 +1,4 @@
-"""Calls and constructions are counted by window, in threads and in child processes."""
+"""Tests of the request trace: calls and constructions are counted by window, in all threads and in child processes."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_traces_refuse_a_missing_service() -> None:
 
 
 def test_runner_sends_the_counts_of_a_process_that_writes_no_files(tmp_path: Path) -> None:
-    """The rendering process runs with an empty environment and a file size limit of 0."""
+    """Runs a process like the tokenizer's rendering process: with an empty environment and a file size limit of 0."""
     setup = {"templates": {"default": "{{ messages[0].content }}"}, "special_tokens": {}, "max_chars": 100, "max_messages": 1}
     limits = {"memory_bytes": 1 << 30, "seconds": 60.0, "start_seconds": 60.0}
     messages = json.dumps([{"role": "user", "content": "word"}]).encode()
@@ -250,8 +250,7 @@ def test_runner_sends_the_counts_of_a_process_that_writes_no_files(tmp_path: Pat
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
-def test_page_names_every_type_of_a_streamed_chat() -> None:
-    """docs/design/life-of-a-request.md names them."""
+def test_page_about_the_life_of_a_request_names_every_type_of_a_chat() -> None:
     named = {name for row in rows() for name in row.types}
     found = {name.rpartition(".")[2].lstrip("_") for name in total(traces(measure())).types}
     assert found and found <= named, sorted(found - named)

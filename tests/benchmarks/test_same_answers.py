@@ -1,4 +1,4 @@
-"""The comparison of two checkouts: reported differences, fields that are left out, and requests that are sent."""
+"""Tests of the comparison of two checkouts: reported differences, ignored fields, and the generated requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stream(*events: Any) -> bytes:
 
 
 def chunk(index: int = 0, finish: str | None = None, **delta: Any) -> dict[str, Any]:
-    """Returns an event of a stream in which each character is a token."""
+    """Returns an event of a chat stream with one choice."""
     token_ids = [ord(character) for character in delta.get("content", "")]
     choice = {"index": index, "delta": delta, "finish_reason": finish, "token_ids": token_ids}
     return {"id": "x", "choices": [choice], "usage": None}
@@ -65,7 +65,7 @@ def test_differences_ignores_random_ids_and_times() -> None:
     assert paths_of(answer(), answer(request_id="chatcmpl-another")) == []
 
 
-def test_differences_compares_cached_tokens_unless_requests_share_the_server() -> None:
+def test_differences_compares_cached_tokens_unless_requests_are_concurrent() -> None:
     old, new = answer(cached_tokens=16), answer(cached_tokens=0)
     assert paths_of(old, new) == ["usage.cached_tokens"] and paths_of(old, new, compare_cached=False) == []
 

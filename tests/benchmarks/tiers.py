@@ -3,9 +3,9 @@
 The model has random bf16 weights in the shape of Qwen3-0.6B, and the write policy is the default.
 
 cost: new prompts run with tiers (host and files) and without them in turns, in one process. Prints medians of the ratio of
-    requests per second and of TTFT (time from submission to the first token, of prompts in sequence), with 95 % intervals.
+    requests per second and of TTFT, with 95 % intervals. For TTFT, prompts run one after another.
 
-reuse: a process runs --prompts prompts of 1,024 tokens, four times as many as the pool can store, and is killed by SIGKILL.
+  reuse: a process runs --prompts prompts of 1,024 tokens, four times as many as the pool can store, and is killed by SIGKILL.
     Another process opens its files and repeats a part of the prompts. Prints TTFT with pages from a file in the page cache, with
     pages from the disk if the kernel's cache can be dropped, and with computed pages.
 """
@@ -38,8 +38,8 @@ REUSE_TOKENS, COST_TOKENS = 1024, 256
 FIRSTS = 4  # prompts in each turn for the median TTFT
 VOCAB = 100_000  # range of token ids in prompts
 HOST_BYTES, FILE_BYTES = 2 << 30, 24 << 30
-FACT_S = 0.05  # seconds that a turn waits at most for the end of an operation
-SAID_PAIRS = 20  # pairs between two printed results
+OPERATION_WAIT_S = 0.05  # longest wait of a turn for the end of a tier operation, in seconds
+PAIRS_PER_REPORT = 20  # measured pairs between two printed results
 
 
 def tier_options(folder: Path) -> TierOptions:
@@ -61,9 +61,10 @@ def prompt(number: int, length: int) -> list[int]:
 
 
 def ttft(one: Served, ids: Sequence[int]) -> tuple[float, int]:
-    """Returns the seconds to the first token and the number of prompt tokens that were read from another tier.
+    """Runs a prompt for one output token and waits for its backups and writes, which are not measured.
 
-    Backups and writes after the first token are finished on return but not measured.
+    Returns:
+        Seconds to the first token, and the number of prompt tokens whose KV was read from another tier.
     """
     begun = time.perf_counter()
     handle = one.submit(ids, max_new_tokens=1, temperature=0.0, top_logprobs=-1)
@@ -77,9 +78,9 @@ def ttft(one: Served, ids: Sequence[int]) -> tuple[float, int]:
 
 
 def until_answered(one: Served, handles: Sequence[int]) -> None:
-    """Runs turns until all requests have ended. As in a worker's loop, a turn waits if it needs the end of an operation."""
+    """Runs turns until all requests have ended. As in a worker's loop, a turn without a step waits for tier operations."""
     while any(one.answers[handle].finish is None for handle in handles):
-        one.turn(wait_s=FACT_S)
+        one.turn(wait_s=OPERATION_WAIT_S)
 
 
 def cost(args: argparse.Namespace, model: Path) -> None:
@@ -89,7 +90,7 @@ def cost(args: argparse.Namespace, model: Path) -> None:
             "without": served(model, pages, None, args.threads, 512),
             "with": served(model, pages, Path(folder), args.threads, 512),
         }
-        pairs = kept_pairs(args.keep)
+        pairs = saved_pairs(args.keep)
         slow: list[float] = []
         number = 0
         for turn in range(args.pairs + 1):
@@ -102,30 +103,30 @@ def cost(args: argparse.Namespace, model: Path) -> None:
                 until_answered(one, [one.submit(each, max_new_tokens=args.num_out, top_logprobs=-1) for each in ids[FIRSTS:]])
                 took = time.perf_counter() - begun
                 found[name] = took, median(ttft(one, each)[0] for each in ids[:FIRSTS])
-            if turn:  # the first turn warms up
+            if turn:  # turn 0 is a warm-up
                 slow.append(found["without"][0])
                 pairs.append((found["without"][0] / found["with"][0], found["without"][1] / found["with"][1]))
                 if args.keep:
                     args.keep.write_text(json.dumps(pairs))
-                if turn % SAID_PAIRS == 0 or turn == args.pairs:
-                    say(pairs)
-        print(f"tokens a second without: {args.prompts * (COST_TOKENS + args.num_out) / median(slow):.0f}")
+                if turn % PAIRS_PER_REPORT == 0 or turn == args.pairs:
+                    print_ratios(pairs)
+        print(f"tokens per second without tiers: {args.prompts * (COST_TOKENS + args.num_out) / median(slow):.0f}")
         stats = runs["with"].core.stats()
-        print(f"with: {stats.backed_up_pages_total} pages copied, {stats.stored_pages_total} stored")
+        print(f"with tiers: {stats.backed_up_pages_total} pages copied to the host, {stats.stored_pages_total} written to files")
 
 
-def kept_pairs(file: Path | None) -> list[tuple[float, float]]:
-    """Returns the saved measurements, each as (seconds without tiers / with, TTFT without tiers / with).
+def saved_pairs(file: Path | None) -> list[tuple[float, float]]:
+    """Returns the saved pairs: (time without tiers / time with tiers, TTFT without tiers / TTFT with tiers).
 
-    The first ratio is also that of requests per second with tiers to without.
+    The first ratio equals the requests per second with tiers divided by those without.
     """
     return [(both[0], both[1]) for both in json.loads(file.read_text())] if file and file.exists() else []
 
 
-def say(pairs: Sequence[tuple[float, float]]) -> None:
+def print_ratios(pairs: Sequence[tuple[float, float]]) -> None:
     for what, ratios in zip(("requests a second", "TTFT"), zip(*pairs, strict=True), strict=True):
         low, high = interval(ratios)
-        print(f"{what}, with tiers to without: {median(ratios):.3f} [{low:.3f}, {high:.3f}], {len(ratios)} pairs", flush=True)
+        print(f"{what}, tiers / no tiers: {median(ratios):.3f} [{low:.3f}, {high:.3f}], {len(ratios)} pairs", flush=True)
 
 
 def fill(args: argparse.Namespace, model: Path, folder: Path) -> None:
@@ -184,15 +185,15 @@ def _drop_caches() -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["cost", "reuse", "fill"])
-    parser.add_argument("--prompts", type=int, default=0, help="cost: at once (8); reuse: in all (64)")
+    parser.add_argument("--prompts", type=int, default=0, help="cost: concurrent prompts (8); reuse: number of prompts (64)")
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--num-out", type=int, default=8, help="cost: tokens of each answer (8)")
+    parser.add_argument("--num-out", type=int, default=8, help="cost: output tokens per prompt (8)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--keep", type=Path, metavar="FILE", help="cost: pairs go there, and those that are there are counted too"
+        "--keep", type=Path, metavar="FILE", help="cost: file to which measured pairs are added; its earlier pairs count too"
     )
-    parser.add_argument("--folder", type=Path, help="for files; by default the system's own")
-    parser.add_argument("--model", type=Path, help="as cpu_decode writes it; made where it is not given")
+    parser.add_argument("--folder", type=Path, help="parent folder of the file tier; default: the system's temporary folder")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint that cpu_decode has written; default: a new one")
     args = parser.parse_args()
     args.prompts = args.prompts or (8 if args.what == "cost" else 64)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,8 @@
 """Runs transformers.generate on a batch, as a child process with a JSON job on stdin and {"seconds", "tokens"} on stdout.
 
-Job: model (folder), prompts (lists of ids, all of one length), output_len, threads. bf16, sdpa, greedy, and exactly output_len
-tokens for each prompt.
+The job has the fields model (folder), prompts (lists of ids of equal length), output_len and threads. It runs in bf16 with sdpa
+and
+greedy sampling, and each prompt gets exactly output_len tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ WARMUP_TOKENS = 4
 
 
 def generate(model: Any, ids: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[batch, prompt] ids to [batch, prompt + tokens]."""
+    """Returns ids [batch, prompt + tokens] for the prompts [batch, prompt]."""
     with torch.inference_mode():
         out: torch.Tensor = model.generate(
             ids, attention_mask=torch.ones_like(ids), min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False

@@ -30,5 +30,5 @@ def _filled(rule: Mapping[str, Any], fields: Mapping[str, str], labels: Mapping[
     text = _IF.sub(lambda match: match[3] if labels.get(match[1]) == match[2] else "", rule["metricsQuery"])
     for field, value in {"Series": series_of(rule), **fields}.items():
         text = text.replace(f"<<.{field}>>", value)
-    assert "<<" not in text, f"not filled in: {text}"
+    assert "<<" not in text, f"the rule has an unknown template field: {text}"
     return text

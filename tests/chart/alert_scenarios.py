@@ -1,6 +1,6 @@
-"""Defines the series of a healthy system, and for each alert the differences with which it must fire.
+"""Defines the series of a healthy system, and for each alert the changed series with which it must fire.
 
-Values are in promtool's notation: `a+bxn` begins at a and grows by b per minute, n times.
+Values are in promtool's notation: the series `a+bxn` begins at a and increases n times by b, once per minute.
 """
 
 from __future__ import annotations
@@ -115,15 +115,14 @@ WELL: Mapping[str, str] = {
 class Scenario:
     """The series with which an alert must fire.
 
-    `differs` replaces series of WELL. The alert must not fire at the time `before` ("": not checked). It must fire at `at`,
-    together with the alerts `others`.
+    The other series are those of WELL.
     """
 
-    alert: str
-    differs: Mapping[str, str]
-    at: str = "30m"
-    before: str = ""
-    others: frozenset[str] = frozenset()
+    alert: str  # name of the alert
+    differs: Mapping[str, str]  # series that replace those of WELL, by name
+    at: str = "30m"  # time at which the alert must fire
+    before: str = ""  # time at which the alert must not fire yet; "": not checked
+    others: frozenset[str] = frozenset()  # names of the alerts that must fire too
 
 
 SLOW, LATE = "RootstockErrorBudgetBurnSlow", "RootstockFirstTokenBudgetBurnSlow"
@@ -143,7 +142,7 @@ SCENARIOS = (
     Scenario("RootstockAtMaximum", {MOST: "1x600"}, before="14m"),
     Scenario("RootstockWorkerHung", {HUNG: "0x28 1x600"}, before="27m"),
     Scenario("RootstockTargetDown", {UP: "1x5 0x600"}, before="8m"),
-    Scenario("RootstockTargetDown", {UP: "0x600", PENDING: "1x20 0x600"}, before="24m"),  # silent during a download
+    Scenario("RootstockTargetDown", {UP: "0x600", PENDING: "1x20 0x600"}, before="24m"),  # no alert while the pod is pending
     Scenario("RootstockMetricsMissing", {QUEUE: "0x5 _x600"}, before="14m"),
     Scenario("RootstockMetricsMissing", {QUEUE: "0x60 _x600"}, "80m", before="69m"),
     Scenario("RootstockMetricsMissing", {LIMIT: "64x5 _x600"}, before="14m"),

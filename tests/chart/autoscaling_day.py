@@ -1,4 +1,4 @@
-"""Simulates a day of load, compressed to four hours, with a model of workers, the recording rules and the chart's HPA.
+"""Simulates a day of load, compressed to four hours, with a model of the workers, the recording rules and the chart's HPA.
 
 python -m tests.chart.autoscaling_day writes docs/pictures/autoscaling.svg.
 """
@@ -30,14 +30,14 @@ DAY = (
 
 @dataclass(frozen=True)
 class Moment:
-    """The state after a scrape."""
+    """State of the simulation after a scrape of the metrics."""
 
-    at: int
-    load: float
-    need: int
-    replicas: int
-    serving: int
-    waiting: int
+    at: int  # seconds since the start
+    load: float  # load in workers at their target share
+    need: int  # workers that the load needs
+    replicas: int  # number of replicas that the HPA has set
+    serving: int  # workers that serve
+    waiting: int  # queued requests
 
 
 def hpa_spec() -> dict[str, Any]:
@@ -68,7 +68,7 @@ def load_at(second: float) -> float:
 
 
 def readings(fleet: WorkerFleet, recorded: Recorded, scrape: Scrape, target: dict[str, float], plain: bool) -> list[Reading]:
-    """Returns the metrics that the HPA reads. With `plain`, they are not bounded by the recording rules."""
+    """Returns the metrics that the HPA reads. If `plain`, the values are those without the recording rules' bounds."""
     per_replica = target[BACKLOG]
     backlog = scrape.waiting if plain else min(scrape.waiting, per_replica * recorded.enough_workers)
     share = 1.0 if plain else recorded.arrival_share

@@ -1,7 +1,7 @@
-"""Copies packages of this environment into an image's environment instead of running pip, which takes most of a minute.
+"""Replaces pip in replayed image builds: copies packages of this environment, because pip takes most of a minute.
 
-Only the distributions of the requirements file are copied, in the installed version, and as hard links if possible. Nightly runs
-use pip itself.
+Only the distributions of the requirements file are copied, in the version that is installed here, as hard links if possible.
+Nightly runs use pip itself.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def copy_packages(text: str, image: Image) -> bool:
 
 
 def _copy(distribution: importlib.metadata.Distribution, into: Path) -> None:
-    """Copies a distribution's files below site-packages. Services do not need its programs."""
+    """Copies a distribution's files below site-packages. Its command-line programs are not copied, as services use none."""
     for file in distribution.files or ():
         origin, place = Path(str(distribution.locate_file(file))), into / file
-        if ".." not in file.parts and origin.exists():  # bytecode may be missing
+        if ".." not in file.parts and origin.exists():  # the list of files names bytecode that may not exist
             place.parent.mkdir(parents=True, exist_ok=True)
             _link(origin, place)
 

@@ -1,6 +1,6 @@
-"""Defines strict JSON schemas of the chart's custom resources, from their CRDs. A field without a schema is an error.
+"""Defines strict JSON schemas of the custom resources that the chart renders. A field that a schema does not list is an error.
 
-Parts that belong to Kubernetes (pod templates, selectors, HPA behavior) refer to its definitions.
+The schemas follow the CRDs. Types of Kubernetes (pod templates, selectors, HPA behavior) refer to Kubernetes' own definitions.
 """
 
 from __future__ import annotations

@@ -145,17 +145,14 @@ WELL = Facts(
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: its facts, the check that finds it, and parts of the finding and the remedy.
+    """A fault of a release and its expected diagnosis."""
 
-    `values` are added to VALUES. With `alone`, no other check has a finding.
-    """
-
-    check: str
-    facts: Facts
-    what: str
-    mend: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-    alone: bool = True
+    check: str  # name of the check that finds the fault
+    facts: Facts  # reports of the broken release
+    what: str  # part of the expected finding
+    mend: str  # part of the expected remedy
+    values: Mapping[str, Any] = field(default_factory=dict)  # chart values that are added to VALUES
+    alone: bool = True  # whether no other check may have a finding
 
 
 def with_objects(**objects: Answer) -> Facts:
@@ -163,7 +160,7 @@ def with_objects(**objects: Answer) -> Facts:
 
 
 def with_pods(*changed: Object, **objects: Answer) -> Facts:
-    """Returns facts in which these pods replace those of the same component."""
+    """Returns the facts of a healthy release in which these pods replace the pods of the same component."""
     of = {each["metadata"]["labels"]["app.kubernetes.io/component"]: each for each in changed}
     return with_objects(pods=listed(*{**PODS, **of}.values()), **objects)
 
@@ -195,13 +192,13 @@ FAULTS: dict[str, Fault] = {
     "no scrape": Fault(
         "scrape", replace(WELL, series=series({})), "has no series of gateway, tokenizer", "must match the PodMonitor"
     ),
-    "Prometheus is kept out": Fault(
+    "Prometheus without access": Fault(
         "scrape",
         replace(WELL, series=series({**dict.fromkeys(COMPONENTS, 1), "worker": 0})),
         "cannot scrape any",
         "must allow Prometheus",
     ),
-    "Prometheus wants a token": Fault(
+    "Prometheus that requires a token": Fault(
         "scrape", replace(WELL, series=Answer(401, "Unauthorized")), "does not respond: 401", "prometheusAuth"
     ),
     "no adapter": Fault(
@@ -213,7 +210,7 @@ FAULTS: dict[str, Fault] = {
     "adapter of another release": Fault(
         "scaling", replace(WELL, external=Answer(200, {"items": []})), "does not serve rootstock_backlog", "rules"
     ),
-    "autoscaler without figures": Fault(
+    "autoscaler without metrics": Fault(
         "scaling",
         with_objects(
             horizontalpodautoscalers=listed(
@@ -230,7 +227,7 @@ FAULTS: dict[str, Fault] = {
         "engine to hpa",
         {"autoscaling": {"engine": "keda", "adapterRules": False}},
     ),
-    "DNS at another port": Fault(
+    "DNS that does not respond": Fault(
         "dns",
         replace(
             WELL,
@@ -243,7 +240,7 @@ FAULTS: dict[str, Fault] = {
         "no name resolves: Temporary failure in name resolution",
         "5353",
     ),
-    "port of another name": Fault(
+    "Service port with another name": Fault(
         "services",
         with_objects(
             services=listed(
@@ -259,7 +256,7 @@ FAULTS: dict[str, Fault] = {
         "Secret control, which auth.controlTokenSecret names, does not exist or is empty",
         "create secret generic control --from-file=token=FILE",
     ),
-    "a service without its certificate": Fault(
+    "service without a certificate": Fault(
         "secrets",
         replace(WELL, secrets={**WELL.secrets, **CERTIFICATES, "llm-worker-tls": frozenset()}),
         "Secret llm-worker-tls, which tls.secret names, does not exist or is empty",
@@ -272,7 +269,7 @@ FAULTS: dict[str, Fault] = {
         "has no key url; it has URL",
         "add the key",
     ),
-    "RWO shared over nodes": Fault(
+    "ReadWriteOnce volume on several nodes": Fault(
         "storage",
         with_pods(pod("worker", node="node-b"), persistentvolumeclaims=listed(claim(mode="ReadWriteOnce"))),
         "is ReadWriteOnce, a volume of one node, and is used by 3 pods on node-a, node-b",
@@ -323,14 +320,14 @@ FAULTS: dict[str, Fault] = {
         "kubectl get runtimeclass",
         alone=False,
     ),
-    "no GPU to be had": Fault(
+    "node without a free GPU": Fault(
         "gpus",
         without_workers(with_pods(unready("worker", why="0/3 nodes are available: 3 Insufficient nvidia.com/gpu."))),
         "gets no GPU: 0/3 nodes",
         "device plugin",
         alone=False,
     ),
-    "driver that shows no device": Fault(
+    "driver without a device": Fault(
         "gpus",
         logging(
             without_workers(with_pods(unready("worker", CRASHED))),
@@ -341,7 +338,7 @@ FAULTS: dict[str, Fault] = {
         "nvidia-smi",
         alone=False,
     ),
-    "model that never loads": Fault(
+    "model that cannot be loaded": Fault(
         "pods",
         logging(
             without_workers(with_pods(unready("worker", CRASHED))),
@@ -359,7 +356,7 @@ FAULTS: dict[str, Fault] = {
         "limits.memory",
         alone=False,
     ),
-    "model that is not there": Fault(
+    "model folder without files": Fault(
         "pods",
         logging(
             without_workers(with_pods(unready("worker", init=(container("wait-for-model"),)))),
@@ -370,7 +367,7 @@ FAULTS: dict[str, Fault] = {
         "models[].path",
         alone=False,
     ),
-    "model that does not come": Fault(
+    "model that is never fetched": Fault(
         "pods",
         logging(
             without_workers(with_pods(unready("worker", init=(container("fetch-model"),)))),
@@ -381,7 +378,7 @@ FAULTS: dict[str, Fault] = {
         "models[].source",
         alone=False,
     ),
-    "volume of a Secret that is not there": Fault(
+    "volume of a missing Secret": Fault(
         "pods",
         without_workers(
             with_pods(
@@ -393,7 +390,7 @@ FAULTS: dict[str, Fault] = {
         "create the named Secret",
         alone=False,
     ),
-    "image that is not there": Fault(
+    "missing image": Fault(
         "pods",
         without_workers(
             with_pods(
@@ -433,37 +430,37 @@ FAULTS: dict[str, Fault] = {
         "belong to another model",
         "the same folder",
     ),
-    "workers that a gateway lacks, where the tests have no key": Fault(
+    "unreachable workers without a test key": Fault(
         "models",
         replace(without_workers(WELL), info=Answer(401, {"error": {"message": "no key"}})),
         "1 workers of model demo are ready, but the gateway reaches none of them",
         "a NetworkPolicy or the network blocks the connection",
     ),
-    "tokenizers that are cut off, where the tests have no key": Fault(
+    "unreachable tokenizers without a test key": Fault(
         "models",
         replace(WELL, readiness=Answer(503, {"missing": ["tokenizer"]}), info=Answer(401, {})),
         "1 tokenizers are ready, but the gateway reaches none of them",
         "a NetworkPolicy or the network blocks the connection",
     ),
-    "gateway that fails": Fault(
+    "gateway with an internal error": Fault(
         "models",
         replace(WELL, info=Answer(500, {"message": "Internal"})),
         "the gateway does not report its workers: 500 Internal",
         "the reason is in the gateway's log",
     ),
-    "policy of somebody else": Fault(
+    "foreign NetworkPolicy": Fault(
         "models",
         without_workers(with_objects(networkpolicies=listed(FOREIGN))),
         "1 workers of model demo are ready, but the gateway reaches none of them",
         "NetworkPolicy default-deny, which is not the chart's",
     ),
-    "tokenizers that are cut off": Fault(
+    "unreachable tokenizers": Fault(
         "models",
         replace(WELL, readiness=Answer(503, {"missing": ["tokenizer"]})),
         "1 tokenizers are ready, but the gateway reaches none of them",
         "a NetworkPolicy or the network blocks the connection",
     ),
-    "API server behind a policy": Fault(
+    "blocked API server": Fault(
         "api",
         replace(WELL, objects=dict.fromkeys(OBJECTS, Answer(error="timed out"))),
         "the API server does not respond: timed out",

@@ -16,7 +16,7 @@ class Instruction:
 
     name: str
     flags: dict[str, str]  # --name=value by name
-    text: str  # the rest, on one line; of an ARG with its effective value
+    text: str  # arguments of the instruction on one line; for ARG, NAME=value with the effective value
     line: int  # line number, from 1
 
     @property
@@ -37,7 +37,7 @@ class Stage:
     name: str
     line: int
     instructions: list[Instruction] = field(default_factory=list)
-    undeclared: list[str] = field(default_factory=list)  # arguments that were used without a declaration
+    undeclared: list[str] = field(default_factory=list)  # names of arguments that are used without a declaration
 
     def all(self, name: str) -> list[Instruction]:
         return [each for each in self.instructions if each.name == name]
@@ -52,7 +52,7 @@ class Dockerfile:
         return next(stage for stage in self.stages if stage.name == name)
 
     def lineage(self, name: str) -> list[Stage]:
-        """Returns the stage and the stages that it is based on, beginning with the lowest."""
+        """Returns the stage and the stages that it is based on, the lowest base first."""
         names = {stage.name for stage in self.stages}
         found = [self.stage(name)]
         while found[0].base in names:
@@ -60,7 +60,7 @@ class Dockerfile:
         return found
 
     def images(self) -> list[str]:
-        """Returns the bases that are images."""
+        """Returns the bases of all stages that are images, not other stages."""
         names = {stage.name for stage in self.stages}
         return [stage.base for stage in self.stages if stage.base not in names]
 
@@ -80,7 +80,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
-    """Returns instructions with the number of their first line. Joins continued lines and drops comments."""
+    """Returns (number of the first line, text) of each instruction, with continued lines joined and comments dropped."""
     found: list[tuple[int, str]] = []
     parts: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -116,7 +116,10 @@ def _fill(text: str, values: dict[str, str], undeclared: list[str]) -> str:
 
 
 def read(path: Path, arguments: dict[str, str] | None = None) -> Dockerfile:
-    """Parses a Dockerfile with these build arguments. A stage knows an argument from its ARG on; FROM knows those before it."""
+    """Parses a Dockerfile with these build arguments.
+
+    An argument is visible in its stage after its ARG. FROM sees the arguments that are declared before the first stage.
+    """
     given = arguments or {}
     shared: dict[str, str] = {}
     values: dict[str, dict[str, str]] = {}
@@ -147,7 +150,7 @@ def read(path: Path, arguments: dict[str, str] | None = None) -> Dockerfile:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Matches a .dockerignore pattern: it also matches everything below a folder, and ** matches any number of folders."""
+    """Whether a .dockerignore pattern matches a path. A matched folder includes its files; ** is any number of folders."""
     parts = path.split("/")
     ends = ["/".join(parts[: count + 1]) for count in range(len(parts))]
     expression = "/".join("\0" if part == "**" else translate(part)[4:-3].replace(".*", "[^/]*") for part in pattern.split("/"))

@@ -1,4 +1,4 @@
-"""Defines rules for Dockerfiles, most of them from hadolint. Each rule yields a sentence per violation."""
+"""Defines rules for Dockerfiles, most of them from hadolint. Each rule yields a message per violation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bases(dockerfile: Dockerfile) -> Iterator[str]:
     for image in dockerfile.images():
         _, _, tag = image.rpartition("/")[2].partition(":")
         if "@sha256:" not in image and not re.match(r"\d+\.\d+\.\d+", tag):
-            yield f"{image}: a base is pinned to a full version or a digest"
+            yield f"{image}: the base image is not pinned; name a full version or a digest"
 
 
 def stage_names(dockerfile: Dockerfile) -> Iterator[str]:
@@ -44,7 +44,7 @@ def stage_names(dockerfile: Dockerfile) -> Iterator[str]:
         yield f"{name}: two stages have this name"
     for stage in dockerfile.stages:
         if stage.name.startswith("line-"):
-            yield f"line {stage.line}: a stage has a name"
+            yield f"line {stage.line}: the stage has no name; add AS NAME"
 
 
 def arguments(dockerfile: Dockerfile) -> Iterator[str]:
@@ -62,27 +62,27 @@ def steps(dockerfile: Dockerfile) -> Iterator[str]:
     for run in _runs(dockerfile):
         where = f"line {run.line}"
         if re.search(r"\b(sudo|ssh|vim|nano)\b", run.text):
-            yield f"{where}: no sudo, and no tools for people"
+            yield f"{where}: an image must not contain sudo, ssh or an editor"
         if re.search(r"(curl|wget)\b.*\|\s*(sh|bash)", run.text):
-            yield f"{where}: nothing fetched is piped into a shell"
+            yield f"{where}: a downloaded script is piped into a shell"
         if re.search(r"(^|&&|;)\s*cd\s", run.text):
-            yield f"{where}: WORKDIR instead of cd"
+            yield f"{where}: use WORKDIR instead of cd"
         if "777" in run.text:
-            yield f"{where}: nothing is writable for everybody"
+            yield f"{where}: mode 777 lets all users write"
         if re.search(r"\bapt\s", run.text):
-            yield f"{where}: apt-get instead of apt"
+            yield f"{where}: use apt-get instead of apt"
         if "apt-get install" in run.text:
             for needed in ("apt-get update", "--yes", "--no-install-recommends", "rm -rf /var/lib/apt/lists"):
                 if needed not in run.text:
-                    yield f"{where}: apt-get install goes with {needed}"
+                    yield f"{where}: apt-get install without {needed}"
         if re.search(r"apt-get (dist-)?upgrade", run.text):
-            yield f"{where}: the base's version decides, not an upgrade"
+            yield f"{where}: an upgrade of packages is not reproducible; pin a newer base image"
     for stage in dockerfile.stages:
         for each in stage.instructions:
             if each.name in ("ADD", "MAINTAINER"):
-                yield f"line {each.line}: {each.name} is not used"
+                yield f"line {each.line}: the instruction {each.name} is not allowed"
             if each.name == "WORKDIR" and not each.text.startswith("/"):
-                yield f"line {each.line}: WORKDIR is an absolute path"
+                yield f"line {each.line}: WORKDIR needs an absolute path"
 
 
 def copies(dockerfile: Dockerfile, root: Path) -> Iterator[str]:
@@ -91,18 +91,18 @@ def copies(dockerfile: Dockerfile, root: Path) -> Iterator[str]:
         for copy in stage.all("COPY"):
             *sources, target = copy.words
             if len(sources) > 1 and not target.endswith("/"):
-                yield f"line {copy.line}: the target of several sources ends with /"
+                yield f"line {copy.line}: the target of several sources must end with /"
             if "from" in copy.flags:
                 if copy.flags["from"] not in earlier:
                     yield f"line {copy.line}: there is no earlier stage {copy.flags['from']}"
                 continue
             for source in sources:
                 if source in (".", "./"):
-                    yield f"line {copy.line}: COPY names what it copies"
+                    yield f"line {copy.line}: COPY must name its sources instead of the whole context"
                 elif not (root / source).exists():
                     yield f"line {copy.line}: {source} does not exist"
                 elif not context_files(root, [source]):
-                    yield f"line {copy.line}: .dockerignore keeps {source} out"
+                    yield f"line {copy.line}: .dockerignore excludes {source}"
         earlier.append(stage.name)
 
 
@@ -113,7 +113,7 @@ def installs(dockerfile: Dockerfile, root: Path) -> Iterator[str]:
                 continue
             option = next((word for word in words if word in ("--requirement", "--constraint")), "")
             if "--no-deps" not in words or not option:
-                yield f"line {run.line}: pip installs a list of pinned distributions with --no-deps"
+                yield f"line {run.line}: pip install needs --no-deps and a list of pinned distributions"
                 continue
             listed = root / words[words.index(option) + 1]
             lines = [line for line in listed.read_text().splitlines() if not line.startswith("#")]
@@ -131,7 +131,7 @@ def secrets(dockerfile: Dockerfile) -> Iterator[str]:
         for each in [*stage.all("ENV"), *stage.all("ARG")]:
             for word in each.words:
                 if SECRET.search(word.partition("=")[0]):
-                    yield f"line {each.line}: {word.partition('=')[0]} would stay in the image"
+                    yield f"line {each.line}: {word.partition('=')[0]} looks like a secret, which would stay in the image"
 
 
 def images(dockerfile: Dockerfile, name: str, compiling: frozenset[str]) -> Iterator[str]:
@@ -143,17 +143,17 @@ def images(dockerfile: Dockerfile, name: str, compiling: frozenset[str]) -> Iter
 
     users, entrypoints, healthchecks = every("USER"), every("ENTRYPOINT"), every("HEALTHCHECK")
     if not users or not re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1].text):
-        yield f"{name}: its last USER is a number other than 0, with a group"
+        yield f"{name}: the last USER must be UID:GID without 0"
     if len(entrypoints) != 1 or not entrypoints[0].is_exec_form or every("CMD"):
-        yield f"{name}: one process, by one ENTRYPOINT in exec form"
+        yield f"{name}: the image needs exactly one ENTRYPOINT in exec form, and no CMD"
     if len(healthchecks) != 1 or "CMD [" not in healthchecks[0].text:
-        yield f"{name}: one HEALTHCHECK in exec form"
+        yield f"{name}: the image needs exactly one HEALTHCHECK in exec form"
     if not every("EXPOSE"):
-        yield f"{name}: it exposes its ports"
+        yield f"{name}: the image has no EXPOSE"
     labels = " ".join(each.text for each in every("LABEL"))
     for label in LABELS:
         if f"org.opencontainers.image.{label}=" not in labels:
-            yield f"{name}: it has the label org.opencontainers.image.{label}"
+            yield f"{name}: the label org.opencontainers.image.{label} is missing"
     for each in every("RUN"):
         if set(COMPILERS.findall(each.text)) - compiling:
-            yield f"{name}: line {each.line} brings a compiler"
+            yield f"{name}: line {each.line} installs a compiler"

@@ -18,8 +18,8 @@ TOLERANCE = 0.1
 class External:
     """A metric of type External."""
 
-    total: float  # total of all replicas
-    target: float  # target per replica
+    total: float  # value of the metric, summed over all replicas
+    target: float  # target value per replica
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Pods:
     """A metric of type Pods."""
 
     values: Sequence[float]  # values of the pods that report one
-    missing: int  # starting pods, which report no value
-    target: float
+    missing: int  # number of starting pods, which report no value
+    target: float  # target value per pod
 
 
 Reading = External | Pods
@@ -44,7 +44,7 @@ def wanted(reading: Reading, replicas: int) -> int:
     ratio = sum(reading.values) / count / reading.target
     if not reading.missing:
         return replicas if _near(ratio) else math.ceil(ratio * count)
-    # Pods without a value count as unused when scaling up, and as at their target when scaling down.
+    # A pod without a value counts as 0 if the ratio asks for more replicas, and as the target if it asks for fewer.
     filled = sum(reading.values) + (reading.missing * reading.target if ratio < 1 else 0.0)
     count += reading.missing
     again = filled / count / reading.target
@@ -59,7 +59,11 @@ def _near(ratio: float) -> bool:
 
 
 class Autoscaler:
-    """One HPA with its history. Its spec is of autoscaling/v2 and has both directions of `behavior`. Times are in seconds."""
+    """One HPA with its history. Times are in seconds.
+
+    Args:
+        spec: spec of an autoscaling/v2 HPA whose `behavior` has scaleUp and scaleDown.
+    """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._least, self._most = int(spec["minReplicas"]), int(spec["maxReplicas"])
@@ -76,7 +80,11 @@ class Autoscaler:
         return allowed
 
     def _stabilised(self, now: float, current: int, desired: int) -> int:
-        """Returns the stabilised number: scales up to the smallest, and down to the largest recommendation of a window."""
+        """Returns the stabilised number of replicas.
+
+        An increase goes to the smallest recommendation of the scale-up window, a decrease to the largest one of the scale-down
+        window.
+        """
         self._recommended.append((now, desired))
         up_s, down_s = self._up["stabilizationWindowSeconds"], self._down["stabilizationWindowSeconds"]
         up = min(value for at, value in self._recommended if at > now - up_s or at == now)

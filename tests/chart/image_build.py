@@ -1,7 +1,8 @@
 """Builds the stages of a Dockerfile into folders without a container engine, by replaying COPY and RUN.
 
-The files of a stage are below one folder, and absolute paths in commands are rewritten to this folder. Steps that need root or a
-distribution (packages, accounts, owners) are skipped; NOT_REPLAYED lists them.
+The files of a stage are below one folder, and absolute paths in commands are rewritten to this folder. Commands that need root or
+a
+Linux distribution (packages, accounts, owners) are skipped; NOT_REPLAYED lists them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ ROOTED = r"(?<![\w.])/(?:opt|app)(?=/)"
 
 @dataclass(slots=True)
 class Image:
-    """The result of a stage."""
+    """The files and settings of a built stage."""
 
     files: Path  # root folder of the image on this machine
-    folder: str = "/"
+    folder: str = "/"  # working folder in the image
     env: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     entrypoint: list[str] = field(default_factory=list)
@@ -34,7 +35,7 @@ class Image:
     ports: list[int] = field(default_factory=list)
 
     def place(self, path: str) -> Path:
-        """Returns this machine's path for a path in the image, which may be relative to the working folder."""
+        """Returns this machine's path for a path in the image. A relative path is below the image's working folder."""
         return self.files / os.path.normpath(os.path.join(self.folder, path)).lstrip("/")
 
     def here(self, text: str) -> str:
@@ -44,7 +45,8 @@ class Image:
 class Builder:
     """Builds the stages of one Dockerfile.
 
-    `instead` may execute a RUN instruction itself. If it returns False, the instruction is replayed.
+    Args:
+        instead: executes the text of a RUN instruction for an image itself, or returns False; the instruction is then replayed.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Builder:
             case "LABEL" | "USER" | "VOLUME":
                 pass
             case _:
-                raise NotImplementedError(f"line {each.line}: {each.name}")
+                raise NotImplementedError(f"line {each.line}: the replay does not support {each.name}")
 
     def _copy(self, each: Instruction, image: Image) -> None:
         *sources, target = each.words

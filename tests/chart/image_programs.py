@@ -1,7 +1,7 @@
-"""Checks, without a build, that every command of a Dockerfile is on the PATH that its image has at that point.
+"""Checks, without a build, that each command of a Dockerfile finds its program on the PATH of its image.
 
-The programs of base images are listed here as far as they are used. Packages, virtual environments and copies add programs.
-Programs that other programs call by name, such as dpkg by apt-get, are checked too.
+The tables below have the used programs of base images and packages. Virtual environments and COPY add programs to an image.
+RUNS has programs that other programs call, such as dpkg for apt-get; they are checked too.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MERGED = re.compile(r"^/(bin|sbin)/")  # these bases link /bin and /sbin to /usr
 
 
 @dataclass(slots=True)
-class Place:
-    """The state of a stage at an instruction."""
+class ImageState:
+    """Programs and settings of a stage's image before an instruction."""
 
-    programs: set[str] = field(default_factory=set)
-    path: str = DEFAULT_PATH
-    folder: str = "/"
+    programs: set[str] = field(default_factory=set)  # paths of the programs in the image
+    path: str = DEFAULT_PATH  # the variable PATH
+    folder: str = "/"  # working folder
 
     def find(self, name: str) -> str | None:
         if "/" in name:
@@ -53,64 +53,64 @@ class Programs:
 
     def __init__(self, dockerfile: Dockerfile) -> None:
         self._dockerfile = dockerfile
-        self._places: dict[str, Place] = {}
+        self._states: dict[str, ImageState] = {}
         self.missing: list[str] = []
 
     def walk(self) -> list[str]:
-        """Returns a sentence for each program that is not found."""
+        """Returns a message for each program that is not found."""
         for stage in self._dockerfile.stages:
-            self._places[stage.name] = place = self._start(stage)
+            self._states[stage.name] = state = self._start(stage)
             for each in stage.instructions:
-                self._do(each, place)
+                self._apply(each, state)
         return self.missing
 
-    def _start(self, stage: Stage) -> Place:
-        if stage.base in self._places:
-            base = self._places[stage.base]
-            return Place(set(base.programs), base.path, base.folder)
+    def _start(self, stage: Stage) -> ImageState:
+        if stage.base in self._states:
+            base = self._states[stage.base]
+            return ImageState(set(base.programs), base.path, base.folder)
         programs, path = BASES[stage.base.partition("@")[0].partition(":")[0]]
-        return Place(set(programs), path)
+        return ImageState(set(programs), path)
 
-    def _do(self, each: Instruction, place: Place) -> None:
+    def _apply(self, each: Instruction, state: ImageState) -> None:
         match each.name:
             case "WORKDIR":
-                place.folder = each.text
+                state.folder = each.text
             case "ENV":
-                place.path = dict(word.split("=", 1) for word in each.words).get("PATH", place.path)
+                state.path = dict(word.split("=", 1) for word in each.words).get("PATH", state.path)
             case "COPY":
-                self._copy(each, place)
+                self._copy(each, state)
             case "RUN":
                 for command in commands(each.text):
-                    self._run(command, each, place)
+                    self._run(command, each, state)
             case "ENTRYPOINT":
-                self._look(each.words[0], each, place)
+                self._require(each.words[0], each, state)
             case "HEALTHCHECK":
-                self._look(Instruction("CMD", {}, each.text.removeprefix("CMD").strip(), each.line).words[0], each, place)
+                self._require(Instruction("CMD", {}, each.text.removeprefix("CMD").strip(), each.line).words[0], each, state)
 
-    def _copy(self, each: Instruction, place: Place) -> None:
-        """Adds copied programs: those below a folder of another stage, or a file of the context that becomes executable."""
+    def _copy(self, each: Instruction, state: ImageState) -> None:
+        """Adds the programs below a copied folder of another stage, or a copied file that --chmod makes executable."""
         *sources, target = each.words
         if "from" in each.flags:
-            theirs = self._places[each.flags["from"]].programs
+            theirs = self._states[each.flags["from"]].programs
             for source in (each for each in sources if each.startswith("/")):
-                place.programs |= {target + path[len(source) :] for path in theirs if path.startswith(f"{source}/")}
+                state.programs |= {target + path[len(source) :] for path in theirs if path.startswith(f"{source}/")}
         elif "chmod" in each.flags:
-            place.programs.add(os.path.normpath(os.path.join(place.folder, target)))
+            state.programs.add(os.path.normpath(os.path.join(state.folder, target)))
 
-    def _run(self, words: list[str], each: Instruction, place: Place) -> None:
-        self._look(words[0], each, place)
+    def _run(self, words: list[str], each: Instruction, state: ImageState) -> None:
+        self._require(words[0], each, state)
         for word in words[1:]:
             if re.search(r"/bin/[\w.+-]+$", word) and words[words.index(word) - 1] == "--python":
-                self._look(word, each, place)
+                self._require(word, each, state)
         for name in RUNS.get(" ".join(words[:2]), ()):
-            self._look(name, each, place)
+            self._require(name, each, state)
         if words[:2] == ["apt-get", "install"]:
             for package in (word for word in words[2:] if not word.startswith("-")):
-                place.programs |= set(PACKAGES[package])
+                state.programs |= set(PACKAGES[package])
         if words[1:3] == ["-m", "venv"]:
             made = ("python",) if "--without-pip" in words else ("python", "pip")
-            place.programs |= {f"{words[-1]}/bin/{name}" for name in made}
+            state.programs |= {f"{words[-1]}/bin/{name}" for name in made}
 
-    def _look(self, name: str, each: Instruction, place: Place) -> None:
-        if place.find(name) is None:
-            self.missing.append(f"line {each.line}: {name} is not on {place.path}")
+    def _require(self, name: str, each: Instruction, state: ImageState) -> None:
+        if state.find(name) is None:
+            self.missing.append(f"line {each.line}: {name} is not on the PATH {state.path}")

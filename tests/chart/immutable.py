@@ -14,7 +14,7 @@ from tests.chart.release import Object, Release, render, title
 from tests.chart.variants import VARIANTS
 
 GOLDEN = Path(__file__).with_name("immutable.json")
-# Paths with dots. An upgrade may change no part of the value at a path.
+# Dotted paths by kind of object. An upgrade must not change the value at such a path.
 FIELDS: dict[str, tuple[str, ...]] = {
     "Deployment": ("spec.selector",),
     "StatefulSet": ("spec.selector", "spec.serviceName", "spec.podManagementPolicy", "spec.volumeClaimTemplates"),
@@ -28,7 +28,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "ScaledObject": ("spec.scaleTargetRef",),
 }
 Fixed = dict[str, dict[str, Any]]
-# Sets of values that do not change, unlike the examples of charts/rootstock/ci. The defaults come first.
+# Names of value sets whose releases are recorded. Their values stay as they are, unlike the examples of charts/rootstock/ci.
 NAMES = (
     "defaults",
     "two-models",
@@ -57,7 +57,7 @@ def fixed_fields(release: Release) -> Fixed:
 
 
 def replaced_at_upgrade(each: Object) -> bool:
-    """Returns whether Helm deletes and recreates the object, as it does with such hooks."""
+    """Returns whether Helm deletes and recreates the object at each upgrade. It does so for hooks with this deletion policy."""
     annotations = each["metadata"].get("annotations") or {}
     return "helm.sh/hook" in annotations and "before-hook-creation" in annotations.get(
         "helm.sh/hook-delete-policy", "before-hook-creation"
@@ -86,7 +86,7 @@ def golden() -> dict[str, Fixed]:
 
 
 def differences(old: dict[str, Fixed], new: dict[str, Fixed]) -> list[str]:
-    """Returns the differences of objects that both have."""
+    """Returns a message per changed field of the objects that are in both recordings."""
     return [
         f"{name}: {each}: {path} was {json.dumps(value)}, is {json.dumps(new[name][each].get(path))}"
         for name, objects in old.items()
@@ -99,7 +99,10 @@ def differences(old: dict[str, Fixed], new: dict[str, Fixed]) -> list[str]:
 
 
 def current() -> dict[str, Fixed]:
-    """Returns the content of immutable.json. Omits Jobs, whose names change with them, and objects that equal the defaults'."""
+    """Returns the content of immutable.json for the present chart.
+
+    It omits Jobs, because a changed Job gets a new name, and objects that equal the object of the defaults.
+    """
     found = {name: fixed_fields(release) for name, release in releases().items()}
     usual = found[NAMES[0]]
     return {
@@ -116,7 +119,7 @@ def main() -> int:
     old, new = golden(), current()
     changed = differences(old, new)
     if changed:
-        print("\n".join(["An upgrade would fail:", *changed]), file=sys.stderr)
+        print("\n".join(["An upgrade would fail, because these immutable fields change:", *changed]), file=sys.stderr)
         return 1
     kept = {name: {**new.get(name, {}), **old.get(name, {})} for name in sorted({*old, *new})}
     GOLDEN.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")

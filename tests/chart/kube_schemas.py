@@ -19,7 +19,14 @@ BASE = "https://kubernetes.io"
 
 
 def faults(each: Object, version: str = LATEST) -> list[str]:
-    """Returns the faults of an object. Raises FileNotFoundError if this Kubernetes version, e.g. "1.29", has no such kind."""
+    """Returns the faults of an object.
+
+    Args:
+        version: version of Kubernetes, such as "1.29".
+
+    Raises:
+        FileNotFoundError: this version of Kubernetes does not have the object's kind.
+    """
     validator = _validator(each["apiVersion"], each["kind"], version)
     return [f"{error.json_path}: {error.message[:300]}" for error in validator.iter_errors(each)]
 

@@ -1,7 +1,7 @@
 """Runs rendered pods as processes on this machine, with their commands and environment, and probes them like the kubelet.
 
-Only references to the cluster are replaced: addresses by loopback, ports by free ports, /app by this repository, and mounted
-volumes by folders.
+Only references to the cluster are replaced: addresses by loopback addresses, ports by free ports, /app by this repository, and
+mounted volumes by folders.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ Secrets = Mapping[str, Mapping[str, str]]
 
 
 def environment(release: Release, pod: PodTemplate, container: Container, secrets: Secrets) -> dict[str, str]:
-    """Returns a container's variables: envFrom, then env with $(NAME) replaced. Raises KeyError if a reference is missing."""
+    """Returns a container's environment variables. A variable of `env` overrides one of `envFrom`, and its $(NAME) is replaced.
+
+    Raises:
+        KeyError: a referenced ConfigMap, Secret or key does not exist.
+    """
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         if "configMapRef" in source:
@@ -86,22 +90,26 @@ def _resource(pod: PodTemplate, reference: Mapping[str, str]) -> str:
 
 @dataclass
 class Machine:
-    """The machine that runs a release's pods. `ports` maps (component, container port) to a port of this machine."""
+    """Runs the pods of a release on this machine."""
 
     release: Release
-    folder: Path
-    secrets: Secrets = field(default_factory=dict)
-    ports: dict[tuple[str, int], int] = field(default_factory=dict)
+    folder: Path  # parent folder of the mounted volumes
+    secrets: Secrets = field(default_factory=dict)  # keys and values by name of the Secret
+    ports: dict[tuple[str, int], int] = field(default_factory=dict)  # by (component, container port): port of this machine
 
     def __post_init__(self) -> None:
         wanted = sorted({(pod.component, port) for pod in pods(self.release) for port in pod.ports().values()})
         self.ports = dict(zip(wanted, free_ports(len(wanted)), strict=True))
 
     def localized(self, pod: PodTemplate, text: str) -> str:
-        """Returns a word of a command, or a variable's value, with this machine's addresses, ports and folders."""
+        """Replaces the cluster's addresses, ports and folders in `text` by this machine's.
+
+        Args:
+            text: word of a command, or value of a variable.
+        """
         text = text.replace("0.0.0.0", HOST)
         text = ADDRESS.sub(self._address, text)
-        if mounts := self._mounts(pod):  # in one pass, because a folder may begin like the path of a mount
+        if mounts := self._mounts(pod):  # in one pass, so that a replaced folder is not replaced again
             paths = "|".join(map(re.escape, mounts))
             text = re.sub(rf"(?<![\w/])({paths})(?![\w])", lambda match: str(mounts[match[1]]), text)
         text = re.sub(rf"(?<![\w/]){re.escape(IMAGE_ROOT)}", f"{REPO}/", text)
@@ -113,13 +121,17 @@ class Machine:
         return f"{HOST}:{self._target(match['url'], int(match['port'] or 80), headless=False)}"
 
     def _target(self, host: str, port: int, headless: bool) -> int:
-        """Returns this machine's port of the pods behind a Service. With `headless`, `port` is the pods' port."""
+        """Returns this machine's port of the pods behind a Service.
+
+        Args:
+            port: port of the Service; if `headless`, port of the pods.
+        """
         name, namespace = host.split(".")[:2]
-        assert namespace == NAMESPACE, f"{host} is in another namespace"
+        assert namespace == NAMESPACE, f"{host} is in the namespace {namespace}, not {NAMESPACE}"
         service = self.release.get("Service", name)["spec"]
         selected = [pod for pod in pods(self.release) if selects({"matchLabels": service["selector"]}, pod.labels)]
         components = {pod.component for pod in selected}
-        assert len(components) == 1, f"{host} leads to {components}"
+        assert len(components) == 1, f"the Service {host} must select pods of one component, not {components}"
         number: int | str = port
         if headless:
             assert service.get("clusterIP") == "None", f"{host} must resolve to pods"
@@ -128,7 +140,7 @@ class Machine:
         return self.ports[components.pop(), selected[0].ports()[number] if isinstance(number, str) else number]
 
     def _path(self) -> str:
-        """Returns a PATH with the program redis-server, which the shell of the Redis container calls."""
+        """Returns a PATH that contains redis-server, because the shell command of the Redis container calls it by name."""
         programs = self.folder / "bin"
         if not programs.exists():
             programs.mkdir(parents=True)
@@ -170,24 +182,24 @@ class Machine:
 
 
 def _program(name: str) -> str:
-    """Returns this machine's program for a program of the image."""
+    """Returns the path of this machine's program with the same name as the image's program."""
     if name in ("python", "python3"):
         return sys.executable
     if name == "redis-server":
         return redis_program(LocalSettings(_cli_parse_args=False).redis_server)  # type: ignore[call-arg]
     program = shutil.which(name)
-    assert program, f"{name} is not on this machine"
+    assert program, f"this test needs the program {name}, which is not on this machine"
     return program
 
 
 def _read_only(writable: list[Path]) -> list[str]:
     """Returns a command prefix that makes the file system read-only except for these folders, as in the container.
 
-    Empty if this process may not create mounts.
+    The prefix is empty if this process may not create mounts.
     """
     probe = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
     binds = "".join(f'mount --bind "{path}" "{path}" && ' for path in writable)
-    gone = "2>/dev/null || ! test -d"  # other programs may mount and unmount file systems at the same time
+    gone = "2>/dev/null || ! test -d"  # ignores file systems that other programs unmount meanwhile
     locked = "".join(f"{{ mount -o remount,bind,ro {path} {gone} {path}; }} && " for path in _file_systems())
     allowed = shutil.which("unshare") and subprocess.run([*probe, "mount --bind / /mnt"], capture_output=True).returncode == 0
     return [*probe, f'{binds}{locked}exec "$@"', "sh"] if allowed else []
@@ -231,21 +243,21 @@ class Running:
         return self.machine.ports[self.pod.component, number]
 
     def wait_for(self, key: str, seconds: float) -> None:
-        """Waits until the probe passes. Fails if the process ends or the time is up."""
+        """Waits until the container's probe `key` passes. Fails if the process ends first, or after `seconds`."""
         self.wait(lambda: self.passes(self.container[key]), f"{key} of {self.pod.role}", seconds)
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
-            assert self.process.poll() is None, f"{what}: the process ended.\n{self.text()}"
-            assert time.monotonic() < deadline, f"{what}: not true after {seconds} s.\n{self.text()}"
+            assert self.process.poll() is None, f"the process ended while the test waited for {what}.\n{self.text()}"
+            assert time.monotonic() < deadline, f"the test waited {seconds} s for {what}.\n{self.text()}"
             time.sleep(0.05)
 
     def status(self, port: str, path: str) -> int:
         return _http_status(self._port(port), path, 5)
 
     def stop(self, seconds: float) -> int:
-        """Ends the process with SIGTERM, like the kubelet, and returns its exit status. Fails if it takes longer."""
+        """Sends SIGTERM to the process, like the kubelet, and returns its exit status. Fails if it still runs after `seconds`."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -254,7 +266,7 @@ class Running:
             self.kill()
 
     def status_of_exit(self, seconds: float) -> int:
-        """Waits for the end of the program and returns its exit status. Kills the program and fails if it takes longer."""
+        """Waits for the end of the program and returns its exit status. After `seconds`, kills the program and fails."""
         try:
             return self.process.wait(seconds)
         finally:
@@ -279,7 +291,7 @@ def _serving(port: int, service: str, timeout: float) -> bool:
 
 
 def _redis_replies(port: int, password: str, timeout: float) -> bool:
-    """Returns whether Redis responds to PING. Replaces the probe's redis-cli, which bundled servers do not have."""
+    """Returns whether Redis responds to PING. Replaces the probe's redis-cli, which this machine may lack."""
     with redis.Redis(HOST, port, password=password, socket_timeout=timeout, retry=Retry(NoBackoff(), 0)) as client:
         try:
             return bool(client.ping())

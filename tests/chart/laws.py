@@ -1,4 +1,4 @@
-"""Checks invariants of the chart: rules for every object of every release. A failure lists all violations."""
+"""Checks invariants of the chart in every release. A failed check lists all violations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def offences(law: Law, names: Sequence[str] = ALL) -> dict[str, list[str]]:
     """Returns the violations by release, without releases that have none.
 
     Args:
-        law: The invariant. It yields a sentence per violation. An exception, e.g. for a missing object, counts as a violation.
-        names: Names of the sets of values.
+        law: The invariant. It gets a release and its name, and yields a message per violation. An exception, such as one for a
+            missing object, counts as a violation.
+        names: Names of the value sets to render.
     """
     return {name: found for name in names if (found := _offences(law, name))}
 

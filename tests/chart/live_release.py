@@ -1,4 +1,4 @@
-"""Renders the chart like `helm upgrade`, with look-ups at an API server on loopback that has only the given objects."""
+"""Renders the chart like `helm upgrade`. Its look-ups go to an API server on loopback that has only the given objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ ABSENT: Object = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "re
 
 
 def rendered_over(there: Sequence[Object], values: Values) -> list[Object]:
-    """Returns the objects of an upgrade in a namespace with these objects. Raises helm.HelmError."""
+    """Returns the rendered objects of an upgrade.
+
+    Args:
+        there: objects that exist in the namespace.
+
+    Raises:
+        helm.HelmError: the chart refuses the values.
+    """
     with _api_server(there) as url, helm.Config(kubeconfig_content=_kubeconfig(url), namespace=NAMESPACE) as config:
         about: dict[str, Any] = {"name": NAME, "namespace": NAMESPACE, "is_install": False, "is_upgrade": True, "revision": 2}
         found = config.render(helm.Chart.load(CHART), merged(INSTALLABLE, values), **about)
@@ -34,7 +41,7 @@ def _kubeconfig(url: str) -> str:
 
 
 def _answers(there: Sequence[Object]) -> dict[str, Object]:
-    """Returns the API server's responses by path: the kinds of each group, and the objects."""
+    """Returns the API server's responses by path: lists of the kinds of each API group, and the existing objects."""
     out: dict[str, Object] = {}
     for group in ("v1", "apps/v1"):
         kinds = {kind: plural for kind, plural in PLURALS.items() if (kind == "Secret") == (group == "v1")}

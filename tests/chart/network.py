@@ -1,7 +1,7 @@
 """Evaluates NetworkPolicies like a network plugin: which pods may open connections to each other, on which ports.
 
-A connection passes if the source's egress policies and the target's ingress policies both allow it. A pod that no policy of a
-direction selects is open in that direction.
+A connection passes if the source's egress policies and the target's ingress policies both allow it. A pod that no policy of one
+direction selects is open in this direction.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Party:
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
-    namespace: Mapping[str, str] = field(default_factory=dict)
-    ports: Mapping[str, int] = field(default_factory=dict)
-    ip: str = ""
+    namespace: Mapping[str, str] = field(default_factory=dict)  # labels of its namespace
+    ports: Mapping[str, int] = field(default_factory=dict)  # port numbers by name
+    ip: str = ""  # address outside of the cluster; "" for a pod
 
     @property
-    def near(self) -> bool:
+    def in_release_namespace(self) -> bool:
         """Whether the party is in the release's namespace. Only then can the release's policies select it."""
         return self.namespace.get(NAMESPACE_NAME) == NAMESPACE
 
@@ -42,7 +42,7 @@ class Edge:
 
 
 def parties(release: Release) -> list[Party]:
-    """Returns a party per kind of pod: its component, and its model if there are several."""
+    """Returns a party per component and model of the release."""
     found: dict[str, Party] = {}
     for pod in pods(release):
         name = f"{pod.component}/{pod.model}" if pod.model else pod.component
@@ -54,13 +54,13 @@ def parties(release: Release) -> list[Party]:
 def edges(
     policies: Sequence[Object], inside: Sequence[Party], outside: Sequence[Party], ports: set[tuple[int, str]]
 ) -> set[Edge]:
-    """Returns the connections that are allowed from or to a party of `inside`."""
-    everybody = [*inside, *outside]
+    """Returns the allowed connections on `ports` that begin or end at a party of `inside`."""
+    everyone = [*inside, *outside]
     own = {each.name for each in inside}
     return {
         Edge(source.name, target.name, port, protocol)
-        for source in everybody
-        for target in everybody
+        for source in everyone
+        for target in everyone
         if source.name in own or target.name in own
         for port, protocol in ports
         if passes(policies, source, target, port, protocol)
@@ -68,8 +68,8 @@ def edges(
 
 
 def passes(policies: Sequence[Object], source: Party, target: Party, port: int, protocol: str) -> bool:
-    out = _lets(policies, "Egress", source, target, target, port, protocol)
-    return out and _lets(policies, "Ingress", target, source, target, port, protocol)
+    out = _allows(policies, "Egress", source, target, target, port, protocol)
+    return out and _allows(policies, "Ingress", target, source, target, port, protocol)
 
 
 def directions(policies: Sequence[Object], party: Party) -> set[str]:
@@ -82,11 +82,13 @@ def _types(policy: Object) -> list[str]:
     return list(spec.get("policyTypes") or ["Ingress", *(["Egress"] if "egress" in spec else [])])
 
 
-def _lets(policies: Sequence[Object], direction: str, owner: Party, peer: Party, target: Party, port: int, protocol: str) -> bool:
-    if not owner.near or direction not in directions(policies, owner):
+def _allows(
+    policies: Sequence[Object], direction: str, owner: Party, peer: Party, target: Party, port: int, protocol: str
+) -> bool:
+    if not owner.in_release_namespace or direction not in directions(policies, owner):
         return True
     return any(
-        _peer_matches(rule.get("from" if direction == "Ingress" else "to"), peer)
+        _any_peer_matches(rule.get("from" if direction == "Ingress" else "to"), peer)
         and _port_matches(rule.get("ports"), target, port, protocol)
         for rule in _rules(policies, direction, owner)
     )
@@ -99,11 +101,11 @@ def _rules(policies: Sequence[Object], direction: str, owner: Party) -> Iterator
             yield from spec.get(direction.lower()) or []
 
 
-def _peer_matches(peers: Sequence[Mapping[str, Any]] | None, party: Party) -> bool:
-    return not peers or any(_is_peer(peer, party) for peer in peers)
+def _any_peer_matches(peers: Sequence[Mapping[str, Any]] | None, party: Party) -> bool:
+    return not peers or any(_peer_matches(peer, party) for peer in peers)
 
 
-def _is_peer(peer: Mapping[str, Any], party: Party) -> bool:
+def _peer_matches(peer: Mapping[str, Any], party: Party) -> bool:
     if "ipBlock" in peer:
         block = peer["ipBlock"]
         if not party.ip:  # whether a block applies to pods' addresses depends on the network plugin
@@ -114,7 +116,7 @@ def _is_peer(peer: Mapping[str, Any], party: Party) -> bool:
     if party.ip:
         return False
     namespaces = peer.get("namespaceSelector")
-    in_namespace = party.near if namespaces is None else selects(namespaces, party.namespace)
+    in_namespace = party.in_release_namespace if namespaces is None else selects(namespaces, party.namespace)
     return in_namespace and selects(peer.get("podSelector", {}), party.labels)
 
 

@@ -1,4 +1,4 @@
-"""Checks the Pod Security Standard "restricted", which includes "baseline", with a function per control.
+"""Checks pods against the Pod Security Standard "restricted", which includes "baseline". Each control is a function.
 
 Source: https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
@@ -29,7 +29,7 @@ APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 
 
 def violations(spec: Spec, annotations: Mapping[str, str]) -> list[str]:
-    """Returns the violations of a pod. Each begins with the name of the control."""
+    """Returns a message per violation of a pod. Each message begins with the name of the violated control."""
     return [f"{control.__name__}: {fault}" for control in CONTROLS for fault in control(spec, annotations)]
 
 
@@ -46,7 +46,7 @@ def contexts(spec: Spec) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def inherited(spec: Spec, key: str) -> Iterator[tuple[str, Any]]:
-    """Yields each container's value of a setting: its own or the pod's."""
+    """Yields (container name, value of a securityContext setting). A container without a value inherits the pod's."""
     default = (spec.get("securityContext") or {}).get(key)
     for each in containers(spec):
         yield each["name"], (each.get("securityContext") or {}).get(key, default)

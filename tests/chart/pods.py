@@ -16,10 +16,10 @@ LWS_NAME = "leaderworkerset.sigs.k8s.io/name"
 
 @dataclass(frozen=True)
 class PodTemplate:
-    """A pod template. `role` names the object and, if it has several templates, the template."""
+    """A pod template of a workload."""
 
-    owner: Object
-    role: str
+    owner: Object  # the workload
+    role: str  # name of the workload; followed by the template's name if the workload has several templates
     labels: dict[str, str]
     annotations: dict[str, str]
     spec: dict[str, Any]
@@ -30,7 +30,7 @@ class PodTemplate:
 
     @property
     def service(self) -> str:
-        """Service that the pods run. Workers of two components run the same service."""
+        """Service that the pods run. Prefill and decode workers are two components, and both run the worker."""
         return str(self.container()["name"])
 
     @property
@@ -41,11 +41,11 @@ class PodTemplate:
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
     def container(self) -> dict[str, Any]:
-        """Returns the chart's container: the first one besides init containers."""
+        """Returns the service's container: the first container that is no init container."""
         return dict(self.spec["containers"][0])
 
     def ports(self) -> dict[str, int]:
-        """Returns the ports of the chart's container by name."""
+        """Returns the ports of the service's container by name."""
         return {port["name"]: port["containerPort"] for port in self.container().get("ports", [])}
 
 
@@ -54,9 +54,9 @@ def pods(release: Release) -> list[PodTemplate]:
 
 
 def pod(release: Release, component: str, model: str = "") -> PodTemplate:
-    """Returns the only pod template of a component, or of a component and model."""
+    """Returns the pod template of a component and, if given, a model. There must be exactly one."""
     found = [each for each in pods(release) if each.component == component and (not model or each.model == model)]
-    assert len(found) == 1, f"{component} {model}: {[each.role for each in found]}"
+    assert len(found) == 1, f"{component} {model} must have one pod template; found {[each.role for each in found]}"
     return found[0]
 
 
@@ -86,7 +86,7 @@ def _template(owner: Object, role: str, template: dict[str, Any]) -> PodTemplate
 
 
 def selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
-    """Evaluates a Kubernetes LabelSelector. An empty selector matches all labels, None matches nothing."""
+    """Whether a Kubernetes LabelSelector matches these labels. An empty selector matches all labels, None matches none."""
     if selector is None:
         return False
     exact = all(labels.get(key) == value for key, value in (selector.get("matchLabels") or {}).items())
@@ -104,4 +104,4 @@ def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
             return key in labels
         case "DoesNotExist":
             return key not in labels
-    raise ValueError(f"operator {operator}")
+    raise ValueError(f"unknown operator of a LabelSelector: {operator}")

@@ -22,11 +22,18 @@ Vector = list[tuple[dict[str, str], float]]
 
 
 class QueryError(Exception):
-    """Prometheus refuses the expression."""
+    """Raised if Prometheus refuses an expression. The message has its reason."""
 
 
 class Prometheus:
-    """A Prometheus with these scrape_configs and rule files. Its data is in `folder`."""
+    """Runs Prometheus while the context is open.
+
+    Args:
+        folder: folder for its configuration, data and log.
+        scrapes: value of scrape_configs.
+        rules: rule files.
+        every: interval of scrapes and of rule evaluations.
+    """
 
     def __init__(
         self, folder: Path, scrapes: Sequence[dict[str, Any]] = (), rules: Sequence[Path] = (), every: str = "1s"
@@ -73,7 +80,7 @@ class Prometheus:
             return False
 
     def query(self, expression: str, at: float | None = None) -> Vector:
-        """Returns an instant vector or a scalar at Unix time `at`, by default now. Raises QueryError."""
+        """Evaluates an expression at Unix time `at`, by default now. A scalar becomes a vector. Raises QueryError."""
         data = {"query": expression} if at is None else {"query": expression, "time": f"{at:.3f}"}
         result = self._get("query", data)
         if result["resultType"] == "scalar":

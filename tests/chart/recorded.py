@@ -1,4 +1,4 @@
-"""Computes the recording rules of rootstock.autoscaling in Python. A test compares them with Prometheus's results."""
+"""Computes the chart's recording rules of the group rootstock.autoscaling in Python. A test compares it with Prometheus."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ WINDOW_S = 120
 
 @dataclass(frozen=True)
 class Scrape:
-    at: int
-    waiting: int
-    running: int
-    serving: int  # workers
-    loading: int
-    ended: dict[int, int]  # by worker
+    at: int  # seconds
+    waiting: int  # queued requests at the gateway and the workers
+    running: int  # running requests of all workers
+    serving: int  # workers that serve
+    loading: int  # workers that do not serve yet
+    ended: dict[int, int]  # by worker: number of requests that have ended
 
 
 class Recorded:
-    """The recorded series of a fleet, of which add() makes a scrape every SCRAPE_S."""
+    """The recorded series of a fleet, computed from its scrapes of the last WINDOW_S. Call add() every SCRAPE_S."""
 
     def __init__(self) -> None:
         self._scrapes: deque[Scrape] = deque()
@@ -48,7 +48,11 @@ class Recorded:
                    for number in {number for scrape in self._scrapes for number in scrape.ended})  # fmt: skip
 
     def _rate(self, samples: list[tuple[int, int]]) -> float:
-        """Returns Prometheus's rate(): an increase, extrapolated to the window's ends by at most half an interval."""
+        """Returns Prometheus's rate() of a counter's (time, value) samples.
+
+        The increase is extrapolated to an end of the window if the gap there is less than 1.1 sample intervals, and otherwise by
+        half an interval.
+        """
         if len(samples) < 2:
             return 0.0
         (first, low), (last, high) = samples[0], samples[-1]

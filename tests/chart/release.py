@@ -23,12 +23,12 @@ MINIMAL_KUBE = "1.29"  # from Chart.yaml's kubeVersion; test_objects.py compares
 
 Values = Mapping[str, Any]
 REGISTRY = "registry.example.com"
-INSTALLABLE: Values = {"image": {"registry": REGISTRY}}  # required of every installation
+INSTALLABLE: Values = {"image": {"registry": REGISTRY}}  # values that every installation must set
 Object = dict[str, Any]
 
 
 def ci_names() -> list[str]:
-    """Returns the names of the defaults and of the files of charts/rootstock/ci."""
+    """Returns DEFAULTS and the names of the values files in charts/rootstock/ci."""
     return [DEFAULTS, *(path.name.removesuffix("-values.yaml") for path in CI_FILES)]
 
 
@@ -40,7 +40,7 @@ def ci_values(name: str) -> dict[str, Any]:
 
 
 def merged(base: Values, over: Values) -> dict[str, Any]:
-    """Merges values like `helm -f base -f over`: maps key by key; other values are replaced."""
+    """Merges values like `helm -f base -f over`: maps are merged key by key, other values are replaced."""
     out = copy.deepcopy(dict(base))
     for key, value in over.items():
         out[key] = merged(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) else value
@@ -54,7 +54,7 @@ class Release:
 
     def get(self, kind: str, name: str) -> Object:
         found = [each for each in self.objects if each["kind"] == kind and each["metadata"]["name"] == name]
-        assert len(found) == 1, f"{len(found)} objects {kind}/{name}; there are {[title(each) for each in self.objects]}"
+        assert len(found) == 1, f"the release has {len(found)} objects {kind}/{name}: {[title(each) for each in self.objects]}"
         return found[0]
 
     def has(self, kind: str, name: str) -> bool:
@@ -65,7 +65,7 @@ class Release:
 
 
 def repeatable(objects: Iterable[Object]) -> list[Object]:
-    """Replaces generated passwords of the chart's Redis servers, which differ in every rendering without a cluster."""
+    """Replaces generated passwords of the chart's Redis servers. Without a cluster, each rendering has different ones."""
     return [
         each | {"data": {**each["data"], "password": "made once"}}
         if each["kind"] == "Secret" and "password" in each.get("data", {})
@@ -79,7 +79,11 @@ def title(each: Object) -> str:
 
 
 def render(values: Values | None = None, *, chart: Path = CHART, upgrade: bool = False, name: str = NAME) -> Release:
-    """Renders values on top of INSTALLABLE. Raises helm.HelmError with the message for the user."""
+    """Renders the chart with `values` on top of INSTALLABLE.
+
+    Raises:
+        helm.HelmError: the chart refuses the values. The message is that of `helm install`.
+    """
     return _render(json.dumps(merged(INSTALLABLE, values or {}), sort_keys=True), chart, upgrade, name)
 
 
@@ -88,7 +92,7 @@ def render_ci(name: str, over: Values | None = None) -> Release:
 
 
 def render_anew(values: Values) -> Release:
-    """Renders without the cache."""
+    """Renders like render(), but not from the cache, so that generated passwords are new."""
     return _render.__wrapped__(json.dumps(merged(INSTALLABLE, values), sort_keys=True), CHART, False, NAME)
 
 
@@ -133,11 +137,11 @@ def lint_findings(values: Values) -> list[str]:
 
 
 class UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A loader that refuses duplicate keys, like the API server. YAML's own loader takes the last one."""
+    """A YAML loader that refuses duplicate keys, like the API server. PyYAML's own loader uses the last value instead."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         twice = sorted({str(key) for key in keys if keys.count(key) > 1})
         if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"keys that occur twice: {twice}", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate keys in one map: {twice}", node.start_mark)
         return dict(super().construct_mapping(node, deep=deep))

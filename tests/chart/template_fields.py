@@ -1,6 +1,7 @@
-"""Defines cases of values with the expected fields of the rendered objects.
+"""Defines cases of chart values with the expected fields of the rendered objects.
 
-A path consists of keys, of numbers of list items, and of NAME= for the list item with this name. ABSENT expects no value.
+The path of a field has keys, indices of lists, and NAME= for the list item with this name, separated by spaces. ABSENT means that
+the field must not exist.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ WORKER = f"Deployment/{FULL}-worker-demo"
 PREFILL = f"Deployment/{FULL}-prefill-demo"
 POD = "spec template spec "
 Values = dict[str, Any]
-Fields = dict[str, Any]  # by path
-Case = tuple[Values, dict[str, Fields]]  # values; expected fields by object
+Fields = dict[str, Any]  # expected values by path
+Case = tuple[Values, dict[str, Fields]]  # chart values; expected fields by object
 
 
 def at(value: Any, path: str) -> Any:
@@ -47,25 +48,25 @@ def container(name: str, path: str) -> str:
     return f"{POD}containers {name}= {path}"
 
 
-FRONT = {"gateway": GATEWAY, "tokenizer": TOKENIZER, "detokenizer": DETOKENIZER}
-EVERY = {**FRONT, "worker": WORKER}
+WITHOUT_MODEL = {"gateway": GATEWAY, "tokenizer": TOKENIZER, "detokenizer": DETOKENIZER}
+EVERY = {**WITHOUT_MODEL, "worker": WORKER}
 HEALTH = {"gateway": 7000, "tokenizer": 7001, "detokenizer": 7002, "worker": 7003}
 SCALED = VARIANTS["hpa"]
 GPU: Values = {"worker": {"gpus": 1, "runtimeClassName": "nvidia", "resources": GPU_RESOURCES}}
 
 
-def of_each(values: Callable[[str], Values], fields: Callable[[str], Fields]) -> Case:
-    """Returns a case with a different value per service, so that the test detects exchanged values."""
+def case_per_service(values: Callable[[str], Values], fields: Callable[[str], Fields]) -> Case:
+    """Returns a case whose values differ between services, so that the test detects values at the wrong service."""
     return {name: values(name) for name in EVERY}, {title: fields(name) for name, title in EVERY.items()}
 
 
-def lost(key: str, seconds: int) -> dict[str, str | int]:
-    """Returns the toleration that keeps a pod on a node in this state for a limited time."""
+def toleration(key: str, seconds: int) -> dict[str, str | int]:
+    """Returns the toleration that keeps a pod for `seconds` on a node with the taint `key`."""
     return {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
 
 
-def unasked(name: str) -> Fields:
-    """Returns the fields of a service's pods with default values."""
+def default_fields(name: str) -> Fields:
+    """Returns the expected fields of a service's pods if its values are the defaults."""
     probes = {
         container(name, f"{probe} grpc {key}"): value
         for probe, service in (("startupProbe", ABSENT), ("livenessProbe", ABSENT), ("readinessProbe", name))
@@ -79,22 +80,22 @@ def unasked(name: str) -> Fields:
         POD + "enableServiceLinks": False,
         POD + "topologySpreadConstraints 0 topologyKey": "topology.kubernetes.io/zone",
         POD + "topologySpreadConstraints 1 matchLabelKeys": ["pod-template-hash"],
-        POD + "tolerations": [lost(f"node.kubernetes.io/{how}", lost_s) for how in ("not-ready", "unreachable")],
+        POD + "tolerations": [toleration(f"node.kubernetes.io/{how}", lost_s) for how in ("not-ready", "unreachable")],
         POD + "initContainers": ABSENT,  # the model is in the image
     }
 
 
-def unasked_of_the_front(name: str) -> Fields:
+def default_fields_without_model(name: str) -> Fields:
     token = POD + "automountServiceAccountToken"
-    return {**unasked(name), "spec strategy rollingUpdate": {"maxSurge": "25%", "maxUnavailable": 0}, token: False}
+    return {**default_fields(name), "spec strategy rollingUpdate": {"maxSurge": "25%", "maxUnavailable": 0}, token: False}
 
 
-def placed(name: str) -> Values:
+def scheduling_values(name: str) -> Values:
     return {
         "replicas": 2 + len(name),
         "nodeSelector": {"a": name},
         "priorityClassName": f"{name}-first",
-        "tolerations": [{"key": name, "operator": "Exists"}, lost("node.kubernetes.io/unreachable", 5)],
+        "tolerations": [{"key": name, "operator": "Exists"}, toleration("node.kubernetes.io/unreachable", 5)],
         "nodeLostSeconds": 7,
         "affinity": {"podAffinity": {"of": name}},
         "topologySpread": False,
@@ -105,14 +106,14 @@ def placed(name: str) -> Values:
     }
 
 
-def where_it_was_placed(name: str) -> Fields:
+def scheduling_fields(name: str) -> Fields:
     return {
         "spec replicas": 2 + len(name),
         POD + "nodeSelector": {"a": name},
         POD + "priorityClassName": f"{name}-first",
         POD + "tolerations 0 key": name,
-        POD + "tolerations 1": lost("node.kubernetes.io/unreachable", 5),
-        POD + "tolerations 2": lost("node.kubernetes.io/not-ready", 7),
+        POD + "tolerations 1": toleration("node.kubernetes.io/unreachable", 5),
+        POD + "tolerations 2": toleration("node.kubernetes.io/not-ready", 7),
         POD + "tolerations 3": ABSENT,
         POD + "affinity": {"podAffinity": {"of": name}},
         POD + "topologySpreadConstraints": ABSENT,
@@ -127,7 +128,7 @@ def where_it_was_placed(name: str) -> Fields:
 IMAGES: Values = {"registry": "r.example.com/m/", "tag": "1", "pullSecrets": ["s"], "pullPolicy": "Always"}
 
 
-def pulled(name: str) -> Fields:
+def image_fields(name: str) -> Fields:
     return {
         container(name, "image"): f"r.example.com/m/rootstock/{name}:1",
         container(name, "imagePullPolicy"): "Always",
@@ -136,16 +137,16 @@ def pulled(name: str) -> Fields:
 
 
 SERVICES: dict[str, Case] = {
-    "every service, as it is": (
+    "defaults of every service": (
         {},
         {
-            **{title: unasked_of_the_front(name) for name, title in FRONT.items()},
-            WORKER: unasked("worker"),
+            **{title: default_fields_without_model(name) for name, title in WITHOUT_MODEL.items()},
+            WORKER: default_fields("worker"),
             **{each.replace("Deployment", "PodDisruptionBudget"): {"spec maxUnavailable": 1} for each in EVERY.values()},
         },
     ),
-    "every service, placed": of_each(placed, where_it_was_placed),
-    "every service's image": ({"image": IMAGES}, {title: pulled(name) for name, title in EVERY.items()}),
+    "scheduling of every service": case_per_service(scheduling_values, scheduling_fields),
+    "image of every service": ({"image": IMAGES}, {title: image_fields(name) for name, title in EVERY.items()}),
     "grace": (
         {"drainSeconds": 60},
         {
@@ -153,10 +154,10 @@ SERVICES: dict[str, Case] = {
             GATEWAY: {POD + "terminationGracePeriodSeconds": 100},
         },
     ),
-    "no replicas where a scaler sets them": of_each(
+    "no replicas with an autoscaler": case_per_service(
         lambda _: {"autoscaling": {"enabled": True}}, lambda _: {"spec replicas": ABSENT}
     ),
-    "scalers of the front": (
+    "autoscalers of services without a model": (
         SCALED,
         {
             title.replace("Deployment", "HorizontalPodAutoscaler"): {
@@ -164,7 +165,7 @@ SERVICES: dict[str, Case] = {
                 "spec minReplicas": 2,
                 "spec behavior scaleUp stabilizationWindowSeconds": 0,
             }
-            for title in FRONT.values()
+            for title in WITHOUT_MODEL.values()
         },
     ),
 }
@@ -235,7 +236,7 @@ GATEWAYS: dict[str, Case] = {
             f"Service/{FULL}-gateway": {"spec loadBalancerClass": "a/b", "spec externalTrafficPolicy": "Local"},
         },
     ),
-    "a gateway as it is": (
+    "gateway defaults": (
         {},
         {
             GATEWAY: {
@@ -255,7 +256,7 @@ GATEWAYS: dict[str, Case] = {
             },
         },
     ),
-    "keys from their Secret": (
+    "API keys from a Secret": (
         {"auth": {"apiKeysSecret": "k"}, "tests": {"keySecret": "t"}},
         {
             GATEWAY: {
@@ -274,7 +275,7 @@ GATEWAYS: dict[str, Case] = {
             CONFIG: {"data ROOTSTOCK_API_KEYS_FILE": "/etc/rootstock/keys"},
         },
     ),
-    "keys from the values, and none for tests": (
+    "API keys from the values, without a test key": (
         {"auth": {"apiKeys": [{"name": "a", "sha256": "0" * 64, "requests_per_minute": 1000000}]}},
         {
             f"Secret/{FULL}-gateway-keys": {
@@ -283,7 +284,7 @@ GATEWAYS: dict[str, Case] = {
             GATEWAY: {POD + "volumes keys= projected sources": [{"secret": {"name": f"{FULL}-gateway-keys"}}]},
         },
     ),
-    "a watch, its token and its rights": (
+    "discovery by EndpointSlices with its token and rights": (
         {"gateway": {"discovery": "k8s"}},
         {
             CONFIG: {"data ROOTSTOCK_WORKERS": f"k8s:///{FULL}-worker.serving:7003"},
@@ -331,7 +332,7 @@ GATEWAYS: dict[str, Case] = {
             f"Service/{FULL}-gateway": {"spec type": "LoadBalancer", "metadata annotations a": "b"},
         },
     ),
-    "streams drive": (
+    "autoscaling by the number of streams": (
         SCALED,
         {f"HorizontalPodAutoscaler/{FULL}-gateway": {"spec metrics 1 pods target averageValue": "400"}},
     ),
@@ -344,7 +345,7 @@ OF_WORKERS, WORKERS_HPA, WORKERS_KEDA = (
 UP, DOWN = "spec behavior scaleUp ", "spec behavior scaleDown "
 KEDA_DOWN = "spec advanced horizontalPodAutoscalerConfig behavior scaleDown "
 WORKERS: dict[str, Case] = {
-    "KEDA shows a token": (
+    "KEDA with a token": (
         VARIANTS["keda-with-a-token"],
         {
             f"TriggerAuthentication/{FULL}-prometheus": {
@@ -362,7 +363,7 @@ WORKERS: dict[str, Case] = {
             },
         },
     ),
-    "KEDA is who its cloud says": (
+    "KEDA with a cloud identity": (
         VARIANTS["keda-of-aws"],
         {
             f"TriggerAuthentication/{FULL}-prometheus": {"spec": {"podIdentity": {"provider": "aws"}}},
@@ -372,7 +373,7 @@ WORKERS: dict[str, Case] = {
             },
         },
     ),
-    "a worker as it is": (
+    "worker defaults": (
         {},
         {
             WORKER: {
@@ -409,13 +410,13 @@ WORKERS: dict[str, Case] = {
                 container("worker", "resources limits nvidia.com/mig-3g.40gb"): 1,
                 container("worker", "resources limits nvidia.com/gpu"): ABSENT,
                 container("worker", "image"): f"{REGISTRY}/rootstock/worker:0.1.0-cuda",
-                POD + "tolerations 0 key": "nvidia.com/gpu",  # the worker uses the whole node
+                POD + "tolerations 0 key": "nvidia.com/gpu",  # the taint of nodes with NVIDIA GPUs, also for a slice
                 "spec strategy rollingUpdate": {"maxSurge": "50%", "maxUnavailable": 1},
             },
             OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
         },
     ),
-    "another's GPU, and an executor and an image that are said": (
+    "other GPU vendor with an explicit executor and image": (
         {"worker": {**GPU["worker"], "gpuResource": "amd.com/gpu", "executor": "cpu", "image": {"tag": "rocm"}}},
         {
             WORKER: {
@@ -427,7 +428,7 @@ WORKERS: dict[str, Case] = {
             OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cpu"},
         },
     ),
-    "devices by claim": (
+    "devices by ResourceClaim": (
         VARIANTS["devices-of-each-kind"],
         {
             WORKER: {
@@ -446,7 +447,7 @@ WORKERS: dict[str, Case] = {
             },
         },
     ),
-    "replaced at once, or by hand": (
+    "strategies Recreate and OnDelete": (
         {
             "gateway": {"strategy": {"type": "Recreate"}},
             "worker": {"kind": "StatefulSet", "strategy": {"type": "OnDelete"}, "replicas": 2},
@@ -456,7 +457,7 @@ WORKERS: dict[str, Case] = {
             f"StatefulSet/{FULL}-worker-demo": {"spec updateStrategy": {"type": "OnDelete"}},
         },
     ),
-    "memory, loading and rights": (
+    "shared memory, startup seconds and deletion cost": (
         {
             "worker": {"sharedMemory": "8Gi", "startupSeconds": 1200, "deletionCost": True},
         },
@@ -469,7 +470,7 @@ WORKERS: dict[str, Case] = {
             f"Role/{FULL}-worker": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}]},
         },
     ),
-    "loading in fifths": (
+    "startup seconds that are rounded up": (
         {"worker": {"startupSeconds": 1201}},
         {WORKER: {container("worker", "startupProbe failureThreshold"): 241}},
     ),
@@ -482,11 +483,11 @@ WORKERS: dict[str, Case] = {
             }
         },
     ),
-    "an account that is there": (
+    "existing ServiceAccount": (
         {"serviceAccount": {"create": False, "name": "x"}, "worker": {"deletionCost": True}},
         {WORKER: {POD + "serviceAccountName": "x"}, f"RoleBinding/{FULL}-worker": {"subjects 0 name": "x"}},
     ),
-    "scaled": (
+    "autoscaled by HPA": (
         merged(SCALED, {"worker": {"autoscaling": {"coldStartSeconds": 240}}}),
         {
             WORKERS_HPA: {
@@ -499,7 +500,7 @@ WORKERS: dict[str, Case] = {
             }
         },
     ),
-    "scaled by KEDA, from zero": (
+    "autoscaled by KEDA from zero": (
         KEDA,
         {
             WORKERS_KEDA: {
@@ -513,7 +514,7 @@ WORKERS: dict[str, Case] = {
             }
         },
     ),
-    "scaled by KEDA, at its own pace": (
+    "autoscaled by KEDA with another behavior": (
         merged(
             KEDA,
             {
@@ -537,7 +538,7 @@ WORKERS: dict[str, Case] = {
             }
         },
     ),
-    "a set with disks": (
+    "StatefulSet with disks": (
         VARIANTS["local-disks"],
         {
             f"StatefulSet/{FULL}-worker-demo": {
@@ -548,7 +549,7 @@ WORKERS: dict[str, Case] = {
             OF_WORKERS: {"data ROOTSTOCK_MODEL": "/cache/demo"},
         },
     ),
-    "a group of hosts": (
+    "LeaderWorkerSet": (
         VARIANTS["leader-worker-set"],
         {
             f"LeaderWorkerSet/{FULL}-worker-demo": {
@@ -559,7 +560,7 @@ WORKERS: dict[str, Case] = {
             }
         },
     ),
-    "prompts computed apart": (
+    "prefill and decode": (
         merged(
             VARIANTS["apart"],
             {
@@ -615,14 +616,14 @@ WORKERS: dict[str, Case] = {
             f"PodDisruptionBudget/{FULL}-prefill-demo": {"spec maxUnavailable": 1},
         },
     ),
-    "whole answers": (
+    "workers without a role": (
         {},
         {
             WORKER: {"spec template metadata labels rootstock.io/role": ABSENT},
             OF_WORKERS: {"data ROOTSTOCK_DISAGGREGATION_MODE": ABSENT},
         },
     ),
-    "prompts computed apart, in places of their own": (
+    "prefill and decode with their own scheduling": (
         merged(
             VARIANTS["apart"],
             {
@@ -667,11 +668,11 @@ WORKERS: dict[str, Case] = {
             OF_WORKERS: {"data ROOTSTOCK_MAX_PREFILL_TOKENS": "4096"},
         },
     ),
-    "prompts computed apart, found in EndpointSlices": (
+    "prefill and decode with discovery by EndpointSlices": (
         merged(VARIANTS["apart"], VARIANTS["discovery"]),
         {CONFIG: {"data ROOTSTOCK_WORKERS": f"k8s:///{FULL}-worker.serving:7003,k8s:///{FULL}-prefill.serving:7003"}},
     ),
-    "prompts computed apart, with disks": (
+    "prefill and decode with disks": (
         VARIANTS["apart-on-local-disks"],
         {
             f"StatefulSet/{FULL}-prefill-demo": {
@@ -682,7 +683,7 @@ WORKERS: dict[str, Case] = {
             f"StatefulSet/{FULL}-worker-demo": {"spec serviceName": f"{FULL}-worker", "spec replicas": 3},
         },
     ),
-    "each kind scaled by figures of its own": (
+    "prefill and decode autoscaled by HPA": (
         merged(
             VARIANTS["apart-by-hpa"],
             {"worker": {"prefill": {"autoscaling": {"maxReplicas": 3, "waitingTokens": 3000000, "busyShare": 0.6}}}},
@@ -707,11 +708,11 @@ WORKERS: dict[str, Case] = {
             PREFILL: {"spec replicas": ABSENT},
         },
     ),
-    "one kind scaled, the other not": (
+    "only prefill autoscaled": (
         merged(VARIANTS["apart"], {"worker": {"autoscaling": {"enabled": True}}}),
         {PREFILL: {"spec replicas": 2}, WORKER: {"spec replicas": ABSENT}},
     ),
-    "each kind scaled by KEDA": (
+    "prefill and decode autoscaled by KEDA": (
         VARIANTS["apart-by-keda"],
         {
             f"ScaledObject/{FULL}-prefill-demo": {
@@ -727,7 +728,7 @@ WORKERS: dict[str, Case] = {
             WORKERS_KEDA: {"spec triggers 0 name": "backlog", "spec triggers 2 name": "token-usage"},
         },
     ),
-    "KV in memory, and in files that go with their pod": (
+    "KV tiers in host memory and an emptyDir": (
         VARIANTS["tiers-in-files"],
         {
             f"ConfigMap/{FULL}-worker-demo": {
@@ -745,7 +746,7 @@ WORKERS: dict[str, Case] = {
             },
         },
     ),
-    "KV in files of each pod's own claim": (
+    "KV tier in a claim per pod": (
         VARIANTS["tiers-in-claims"],
         {
             f"StatefulSet/{FULL}-worker-demo": {
@@ -770,7 +771,7 @@ WORKERS: dict[str, Case] = {
             },
         },
     ),
-    "KV that all workers share": (
+    "KV tier in shared storage": (
         VARIANTS["tiers-shared"],
         {
             title: {
@@ -817,7 +818,7 @@ STRIPPED: Values = {  # fields that the controller removes
     "hosts": [{"host": "llm.example.com", "path": "/llm"}],
 }
 BESIDES: dict[str, Case] = {
-    "one Redis, with a password that is made": (
+    "embedded Redis with a generated password": (
         {"ipFamily": "IPv6"},
         {
             f"Deployment/{FULL}-redis": {
@@ -829,7 +830,7 @@ BESIDES: dict[str, Case] = {
             f"Secret/{FULL}-redis": {"metadata annotations": ABSENT},
         },
     ),
-    "certificates of its own for each component, and probes beside them": (
+    "mutual TLS with a certificate per component": (
         VARIANTS["encrypted"],
         {
             f"Certificate/{FULL}-worker-tls": {
@@ -848,10 +849,10 @@ BESIDES: dict[str, Case] = {
                 container("worker", "env ROOTSTOCK_REDIS_URL= value"): ENCRYPTED_INDEX,
             },
             OF_WORKERS: {"data ROOTSTOCK_MTLS_TOKEN_FILE": "/etc/rootstock/mtls/token", "data ROOTSTOCK_HEALTH_PORT": "7013"},
-            STATE: {POD + "volumes mtls= projected sources 2": ABSENT},  # no token, which only the services require
+            STATE: {POD + "volumes mtls= projected sources 2": ABSENT},  # Redis does not use the token between services
         },
     ),
-    "one certificate for all, and others for a Redis that is there": (
+    "mutual TLS with one certificate, and an external Redis with another": (
         VARIANTS["encrypted-by-one-certificate"],
         {
             GATEWAY: {
@@ -862,7 +863,7 @@ BESIDES: dict[str, Case] = {
             WORKER: {POD + "volumes state-tls=": ABSENT, POD + "volumes redis-tls= secret secretName": "llm-redis-tls"},
         },
     ),
-    "Redis elsewhere, its URL in no ConfigMap": (
+    "external Redis with its URL in a Secret": (
         VARIANTS["redis-elsewhere"],
         {
             GATEWAY: {
@@ -872,7 +873,7 @@ BESIDES: dict[str, Case] = {
             OF_WORKERS: {"data ROOTSTOCK_REDIS_URL": ABSENT},
         },
     ),
-    "a store with a volume of its own, its password in no argument": (
+    "state store with its own volume": (
         VARIANTS["kept"],
         {
             STATE: {
@@ -891,7 +892,7 @@ BESIDES: dict[str, Case] = {
             f"Secret/{FULL}-state": {"metadata annotations helm.sh/resource-policy": "keep"},
         },
     ),
-    "a store with somebody's volume and password": (
+    "state store with an existing volume and password": (
         VARIANTS["kept-in-a-claim"],
         {
             STATE: {
@@ -902,11 +903,11 @@ BESIDES: dict[str, Case] = {
             GATEWAY: {container("gateway", "env REDISCLI_AUTH= valueFrom secretKeyRef name"): "llm-state"},
         },
     ),
-    "a store for a trial": (
+    "state store without a volume": (
         VARIANTS["kept-for-a-trial"],
         {STATE: {"spec volumeClaimTemplates": ABSENT, POD + "volumes data= emptyDir": {}}},
     ),
-    "a claim that whoever reads it waits for": (
+    "model cache in a claim that pods wait for": (
         VARIANTS["shared-cache"],
         {
             f"PersistentVolumeClaim/{MODELS}": {"spec accessModes": ["ReadWriteMany"], "spec storageClassName": "files"},
@@ -920,11 +921,11 @@ BESIDES: dict[str, Case] = {
             },
         },
     ),
-    "a claim that is there": (
+    "model cache in an existing claim": (
         VARIANTS["existing-claim"],
         {WORKER: {VOLUME + "persistentVolumeClaim claimName": "weights"}},
     ),
-    "a disk of each worker's own, and nothing that is shared": (
+    "model cache on a disk per worker": (
         VARIANTS["fetched-by-pods"],
         {
             f"StatefulSet/{FULL}-worker-demo": {
@@ -963,7 +964,7 @@ BESIDES: dict[str, Case] = {
             },
         },
     ),
-    "tokenizers that fetch, from a store that is said": (
+    "tokenizers that download from an object store": (
         VARIANTS["tokenizers-fetched"],
         {
             TOKENIZER: {
@@ -984,7 +985,7 @@ BESIDES: dict[str, Case] = {
             WORKER: {VOLUME + "persistentVolumeClaim claimName": MODELS, POD + "initContainers 0 name": "wait-for-model"},
         },
     ),
-    "a disk of the node, filled from the shared volume": (
+    "model cache on the node's disk, copied from a shared volume": (
         VARIANTS["node-cache"],
         {
             WORKER: {
@@ -1004,7 +1005,7 @@ BESIDES: dict[str, Case] = {
             }
         },
     ),
-    "a disk that is emptied for a new model, and one that others may read": (
+    "model cache copied to an ephemeral and to a claimed disk": (
         merged(
             VARIANTS["shared-cache"],
             {
@@ -1019,7 +1020,7 @@ BESIDES: dict[str, Case] = {
             f"Deployment/{FULL}-worker-named": {POD + "initContainers copy-model= env": ABSENT},
         },
     ),
-    "a folder of the node": (VARIANTS["host-path-cache"], {WORKER: {VOLUME + "hostPath path": "/srv/models"}}),
+    "model folder of the node": (VARIANTS["host-path-cache"], {WORKER: {VOLUME + "hostPath path": "/srv/models"}}),
     "an image": (VARIANTS["image-volume"], {WORKER: {VOLUME + "image reference": "registry.example.com/models/demo:1"}}),
     "an image that is one model": (
         merged(VARIANTS["image-volume"], {"models": [model(path="/models")]}),
@@ -1046,7 +1047,7 @@ BESIDES: dict[str, Case] = {
             },
         },
     ),
-    "services by name, those that are ready": (
+    "discovery by DNS of ready pods": (
         {},
         {
             f"Service/{FULL}-{component}": {

@@ -17,7 +17,7 @@ from tests.chart.test_monitoring_rules import run_tests
 from tests.chart.worker_fleet import COLD_START_S, SERVICE_S, SLOTS, WorkerFleet
 
 FOLLOWS_S = 600  # seconds for which a recommendation delays a scale-down
-STEP_DOWN_S = 300
+STEP_DOWN_S = 300  # seconds between two scale-downs
 
 
 @pytest.mark.by_day(one_in=2, seed=6)
@@ -27,13 +27,13 @@ STEP_DOWN_S = 300
         pytest.param(External(10.9, 2), 5, 5, id="within the tolerance"),
         pytest.param(External(11.1, 2), 5, 6, id="above it"),
         pytest.param(External(0, 2), 5, 0, id="nothing"),
-        pytest.param(Pods([60, 60], 0, 40), 2, 3, id="half too much"),
+        pytest.param(Pods([60, 60], 0, 40), 2, 3, id="pods above the target"),
         pytest.param(Pods([43, 43], 0, 40), 2, 2, id="pods within the tolerance"),
-        pytest.param(Pods([60, 60], 1, 40), 3, 3, id="a starting pod will take its share"),
-        pytest.param(Pods([60, 60], 2, 40), 4, 4, id="what turns the other way by it changes nothing"),
-        pytest.param(Pods([90, 90], 1, 40), 3, 5, id="too much for it too"),
-        pytest.param(Pods([10, 10], 2, 40), 4, 3, id="a starting pod counts as busy on the way down"),
-        pytest.param(Pods([], 1, 40), 1, 1, id="nobody says anything"),
+        pytest.param(Pods([60, 60], 1, 40), 3, 3, id="starting pod cancels a scale-up"),
+        pytest.param(Pods([60, 60], 2, 40), 4, 4, id="starting pods do not turn a scale-up into a scale-down"),
+        pytest.param(Pods([90, 90], 1, 40), 3, 5, id="scale-up despite a starting pod"),
+        pytest.param(Pods([10, 10], 2, 40), 4, 3, id="starting pods count as busy in a scale-down"),
+        pytest.param(Pods([], 1, 40), 1, 1, id="no pod reports a value"),
     ],
 )
 def test_wanted_computes_replicas_for_one_metric(reading: Reading, replicas: int, expected: int) -> None:
@@ -46,7 +46,7 @@ def test_autoscaler_follows_the_charts_behavior() -> None:
     hpa = Autoscaler(spec)
     much, little = [External(1000, 2)], [External(0, 2)]
     assert hpa.replicas(0, 2, much) == 4  # doubles immediately
-    assert hpa.replicas(165, 4, much) == 4  # not again within a cold start
+    assert hpa.replicas(165, 4, much) == 4  # no second scale-up during a cold start
     assert hpa.replicas(180, 4, much) == 8
     assert hpa.replicas(360, 8, much) == MOST
     assert hpa.replicas(945, MOST, little) == MOST  # recommendations count for ten minutes
@@ -84,13 +84,13 @@ def test_day_serves_all_levels() -> None:
 
 
 def test_day_overshoots_without_the_rules_bounds() -> None:
-    """Without the bounds, the day must overshoot, or it would not test them."""
+    """The day must overshoot without the recording rules' bounds. Otherwise the other tests would not test the bounds."""
     assert max(moment.replicas for moment in play(plain=True)) >= max(moment.need for moment in play(plain=True)) + 4
 
 
 @pytest.mark.needs("promtool")
 def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
-    """Half an hour with a spike of load, in which a second worker starts."""
+    """Simulates half an hour with a spike of load, during which a second worker starts."""
     fleet, recorded = WorkerFleet(1), Recorded()
     series: dict[str, list[str]] = {}
     expected = []
@@ -138,9 +138,11 @@ def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
 def test_worker_kinds_scale_by_their_own_queues(tmp_path: Path) -> None:
     """Scales two decode workers and one prefill worker before any request has ended.
 
-    rootstock:enough_workers is twice the number of workers, and two thirds of the workers decode; this limits the effect of
-    waiting requests. Requests and tokens of the other role do not count. Running requests count as a share of their worker's
-    slots; the second decode worker has twice the slots.
+    rootstock:enough_workers is then twice the number of workers. It bounds the backlog metric of the decode workers, which are
+    two
+    thirds of all workers. A role's metrics do not include requests and tokens of the other role. Running requests count as a
+    share
+    of their worker's slots; the second decode worker has twice the slots.
     """
     both = {"enabled": True}
     scaled = {"worker": {"autoscaling": both, "prefill": {"autoscaling": both}}}

@@ -1,6 +1,6 @@
-"""Runs the commands of docs/how-to/kubernetes/security.md that make certificates, with a kubectl that stores files.
+"""Runs the certificate commands of docs/how-to/kubernetes/security.md, with a kubectl that copies the files to a folder.
 
-It also checks the objects that the page has readers apply.
+It also checks the Kubernetes objects on the page.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tests.chart.kube_schemas import faults
 from tests.chart.release import REPO, refusal, render
 
 PAGE = REPO / "docs" / "how-to" / "kubernetes" / "security.md"
-KEEPS = "#!/bin/sh\nmkdir $6 && cp tls.crt tls.key ca.crt $6\n"
+KUBECTL = "#!/bin/sh\nmkdir $6 && cp tls.crt tls.key ca.crt $6\n"
 
 
 @pytest.mark.needs("openssl")
 def test_service_certificates_cannot_sign_others(tmp_path: Path) -> None:
-    """Services' certificates are valid for servers and clients. A certificate that a service has signed is not."""
+    """Verifies the services' certificates for servers and clients. A certificate that a service has signed must not be valid."""
     (commands,) = re.findall(r"```bash\n(openssl .*?)```", PAGE.read_text(), re.S)
-    (tmp_path / "kubectl").write_text(KEEPS)
+    (tmp_path / "kubectl").write_text(KUBECTL)
     (tmp_path / "kubectl").chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 

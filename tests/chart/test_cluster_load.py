@@ -1,4 +1,4 @@
-"""Tests helpers of tests/cluster: its clients against the gateway's HTTP server, and the page that a run writes."""
+"""Tests the helpers of tests/cluster: the load clients against the gateway's HTTP server, and the page of a run's results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLIENTS = 40
 
 @contextmanager
 def gateway(whole: bool = True) -> Iterator[str]:
-    """Runs a server that streams one word, and yields its URL. With `whole`, the stream also has its end."""
+    """Runs a server that streams one word, and yields its URL. Unless `whole`, the stream ends without [DONE]."""
 
     async def app(scope: MutableMapping[str, Any], receive: Callable[[], Any], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
@@ -47,7 +47,7 @@ def gateway(whole: bool = True) -> Iterator[str]:
 
 
 def test_load_clients_do_not_wait_for_a_slow_gateway_lookup() -> None:
-    """If lookups blocked the event loop, they would take four times HEAD_S, the limit for a request head."""
+    """All lookups together take four times HEAD_S. If they blocked the event loop, the server would time out request heads."""
     with gateway() as url:
 
         def look() -> list[str]:
@@ -59,7 +59,7 @@ def test_load_clients_do_not_wait_for_a_slow_gateway_lookup() -> None:
         assert load.check().startswith(f"{load.ended} requests, 0 failed")
 
 
-def test_load_reports_place_and_time_of_a_cut_stream() -> None:
+def test_load_reports_gateway_and_time_of_a_cut_stream() -> None:
     with gateway(whole=False) as url, Load(2, lambda: [url], witness=lambda at: f"{at} was restarted once") as load:
         until(lambda: sum(load.failures.values()) > 2 and load.firsts, "failures", 60)
     with pytest.raises(AssertionError) as told:

@@ -1,4 +1,4 @@
-"""Tests that releases of tests/cluster can start on a local cluster: nodes have the resources, and images the called programs."""
+"""Tests that releases of tests/cluster can start on a local cluster: nodes have the resources, images the programs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ INSTALLED: dict[str, Values] = {
     "KEDA": based(test_scaling.keda(), {"worker": {"settings": test_scaling.SLOW, "resources": test_scaling.LITTLE}}),
     "KEDA, two models": based(test_scaling.keda(), {"models": test_scaling.two_models()}),
 }
-WAITING = {  # these tests are about waiting pods, or create the claimed object
+WAITING = {  # releases whose pods must wait, or whose test creates the claimed object
     f"broken: {name}" for name in ("claim that is not bound", "missing RuntimeClass", "RWO shared over nodes")
 }
 
@@ -110,7 +110,7 @@ def test_cluster_releases_request_only_what_nodes_have(releases: dict[str, Relea
 
 
 def test_cluster_images_exist_and_have_the_called_programs(releases: dict[str, Release]) -> None:
-    """The tests' Redis image has a shell and few programs."""
+    """Includes the Redis image of the tests, which has a shell and few other programs."""
     ours = {f"{images.REGISTRY}/rootstock/{service}:{images.release()}" for service in images.SERVICES}
     redis = {images.redis_image(), images.redis_image("state")}
     given = {*images.REDIS_PROGRAMS, *BUILT_IN}

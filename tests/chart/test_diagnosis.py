@@ -54,7 +54,7 @@ def test_diagnosis_finds_nothing_in_a_healthy_release() -> None:
 
 
 def test_install_lists_each_secret_once_with_all_its_keys() -> None:
-    """Optional keys are left out, and so are private keys of other services' certificates."""
+    """The list has neither optional keys nor the private keys of other services' certificates."""
     values = {
         "auth": {"controlTokenSecret": "all"},
         "redis": {"externalUrlSecret": "all", "externalTlsSecret": "authority"},
@@ -95,7 +95,7 @@ def test_diagnosis_names_a_fault_with_its_remedy(name: str) -> None:
         ({"podIdentity": "aws"}, Answer(error="timed out"), BROKEN),
         ({"modes": ["bearer"], "secret": "p"}, Answer(401, "Unauthorized"), BROKEN),
     ],
-    ids=["a cloud's identity", "a client's certificate", "not reached", "a token that is shown"],
+    ids=["cloud identity", "client certificate", "unreachable", "token"],
 )
 def test_scrape_is_unknown_when_only_keda_has_the_credentials(auth: dict[str, Any], answer: Answer, state: str) -> None:
     values = {"autoscaling": {"engine": "keda", "adapterRules": False, "prometheusAuth": auth}}
@@ -121,13 +121,13 @@ def test_diagnose_runs_other_checks_when_one_cannot_read_facts() -> None:
 
 
 def test_diagnosis_ignores_old_events_of_repaired_faults() -> None:
-    """Kubernetes stores events for an hour."""
+    """Kubernetes stores the events of a fault for an hour, even if the fault is repaired."""
     refused = event(f"{FULL}-worker-demo-7d9f", "FailedCreate", 'RuntimeClass "nvidia" not found')
     attached = event(PODS["worker"]["metadata"]["name"], "FailedAttachVolume", "Multi-Attach error for volume")
     killed = container("worker", ready=True, lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})
     old = with_pods(pod("worker", containerStatuses=[killed]), events=listed(refused, attached))
     assert bad(diagnose(install(), old)) == []
-    mounted = FAULTS["volume of a Secret that is not there"].facts
+    mounted = FAULTS["volume of a missing Secret"].facts
     (failed,) = mounted.items("events")
     pulling = {**failed, "type": "Normal", "reason": "Pulling", "lastTimestamp": "2026-01-01T00:00:05Z"}
     later = replace(mounted, objects={**mounted.objects, "events": listed(failed, pulling)})
@@ -140,7 +140,7 @@ def test_report_ends_with_broken_findings() -> None:
 
 
 def api_of(facts: Facts) -> dict[str, Answer]:
-    """Returns the responses of API server, gateway and Prometheus by path, for one port."""
+    """Returns the responses of API server, gateway and Prometheus by path. One server on one port gives all of them."""
     paths = {f"/namespaces/{NAMESPACE}/{plural}": answer for plural, answer in facts.objects.items()}
     return {
         **paths,
@@ -186,7 +186,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def run(
     folder: Path, url: str, environ: Mapping[str, str], values: Mapping[str, Any] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the diagnosis with the pod's command and the chart's ConfigMap, without host names, which do not resolve here."""
+    """Runs the diagnosis with the pod's command and the chart's ConfigMap. Host names are removed; they do not resolve here."""
     pod = render(merged(VALUES, values or {})).get("Pod", f"{FULL}-test-diagnosis")
     told = json.loads(render(merged(VALUES, values or {})).get("ConfigMap", f"{FULL}-test-diagnosis")["data"]["install.json"])
     told["services"], told["prometheus"] = {}, url
@@ -198,7 +198,7 @@ def run(
 
 
 def mounted(folder: Path, **secrets: Mapping[str, str]) -> dict[str, str]:
-    """Writes Secrets like a kubelet: files, and links whose names begin with dots."""
+    """Writes Secrets like the kubelet: each file is a link to a folder whose name begins with dots."""
     for name, keys in {"keys": {"keys.json": "{}"}, "control": {"token": "t"}, "redis": {"url": "u"}, **secrets}.items():
         (folder / "secrets" / name).mkdir(parents=True)
         for key, value in {**keys, "..data": ""}.items():
@@ -223,14 +223,14 @@ def test_diagnosis_pod_succeeds_on_a_healthy_release(tmp_path: Path, redis: Redi
 
 def test_diagnosis_pod_names_several_faults(tmp_path: Path, redis: RedisServer) -> None:
     environ = {**mounted(tmp_path), "ROOTSTOCK_REDIS_URL": redis.url.replace("redis://", "redis://:wrong@")}
-    worker = FAULTS["model that never loads"].facts
+    worker = FAULTS["model that cannot be loaded"].facts
     facts = replace(worker, series=series({}), groups=groups("apps"))
     with cluster(facts) as (url, _):
         done = run(tmp_path, url, environ)
     assert done.returncode == 1
     for words in ("BROKEN    redis", "BROKEN    scrape", "BROKEN    scaling", "BROKEN    pods", "WAITING   models".lower()):
         assert words.lower() in done.stdout.lower(), done.stdout
-    assert "wrong" not in done.stdout  # a password
+    assert "wrong" not in done.stdout, "the output must not contain the password"
 
 
 def test_diagnosis_pod_reports_missing_rights(tmp_path: Path, redis: RedisServer) -> None:

@@ -17,7 +17,7 @@ from tests.night import NIGHTLY
 
 Way = tuple[str | int, ...]
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-ONE_IN = 1 if NIGHTLY else 24  # keys that are left empty
+ONE_IN = 1 if NIGHTLY else 24  # one in this many keys is tested
 FULL = "llm-rootstock"
 WORKER = f"Deployment/{FULL}-worker-demo"
 FILES = {
@@ -62,7 +62,10 @@ def has_null(value: Any) -> bool:
 
 
 def fault(values: dict[str, Any], way: Way) -> str:
-    """Returns the fault of rendering these values, or "". A refusal must name the empty key, or a key below it."""
+    """Renders values whose key at `way` is empty. Returns a message if the chart misbehaves, or "".
+
+    The chart must render without nulls, or its refusal must name the empty key or a key below it.
+    """
     said = refusal(values)
     if said.startswith("execution error at (rootstock/templates/") and 'executing "' not in said:
         return "" if written(way) in said or str(way[-1]) in said else f"another key is named: {said}"
@@ -93,22 +96,22 @@ EMPTY: dict[str, tuple[dict[str, Any], str]] = {
         {"gateway": {"replicas": None}},
         "gateway.replicas is empty, which removes its default, and it needs a value. Set",
     ),
-    "switch that is on": ({"networkPolicy": {"enabled": None}}, "networkPolicy.enabled is empty"),
+    "switch that is on by default": ({"networkPolicy": {"enabled": None}}, "networkPolicy.enabled is empty"),
     "block": (
         {"redis": None},
         "redis is empty, which removes the defaults of all its keys, and redis.embedded needs a value.",
     ),
     "list": ({"models": None}, "models is empty"),
     "entry": ({"models": [model(worker={"replicas": None})]}, "models[0].worker.replicas is empty"),
-    "number of a block that is on": (
+    "number of an enabled block": (
         {"gateway": {"autoscaling": {"enabled": True, "maxReplicas": None}}},
         "gateway.autoscaling.maxReplicas is empty",
     ),
-    "port of a Redis elsewhere": (
+    "port of an external Redis": (
         {"redis": {"embedded": False, "externalUrlSecret": "url", "externalPort": None}},
         "redis.externalPort is empty",
     ),
-    "tag of an image that is not ours": ({"redis": {"image": {"tag": None}}}, "redis.image.tag is empty"),
+    "tag of a third-party image": ({"redis": {"image": {"tag": None}}}, "redis.image.tag is empty"),
 }
 
 
@@ -128,7 +131,7 @@ def test_empty_resources_of_a_model_remove_the_workers_resources() -> None:
     assert pod(release, "worker", "a").container()["resources"]["requests"]
 
 
-def test_an_empty_block_is_off_when_off_is_the_default() -> None:
+def test_empty_block_is_off_when_off_is_the_default() -> None:
     off = {"tls": {"certManager": None}, "ingress": None, "httpRoute": None, "tracing": None, "state": None}
     release = render({**off, "gateway": {"autoscaling": None, "settings": None}, "worker": {"kvTiers": None, "prefill": None}})
     kinds = {each["kind"] for each in release.objects}
@@ -142,12 +145,12 @@ def test_rollout_uses_kubernetes_defaults_when_the_strategy_is_empty() -> None:
     assert spec["strategy"] == {"type": "RollingUpdate"}
 
 
-def test_pods_have_no_pull_policy_and_no_time_on_lost_nodes_when_these_keys_are_empty() -> None:
+def test_pods_have_no_pull_policy_and_no_tolerations_when_these_keys_are_empty() -> None:
     found = pod(render({"image": {"pullPolicy": None}, "worker": {"nodeLostSeconds": None}}), "worker")
     assert "imagePullPolicy" not in found.container() and not found.spec.get("tolerations")
 
 
-def test_a_setting_without_a_value_is_not_set() -> None:
+def test_chart_omits_a_setting_without_a_value() -> None:
     values = {"models": [model(worker={"settings": {"schedule_policy": None, "page_size": 32}})]}
     data = render(merged({"worker": {"settings": {"schedule_policy": "lpm"}}}, values)).get("ConfigMap", f"{FULL}-worker-demo")[
         "data"

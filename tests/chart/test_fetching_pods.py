@@ -1,4 +1,4 @@
-"""Tests pods that download their model, as processes with their exact commands, against the hub's API on loopback."""
+"""Tests pods that download their model: runs their exact commands as processes, with a model hub on loopback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WEIGHTS = ".safetensors"
 START_S = 120.0
 
 
-def test_tokenizer_starts_from_small_files_and_worker_gets_all(tmp_path: Path) -> None:
+def test_tokenizer_downloads_small_files_and_worker_downloads_all(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.suffix in (".json", ".jinja", WEIGHTS)}
     with serve(Hub({"main": ("c1", files)}, "secret")) as hub:
         url = hub.url.replace("127.0.0.1", "localhost")  # Machine treats names with dots as Services

@@ -17,7 +17,7 @@ from tests.night import NIGHTLY
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-ONE_IN = 1 if NIGHTLY else 10  # one in this many rows of foreign-keys.yaml is tested; by night all
+ONE_IN = 1 if NIGHTLY else 10  # one in this many rows of foreign-keys.yaml is tested
 # Frequent keys of vLLM's chart, its production stack, KServe and Helm's starter chart.
 USUAL = [
     "imagePullSecrets",
@@ -80,7 +80,7 @@ ROWS = dict(rows(foreign_keys()))
 
 
 def given(way: tuple[str, ...]) -> dict[str, Any]:
-    """Returns values with an object at this key."""
+    """Returns values that set this key to an object."""
     value: Any = {"anything": 1}
     for key in reversed(way):
         value = [model(**value)] if key == "models" else {key: value}
@@ -88,7 +88,7 @@ def given(way: tuple[str, ...]) -> dict[str, Any]:
     return dict(value)
 
 
-def test_a_foreign_key_is_refused_with_the_key_to_use_here() -> None:
+def test_foreign_key_is_refused_with_the_key_to_use() -> None:
     chosen = [way for way in ROWS if ".".join(way) in USUAL or crc32(".".join(way).encode()) % ONE_IN == 0]
     unsaid = {
         ".".join(way): said for way in chosen if f"is not a key of this chart: {ROWS[way]}." not in (said := refusal(given(way)))
@@ -100,11 +100,11 @@ def test_usual_foreign_keys_have_advice() -> None:
     assert [key for key in USUAL if tuple(key.split(".")) not in ROWS] == [] and len(USUAL) >= 30
 
 
-def test_a_foreign_key_is_refused_when_empty() -> None:
+def test_foreign_key_is_refused_when_empty() -> None:
     assert "replicaCount is not a key of this chart: use replicas" in refusal({"replicaCount": None})
 
 
-def test_a_foreign_key_of_a_model_is_named_with_the_entry() -> None:
+def test_foreign_key_of_a_model_is_named_with_its_list_index() -> None:
     said = refusal({"models": [model("a"), model("b", worker={"prefill": {"settings": {"max_num_seqs": 4}}})]})
     assert "models[1].worker.prefill.settings.max_num_seqs is not a key of this chart: use max_running_requests." in said
 
@@ -127,7 +127,7 @@ def test_advice_names_existing_keys() -> None:
 
 
 def exists(path: str) -> bool:
-    """Returns whether the schema has the key as one of this chart's."""
+    """Returns whether the chart's schema has the key."""
     found: Any = SCHEMA
     for key in path.replace("[]", "").split("."):
         found = SCHEMA["$defs"][found["$ref"].rpartition("/")[2]] if "$ref" in found else found
@@ -139,6 +139,6 @@ def exists(path: str) -> bool:
     return True
 
 
-def test_other_unknown_keys_are_refused_by_the_schema() -> None:
+def test_schema_refuses_unknown_keys_without_advice() -> None:
     for values in ({"replicaCounts": 1}, {"worker": {"settings": {"nope": 1}}}, {"models": [model(worker={"nope": 1})]}):
         assert "additional properties" in refusal(merged(VALUES, values) if "models" not in values else values)

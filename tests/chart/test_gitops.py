@@ -1,4 +1,4 @@
-"""Tests the pages gitops.md, nodes.md and cost.md: values with the chart, objects by schema, rules with promtool."""
+"""Tests the pages gitops.md, nodes.md and cost.md: values by the chart, objects by their schemas, rules by promtool."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ GITOPS_VALUES = [
 
 @pytest.mark.parametrize("values", GITOPS_VALUES)
 def test_two_renders_are_equal_when_secrets_are_named(values: dict[str, Any]) -> None:
-    """Renders without a cluster, like Argo CD."""
+    """Argo CD renders without a cluster, so generated passwords would differ in each rendering."""
     first, second = render_anew(values), render_anew(values)
     assert first.objects == second.objects
     assert not autoscaled(first) & with_replicas(first)
@@ -71,7 +71,7 @@ def test_render_has_no_replicas_when_everything_is_scaled(kind: str, engine: str
 
 
 def test_two_renders_differ_when_no_secret_is_named() -> None:
-    """Without names, passwords are generated in every rendering."""
+    """Each rendering then generates new passwords."""
     values = {"state": {"embedded": True}}
     first, second = render_anew(values).objects, render_anew(values).objects
     changed = {title(one) for one, other in zip(first, second, strict=True) if one != other}
@@ -114,7 +114,7 @@ def test_cost_rules_name_series_of_the_services() -> None:
 
 @pytest.mark.needs("promtool")
 def test_cost_rules_record_the_price_of_a_million_tokens(tmp_path: Path) -> None:
-    """Two workers at 2.50 an hour each read 500 tokens/s and write 500 tokens/s: 5 an hour for 3.6 million output tokens."""
+    """Two workers at 2.50 an hour each read and write 500 tokens/s, so 3.6 million output tokens cost 5."""
     spec = of_kind("cost.md", "PrometheusRule")["spec"]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec))
     labels = 'namespace="serving", model_name="demo", engine_type="unified"'

@@ -1,4 +1,4 @@
-"""Tests the image references of pods: registry, repository, tag and digest of every image in values.yaml."""
+"""Tests the image references in pods: registry, repository, tag and digest of every image in values.yaml."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL_PODS = merged(
 
 
 def places(values: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the paths of images, which are the maps with a repository."""
+    """Yields the paths of images in values. A map with the key `repository` is an image."""
     if isinstance(values, dict):
         if "repository" in values:
             yield way
@@ -108,7 +108,7 @@ def test_chart_refuses_images_without_a_registry(left_out: str) -> None:
     assert "docs/how-to/kubernetes/images.md#registry" in refusal(values)
 
 
-def test_repository_with_a_registry_needs_no_other() -> None:
+def test_repository_with_a_registry_needs_no_registry_setting() -> None:
     """Skaffold writes the registry into the repository."""
     values: Values = UNSET
     for way in places(VALUES):

@@ -1,4 +1,4 @@
-"""Tests that every program that a Dockerfile runs is on the PATH of its image at that point."""
+"""Tests that each program that a Dockerfile runs is on the PATH of its image."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ BASE = "FROM python:3.11.14-slim AS app\n"
 BARE = "FROM debian:12.12-slim AS app\n"
 SHORT = "ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin\n"
 MISSING = {
-    "what an ENV hides": (f"{BASE}{SHORT}RUN true_ || groupadd x", ["true_", "groupadd"]),
-    "what dpkg runs": (f"{BARE}{SHORT}RUN apt-get update && apt-get install --yes g++", ["ldconfig", "start-stop-daemon"]),
-    "what no package brought": (f"{BARE}RUN python3 -m venv /opt/venv", ["python3"]),
+    "program outside of a shorter PATH": (f"{BASE}{SHORT}RUN true_ || groupadd x", ["true_", "groupadd"]),
+    "program that dpkg calls": (
+        f"{BARE}{SHORT}RUN apt-get update && apt-get install --yes g++",
+        ["ldconfig", "start-stop-daemon"],
+    ),
+    "program of no installed package": (f"{BARE}RUN python3 -m venv /opt/venv", ["python3"]),
     "a compiler": (f"{BASE}RUN gcc -c x.c", ["gcc"]),
-    "an environment that is not made": (f"{BASE}RUN pip --python /opt/venv/bin/python install x", ["/opt/venv/bin/python"]),
-    "pip where there is none": (f"{BASE}RUN python -m venv --without-pip /opt/v\nRUN /opt/v/bin/pip check", ["/opt/v/bin/pip"]),
-    "an environment of another stage": (f"{BASE}RUN python -m venv /v\n{BASE.replace('app', 'b')}RUN /v/bin/pip", ["/v/bin/pip"]),
+    "missing virtual environment": (f"{BASE}RUN pip --python /opt/venv/bin/python install x", ["/opt/venv/bin/python"]),
+    "pip in an environment without pip": (
+        f"{BASE}RUN python -m venv --without-pip /opt/v\nRUN /opt/v/bin/pip check",
+        ["/opt/v/bin/pip"],
+    ),
+    "virtual environment of another stage": (
+        f"{BASE}RUN python -m venv /v\n{BASE.replace('app', 'b')}RUN /v/bin/pip",
+        ["/v/bin/pip"],
+    ),
     "an entry point": (f'{BARE}ENTRYPOINT ["python"]', ["python"]),
     "a health check": (f'{BARE}HEALTHCHECK CMD ["python"]', ["python"]),
 }

@@ -1,4 +1,4 @@
-"""Tests reloading in development images: a changed source restarts the service; after a failure it waits for a change."""
+"""Tests reloading in development images: a changed source file restarts the service. A failed service restarts at a change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_reload_restarts_after_a_change_and_waits_after_a_failure(app: Path, rel
     assert line(reloader) == "first"
     source.write_text("print('second', flush=True); raise SystemExit(3)")
     assert line(reloader) == "second"
-    time.sleep(1.2)  # longer than a poll: the service has ended, the loop still runs
+    time.sleep(1.2)  # longer than a poll interval, so that the loop has seen the end of the service
     assert reloader.poll() is None
     source.write_text(FIRST.replace("first", "third"))
     assert line(reloader) == "third"
@@ -76,7 +76,7 @@ def test_reload_ends_when_the_first_start_fails(app: Path) -> None:
     ],
 )
 def test_dev_python_reloads_only_services(arguments: list[str], reloads: bool, tmp_path: Path) -> None:
-    """Replaces the interpreter in the script by a program that prints its arguments."""
+    """Runs the script with a program that prints its arguments instead of the interpreter."""
     (tmp_path / "interpreter").write_text('#!/bin/sh\necho "$@"\n')
     script = tmp_path / "python"
     script.write_text((DEV / "python").read_text().replace("/opt/venv/bin/python", str(tmp_path / "interpreter")))

@@ -1,8 +1,9 @@
-"""Replays the build of each image into a folder, and runs its service with only the files of the image.
+"""Tests each image: replays its build into a folder, and runs its service with only the files of the image.
 
-With ROOTSTOCK_TEST_NIGHTLY, packages are installed and the worker's image is built too. ROOTSTOCK_TEST_TORCH_INDEX_URL then sets
-the build argument TORCH_INDEX_URL: a URL, a folder of wheels, or "" for pip's default index. Otherwise, the packages of gateway,
-tokenizer and detokenizer are copied from this environment.
+With ROOTSTOCK_TEST_NIGHTLY, pip installs the packages, and the worker's image is built too. ROOTSTOCK_TEST_TORCH_INDEX_URL then
+sets the build argument TORCH_INDEX_URL: a URL, a folder of wheels, or "" for pip's default index. Without it, the worker's image
+is
+not built, and the packages of gateway, tokenizer and detokenizer are copied from this environment.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ START_S = 120
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    """Returns the builder of the images without torch. Only nightly runs install the packages, which takes longest."""
+    """Returns the builder of the images without torch. Only nightly runs install the packages by pip, because it takes long."""
     dockerfile, work = read(DOCKERFILE), tmp_path_factory.mktemp("service")
     return Builder(dockerfile, ROOT, work) if NIGHTLY else Builder(dockerfile, ROOT, work, instead=copy_packages)
 
@@ -48,7 +49,11 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 
 
 def torch_index(asked: str | None) -> tuple[dict[str, str], str]:
-    """Returns the build argument, and a folder with additional wheels. None leaves the Dockerfile's default."""
+    """Returns the build arguments and a folder with additional wheels, or "".
+
+    Args:
+        asked: value of ROOTSTOCK_TEST_TORCH_INDEX_URL; None keeps the Dockerfile's default.
+    """
     if asked is None:
         return {}, ""
     folder = asked if os.path.isdir(asked) else ""
@@ -56,7 +61,7 @@ def torch_index(asked: str | None) -> tuple[dict[str, str], str]:
 
 
 def environment(image: Image, python: Path, tmp: Path, ports: dict[str, int]) -> dict[str, str]:
-    """Returns the image's variables with this machine's paths, without this process's variables. The PATH has no compiler."""
+    """Returns the image's environment variables with this machine's paths. The PATH has no compiler."""
     settings = {f"ROOTSTOCK_{name.upper()}": str(port) for name, port in ports.items()}
     return {
         **{key: image.here(value) for key, value in image.env.items()},
@@ -70,7 +75,7 @@ def environment(image: Image, python: Path, tmp: Path, ports: dict[str, int]) ->
 def running(
     service: str, image: Image, python: Path, tmp: Path, **settings: str
 ) -> Iterator[tuple[list[str], dict[str, str], Path]]:
-    """Runs the entry point as a process on free ports. Yields its health check, its environment and its log."""
+    """Runs the image's entry point as a process on free ports. Yields its health check, its environment and its log."""
     names = [name for name in SERVICES[service].model_fields if name in ("port", "health_port", "metrics_port")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     env = environment(image, python, tmp, ports) | {f"ROOTSTOCK_{name.upper()}": value for name, value in settings.items()}
@@ -163,7 +168,7 @@ def test_replay_skips_only_distribution_steps(front: Builder) -> None:
     ids=["the default", "none", "another", "a folder"],
 )
 def test_torch_index_option_is_given_only_when_set(asked: str | None, options: list[str], tmp_path: Path) -> None:
-    """Runs the step with a pip that prints its arguments."""
+    """Runs the build step with a pip that prints its arguments."""
     arguments, folder = torch_index(asked)
     assert folder == (asked if asked == str(ROOT) else "")
     stage = read(DOCKERFILE, arguments).stage("cpu-libraries")

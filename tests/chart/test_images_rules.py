@@ -24,7 +24,7 @@ from tests.chart.dockerfile_rules import complaints
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker/Dockerfile"
 IMAGES = ["gateway", "tokenizer", "detokenizer", "worker", "worker-cuda"]
-# Triton compiles its launcher, a C file, in the pod.
+# Compiler packages that an image may contain. Triton compiles its launcher, a C file, in the pod.
 COMPILING = {"worker-cuda": frozenset({"gcc", "libc6-dev"})}
 REQUIREMENTS = ROOT / "docker/requirements"
 SITE_PACKAGES = "lib/python3.11/site-packages"
@@ -32,7 +32,7 @@ LAYERED = ("COPY", "RUN", "WORKDIR")
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "wheels"])
-def test_dockerfile_has_no_complaints(kernels: str) -> None:
+def test_dockerfile_follows_all_rules(kernels: str) -> None:
     dockerfile = read(DOCKERFILE, {"FLASHINFER_KERNELS": kernels})
     assert dockerfile.stage("cuda-kernels").base == f"kernels-{kernels}"
     assert complaints(dockerfile, ROOT, [*IMAGES, "dev"], COMPILING) == []
@@ -59,25 +59,25 @@ def layers(lineage: list[Stage]) -> list[str]:
 
 
 def shared(images: list[list[str]]) -> list[str]:
-    """Returns the common beginning of these lists."""
+    """Returns the longest common prefix of these lists."""
     return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*images, strict=False))]
 
 
 def test_images_share_their_first_layers() -> None:
-    """Images share base, account and packages, so that a node stores them once. No build argument changes these layers."""
+    """Images share the layers of base, account and packages, so that a node stores them once. No build argument changes them."""
     dockerfile = read(DOCKERFILE)
     assert len(set(dockerfile.images())) == 1
     made = [layers(dockerfile.lineage(name)) for name in IMAGES]
     assert shared(made) == layers([dockerfile.stage("runtime")])
     assert shared(made[:3]) == layers(dockerfile.lineage("front")), (
-        "gateway, tokenizer and detokenizer share all layers except those of their service"
+        "gateway, tokenizer and detokenizer must share all layers except those of their service"
     )
     assert not dockerfile.stage("runtime").all("ARG") and not dockerfile.stage("front").all("ARG")
     assert "/opt/venv /opt/venv" in shared(made)[-1] and "worker" not in str(shared(made))
 
 
 def test_worker_libraries_exclude_service_packages() -> None:
-    """The layer of worker libraries is above the services' packages. Versions are equal, so that pip skips these packages."""
+    """The worker's libraries are a layer above the services' packages. Equal versions let pip skip packages that are there."""
     services = pins("service.txt").items()
     assert services <= pins("worker-cpu.txt").items() and services <= pins("worker-cuda.txt").items()
     dockerfile = read(DOCKERFILE)
@@ -103,34 +103,34 @@ ENTRYPOINT ["true"]
 """
 WRONG = {
     "python 3": ("pinned", "BASE=python:3.11.14-slim", "BASE=python:3-slim"),
-    "root": ("last USER", "USER 10001:10001", ""),
-    "root again": ("last USER", "EXPOSE 1", "USER 0:0\nEXPOSE 1"),
+    "no user": ("last USER", "USER 10001:10001", ""),
+    "root as the last user": ("last USER", "EXPOSE 1", "USER 0:0\nEXPOSE 1"),
     "a named user": ("last USER", "10001:10001", "app"),
-    "a shell entry point": ("one process", 'ENTRYPOINT ["true"]', "ENTRYPOINT true"),
-    "a command beside it": ("one process", "EXPOSE 1", 'EXPOSE 1\nCMD ["x"]'),
+    "a shell entry point": ("one ENTRYPOINT in exec form", 'ENTRYPOINT ["true"]', "ENTRYPOINT true"),
+    "a CMD": ("no CMD", "EXPOSE 1", 'EXPOSE 1\nCMD ["x"]'),
     "no health check": ("HEALTHCHECK", 'HEALTHCHECK CMD ["true"]', ""),
-    "no ports": ("exposes", "EXPOSE 1", ""),
+    "no ports": ("no EXPOSE", "EXPOSE 1", ""),
     "no licence": ("licenses", 'org.opencontainers.image.licenses="l"', ""),
     "sudo": ("sudo", "USER", "RUN sudo true\nUSER"),
-    "a script from the net": ("piped", "USER", "RUN curl -s http://x | sh\nUSER"),
-    "cd": ("WORKDIR instead", "USER", "RUN cd /x && true\nUSER"),
+    "a downloaded script": ("piped", "USER", "RUN curl -s http://x | sh\nUSER"),
+    "cd": ("use WORKDIR instead", "USER", "RUN cd /x && true\nUSER"),
     "recommended packages": (
         "--no-install-recommends",
         "USER",
         "RUN apt-get update && apt-get install --yes x && rm -rf /var/lib/apt/lists/*\nUSER",
     ),
-    "package lists left": (
+    "package lists that stay": (
         "rm -rf",
         "USER",
         "RUN apt-get update && apt-get install --yes --no-install-recommends x\nUSER",
     ),
     "a compiler": (
-        "brings a compiler",
+        "installs a compiler",
         "USER",
         "RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*\nUSER",
     ),
     "nvcc": (
-        "brings a compiler",
+        "installs a compiler",
         "USER",
         "RUN apt-get update && apt-get install --yes --no-install-recommends cuda-nvcc-13-0 && rm -rf /var/lib/apt/lists/*\nUSER",
     ),
@@ -141,15 +141,15 @@ WRONG = {
         "RUN pip install --no-deps --constraint docker/requirements/build.txt grpcio numpy\nUSER",
     ),
     "a missing source": ("does not exist", "COPY LICENSE LICENSE", "COPY nothing nothing"),
-    "an ignored source": ("keeps docs out", "COPY LICENSE LICENSE", "COPY docs docs"),
-    "everything": ("names what it copies", "COPY LICENSE LICENSE", "COPY . ."),
+    "an ignored source": ("excludes docs", "COPY LICENSE LICENSE", "COPY docs docs"),
+    "the whole context": ("name its sources", "COPY LICENSE LICENSE", "COPY . ."),
     "a later stage": ("no earlier stage", "COPY LICENSE", "COPY --from=later LICENSE"),
     "a secret": ("would stay", "USER", "ENV HF_TOKEN=x\nUSER"),
     "a secret argument": ("would stay", "USER", "ARG API_KEY\nUSER"),
     "an argument before its ARG": ("before an ARG", "EXPOSE 1", "EXPOSE ${PORT}"),
     "ADD": ("ADD", "COPY LICENSE", "ADD LICENSE"),
     "a relative folder": ("absolute", "WORKDIR /app", "WORKDIR app"),
-    "no name": ("a stage has a name", "COPY LICENSE LICENSE", "COPY LICENSE LICENSE\nFROM app"),
+    "no name": ("the stage has no name", "COPY LICENSE LICENSE", "COPY LICENSE LICENSE\nFROM app"),
 }
 
 

@@ -33,7 +33,7 @@ def test_covering_has_few_and_equal_cases(sizes: tuple[int, ...], most: int) -> 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("sizes", [(), (3,), (3, 0)], ids=str)
 def test_covering_refuses_axes_without_pairs(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="two axes or more"):
+    with pytest.raises(ValueError, match="two or more axes"):
         covering(sizes)
 
 

@@ -1,4 +1,4 @@
-"""The same steps with one attention back end and with another: python -m tests.benchmarks.gpu.attention."""
+"""Time of equal steps with each attention backend: python -m tests.benchmarks.gpu.attention."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.benchmarks.gpu.models import Wanted, serving_of
 from tests.benchmarks.gpu.workloads import fixed
 
 HOW = (
-    "8B shape, each back end in an executor of its own. Decode steps: mean of the wall time from tokens to tokens on the host,"
-    " context 1,024 and on, with overlap and graphs. Prompts: wall time of 16 requests of 2,048 tokens in and one out, one run"
+    "8B shape, each backend in its own executor. Decode steps: mean wall time between the tokens of two steps on the host, from a"
+    " context of 1,024 tokens, with overlap and graphs. Prompts: wall time of 16 requests of 2,048 tokens in and one out, one run"
     " after a warm-up."
 )
 MODEL = "qwen3-8b"

@@ -1,4 +1,4 @@
-"""An attention step with one kind of kernel: FlashInfer's FA2, FA3 or decode, or Triton's with a given number of splits."""
+"""Random attention steps, and calls of each kernel for them: FlashInfer's FA2, FA3 and decode, and Triton's with some splits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rootstock_llm.services.worker.exec.attention.flashinfer_staging import colu
 
 MULTIPROCESSORS = 132  # assumed if there is no GPU
 TRITON, FLASHINFER = "triton", "flashinfer"
-GRAPH_KINDS = {f"{FLASHINFER} fa2, graph": True, f"{FLASHINFER} decode, graph": False}  # whether it uses tensor cores
-EAGER_KINDS = {f"{FLASHINFER} fa2": "fa2", f"{FLASHINFER} fa3": "fa3"}
+GRAPH_KINDS = {f"{FLASHINFER} fa2, graph": True, f"{FLASHINFER} decode, graph": False}  # kind to whether it uses tensor cores
+EAGER_KINDS = {f"{FLASHINFER} fa2": "fa2", f"{FLASHINFER} fa3": "fa3"}  # kind to the name that FlashInfer gives its backend
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The rows of an attention step: each computes `count` tokens after starts[row] earlier ones."""
+    """The rows of an attention step. Row i computes `count` tokens after a context of starts[i] tokens."""
 
     name: str
     heads: int
@@ -56,7 +56,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The tensors of a step."""
+    """Input and output tensors of a step. T: computed tokens; H, H_kv: heads; D: head dimension; N: pages of all rows."""
 
     batch: StepBatch
     out: Tensor  # [T, H D]
@@ -64,7 +64,7 @@ class StepTensors:
     k_pool: Tensor  # [pages, H_kv, page, D]
     v_pool: Tensor  # like k_pool
     rows: RaggedRows
-    indices: Tensor  # int32[N], the pages of all rows, row by row
+    indices: Tensor  # int32[N], page numbers, row by row
 
     @property
     def scale(self) -> float:
@@ -116,7 +116,7 @@ def torch_work(step: StepTensors) -> Work:
 
 
 def triton_work(step: StepTensors, splits: int = 0) -> Work:
-    """Returns a call of Triton's attention, with `splits` splits per row or, if it is 0, with those of the plan."""
+    """Returns a call of Triton's attention with `splits` splits per row; 0: with the number that the plan chooses."""
     from rootstock_llm.kernels.triton.attention import attention, attention_plan
 
     out, queries = step.as_heads()
@@ -133,12 +133,12 @@ def flashinfer_work(step: StepTensors, kind: str, module: Any) -> Work:
     """Returns a call of a FlashInfer wrapper.
 
     Args:
-        kind: one of GRAPH_KINDS, planned from the number of rows as a captured step is, or one of EAGER_KINDS, planned from the
-            lengths too.
+        kind: name in GRAPH_KINDS or EAGER_KINDS. A graph kind is planned from the number of rows only, like a captured step; an
+            eager kind is planned from the lengths too.
         module: the package flashinfer.
 
     Raises:
-        Exception: any error of the library if it does not support the step.
+        Exception: any error of FlashInfer if it does not support the step.
     """
     batch, device = step.batch, step.out.device
     shape, rows = batch.shape(), len(batch.starts)

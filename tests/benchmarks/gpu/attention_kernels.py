@@ -21,9 +21,9 @@ from tests.benchmarks.gpu.replay import microseconds
 
 HOW = (
     "One layer's attention in bf16 over shuffled pages: decode rows of equal and of uneven lengths, and prompts; pages of 16 and"
-    " 64. Median over replays of a CUDA graph, which holds no planning. FlashInfer's kinds marked `graph` are planned as captured"
-    " steps are, from the number of rows; the others by the lengths. Triton's have the splits of its plan, or so many a row."
-    " Difference: the largest one from Triton's outputs, which are of the order of 1."
+    " 64. Median over replays of a CUDA graph, without the time of planning. FlashInfer's kinds marked `graph` are planned from"
+    " the number of rows, like captured steps; its other kinds from the lengths. Triton's kinds have the splits of its plan or a"
+    " fixed number of splits per row. Difference: largest absolute difference from Triton's outputs, which are of the order of 1."
 )
 COLUMNS = ("step", "page", "kernel", "µs", "GB/s", "difference")
 SPLITS = (1, 2, 4)
@@ -54,7 +54,11 @@ def _batch(model: str, name: str, starts: tuple[int, ...], count: int, page_size
 
 
 def kinds_of(batch: StepBatch, setting: Setting, module: Any) -> dict[str, Make]:
-    """Returns the kinds of kernels by name; the first one gives the expected outputs. `module` is flashinfer or None."""
+    """Returns the kinds of kernels by name. The outputs of the first one are the expected outputs.
+
+    Args:
+        module: the package flashinfer; None if it is not installed.
+    """
     if not setting.on_gpu:
         return {"torch": batches.torch_work}
     found: dict[str, Make] = {batches.TRITON: batches.triton_work}
@@ -91,7 +95,7 @@ def measure_batch(batch: StepBatch, kinds: dict[str, Make], setting: Setting, jo
             expected = found if expected is None else expected
             difference = batches.distance(found, expected)
             if not difference < WRONG:
-                raise RuntimeError(f"the outputs differ from the expected ones by {difference:.3g}")
+                raise RuntimeError(f"the outputs differ from Triton's by {difference:.3g}; the limit is {WRONG}")
             _time(batch, kind, make, difference, setting, journal)
 
 

@@ -1,4 +1,4 @@
-"""Runs whole workloads after a warm-up."""
+"""Runs a whole workload after a warm-up and journals its times."""
 
 from __future__ import annotations
 

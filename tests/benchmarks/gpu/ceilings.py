@@ -14,8 +14,8 @@ from tests.benchmarks.gpu.command import Setting, run_command
 from tests.benchmarks.gpu.journal import Journal
 
 HOW = (
-    "Bytes moved by a copy (read and written) and by a sum (read) of a buffer much larger than the caches, and bf16 matrix"
-    " products; median of CUDA events over repeats."
+    "Bytes per second of a copy (read and written) and of a sum (read) of a buffer much larger than the caches; operations per"
+    " second of bf16 matrix products. Medians over repeats, timed by CUDA events."
 )
 REPEATS = 20
 
@@ -24,17 +24,17 @@ REPEATS = 20
 class Bandwidth:
     """Measured bandwidths in bytes per second."""
 
-    copy: float
-    read: float
+    copy: float  # of a copy; each byte counts twice, as read and as written
+    read: float  # of a sum
 
     @property
     def best(self) -> float:
-        """The larger of the two, against which shares are computed."""
+        """The larger bandwidth. Other benchmarks report their bandwidth as a share of it."""
         return max(self.copy, self.read)
 
 
 def median_s(work: Callable[[], object], setting: Setting, repeats: int = REPEATS) -> float:
-    """Returns the median seconds after two unmeasured runs, with CUDA events on a GPU and with the clock otherwise."""
+    """Returns the median seconds of `work` after two unmeasured runs, by CUDA events on a GPU and by the clock elsewhere."""
     for _ in range(2):
         work()
     setting.synchronize()

@@ -15,9 +15,9 @@ from tests.benchmarks.gpu.journal import Journal
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Settings that all GPU benchmarks share."""
+    """Values of the shared flags."""
 
-    device: str  # in torch's notation
+    device: str  # torch device, such as "cuda:0"
     toy: bool  # sizes that a CPU computes in a second, to check the benchmark itself
     attention: str = "auto"  # name of the attention backend
     kernels: str = "auto"  # auto, triton or torch, for benchmarks that do not compare kernels
@@ -37,19 +37,19 @@ def run_command(how: str, measure: Callable[[Setting, Journal], None], argv: Seq
     """Parses the command line and runs a benchmark.
 
     Args:
-        how: description of the figures and of the measurement.
-        measure: the benchmark.
+        how: text for the help and the report: how the figures are measured.
+        measure: runs the benchmark and adds its results to the journal.
 
     Returns:
-        0; 1 if a part failed (see Journal.apart); 2 if the device is a GPU and none is available.
+        Exit status: 0; 1 if a part failed (see Journal.apart); 2 if the device is a GPU and none is available.
     """
     parser = argparse.ArgumentParser(description=how)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--toy", action="store_true", help="sizes at which no figure means anything")
-    parser.add_argument("--out", type=Path, help="file for the results, JSON")
-    parser.add_argument("--attention", default="auto", help="back end of attention: auto, flashinfer, triton or torch")
-    parser.add_argument("--kernels", default="auto", help="of layers and sampling: auto, triton, or torch with --no-graphs")
-    parser.add_argument("--no-graphs", action="store_true", help="decode kernel by kernel")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes to check the benchmark itself; the figures mean nothing")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--attention", default="auto", help="attention backend: auto, flashinfer, triton or torch")
+    parser.add_argument("--kernels", default="auto", help="layer and sampling kernels: auto, triton, or torch with --no-graphs")
+    parser.add_argument("--no-graphs", action="store_true", help="run decode steps kernel by kernel, without CUDA graphs")
     options = parser.parse_args(argv)
     journal = Journal(how, options.out)
     setting = Setting(options.device, options.toy, options.attention, options.kernels, not options.no_graphs, journal.say)

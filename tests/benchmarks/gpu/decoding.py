@@ -1,4 +1,4 @@
-"""A batch that only decodes. It reaches this state before the measurement."""
+"""A batch whose requests have finished prefill, so that only decode steps are measured."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ WARM_STEPS = 8
 
 
 def output_of(rows: int, steps: int) -> int:
-    """Returns the output tokens that each row needs for this number of steps. Rows that are admitted first decode earlier."""
+    """Returns the output tokens per row with which all rows can decode together for `steps` steps.
+
+    The rows that are admitted first also decode while the last prompts are computed.
+    """
     return steps + 2 * WARM_STEPS + rows
 
 
 class Decoding:
-    """Requests whose prompts are computed, so that each turn is a decode step of all of them.
+    """Running requests whose prompts are computed. Each turn of the loop is a decode step of all of them.
 
     Args:
         rows: number of requests.
-        steps: number of steps in all later calls together.
+        steps: number of steps that all later calls run in total.
     """
 
     def __init__(self, serving: Serving, rows: int, prompt_len: int, steps: int, vocab: int, seed: int = 1) -> None:
@@ -38,7 +41,7 @@ class Decoding:
             if plan is not None and plan.mode is ForwardMode.DECODE and plan.num_rows == rows:
                 break
         else:
-            raise RuntimeError(f"{rows} rows have never decoded in one step")
+            raise RuntimeError(f"no step decoded all {rows} rows")
         for _ in range(WARM_STEPS):
             serving.turn()
 
@@ -52,7 +55,7 @@ class Decoding:
         return statistics.median(taken), (times[-1] - times[0]) / len(taken)
 
     def profile(self, steps: int, on_gpu: bool, keep: Path | None = None) -> Profile:
-        """Profiles some steps; `keep` as in profiled()."""
+        """Profiles `steps` decode steps. `keep` is the file for the trace, see profiled()."""
 
         def turns() -> None:
             for _ in range(steps):
@@ -62,7 +65,7 @@ class Decoding:
         return profiled(turns, on_gpu, steps, keep)
 
     def journal_profile(self, journal: Journal, name: str, steps: int, on_gpu: bool) -> None:
-        """Adds a profile to a figure that is already measured. Without device events it only adds a note."""
+        """Stores a profile of decode steps in the journal. If the trace has no device events, adds a note instead."""
         try:
             profile = self.profile(steps, on_gpu, journal.beside(f"{name}.trace.json.gz"))
         except NoEvents as error:

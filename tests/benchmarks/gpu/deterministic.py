@@ -1,4 +1,4 @@
-"""Deterministic mode against ordinary kernels: python -m tests.benchmarks.gpu.deterministic."""
+"""Cost of deterministic mode on a GPU: python -m tests.benchmarks.gpu.deterministic."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.benchmarks.gpu.models import Wanted, serving_of
 from tests.benchmarks.gpu.workloads import fixed
 
 HOW = (
-    "All requests are there at the start; random ids, greedy, end of sequence ignored. Wall time from the first submit to the"
-    " last token on the host, median of the rounds; each mode in an executor of its own, one after the other. Cost: seconds with"
-    " the mode over seconds without. The profile is of decode steps with the mode."
+    "All requests are submitted at the start; random ids, greedy, end of sequence ignored. Wall time from the first submit to the"
+    " last token on the host, median of the rounds. Each mode has its own executor, one after the other. Cost: seconds with the"
+    " mode divided by seconds without. The profile shows decode steps with the mode."
 )
 MODEL = "qwen3-0.6b"
 LOADS = ((1, 256, 64), (8, 256, 64), (32, 256, 64), (1, 4032, 64))  # requests, tokens in, tokens out

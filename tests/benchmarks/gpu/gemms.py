@@ -20,14 +20,14 @@ from tests.benchmarks.gpu.replay import microseconds
 from tests.benchmarks.make_model import Shape
 
 HOW = (
-    "Each weight matrix of the 8B and the 0.6B shape times so many rows in bf16, by cuBLAS; median over replays of a CUDA graph."
-    " Reduced: split sums may be added in bf16 (allow_bf16_reduced_precision_reduction), which the worker does not allow. Worker:"
-    " what its steps use, on a GPU. Fixed order: by deterministic mode's kernel, on a GPU. Layers: the four of a layer times"
-    " their number."
+    "Each weight matrix of the 8B and the 0.6B shape times `rows` rows in bf16, by cuBLAS; median over replays of a CUDA graph."
+    " Reduced: cuBLAS may add split sums in bf16 (allow_bf16_reduced_precision_reduction); the worker does not allow this."
+    " Worker: the product that the worker's steps run on a GPU. Fixed order: the kernel of deterministic mode on a GPU."
+    " Layers: the sum of a layer's four products times the number of layers."
 )
 MODELS = ("qwen3-8b", "qwen3-0.6b")
 ROWS = (1, 2, 4, 8, 64, 128, 256)
-OURS = {"as_worker": False, "in_fixed_order": True}  # whether the kernels are those of deterministic mode
+OURS = {"as_worker": False, "in_fixed_order": True}  # figure name to whether the product runs in deterministic mode
 COLUMNS = ("model", "matrix", "rows", "µs", "reduced µs", "worker µs", "fixed order µs", "GB/s", "TFLOP/s", "exact / reduced")
 
 
@@ -65,7 +65,7 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Returns (outer, inner) of each fused matrix of a layer, and of the head."""
+    """Returns (outer, inner) of each fused weight matrix of a layer, and of the LM head."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {
         "qkv": (queries + 2 * keys, shape.hidden),

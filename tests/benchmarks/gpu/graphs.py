@@ -1,4 +1,4 @@
-"""Decode steps by CUDA graphs against kernel by kernel: python -m tests.benchmarks.gpu.graphs."""
+"""Time of decode steps with and without CUDA graphs: python -m tests.benchmarks.gpu.graphs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.benchmarks.gpu.models import Wanted
 from tests.benchmarks.gpu.variants import COLUMNS, measure_variant
 
 HOW = (
-    "Decode steps of so many rows, context 256 and on, greedy, with overlap: median and mean of the wall time from tokens to"
-    " tokens on the host; each variant in an executor of its own, one after the other."
+    "Decode steps from a context of 256 tokens, greedy, with overlap. Median and mean wall time between the tokens of two steps"
+    " on the host. Each variant has its own executor, one after the other."
 )
 MODEL = "qwen3-0.6b"
 ROWS = (1, 8, 64, 256)

@@ -1,4 +1,4 @@
-"""Prefixes that come back from host memory, layer by layer and whole: python -m tests.benchmarks.gpu.host_loads."""
+"""Loading cached prefixes from host memory layer by layer or as whole pages: python -m tests.benchmarks.gpu.host_loads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.benchmarks.tiers import SECRET, prompt, ttft
 from tests.exec.tiered import PAGE_SIZE, Served, build
 
 HOW = (
-    "One prompt after another that begins with tokens whose KV the host's memory has, and ends with some of its own: seconds to"
-    " the first token where pages come layer by layer and the step waits for each layer, over those where it waits for whole"
-    " pages; medians of pairs in turns, 95 % intervals. Random weights, the default write policy."
+    "Each prompt begins with tokens whose KV is in host memory and ends with new tokens; one prompt at a time. Ratio: time to the"
+    " first token if the step waits for each layer's KV, divided by the time if it waits for whole pages. Medians of alternating"
+    " pairs, 95 % intervals. Random weights, the default write policy."
 )
 MODEL = "qwen3-0.6b"
 HOST_BYTES = 8 << 30
@@ -39,7 +39,7 @@ def measure(setting: Setting, journal: Journal) -> None:
         write_model(Path(folder), SHAPES["tiny" if setting.toy else MODEL])
         executor, core = build(
             Path(folder),
-            3 * longest // PAGE_SIZE,  # an import may take at most half of the pool
+            3 * longest // PAGE_SIZE,  # a load from the host may take at most half of the pool
             TierOptions(0.0, 64 << 20 if setting.toy else HOST_BYTES, None, SECRET),
             max_slots=4,
             dtype="bfloat16",
@@ -61,7 +61,7 @@ def _measured(served: Served, journal: Journal, tokens: int, new: int, pairs: in
     mover, tiers = served.executor._mover, served.core.tiers
     assert mover is not None and tiers is not None, "the executor must have a host tier"
     if not mover._by_layers:
-        journal.note("This machine cannot load pages layer by layer, so both figures are for whole pages.")
+        journal.note("This machine cannot load pages layer by layer, so both columns show loads of whole pages.")
     by_layers, asked = mover._by_layers, 0
     ttft(served, prompt(tokens, tokens))
     taken: dict[bool, list[float]] = {False: [], True: []}

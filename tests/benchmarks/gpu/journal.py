@@ -1,4 +1,4 @@
-"""Results of a benchmark, printed immediately and saved in a file that is complete after each result."""
+"""Results of a benchmark. Each result is printed immediately and saved in a JSON file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 
 @dataclass(slots=True)
 class Journal:
-    """Results of a benchmark. Each change replaces the file atomically.
+    """Results of a benchmark. Each new result replaces the file atomically, so that the file is always complete.
 
     The file is a JSON object with the fields how, tables, figures, profiles, notes and failed. A table is {title, columns, rows}.
     """
 
     how: str  # description of the measurement
-    path: Path | None = None  # file for the results, or None
+    path: Path | None = None  # file for the results; None: the results are only printed
     tables: dict[str, tuple[Sequence[str], list[Sequence[Any]]]] = field(default_factory=dict)  # columns and rows, by title
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # value and unit; names begin with the model or workload
-    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)  # see profile.Profile, by model or workload
-    notes: list[str] = field(default_factory=list)  # sentences
-    failed: list[str] = field(default_factory=list)  # parts without figures, see apart()
+    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of a profile.Profile, by model or workload
+    notes: list[str] = field(default_factory=list)  # sentences for the report, such as the attention backend
+    failed: list[str] = field(default_factory=list)  # names of the parts that raised an error, see apart()
 
     def row(self, title: str, columns: Sequence[str], values: Sequence[Any]) -> None:
         """Adds a row to the table with that title."""
@@ -45,7 +45,7 @@ class Journal:
         self._save()
 
     def beside(self, name: str) -> Path | None:
-        """Returns the path of a file next to the journal's own, or None if nothing is saved."""
+        """Returns a path next to the journal's file, such as OUT.NAME for NAME; None if the journal has no file."""
         return None if self.path is None else self.path.with_name(f"{self.path.stem}.{name}")
 
     def note(self, sentence: str) -> None:
@@ -61,7 +61,10 @@ class Journal:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Runs a part of the benchmark. An error of it is printed, noted and makes the exit status 1; other parts still run."""
+        """Runs a part of the benchmark. If it raises, prints and notes the error; the other parts still run.
+
+        A failed part makes the exit status 1.
+        """
         try:
             yield
         except Exception as error:

@@ -36,21 +36,22 @@ class Wanted:
 
     shape: str  # name in SHAPES
     rows: int  # concurrent requests
-    context: int  # tokens of the longest request
+    context: int  # prompt and output tokens of the longest request
     cuda_graphs: bool = True
     overlap: bool = True
-    attention: str = ""  # name of the attention backend; empty for that of the setting
+    attention: str = ""  # name of the attention backend; empty: Setting.attention
     deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is ready to serve."""
+    """A loaded model with its executor and scheduler."""
 
     serving: Serving
     shape: Shape
     weight_bytes: int  # bytes of all weights
-    read_bytes: int  # bytes of the weights that a decode step reads: all except an untied embedding, of which it reads a few rows
+    # Bytes of weights that a decode step reads. An untied embedding does not count, because a step reads only a few of its rows.
+    read_bytes: int
 
     @property
     def vocab(self) -> int:
@@ -70,7 +71,7 @@ def hf_config(shape: Shape) -> Any:
 
 @contextmanager
 def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
-    """Yields a scheduler over an executor of that shape. On exit, the executor is closed and its memory freed."""
+    """Yields the wanted model, ready to serve. On exit, closes its executor and frees the memory."""
     shape = shape_of(wanted.shape, setting)
     options = options_of(wanted, setting)
     loaded = random_model(shape, wanted.context + 1, options)
@@ -86,7 +87,7 @@ def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
         max_prefill_tokens=options.max_tokens,
         chunked_prefill_size=options.max_tokens,
         adaptive_chunk_s=0.0,
-        adaptive_chunk_rows=0,  # off: no client waits for a token, and shorter chunks would cause more prefill steps
+        adaptive_chunk_rows=0,  # off: shorter chunks serve streaming clients, and here they would only cause more prefill steps
     )
     model = Model(Serving(config, executor, wanted.overlap), shape, weight_bytes, weight_bytes - embedding)
     del loaded

@@ -1,4 +1,4 @@
-"""256 requests, lengths in and out uniform in 100 .. 1,024, on the 0.6B shape: python -m tests.benchmarks.gpu.nano."""
+"""nano-vllm's workload on the 0.6B shape, 256 requests of 100 to 1,024 tokens in and out: python -m tests.benchmarks.gpu.nano."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.benchmarks.gpu.models import Wanted, serving_of
 from tests.benchmarks.gpu.workloads import nano
 
 HOW = (
-    "nano-vllm's workload: seed 0, temperature 0.6, end of sequence ignored, all requests there at the start. Wall time from the"
-    " first submit to the last token on the host, one run after a warm-up."
+    "nano-vllm's workload: seed 0, temperature 0.6, end of sequence ignored, all requests submitted at the start. Wall time from"
+    " the first submit to the last token on the host, one run after a warm-up."
 )
 MODEL = "qwen3-0.6b"
 

@@ -1,4 +1,4 @@
-"""The overlapped loop against the same loop without overlap: python -m tests.benchmarks.gpu.overlap."""
+"""Time of decode steps with and without the overlap of host and device work: python -m tests.benchmarks.gpu.overlap."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.benchmarks.gpu.models import Wanted
 from tests.benchmarks.gpu.variants import COLUMNS, measure_variant
 
 HOW = (
-    "Decode steps of so many rows, context 256 and on, greedy: median of the wall time from tokens to tokens on the host; each"
-    " variant in an executor of its own, one after the other. Speedup: of the mean step, off / on, at 64 rows."
+    "Decode steps from a context of 256 tokens, greedy. Median wall time between the tokens of two steps on the host. Each"
+    " variant has its own executor, one after the other. Speedup: mean step without overlap / mean step with it, at 64 rows."
 )
 MODEL = "qwen3-0.6b"
 ROWS = (1, 8, 64, 256)

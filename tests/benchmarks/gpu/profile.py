@@ -1,8 +1,8 @@
 """Device time by kernel, from a trace of torch's profiler.
 
 Device events of the trace are kernels, copies and fills. The events of one launch share its correlation id; a replay of a graph
-is one launch. Time without an event is idle. Idle time between two launches means that the host was late or that the launch was
-slow. Idle time within a graph is the overhead between its kernels.
+is one launch. Time without an event is idle. Idle time between two launches means that the host launched late or that the launch
+itself was slow. Idle time within a graph is the overhead between its kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-ON_HOST = frozenset({"cpu_op"})  # used in place of device events without a GPU
+ON_HOST = frozenset({"cpu_op"})  # counted instead of device events if there is no GPU
 SHOWN_KERNELS = 12
 LONGEST_NAME = 80
 
@@ -38,19 +38,19 @@ class Event:
     name: str
     begin: float
     end: float
-    launch: int
+    launch: int  # correlation id that all events of one launch share
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Summary of a trace from the beginning of the first event to the end of the last one."""
+    """Summary of a trace. The trace spans the time from the first event's begin to the last event's end."""
 
-    span_us: float  # length of the trace in microseconds
-    busy_us: float  # time in which any event runs, in microseconds
+    span_us: float  # length of the span in microseconds
+    busy_us: float  # time in which at least one event runs, in microseconds
     idle_share: float  # share of the span that is idle between launches
     idle_in_graphs_share: float  # share of the span that is idle within launches
-    launches: int
-    events: int
+    launches: int  # number of launches
+    events: int  # number of device events
     kernels: list[
         tuple[str, float, float, float]
     ]  # name, share of all events' time, calls per step, mean µs; largest share first
@@ -63,19 +63,18 @@ class Profile:
 def profiled(work: Callable[[], object], on_gpu: bool, steps: int, keep: Path | None = None) -> Profile:
     """Runs `work` once under the profiler and returns a summary.
 
-    On a GPU, only device activity is recorded, because recording host operations slows down the host, whose delays are measured,
-    too.
+    On a GPU, only device activity is recorded. Recording host operations would slow down the host and add idle time.
 
     Args:
         work: runs `steps` steps. Its device work must have ended when it returns.
-        on_gpu: whether to read device events; otherwise CPU operations.
-        steps: number of steps, for the calls per step.
+        on_gpu: whether to read device events; if False, CPU operations are read instead.
+        steps: number of steps that `work` runs.
         keep: file for the trace, compressed by gzip; None for no file.
 
     Raises:
         NoEvents: the trace has no device events.
     """
-    # Without a GPU, the steps run on another thread.
+    # Without a GPU, the executor's own thread runs the operations, so all threads are profiled.
     activity, threads = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU, _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[activity], experimental_config=threads) as trace:
         work()
@@ -107,7 +106,7 @@ def _launch_of(entry: dict[str, Any], index: int) -> int:
 def profile_of(events: list[Event], steps: int) -> Profile:
     """Returns the summary of all streams together. `events` are in order of their begin."""
     if not events:
-        raise NoEvents("the trace has no device event")
+        raise NoEvents("the profiler's trace has no device events")
     gaps, inside, until, launch = [], 0.0, events[0].begin, events[0].launch
     for event in events:
         if event.begin > until:

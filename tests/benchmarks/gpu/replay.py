@@ -8,7 +8,7 @@ from rootstock_llm.kernels.bench.gpu_timing import GpuTimer, Make
 from tests.benchmarks.gpu.ceilings import median_s
 from tests.benchmarks.gpu.command import Setting
 
-SECONDS = 0.1  # duration of the replays
+SECONDS = 0.1  # seconds for which the graph is replayed
 
 
 def microseconds(make: Make, bytes_moved: int, setting: Setting) -> float:

@@ -1,6 +1,6 @@
-"""The real scheduler over an executor, driven like the worker's loop but without the network.
+"""Runs the real scheduler and executor in a loop like the worker's, without the network.
 
-The order of calls is that of services/worker/loop/loop.py. The tokens of the scheduler's output for clients are counted.
+The calls have the same order as in services/worker/loop/loop.py. Only the tokens that the scheduler outputs for clients count.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Timing:
     """Times of a run, in seconds."""
 
     seconds: float = 0.0  # from the first submit until the last token is received and the device has finished
-    last_first_s: float = 0.0  # until every request has its first token
-    output_tokens: int = 0
+    last_first_s: float = 0.0  # from the first submit until every request has its first token
+    output_tokens: int = 0  # of all requests
     steps: int = 0  # launched steps
     marks: list[tuple[float, int]] = field(default_factory=list)  # time and total output tokens after each commit
 
@@ -46,11 +46,14 @@ class Timing:
         return self.output_tokens / self.seconds
 
     def step_s(self) -> float:
-        """Returns the median seconds between the tokens of two steps, without the first few."""
+        """Median seconds between the tokens of two steps, without the first few steps."""
         return _median_gap([at for at, _ in self.marks[4:]])
 
     def decode_step_s(self, steps: int) -> tuple[float, float]:
-        """Returns step_s() of the first and the last `steps` steps in which all requests decode."""
+        """Returns the median seconds between the tokens of two steps: for the first and the last `steps` decode steps.
+
+        Only steps in which all requests decode count.
+        """
         times = [at for at, _ in self.marks if at >= self.last_first_s]
         return _median_gap(times[: steps + 1]), _median_gap(times[-steps - 1 :])
 
@@ -68,7 +71,7 @@ class Serving:
         self._next = 0
         self._timing = Timing()
         self._begun = 0.0
-        self._begun_answers: set[int] = set()  # handles of requests that have had a token
+        self._started: set[int] = set()  # handles of the requests that have their first token
         self._empty_turns = 0
 
     def submit(self, prompt: NDArray[np.int32], new_tokens: int, temperature: float = 0.0) -> None:
@@ -77,7 +80,11 @@ class Serving:
         self.core.submit(Submit(0, self._next, f"r{self._next}", prompt, params), time.monotonic())
 
     def run(self, workload: Workload) -> Timing:
-        """Submits all requests and runs until the last one ends. Raises RuntimeError if one does not end by its length."""
+        """Submits all requests and runs until the last one ends.
+
+        Raises:
+            RuntimeError: a request ended before its number of output tokens.
+        """
         self.begin()
         for prompt, new_tokens in zip(workload.prompts, workload.new_tokens, strict=True):
             self.submit(prompt, new_tokens, workload.temperature)
@@ -89,7 +96,7 @@ class Serving:
 
     def begin(self) -> None:
         self._timing, self._begun = Timing(), time.perf_counter()
-        self._begun_answers.clear()
+        self._started.clear()
 
     def end(self) -> Timing:
         """Commits the step in flight and returns the times of the run."""
@@ -125,7 +132,7 @@ class Serving:
         SchedulerControl(self.core).flush_cache()
 
     def close(self) -> None:
-        """Closes the executor and releases all references to it."""
+        """Closes the executor and drops the references to it, so that its memory can be freed."""
         self.executor.close()
         del self.executor
         self._prev = None
@@ -136,13 +143,13 @@ class Serving:
             return
         self.core.commit(self.executor.wait(run), time.monotonic())
         outputs = self.core.take_output()
-        before = len(self._begun_answers)
+        before = len(self._started)
         for peer in outputs:
             self._timing.output_tokens += len(peer.tokens)
-            self._begun_answers.update(peer.handles)
+            self._started.update(peer.handles)
             for finish in peer.finishes:
                 if finish.reason is not FinishReason.LENGTH:
-                    raise RuntimeError(f"request {finish.request_id} ended: {finish.message or finish.reason.name}")
+                    raise RuntimeError(f"request {finish.request_id} ended early: {finish.message or finish.reason.name}")
         self._timing.marks.append((time.perf_counter() - self._begun, self._timing.output_tokens))
-        if len(self._begun_answers) > before:
+        if len(self._started) > before:
             self._timing.last_first_s = self._timing.marks[-1][0]

@@ -1,4 +1,4 @@
-"""Requests that begin alike, with a cold and a warm cache: python -m tests.benchmarks.gpu.shared_prefix."""
+"""Time of requests with a shared prefix, with a cold and a warm prefix cache: python -m tests.benchmarks.gpu.shared_prefix."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.benchmarks.gpu.models import Wanted, serving_of
 from tests.benchmarks.gpu.workloads import fixed, shared_prefix
 
 HOW = (
-    "128 requests of one beginning of 3,072 tokens and 128 tokens of their own, 64 out; greedy. First with nothing cached, then"
-    " with the beginning cached, then as many requests of the same lengths that share nothing. Wall time, one run"
-    " each after a warm-up."
+    "128 requests with a shared prefix of 3,072 tokens, 128 tokens of their own and 64 tokens out; greedy. First run: nothing is"
+    " cached. Second run: the prefix is cached. Third run: 128 requests of the same lengths without a shared prefix. Wall time of"
+    " each run after a warm-up."
 )
 MODEL = "qwen3-8b"
 

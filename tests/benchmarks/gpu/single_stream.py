@@ -13,12 +13,12 @@ from tests.benchmarks.gpu.models import Wanted, serving_of
 
 HOW = (
     "One request decodes greedily with a short context. The time per token is the median time between two tokens on the host."
-    " GB per token are the weights that a step reads, without keys and values. The measured bandwidth is the larger of copy and"
-    " read in this run."
+    " GB per token are the weights that a step reads, without keys and values. The measured bandwidth is the larger one of copy"
+    " and sum in this run (see tests.benchmarks.gpu.ceilings)."
 )
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-14b")
 COLUMNS = ("model", "ms per token", "tokens/s", "GB per token", "GB/s", "share of measured bandwidth")
-PROFILED_STEPS = 20  # steps after the measured ones
+PROFILED_STEPS = 20  # steps that are profiled after the measured steps
 
 
 def measure(setting: Setting, journal: Journal) -> None:

@@ -14,13 +14,13 @@ from tests.benchmarks.gpu.serving import Timing
 from tests.benchmarks.gpu.workloads import fixed
 
 HOW = (
-    "All requests are there at the start; random ids, greedy, end of sequence ignored. Wall time from the first submit to the"
-    " last token on the host, one run after a warm-up. Prefill: until each request had its first token; decode: what comes after,"
-    " in which all rows decode together, with the median step of its first and of its last 64."
+    "All requests are submitted at the start; random ids, greedy, end of sequence ignored. Wall time from the first submit to the"
+    " last token on the host, one run after a warm-up. Prefill: until each request has its first token. Decode: the remaining"
+    " time, in which all rows decode together. Steps: median of the first 64 and of the last 64 decode steps."
 )
 MODEL = "qwen3-8b"
 PROFILED_STEPS = 10
-EDGE_STEPS = 64
+EDGE_STEPS = 64  # decode steps at the start and at the end whose median is reported
 
 
 def measure(setting: Setting, journal: Journal) -> None:

@@ -1,4 +1,4 @@
-"""Device activity while a batch decodes: python -m tests.benchmarks.gpu.timeline."""
+"""Busy and idle time of the device while a batch decodes: python -m tests.benchmarks.gpu.timeline."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.benchmarks.gpu.models import Wanted, serving_of
 from tests.benchmarks.gpu.profile import Profile
 
 HOW = (
-    "50 decode steps under torch's profiler, greedy, with overlap and graphs. Idle: time in which the device runs nothing, from"
-    " the first event to the last; between two launches (that is what counts as idle between steps), or inside a graph's"
-    " replay. Beside it the wall time of a step without the profiler (mean of 200), of which the busy time is a share too."
+    "50 decode steps under torch's profiler, greedy, with overlap and graphs. Idle: share of the time from the first to the last"
+    " event in which the device runs nothing, either between two launches or inside the replay of a graph. Idle without the"
+    " profiler: 1 minus the busy time of a step divided by its mean wall time over 200 steps that are not profiled."
 )
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 COLUMNS = (
@@ -38,7 +38,7 @@ def measure(setting: Setting, journal: Journal) -> None:
 
 def _measure_one(name: str, setting: Setting, journal: Journal) -> None:
     rows, prompt_len, steps, profiled = (2, 8, 4, 3) if setting.toy else (64, 512, 200, 50)
-    turns = steps + profiled + 4  # step_s() runs steps + 1; three turns are a margin, so that no row ends while it is measured
+    turns = steps + profiled + 4  # step_s() runs steps + 1; three spare steps, so that no row ends during the measurement
     with serving_of(Wanted(name, rows, prompt_len + output_of(rows, turns)), setting) as model:
         decoding = Decoding(model.serving, rows, prompt_len, turns, model.vocab)
         _, mean = decoding.step_s(steps)

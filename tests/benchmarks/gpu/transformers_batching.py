@@ -1,4 +1,4 @@
-"""Transformers' own continuous batching on a random model of the same shape, with its default settings."""
+"""Runs a workload by transformers' continuous batching with its default settings, on random weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STOP_TIMEOUT_S = 10.0
 
 
 class Stopped(RuntimeError):
-    """Raised if the generation thread ends before its requests, a request fails, or the number of tokens is wrong."""
+    """Raised if transformers' generation thread ends early, a request fails, or the number of tokens is wrong."""
 
 
 def attention_of() -> tuple[str, dict[str, Any]]:
-    """Returns the attention implementation and the options of the batching configuration.
+    """Returns the name of the attention implementation and the options of the batching configuration.
 
-    Uses flash attention if it is installed, and sdpa otherwise, without a search for kernels on the network.
+    The implementation is flash attention if it is installed, and sdpa otherwise. No kernels are fetched from the network.
     """
     if importlib.util.find_spec("flash_attn") is not None:
         return "flash_attention_2", {}
@@ -55,7 +55,7 @@ class TooSlow(RuntimeError):
 
 
 class Batching:
-    """A manager for requests with equal sampling parameters."""
+    """Runs requests with equal sampling parameters on a continuous batching manager of transformers."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -79,7 +79,7 @@ class Batching:
             result = self._manager.get_result(timeout=RESULT_TIMEOUT_S)
             if result is None:
                 if not self._manager.is_running():
-                    raise Stopped("the generation thread ended before its requests")
+                    raise Stopped(f"transformers' generation thread ended with {len(waiting)} requests unfinished")
                 continue
             if result.error is not None:
                 raise Stopped(f"request {result.request_id} failed: {result.error}")
@@ -94,14 +94,15 @@ class Batching:
 
 @contextmanager
 def batching_of(model: Any, temperature: float, setting: Setting) -> Iterator[Batching]:
-    """Yields a running manager. Its memory is freed on exit."""
+    """Yields a running continuous batching manager. Its memory is freed on exit."""
     name, options = attention_of()
     if model.config._attn_implementation != name:
         model.set_attn_implementation(name)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     generation = GenerationConfig(max_new_tokens=1, eos_token_id=NO_EOS, pad_token_id=0, **sampling)
-    room = {} if setting.on_gpu else {"num_blocks": 8, "max_batch_tokens": 64}  # the default for a CPU is too large for a toy
-    config = ContinuousBatchingConfig(**options, **room)
+    # On a CPU the default sizes are too large for the toy run.
+    sizes = {} if setting.on_gpu else {"num_blocks": 8, "max_batch_tokens": 64}
+    config = ContinuousBatchingConfig(**options, **sizes)
     try:
         with model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=config, timeout=STOP_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Comparison with transformers' own continuous batching, in the same run: python -m tests.benchmarks.gpu.versus_transformers."""
+"""Comparison with transformers' continuous batching in one run: python -m tests.benchmarks.gpu.versus_transformers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.benchmarks.gpu.transformers_batching import Batching, TooSlow, attent
 from tests.benchmarks.gpu.workloads import Workload, fixed, nano
 
 HOW = (
-    "The same shape with random weights, the same prompts and output lengths, all requests there at the start, end of sequence"
-    " ignored. Ours through the scheduler; theirs through the manager of continuous batching with its own defaults. Wall time"
-    " from the first submit to the last result, one run each after a warm-up of the same lengths."
+    "Equal shape with random weights, equal prompts and output lengths, all requests submitted at the start, end of sequence"
+    " ignored. Ours: this project's scheduler and executor. Theirs: transformers' continuous batching with its default settings."
+    " Wall time from the first submit to the last result, one run each after a warm-up of the same lengths."
 )
 MODEL = "qwen3-0.6b"
 COLUMNS = ("workload", "ours s", "theirs s", "ours output tok/s", "theirs output tok/s", "theirs / ours")
 PROFILED_STEPS = 10
-THEIR_LIMIT_S = 90.0  # time limit of each run
+THEIR_LIMIT_S = 90.0  # time limit of each run of transformers, in seconds
 
 
 def workloads(setting: Setting, vocab: int, seed: int) -> dict[str, Workload]:
-    """Returns the workloads in the order in which they run: short ones first, because the part may exceed its time limit."""
+    """Returns the workloads, short ones first, because a long one may exceed the time limit."""
     if setting.toy:
         return {"nano": nano(3, 3, 7, vocab, seed), "fixed": fixed(3, 6, 5, vocab, seed)}
     return {
@@ -57,7 +57,7 @@ def _their_seconds(batching: Batching, name: str, workload: Workload, journal: J
         return batching.run(workload, THEIR_LIMIT_S)
     except TooSlow as late:
         journal.note(
-            f"{name}: transformers exceeded its limit ({late}). The figures use the limit as its time, which is too short."
+            f"{name}: transformers exceeded its time limit ({late}). The figures use the limit as its time; it is really slower."
         )
         return THEIR_LIMIT_S
 
@@ -69,7 +69,7 @@ def _compare(name: str, workload: Workload, ours: float, theirs: float, journal:
 
 
 def _ours(setting: Setting, journal: Journal) -> dict[str, float]:
-    """Returns our seconds by workload."""
+    """Returns the seconds of this project's run, by workload."""
     probe = workloads(setting, 2, seed=0)
     rows = max(len(workload.prompts) for workload in probe.values())
     context = max(*(workload.longest for workload in probe.values()), 64 + output_of(rows, PROFILED_STEPS + 4))

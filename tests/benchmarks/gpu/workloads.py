@@ -39,7 +39,10 @@ def fixed(count: int, prompt_len: int, new_tokens: int, vocab: int, seed: int) -
 
 
 def nano(count: int, shortest: int, longest: int, vocab: int, seed: int = 0) -> Workload:
-    """Returns random lengths, uniform in shortest .. longest, as in nano-vllm's benchmark (256, 100, 1024, seed 0)."""
+    """Returns requests of nano-vllm's benchmark, whose input and output lengths are uniform from `shortest` to `longest`.
+
+    Its own values are count 256, shortest 100, longest 1024 and seed 0.
+    """
     rng = random.Random(seed)
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
     new_tokens = tuple(rng.randint(shortest, longest) for _ in range(count))
@@ -49,7 +52,7 @@ def nano(count: int, shortest: int, longest: int, vocab: int, seed: int = 0) -> 
 def shared_prefix(
     count: int, prefix_len: int, suffix_len: int, new_tokens: int, vocab: int, seed: int, ending: int = 0
 ) -> Workload:
-    """Returns prompts with a common prefix, which depends on `seed`, and suffixes that depend on `seed` and `ending`."""
+    """Returns prompts with a common prefix. `seed` determines the prefix; `seed` and `ending` determine the suffixes."""
     prefix = np.random.default_rng(seed).integers(0, vocab, prefix_len, dtype=np.int32)
     rng = np.random.default_rng((seed, ending))
     prompts = [np.concatenate([prefix, rng.integers(0, vocab, suffix_len, dtype=np.int32)]) for _ in range(count)]

@@ -1,9 +1,10 @@
-"""Compares the answers of two checkouts: python -m tests.benchmarks.same_answers OTHER [--requests N] [--seed N]
+"""Compares the HTTP responses of two checkouts: python -m tests.benchmarks.same_answers OTHER [--requests N] [--seed N]
 
-A server of each checkout answers the same requests, drawn from a seed: first one at a time, then eight at a time by deterministic
-workers. Token ids, texts, log probabilities, usage and finish reasons must be equal. Random ids and times are left out (`RANDOM`
-in answers.py). Each server also answers bodies that must be refused: status, code and param must be equal, messages may differ.
-Prints each difference with its request and both answers. The exit status is 1 if there is any.
+A server of each checkout gets the same random requests: first one at a time, then eight at a time with deterministic workers.
+Token
+ids, texts, log probabilities, usage and finish reasons must be equal. Random ids and times are not compared (`RANDOM` in
+answers.py). Each server also gets bodies that must be refused: status, code and param must be equal, messages may differ. Prints
+each difference with its request and both responses. The exit status is 1 if there is a difference.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Cases that are sent in the same way and compared by the same rule."""
+    """Cases with the same number of concurrent requests and the same rule of comparison."""
 
     title: str
     cases: Sequence[Case]
@@ -55,7 +56,7 @@ class Part:
 
 
 async def ask_all(url: str, cases: Sequence[Case], at_once: int) -> list[Answer]:
-    """Returns the answers in the order of the cases."""
+    """Returns the responses in the order of the cases. `at_once` requests are in flight at a time."""
     limit = asyncio.Semaphore(at_once)
     async with open_http(timeout_s=TIMEOUT_S) as http:
 
@@ -72,7 +73,7 @@ async def ask_both(urls: dict[str, str], part: Part) -> list[tuple[Answer, Answe
 
 
 def report(case: Case, answers: tuple[Answer, Answer], found: Sequence[Difference]) -> str:
-    """Returns the request, each value that differs, and both answers."""
+    """Returns a text with the request, each value that differs, and both responses."""
     lines = [f"POST {case.path} ({case.feature}) {_shown(case.body)}"]
     lines += [f"  {each.path}: {each.old!r} | {each.new!r}"[:SHOWN_CHARS] for each in found[:10]]
     lines += [f"  and {len(found) - 10} more values"] if len(found) > 10 else []
@@ -86,7 +87,7 @@ def _shown(value: object) -> str:
 
 
 def run_part(urls: dict[str, str], part: Part) -> int:
-    """Prints the differences and a summary line. Returns the number of cases that differ or have the wrong kind of status."""
+    """Prints the differences and a summary line. Returns the number of cases whose responses differ or have a wrong status."""
     different, began = 0, time.perf_counter()
     pairs = asyncio.run(ask_both(urls, part))
     seconds = time.perf_counter() - began
@@ -99,7 +100,7 @@ def run_part(urls: dict[str, str], part: Part) -> int:
 
 
 def served(compare_cached: bool) -> Callable[[Answer, Answer], list[Difference]]:
-    """Returns the rule for requests that both checkouts must serve."""
+    """Returns the comparison for requests that both checkouts must serve."""
 
     def compare(old: Answer, new: Answer) -> list[Difference]:
         refused = [] if old.status == new.status == 200 else [Difference("status", old.status, new.status)]
@@ -110,12 +111,13 @@ def served(compare_cached: bool) -> Callable[[Answer, Answer], list[Difference]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="a checkout with an environment of its own")
+    parser.add_argument("other", type=Path, help="folder of the other checkout, with its own .venv")
     parser.add_argument("--requests", type=int, default=400, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the block that stops the servers
-    # Several outputs of one request may or may not share steps, so only deterministic workers repeat them exactly.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit from the with block stops the servers
+    # Two outputs of one request share a step only if they happen to be ready together. Only deterministic workers then repeat the
+    # outputs exactly.
     single, cases = corpus(args.seed, args.requests, without=(SEVERAL,)), corpus(args.seed, args.requests)
     alone = Part(f"{len(single)} requests, one at a time", single, 1, served(compare_cached=True))
     together = Part(f"{len(cases)} requests, {AT_ONCE} at a time, deterministic", cases, AT_ONCE, served(compare_cached=False))
@@ -136,7 +138,7 @@ def main() -> int:
                 for name, checkout in ((OLD, args.other.resolve()), (NEW, ROOT))
             }
             different += sum(run_part(urls, part) for part in each.parts)
-    print(f"{different} differences" if different else "the answers are the same")
+    print(f"{different} differences" if different else "all responses are equal")
     return 1 if different else 0
 
 

@@ -1,6 +1,7 @@
-"""Compares the answers of two servers to one request.
+"""Compares the responses of two servers to one request.
 
-Streams are assembled first, because they are cut at random places. Random ids and times are left out by name.
+A stream's events are assembled before the comparison, because servers cut a stream at random points. Fields with random ids or
+times are not compared.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import Any
 
 Json = dict[str, Any]
 
-# Names of fields with random ids, times, or numbers of a stream's messages.
+# Names of fields with random ids, times, or sequence numbers of stream events.
 RANDOM = frozenset(
     (
         *("id", "item_id", "call_id", "response_id", "request_id", "sequence_number"),
         *("created", "created_at", "completed_at", "e2e_latency", "queue_time"),
     )
 )
-# Names of fields that depend on the other requests, because those fill the prefix cache too.
+# Names of fields with a number of cached tokens. It depends on the other requests, which fill the prefix cache too.
 CACHED = frozenset(("cached_tokens", "cached_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens"))
 JOINED = frozenset(("content", "reasoning_content", "text", "arguments", "delta", "partial_json", "thinking", "refusal", "name"))
 DONE = "[DONE]"
@@ -29,7 +30,7 @@ DONE = "[DONE]"
 class Answer:
     status: int
     media_type: str
-    body: Any  # parsed JSON; a list of assembled events if the answer was a stream
+    body: Any  # parsed JSON; a list of assembled events if the response was a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Difference:
 
 
 class Missing:
-    """Stands for a value that one of the two answers does not have."""
+    """Replaces a value that one of the two responses does not have."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -50,7 +51,7 @@ MISSING = Missing()
 
 
 def read_answer(status: int, media_type: str, content: bytes) -> Answer:
-    """Parses the bytes of a whole answer or a stream. Raises ValueError if the bytes are not JSON."""
+    """Parses the body of a whole or a streamed response. Raises ValueError if it is not JSON."""
     kind = media_type.partition(";")[0]
     if kind == "text/event-stream":
         return Answer(status, kind, assembled(list(_events(content.decode()))))
@@ -58,10 +59,10 @@ def read_answer(status: int, media_type: str, content: bytes) -> Answer:
 
 
 def differences(old: Answer, new: Answer, compare_cached: bool = True) -> list[Difference]:
-    """Compares two answers to one request that was served.
+    """Compares two responses to one request that was served.
 
     Args:
-        compare_cached: Whether numbers of cached tokens count. They depend on the other requests if several run at once.
+        compare_cached: Whether numbers of cached tokens must be equal. With concurrent requests, they depend on the timing.
     """
     found = [Difference(name, getattr(old, name), getattr(new, name)) for name in ("status", "media_type")]
     found = [each for each in found if each.old != each.new]
@@ -71,14 +72,14 @@ def differences(old: Answer, new: Answer, compare_cached: bool = True) -> list[D
 
 
 def refusal_differences(old: Answer, new: Answer) -> list[Difference]:
-    """Compares two answers to one request that must be refused. Message texts may differ."""
+    """Compares two responses to one request that must be refused. Message texts may differ."""
     if old.status < 400 or new.status < 400:
         return [Difference("status", old.status, new.status)]
     return differences(_without_message(old), _without_message(new))
 
 
 def _events(text: str) -> Iterator[Any]:
-    """Yields the data of each event; comments and pings are left out."""
+    """Yields the data of each event except comments and pings."""
     for line in text.splitlines():
         if line.startswith("data:"):
             data = line.removeprefix("data:").strip()
@@ -90,9 +91,9 @@ def _events(text: str) -> Iterator[Any]:
 def assembled(events: list[Any]) -> list[Any]:
     """Returns the events of a stream in a form that does not depend on where the stream is cut.
 
-    1. The choices of one index become one choice.
-    2. Consecutive deltas of one part become one delta.
-    3. SGLang's events are cumulative: the last event of each index stays.
+    1. All chunks of the choice with one index become one choice.
+    2. Consecutive deltas of one content part become one delta.
+    3. SGLang's events are cumulative, so only the last event of each index remains.
     """
     joined: list[Any] = []
     by_index: dict[tuple[str, int], Json] = {}
@@ -121,7 +122,7 @@ def _add_choices(event: Json, by_index: dict[tuple[str, int], Json]) -> None:
 
 
 def _continues(before: Any, event: Json) -> bool:
-    """Whether the event is another delta of the same part as the event before."""
+    """Whether both events are deltas of the same content part."""
     if not isinstance(before, dict) or "delta" not in event or not str(event.get("type")).endswith("delta"):
         return False
     if event["type"] == "message_delta":
@@ -132,7 +133,11 @@ def _continues(before: Any, event: Json) -> bool:
 
 
 def merged(before: Any, after: Any, name: str = "") -> Any:
-    """Joins two pieces of one value. Texts and lists are appended, tool calls are joined by index, and other values replaced."""
+    """Joins two pieces of one value. Texts and lists are appended, tool calls joined by index, and other values replaced.
+
+    Args:
+        name: Name of the value's field.
+    """
     if before is None or after is None:
         return after if before is None else before
     if isinstance(before, dict) and isinstance(after, dict):
@@ -148,7 +153,7 @@ def merged(before: Any, after: Any, name: str = "") -> Any:
 
 
 def _without_message(answer: Answer) -> Answer:
-    """Returns the refusal with its error fields except the message. For a stream, the first event has the error."""
+    """Returns the refusal without its error message. If the refusal is a stream, its first event has the error."""
     body = answer.body[0] if isinstance(answer.body, list) and answer.body else answer.body
     error = body.get("error") if isinstance(body, dict) else body
     kept = {name: value for name, value in error.items() if name != "message"} if isinstance(error, dict) else error
@@ -156,7 +161,7 @@ def _without_message(answer: Answer) -> Answer:
 
 
 def _without_cached(value: Any) -> Any:
-    """Adds the cached tokens to Anthropic's input tokens, which leave them out."""
+    """Removes the numbers of cached tokens. Anthropic's input_tokens exclude cached tokens, so these are added to them first."""
     if isinstance(value, list):
         return [_without_cached(each) for each in value]
     if not isinstance(value, dict):

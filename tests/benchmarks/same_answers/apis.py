@@ -1,4 +1,4 @@
-"""Bodies of the routes that generate, with the name that each route gives to the same part of a request."""
+"""Request bodies of the routes that generate. The same prompt, limit or tool has a different field name on each route."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def body_of(path: str, prompt: str, num_tokens: int, **sampling: Any) -> Json:
 
     Args:
         path: Route, one of PATHS.
-        prompt: Text, or the user's message if the route takes messages.
+        prompt: Prompt text; on routes with messages, it becomes the user's message.
         num_tokens: Limit of output tokens.
-        sampling: Sampling parameters with the route's names. They are greedy without a temperature.
+        sampling: Sampling parameters by the route's field names. Without a temperature, the request is greedy.
     """
     sampling = {"temperature": 0, **sampling}
     messages = [{"role": "user", "content": prompt}]
@@ -35,7 +35,7 @@ def body_of(path: str, prompt: str, num_tokens: int, **sampling: Any) -> Json:
 
 
 def streamed(path: str, body: Json) -> Json:
-    """Returns the same request as a stream, with usage where the route sends it only if asked."""
+    """Returns the request as a stream, and asks for usage on routes that do not always send it."""
     options = {"stream_options": {"include_usage": True}} if path in (CHAT, COMPLETIONS) else {}
     return {**body, **options, "stream": True}
 

@@ -1,4 +1,4 @@
-"""Requests that two checkouts must answer alike: each feature on each route that has it, streamed and whole."""
+"""Requests to which two checkouts must respond equally: each feature on each route that has it, streamed and whole."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ class Case:
 def corpus(seed: int, num_requests: int, without: Collection[str] = ()) -> list[Case]:
     """Returns the cases in a fixed order that mixes routes and features.
 
-    Each route gets the same number of cases. The features of a route take turns, and each alternates between whole and streamed.
+    Each route gets the same number of cases. The cases of a route cycle through its features. The cases of a feature alternate
+    between whole and streamed.
 
     Args:
-        without: Features that are left out.
+        without: Names of features to leave out.
     """
     per_path = -(-num_requests // len(PATHS))
     by_path = [_cases_of(path, seed, per_path, without) for path in PATHS]
@@ -99,7 +100,7 @@ def _greedy(path: str, rng: random.Random) -> Json:
 
 
 def _seeded(path: str, rng: random.Random) -> Json:
-    """/v1/messages has no seed, so top_k 1 makes its outputs repeatable."""
+    """Returns a request with a seed. /v1/messages has no seed, so top_k 1 makes its output repeatable."""
     if path == MESSAGES:
         return body_of(path, _question(rng), 24, temperature=1.0, top_k=1, top_p=0.9)
     cut: Json = rng.choice([{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_n_sigma": 1.5}, {}])
@@ -195,7 +196,7 @@ def _tools(path: str, rng: random.Random) -> Json:
 
 
 def _tool_results(path: str, rng: random.Random) -> Json:
-    """A conversation in which a tool was called and has returned its result."""
+    """Returns a conversation that contains a tool call and its result."""
     city, mayor = rng.choice(CITIES), rng.choice(["Ada", "Boris", "Yuki"])
     question, arguments = f"What is the mayor of {city}?", f'{{"city": "{city}"}}'
     body = {**body_of(path, question, 60), "tools": [tool_of(path, "get_mayor", "Get the mayor of a city.", "city")]}
@@ -217,7 +218,7 @@ def _tool_results(path: str, rng: random.Random) -> Json:
 
 
 def _turns(path: str, rng: random.Random) -> Json:
-    """A system message and several turns."""
+    """Returns a conversation with a system message and several turns."""
     body, system = body_of(path, "", 24), "You are the Rootstock demo model."
     turns: list[Json] = [
         {"role": "user", "content": "My name is Ada."},
@@ -232,7 +233,7 @@ def _turns(path: str, rng: random.Random) -> Json:
 
 
 def _several(path: str, rng: random.Random) -> Json:
-    """Several outputs of a request: choices of one prompt, or several prompts."""
+    """Returns a request for several outputs: choices of one prompt, or several prompts."""
     seed, temperature = rng.randrange(1 << 20), rng.choice([0, 1.0])
     name = "sampling_seed" if path == GENERATE else "seed"
     body = body_of(path, _phrase(rng, 8), 16, n=rng.choice([2, 3]), ignore_eos=True, **{name: seed, "temperature": temperature})
@@ -250,7 +251,7 @@ def _token_ids(path: str, rng: random.Random) -> Json:
 
 
 def _long_prompt(path: str, rng: random.Random) -> Json:
-    """More than one chunk of prefill, with a prefix that other cases share."""
+    """Returns a prompt of more than one prefill chunk. All long prompts share a prefix."""
     return body_of(path, f"Repeat: {'the garden of stone ' * 120}{_phrase(rng, 8)}", 12)
 
 

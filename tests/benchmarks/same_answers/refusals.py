@@ -1,4 +1,4 @@
-"""Bodies that a route refuses, 40 for each route: first faults of the route's own fields, then of sampling parameters."""
+"""Bodies that a route refuses, 40 per route: first with faults in the route's own fields, then in sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.benchmarks.same_answers.apis import CHAT, COMPLETIONS, GENERATE, MESS
 from tests.benchmarks.same_answers.corpus import Case
 
 PER_PATH = 40
-REMOVED = object()  # in place of a value: the field is left out
+REMOVED = object()  # in place of a value: the field is removed from the body
 
 # Values that every route refuses, by field. WITHOUT has the fields that a route does not have.
 SAMPLING: dict[str, tuple[Any, ...]] = {
@@ -173,7 +173,7 @@ OWN: dict[str, list[tuple[str, Any]]] = {
 
 
 def refused_cases(path: str) -> list[Case]:
-    """Returns PER_PATH bodies, the route's own faults first. Every fifth one asks for a stream."""
+    """Returns PER_PATH bodies, first those with faults in the route's own fields. Every fifth body asks for a stream."""
     bodies = [_with(path, field, value) for field, value in OWN[path]]
     bodies += [_with_sampling(path, field, value) for field, value in _sampling_faults(path)]
     bodies = bodies[:PER_PATH]
@@ -186,7 +186,7 @@ def all_refused_cases() -> list[Case]:
 
 
 def _sampling_faults(path: str) -> list[tuple[str, Any]]:
-    """Yields the first bad value of each field, then the second of each, so that a shortened list still has every field."""
+    """Returns (field, bad value) pairs: first one value of each field, then a second one. So a shortened list has every field."""
     fields = {field: values for field, values in SAMPLING.items() if field not in WITHOUT.get(path, set())}
     names = RENAMED.get(path, {})
     most = max(len(values) for values in fields.values())
