@@ -135,7 +135,7 @@ WRONG = {
         "RUN apt-get update && apt-get install --yes --no-install-recommends cuda-nvcc-13-0 && rm -rf /var/lib/apt/lists/*\nUSER",
     ),
     "unpinned packages": ("--no-deps", "USER", "RUN pip install numpy\nUSER"),
-    "a name that its list does not pin": (
+    "a package that the list does not pin": (
         "pins no numpy",
         "USER",
         "RUN pip install --no-deps --constraint docker/requirements/build.txt grpcio numpy\nUSER",
@@ -211,7 +211,7 @@ def test_pinned_lists_satisfy_pyproject(name: str, extras: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["service.txt", "worker-cpu.txt", "worker-cuda.txt", "build.txt"])
 def test_pinned_lists_contain_all_dependencies(name: str) -> None:
-    """The list has all dependencies of its packages, because pip runs without dependency resolution."""
+    """Each list must have all dependencies of its packages, because pip installs it without dependency resolution."""
     lock = runpy.run_path(str(ROOT / "docker/lock.py"))
     needed = set(lock["closure"](lock["wanted"]()[name]))
     assert needed, f"docker/lock.py finds no requirement for {name}"
@@ -234,12 +234,12 @@ def test_compiler_version_equals_the_images_cuda() -> None:
 
 
 def test_images_have_no_cuda_compiler() -> None:
-    """The compiler is only in the stage that compiles FlashInfer's kernels, outside of the copied environment."""
+    """Only the stage that compiles FlashInfer's kernels has the compiler, outside of the folder that the image copies."""
     copied = [each for stage in read(DOCKERFILE).lineage("worker-cuda") for each in stage.all("COPY") if "from" in each.flags]
     assert [each.words[0] for each in copied if each.flags["from"] == "cuda-kernels"] == ["/opt/kernels"]
     assert {name for name in pins("worker-cuda.txt") if "nvcc" in name or "nvvm" in name} == set()
     assert "PYTHONPATH" in variables("cuda-libraries") and "PYTHONPATH" not in variables("cuda-compiler"), (
-        "with PYTHONPATH, pip would skip packages of the workers' libraries, and nvcc would not find them"
+        "with PYTHONPATH, pip would skip packages that the workers' libraries have, and nvcc does not search there"
     )
 
 
@@ -249,7 +249,7 @@ def variables(stage: str) -> dict[str, str]:
 
 
 def test_cuda_worker_has_flashinfer_kernels_in_the_searched_folder() -> None:
-    """The kernels are in FlashInfer's folder for precompiled kernels. Missing kernels are refused at once instead of compiled."""
+    """The kernels are in FlashInfer's folder for precompiled kernels. A missing kernel is an error, because compiling is off."""
     dockerfile = read(DOCKERFILE)
     place = next(each.words[1] for each in dockerfile.stage("worker-cuda").all("COPY") if each.words[0] == "/opt/kernels")
     (command,) = [each.words for each in dockerfile.stage("kernels-compiled").all("RUN") if "flashinfer_prebuild" in each.text]
@@ -267,7 +267,7 @@ def test_cuda_worker_has_flashinfer_kernels_in_the_searched_folder() -> None:
 
 
 def test_cuda_worker_image_requests_driver_libraries() -> None:
-    """The image sets the variables of NVIDIA's base images: devices, driver libraries, their folders, and the CUDA version."""
+    """The image sets the variables of NVIDIA's base images: devices, driver libraries and their folders, and the CUDA version."""
     given = variables("worker-cuda")
     assert given["NVIDIA_VISIBLE_DEVICES"] == "all" and set(given["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {
         "compute",
@@ -279,7 +279,7 @@ def test_cuda_worker_image_requests_driver_libraries() -> None:
 
 
 def test_package_paths_use_the_base_images_python() -> None:
-    """Paths of libraries and kernels contain the Python version."""
+    """The paths of libraries and kernels contain the Python version, which must be that of the base image."""
     text = DOCKERFILE.read_text()
     (base,) = re.findall(r"^ARG PYTHON_IMAGE=python:(\d+\.\d+)\.", text, re.MULTILINE)
     assert set(re.findall(r"python(3\.\d+)", text)) == {base}

@@ -21,7 +21,7 @@ COMPONENTS = ("gateway", "tokenizer", "detokenizer", "worker")
 
 
 def patched(profile: str) -> dict[str, Any]:
-    """Returns the configuration with a profile: replaced sections, then JSON patches."""
+    """Returns the configuration after a profile has replaced its sections and applied its JSON patches."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "skaffold.yaml").read_text())
     if not profile:
         return config

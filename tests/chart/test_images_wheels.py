@@ -1,4 +1,4 @@
-"""Tests docker/wheels.py with pip and a folder of wheels instead of an index."""
+"""Tests docker/wheels.py with pip and a folder of wheels instead of a package index."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def test_wheels_names_pins_without_a_wheel(pins: Path) -> None:
     assert done.returncode == 1, done.stderr
 
 
-def test_wheels_fails_differently_when_the_index_is_unreachable(pins: Path) -> None:
+def test_wheels_returns_two_when_the_index_is_unreachable(pins: Path) -> None:
     done = run(pins, PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert done.returncode == 2 and "no wheel:" not in done.stdout, done.stdout

@@ -25,14 +25,18 @@ def functions_in(path: Path) -> dict[str, ast.AST]:
 
 @functools.cache
 def texts_of(folder: Path) -> set[str]:
-    """Returns all strings of a folder's modules and the names of ci files, which include all case names."""
+    """Returns all strings in a folder's modules, and the names of the ci files. Together they include all case names."""
     trees = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
     told = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     return {each for each in told if isinstance(each, str)} | {path.name.removesuffix("-values.yaml") for path in CI_FILES}
 
 
 def faults(page: str, folder: str) -> Iterator[str]:
-    """Yields tests that a page names but that do not exist. `folder` is for files that are named without a folder."""
+    """Yields the tests that a page names although they do not exist.
+
+    Args:
+        folder: folder of the files that the page names without a folder.
+    """
     for file, test, case in NAMED.findall(page):
         path = REPO / (file if "/" in file else f"tests/{folder}/{file}")
         found = functions_in(path).get(test) if path.is_file() else None
@@ -43,7 +47,6 @@ def faults(page: str, folder: str) -> Iterator[str]:
 
 
 def test_features_page_names_existing_tests() -> None:
-    """Checks every named test and case."""
     text = INDEX.read_text()
     assert NAMED.search(text) and list(faults(text, "chart")) == []
 

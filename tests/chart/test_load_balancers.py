@@ -1,4 +1,4 @@
-"""Tests the objects of the page on load balancers: they are valid and target the chart's objects."""
+"""Tests the Kubernetes objects on the page load-balancers.md: they are valid and target the chart's objects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_policies_of_the_page_target_the_charts_objects() -> None:
 
 
 def test_balancer_template_has_the_gateways_defaults() -> None:
-    """The template uses these defaults for settings without a value."""
+    """The chart's template repeats the gateway's defaults, because it uses them for settings without a value."""
     template = (CHART / "templates" / "gateway" / "_balancer.tpl").read_text()
     assert f"default {MAX_BODY_BYTES} $settings.max_body_bytes" in template
     assert f"default {MAX_FILE_BYTES} $settings.max_file_bytes" in template

@@ -18,8 +18,8 @@ from tests.chart.variants import GPU_RESOURCES, model
 
 PAGE = (REPO / "docs/how-to/kubernetes/sizing.md").read_text()
 SIZES: dict[str, dict[str, float]] = yaml.safe_load((CHART / "files/model-sizes.yaml").read_text())
-RESERVE = 512 << 20  # copied from services/worker/exec/sizing.py, which imports torch
-REST = 3_000_000_000  # bytes for activations, graphs and workspaces, as sizing.md assumes
+RESERVE = 512 << 20  # bytes of a GPU that stay free; copied from services/worker/exec/sizing.py, which imports torch
+REST = 3_000_000_000  # bytes for activations, graphs and workspaces that sizing.md assumes
 GPU_FRACTION = 0.9  # default of mem_fraction_static
 MEMORIES = (24, 80, 141)  # GB, the columns of sizing.md
 GB = 1_000_000_000
@@ -27,7 +27,7 @@ GB = 1_000_000_000
 
 @dataclass(frozen=True)
 class Row:
-    """A model's row of sizing.md."""
+    """A model's row in the table of sizing.md."""
 
     name: str
     layers: int
@@ -55,7 +55,7 @@ def sizing_rows() -> list[Row]:
 
 
 def context_lens() -> dict[str, tuple[int, dict[int, int]]]:
-    """Returns each model's context length, and by GPU memory the largest context_len if the context does not fit."""
+    """Returns for each model its context length and, by GPU memory, the largest context_len if the whole context does not fit."""
     found: dict[str, tuple[int, dict[int, int]]] = {}
     for names, context, needed in table(3):
         if re.fullmatch(r"[\d,]+", context):
@@ -69,7 +69,7 @@ CASES = [(row, gb) for row in ROWS for gb in MEMORIES]
 
 
 def worker_pages(size: dict[str, float], gpu_gb: float, settings: dict[str, Any]) -> int:
-    """Returns the pages that the worker computes. Raises PoolTooSmall."""
+    """Returns the number of KV pages that the worker computes for its pool. Raises PoolTooSmall."""
     total = round(gpu_gb * GB)
     use = DeviceMemoryUse(total, total, round(size["weightsGB"] * GB), REST, 0, 0, allocated_now=())
     loaded = WorkerSettings.model_validate({"model": "m", **settings})
@@ -83,7 +83,7 @@ def values_for(source: str, gpu_gb: float, **settings: Any) -> dict[str, Any]:
     return {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source=source)], "worker": over}
 
 
-def said_context(notes: str) -> list[int]:
+def noted_contexts(notes: str) -> list[int]:
     return [int(found) for found in re.findall(r", context (\d+) tokens", notes)]
 
 
@@ -111,7 +111,7 @@ def test_chart_computes_the_workers_context(row: Row, gpu_gb: int) -> None:
     assert refusal(values) == ""
     assert cell is not None and abs(tokens / 1000 - cell) <= max(1, cell / 500)
     context, most = context_lens()[row.name]
-    assert context == size["contextLen"] and said_context(render(values).notes) == [min(tokens, context)]
+    assert context == size["contextLen"] and noted_contexts(render(values).notes) == [min(tokens, context)]
     assert most.get(gpu_gb) == (tokens if tokens < context else None)
 
 
@@ -154,7 +154,7 @@ def test_gpu_workers_of_ci_values_files_have_a_kv_pool_for_the_whole_context(nam
             assert tokens >= size["contextLen"], f"{entry['name']}: a pool of {tokens} tokens"
             found.append(min(tokens, int(size["contextLen"])))
     release = render(values)
-    assert said_context(release.notes) == found
+    assert noted_contexts(release.notes) == found
     gpus = [
         each for each in pods(release) if each.component in ("worker", "prefill") and each.container()["image"].endswith("-cuda")
     ]
@@ -167,7 +167,7 @@ def test_model_size_overrides_the_table() -> None:
     assert "no page of KV fits on a GPU of 80 GB (gpuMemoryGB): the weights take 70 GB" in refusal(values)
     values["models"][0] |= {"source": "org/of-ours", "size": {"weightsGB": 30, "kvKiBPerToken": 160, "contextLen": 1_000_000}}
     size = {"weightsGB": 30.0, "kvKiBPerToken": 160.0}
-    assert said_context(render(values).notes) == [worker_pages(size, 80, {}) * 16]
+    assert noted_contexts(render(values).notes) == [worker_pages(size, 80, {}) * 16]
 
 
 def test_memory_doubles_when_dtype_is_float32() -> None:

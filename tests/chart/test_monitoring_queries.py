@@ -33,13 +33,13 @@ HPA = {"worker": {"autoscaling": {"enabled": True}}, "gateway": {"autoscaling": 
 APART = {"worker": {"prefill": {"autoscaling": {"enabled": True}}}}
 KEDA = {**HPA, "autoscaling": {"engine": "keda"}, "gateway": {"autoscaling": {"enabled": True}, "queueTimeoutSeconds": 300}}
 
-# Selectors that may find nothing, with the reason.
+# Selectors that may find no series in this test, with the reason.
 NOT_WHILE_WELL = {
     'rootstock_gateway_requests_total{pod=~".*",code=~"5..",route!~"/health.*|/readiness|/ready|/metrics|other"}': "none failed",
     'kubelet_volume_stats_used_bytes{persistentvolumeclaim=~"data-.*state-0"}': "there is no kubelet",
     "kubelet_volume_stats_capacity_bytes": "there is no kubelet",
     'kube_pod_status_phase{phase="Pending"}': "there is no kube-state-metrics",
-    "rootstock:max_replicas": "the chart records it of what it scales",
+    "rootstock:max_replicas": "the chart's rules record it only for autoscaled workers",
     "rootstock_tls_files_valid": "these services speak in the clear",
     "rootstock_tls_certificate_not_after_seconds": "these services speak in the clear",
     "rootstock_gateway_tls_failures_total": "these services speak in the clear",
@@ -63,7 +63,11 @@ def dashboards() -> dict[str, dict[str, Any]]:
 
 
 def panel_queries(others: tuple[str, ...] = ("gpus",)) -> list[tuple[str, str, str]]:
-    """Returns (dashboard, panel, PromQL with Grafana's variables filled in). Omits dashboards with series of other exporters."""
+    """Returns (dashboard, panel, PromQL with Grafana's variables filled in) of each query.
+
+    Args:
+        others: dashboards to omit, because they show series of other exporters.
+    """
     out = []
     for name, dashboard in dashboards().items():
         if name in others:
@@ -133,14 +137,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def limit_store(system: System) -> None:
-    """Gives the store a memory limit, as the chart does."""
+    """Sets the state store's memory limit, as the chart does."""
     argv = system.parts["gateway"].command.argv
     redis.Redis.from_url(argv[argv.index("--state-redis-url") + 1]).config_set("maxmemory", str(1 << 30))
 
 
 KEY = "rsk-alice"
 LOAD_S = 120.0
-WANTED = (  # results that need two scrapes, or one or two evaluations of rules
+WANTED = (  # expressions that have results only after two scrapes, or after one or two evaluations of rules
     "rate(sglang:e2e_request_latency_seconds_count[1m]) > 0",
     "rate(rootstock_gateway_inter_token_latency_seconds_count[1m]) > 0",
     "rate(rootstock_tokenizer_requests_total[1m]) > 0",
@@ -153,20 +157,20 @@ WANTED = (  # results that need two scrapes, or one or two evaluations of rules
 
 
 def load(system: System) -> None:
-    """Sends requests of two conversations. Routing may send both to one worker."""
+    """Sends requests of two conversations, which may go to one worker."""
 
     def ask(number: int) -> int:
         prompt = f"Conversation {number % 2}: " + f"{number % 2} went to the market and bought a gateway. " * 40
         return system.post("/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 8}, key=KEY)[0]
 
-    go_away(system)
+    disconnect_early(system)
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(ask, range(4))) == {200}
-    time.sleep(1.0)  # half a scrape interval, because more load would not change the result
+    time.sleep(1.0)  # half a scrape interval; more requests would not change the result
     assert system.post("/v1/completions", {"model": "nobody", "prompt": "x"}, key=KEY)[0] == 404
 
 
-def go_away(system: System) -> None:
+def disconnect_early(system: System) -> None:
     """Sends a request and closes the connection before the response."""
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
     with socket.create_connection((HOST, system.port), timeout=5) as client:
@@ -214,7 +218,7 @@ def test_keda_queries_return_one_number_or_nothing(watched: Watched) -> None:
 
 
 def with_present_role(query: str) -> str:
-    """Replaces the role in the query by `unified`, the role of the running workers."""
+    """Replaces the query's role, prefill or decode, by `unified`, because the running workers have this role."""
     return re.sub(r'engine_type="(prefill|decode)"', 'engine_type="unified"', query)
 
 
@@ -231,14 +235,14 @@ def test_keda_queries_select_one_role_when_there_are_two(watched: Watched) -> No
     for name, query in queries.items():
         ((labels, value),) = watched.prometheus.query(with_present_role(query), at=now)
         assert labels == {}
-        if name in usual:  # with one role, the result equals that of all workers
+        if name in usual:  # all running workers have one role, so the result equals that of the query without a role
             assert [(labels, pytest.approx(value))] == watched.prometheus.query(usual[name], at=now), name
     for name in ("waiting-tokens", "busy"):
         assert watched.prometheus.query(queries[name]) == [], "without series of prefill workers, the query returns nothing"
 
 
 def test_keda_queries_are_empty_when_worker_series_are_missing(watched: Watched) -> None:
-    """A query returns 0 if there are no workers, and nothing if gateways have workers that Prometheus does not scrape."""
+    """A query returns nothing if gateways report workers that Prometheus does not scrape, and 0 only if there are no workers."""
     queries = keda_queries()
     for name in ("running", "token-usage"):
         unseen = queries[name].replace("(sglang:", "(nobody_scrapes:")
@@ -248,7 +252,7 @@ def test_keda_queries_are_empty_when_worker_series_are_missing(watched: Watched)
 
 
 def adapter_queries(watched: Watched) -> dict[str, str]:
-    """Returns the adapter's queries by the metric name that the HPA uses."""
+    """Returns the adapter's queries by the HPA's metric name."""
     found, out = adapter_rules(), {}
     for rule in found["rules"]:
         component = "gateway" if "gateway" in rule["name"]["as"] else "worker"
@@ -294,7 +298,7 @@ def test_adapter_serves_metrics_of_prefill_workers(watched: Watched) -> None:
 @pytest.mark.parametrize(
     ("rules", "namespace", "name"),
     [
-        pytest.param(True, None, "llm-rootstock-adapter-rules", id="the boolean form"),
+        pytest.param(True, None, "llm-rootstock-adapter-rules", id="adapterRules is a boolean"),
         pytest.param({"enabled": True}, None, "llm-rootstock-adapter-rules", id="no namespace"),
         pytest.param({"enabled": True, "namespace": NAMESPACE}, NAMESPACE, "llm-rootstock-adapter-rules", id="the release's"),
         pytest.param(
@@ -309,7 +313,7 @@ def test_adapter_rules_have_the_namespace_and_the_name_of_the_values(rules: Any,
 
 
 @pytest.mark.parametrize("rules", [False, {"enabled": False}, {"enabled": False, "namespace": "monitoring"}, None, {}])
-def test_adapter_rules_are_left_out_when_disabled(rules: Any) -> None:
+def test_chart_omits_adapter_rules_when_disabled(rules: Any) -> None:
     assert not [
         each for each in render({"autoscaling": {"adapterRules": rules}}).kind("ConfigMap") if "config.yaml" in each["data"]
     ]
@@ -333,7 +337,7 @@ def test_adapter_rules_have_only_keys_of_the_adapters_configuration() -> None:
 @pytest.mark.parametrize(
     "rules", ["yes", {"enabled": "yes"}, {"namespace": "Monitoring"}, {"namespace": "a.b"}, {"namspace": "monitoring"}]
 )
-def test_adapter_rules_refuse_values_when_the_schema_does_not_know_them(rules: Any) -> None:
+def test_schema_refuses_unknown_values_of_adapter_rules(rules: Any) -> None:
     assert "adapterRules" in refusal({"autoscaling": {"adapterRules": rules}})
 
 
@@ -344,14 +348,14 @@ def test_sglang_dashboard_queries_return_data(watched: Watched) -> None:
 
 @pytest.mark.parametrize("name", ["gateway", "tokenizer", "detokenizer", "worker-0"])
 def test_promtool_accepts_the_services_metrics(watched: Watched, name: str) -> None:
-    """Allows findings about metric names that SGLang defines."""
+    """Some metrics have names that SGLang defines. promtool may object only to these."""
     with urllib.request.urlopen(watched.system.parts[name].metrics_url, timeout=5) as response:
         text = response.read()
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
     findings = [line for line in (done.stdout + done.stderr).decode().splitlines() if line.strip()]
     assert [line for line in findings if not line.startswith("sglang:")] == []
     of_sglang = {line.split(" ", 1)[1] for line in findings if line.startswith("sglang:")}
-    # SGLang's distributions over routing keys are gauges with names of histograms.
+    # SGLang exports distributions over routing keys as gauges with the names of a histogram's series.
     assert of_sglang <= {
         "metric names should not contain ':'",
         "metric name should not include type 'histogram'",

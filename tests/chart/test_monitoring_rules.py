@@ -1,4 +1,4 @@
-"""Tests the rules with promtool: they are valid, each alert fires when it must, and none fires in a healthy system."""
+"""Tests the alerting and recording rules with promtool. Each alert fires in its scenario, and none in a healthy system."""
 
 from __future__ import annotations
 
@@ -42,7 +42,12 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def world(differs: dict[str, str], expected: list[tuple[str, set[str]]]) -> dict[str, Any]:
-    """Returns a promtool test. `expected` has times and the alerts that fire then."""
+    """Returns a promtool test.
+
+    Args:
+        differs: series that replace those of a healthy system, by name.
+        expected: (time, names of the alerts that must fire then).
+    """
     return {
         "interval": "1m",
         "input_series": [{"series": series, "values": values} for series, values in {**WELL, **differs}.items()],
@@ -78,7 +83,7 @@ def test_rules_are_valid() -> None:
 
 
 @pytest.mark.needs("promtool")
-def test_alerts_are_silent_while_all_is_well(tmp_path: Path) -> None:
+def test_no_alert_fires_in_a_healthy_system(tmp_path: Path) -> None:
     assert run_tests(tmp_path, world({}, [("30m", set()), ("2h", set())])) == ""
 
 
@@ -113,7 +118,7 @@ def test_alerts_have_a_scenario_a_severity_and_a_page() -> None:
 
 
 SETTING = re.compile(r"\b(?:worker|gateway)\.settings\.(\w+)")
-BARE = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")  # a setting, a reason or a metric
+BARE = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")  # name of a setting, a reason label or a metric
 VALUE = re.compile(r"\b(?:[a-z]+[A-Za-z]*\.)+[a-z]\w*\b|\b[a-z]+[A-Z]\w*\b")
 
 
@@ -133,7 +138,7 @@ def test_runbooks_name_existing_settings_and_values() -> None:
 
 
 def paths(values: Any, before: str = "") -> Iterator[str]:
-    """Yields each key of the values, as a name and as a path."""
+    """Yields the name and the dotted path of each key in the values."""
     for name, value in values.items() if isinstance(values, dict) else ():
         yield name
         yield before + name
@@ -147,14 +152,14 @@ def test_confirmations_name_a_namespace() -> None:
 
 
 def without_links(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Removes runbook links, as the chart does without runbookUrl."""
+    """Returns the rules without runbook links, as the chart renders them without the value runbookUrl."""
     for rule in (rule for group in groups for rule in group["rules"]):
         rule.get("annotations", {}).pop("runbook_url", None)
     return groups
 
 
 def of_release(rules: str, namespace: str = "serving", name: str = "llm-rootstock") -> str:
-    """Returns the rules with the objectives limited to a release's gateways."""
+    """Returns the rules with their objectives limited to the gateways of one release."""
     rules = rules.replace('namespace=~".*",pod=~".*"', f'namespace="{namespace}",pod=~"{name}-gateway-.+"')
     rules = rules.replace('{release="all"}', f'{{namespace="{namespace}",release="{name}"}}')
     return rules.replace("labels: {release: all}", f"labels: {{release: {name}}}")
@@ -162,7 +167,10 @@ def of_release(rules: str, namespace: str = "serving", name: str = "llm-rootstoc
 
 @pytest.mark.needs("promtool")
 def test_objectives_apply_per_release(tmp_path: Path) -> None:
-    """With the same share of failures, one of two releases burns its budget, in one namespace and in two."""
+    """Two releases have equal failure ratios but different objectives, so only one burns its budget.
+
+    The releases are in one namespace, then in two.
+    """
     strict, lenient = {"availability": 0.999}, {"availability": 0.9}
     for name, namespaces in (("one", ("serving", "serving")), ("two", ("serving", "testing"))):
         files, series = [], {}
@@ -232,10 +240,10 @@ def test_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
 
 @pytest.mark.needs("prometheus")
 def test_pod_monitor_scrapes_only_running_pods(tmp_path: Path) -> None:
-    """Applies the PodMonitor's relabelings, and those of the page for a Prometheus without the operator."""
+    """Runs Prometheus with the PodMonitor's relabelings, and with those of the page for a Prometheus without the operator."""
     (monitor,) = render({"monitoring": {"serviceMonitor": {"enabled": True, "interval": "7s"}}}).kind("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert endpoint["interval"] == "7s"  # set by the value's old name
+    assert endpoint["interval"] == "7s", "the old name of the value must still set the interval"
     names = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
     relabel = [{names.get(key, key): value for key, value in each.items()} for each in endpoint["relabelings"]]
     component = "__meta_kubernetes_pod_label_app_kubernetes_io_component"
@@ -267,7 +275,7 @@ def test_pod_monitor_scrapes_only_running_pods(tmp_path: Path) -> None:
 
 
 GPU = 'DCGM_FI_DEV_GPU_UTIL{gpu="0",Hostname="node-a",'
-SEEN = {  # labels of the exporter's series; whether the dashboard shows the GPU
+SHOWN = {  # case: labels of the exporter's series, whether the dashboard shows the GPU
     "honoured": ('namespace="serving",pod="worker-0"}', True),
     "renamed": ('exported_namespace="serving",exported_pod="worker-0",namespace="gpu-operator",pod="dcgm-x"}', True),
     "of another namespace": ('exported_namespace="train",exported_pod="worker-0",namespace="serving",pod="dcgm-x"}', False),
@@ -276,9 +284,9 @@ SEEN = {  # labels of the exporter's series; whether the dashboard shows the GPU
 
 
 @pytest.mark.needs("promtool")
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", SHOWN)
 def test_gpu_dashboard_shows_gpus_by_pod(name: str, tmp_path: Path) -> None:
-    labels, shown = SEEN[name]
+    labels, shown = SHOWN[name]
     dashboard = json.loads((CHART / "dashboards" / "gpus.json").read_text())
     query = dashboard["panels"][0]["targets"][0]["expr"].replace("$namespace", "serving")
     samples = [{"labels": '{gpu="0",Hostname="node-a",pod="worker-0"}', "value": 7}] if shown else []

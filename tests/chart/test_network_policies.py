@@ -1,4 +1,4 @@
-"""Tests that NetworkPolicies allow exactly the data flow: requests, Redis, metrics and DNS."""
+"""Tests that NetworkPolicies allow exactly the connections that the release needs: requests, Redis, metrics and DNS."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ METRICS = {(source, name, port) for name, port in MEASURED.items() for source in
 
 
 def names(*sources: str) -> set[tuple[str, str, int]]:
-    """Returns edges to DNS servers, which may be in kube-system, on the node (NodeLocal DNSCache) or at port 5353 (OpenShift)."""
+    """Returns edges to any DNS server: it may be in kube-system, on the node (NodeLocal DNSCache) or on port 5353 (OpenShift)."""
     return {(source, ANY, port) for source in sources for port in (53, 5353)}
 
 
@@ -65,7 +65,7 @@ OF_PREFILL = {
 COLLECTOR = {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker")}
 
 CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
-    "as it is": ({}, WHOLE),
+    "defaults": ({}, WHOLE),
     "two models": ({"models": [model("a"), model("b")]}, WHOLE),
     "without tests": ({"tests": {"enabled": False}}, WHOLE - HELM_TEST - DIAGNOSIS - names("test")),
     "without the diagnosis": ({"tests": {"diagnose": False}}, WHOLE - DIAGNOSIS),
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         | {(each, ANY, 6379) for each in ("gateway", "worker", "test")}
         | {(each, ANY, 6380) for each in ("gateway", "test")},
     ),
-    "a store of its own": (VARIANTS["kept"], WHOLE | {("gateway", "state", 6379), ("test", "state", 6379)}),
+    "state store": (VARIANTS["kept"], WHOLE | {("gateway", "state", 6379), ("test", "state", 6379)}),
     "traced": (
         {"tracing": {"otlpEndpoint": "otel.observability.svc:4317"}},
         WHOLE | COLLECTOR | names("tokenizer", "detokenizer"),
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         {"networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "apps"}}}]}},
         WHOLE - {(ANY, "gateway", 8000)} | {("client", "gateway", 8000)},
     ),
-    "prometheus elsewhere": (
+    "prometheus with other labels": (
         {"networkPolicy": {"monitoring": [{"podSelector": {"matchLabels": {"app": "other"}}}]}},
         WHOLE - METRICS | {("neighbour", target, port) for _, target, port in METRICS},
     ),
@@ -104,11 +104,11 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         {"networkPolicy": {"monitoringNamespaces": {"matchLabels": {NAMESPACE_NAME: "other"}}}},
         WHOLE - {each for each in METRICS if each[0] == OF_A_USER.name},
     ),
-    "names from one server": (
+    "dns in one namespace": (
         {"networkPolicy": {"dns": [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "kube-system"}}}]}},
         WHOLE - NAMES | {(source, target, port) for source, _, port in NAMES for target in ("dns", "another of kube-system")},
     ),
-    "another port of the API server, and what sidecars need": (
+    "another API server port, and connections of sidecars": (
         {
             "worker": {"deletionCost": True},
             "networkPolicy": {
@@ -122,15 +122,15 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         | {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")}
         | {("neighbour", target, 9999) for target in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")},
     ),
-    "prompts are computed apart, and KV is kept elsewhere": (
+    "prefill workers, and additional worker egress": (
         merged(VARIANTS["apart"], {"networkPolicy": {"workerEgress": [{"ports": [{"port": 6380}]}]}}),
         WHOLE | OF_PREFILL | names("prefill") | {(source, ANY, 6380) for source in ("worker", "prefill")},
     ),
-    "KV is kept in a store that workers share": (
+    "KV tier in shared storage": (
         VARIANTS["tiers-shared"],
         WHOLE | OF_PREFILL | names("prefill") | {(source, ANY, 6380) for source in ("worker", "prefill")},
     ),
-    "prompts are computed apart, with the control service": (
+    "prefill workers with the control service": (
         merged(VARIANTS["apart"], {"auth": {"controlTokenSecret": "t"}, "worker": {"deletionCost": True}}),
         WHOLE
         | DELETION_COST
@@ -139,13 +139,13 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         | names("prefill")
         | {("gateway", "worker", 7004), ("gateway", "prefill", 7004)},
     ),
-    "pods that fetch": (
+    "pods that download their model": (
         VARIANTS["fetched-by-pods"],
         WHOLE - DELETION_COST
         | {(source, ANY, 443) for source in ("tokenizer", "detokenizer", "worker")}
         | names("tokenizer", "detokenizer"),
     ),
-    "tokenizers that fetch, through a proxy": (
+    "tokenizers that download through a proxy": (
         VARIANTS["tokenizers-fetched"],
         WHOLE
         | {(source, ANY, port) for source in ("tokenizer", "detokenizer", "prefetch") for port in (443, 3128, 9000)}
@@ -238,7 +238,7 @@ def test_no_policies_are_rendered_when_disabled() -> None:
 
 
 def test_policies_allow_every_configured_target() -> None:
-    """The policies allow connections to the Services in the variables of gateway and workers."""
+    """The variables of gateways and workers name Services. The policies must allow connections to each of them."""
 
     def law(_: str, release: Release) -> Iterator[str]:
         found = graph(release)
@@ -252,7 +252,7 @@ def test_policies_allow_every_configured_target() -> None:
             if not address.endswith((f"-{target}.{NAMESPACE}.svc:{port}", f"-{target}.{NAMESPACE}:{port}")):
                 yield f"{target}s at {address}"
             if ("gateway", target, port) not in found:
-                yield f"no way to {target}s"
+                yield f"the policies block connections to {target}"
 
     assert offences(law, ci_names()) == {}
 
@@ -261,17 +261,17 @@ POLICY: dict[str, Any] = {"spec": {"podSelector": {"matchLabels": {"a": "1"}}, "
 A = Party("a", {"a": "1"}, {NAMESPACE_NAME: NAMESPACE}, {"http": 80})
 EVALUATED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "nothing": ({}, set()),
-    "an empty rule lets everybody in": ({"ingress": [{}]}, {each.name for each in OUTSIDE}),
-    "a pod selector stays in its namespace": (
+    "empty rule": ({"ingress": [{}]}, {each.name for each in OUTSIDE}),
+    "pod selector without a namespace selector": (
         {"ingress": [{"from": [{"podSelector": {}}]}]},
         {NEIGHBOUR.name, OTHER_RELEASE.name},
     ),
-    "both selectors of one peer must hold": (
+    "pod and namespace selector of one peer": (
         {"ingress": [{"from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "chat"}}}]}]},
         {CLIENT.name},
     ),
-    "blocks are for addresses": ({"ingress": [{"from": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}]}, {INTERNET.name}),
-    "but for what is excepted": (
+    "IP block": ({"ingress": [{"from": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}]}, {INTERNET.name}),
+    "IP block with an exception": (
         {"ingress": [{"from": [{"ipBlock": {"cidr": "203.0.113.0/24", "except": ["203.0.113.0/28"]}}]}]},
         set(),
     ),
@@ -279,12 +279,12 @@ EVALUATED: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"ingress": [{"from": [{"namespaceSelector": {"matchExpressions": [{"key": "name", "operator": "Exists"}]}}]}]},
         {PROMETHEUS.name},
     ),
-    "ports have names": (
+    "named port": (
         {"ingress": [{"ports": [{"port": "http"}], "from": [{"podSelector": {"matchLabels": {"app": "other"}}}]}]},
         {NEIGHBOUR.name},
     ),
     "another port": ({"ingress": [{"ports": [{"port": 81}]}]}, set()),
-    "a range of ports": ({"ingress": [{"ports": [{"port": 70, "endPort": 90}]}]}, {each.name for each in OUTSIDE}),
+    "port range": ({"ingress": [{"ports": [{"port": 70, "endPort": 90}]}]}, {each.name for each in OUTSIDE}),
     "another protocol": ({"ingress": [{"ports": [{"port": 80, "protocol": "UDP"}]}]}, set()),
 }
 

@@ -32,9 +32,9 @@ DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 LABEL_VALUE = re.compile(r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
 IMAGE = re.compile(r"^[a-z0-9.\-/:]+?[a-z0-9](:[\w][\w.-]{0,127})?(@sha256:[0-9a-f]{64})?$")
 VERSION_LABELS = {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"}
-UNRENDERED = ("<no value>", "%!")  # printed by Go templates for a missing value, and for a verb without one
-NEEDS_NEWER = {"image-volume", "scale-from-zero"}  # image volumes need Kubernetes 1.31,
-NEEDS_NEWER |= {"claimed-devices", "devices-of-each-kind"}  # and resource.k8s.io/v1 from 1.34
+UNRENDERED = ("<no value>", "%!")  # output of Go templates for a missing value, and for a printf verb without an argument
+# Value sets that need a Kubernetes newer than MINIMAL_KUBE: image volumes need 1.31, and resource.k8s.io/v1 needs 1.34.
+NEEDS_NEWER = {"image-volume", "scale-from-zero", "claimed-devices", "devices-of-each-kind"}
 
 
 def test_ci_files_cover_the_documented_setups() -> None:
@@ -93,7 +93,7 @@ def test_object_names_are_valid() -> None:
             name = each["metadata"]["name"]
             if len(name) > 63 or not DNS_LABEL.match(name):
                 yield title(each)
-            if each["kind"] in ("StatefulSet", "LeaderWorkerSet", "Deployment") and len(name) > 52:  # pods' names become labels
+            if each["kind"] in ("StatefulSet", "LeaderWorkerSet", "Deployment") and len(name) > 52:  # labels have the pods' names
                 yield f"{title(each)}: controller-revision-hash adds 11 characters"
 
     assert offences(law) == {}
@@ -164,7 +164,7 @@ def test_disruption_budgets_select_one_workload() -> None:
             if len(selected) != 1:
                 yield f"{title(budget)} selects {sorted(selected)}"
             budgeted.update(selected)
-        yield from (f"{each}: two budgets keep it from ever being evicted" for each, count in budgeted.items() if count > 1)
+        yield from (f"{each}: two disruption budgets, so no pod can be evicted" for each, count in budgeted.items() if count > 1)
 
     assert offences(law) == {}
 
@@ -185,7 +185,7 @@ def test_spread_constraints_select_their_own_pods() -> None:
                 if not selects(constraint["labelSelector"], pod.labels):
                     yield f"{pod.role}: of others"
                 if constraint["whenUnsatisfiable"] != "ScheduleAnyway":
-                    yield f"{pod.role}: a cluster of one zone must do"
+                    yield f"{pod.role}: a required spread over zones leaves pods pending in a cluster with one zone"
 
     assert offences(law) == {}
 
@@ -201,7 +201,7 @@ def test_scalers_have_a_target_without_replicas() -> None:
     assert offences(law) == {}
 
 
-def test_a_workload_has_one_scaler() -> None:
+def test_workload_has_at_most_one_autoscaler() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         scalers = release.kind("HorizontalPodAutoscaler", "ScaledObject")
         targets = Counter(each["spec"]["scaleTargetRef"]["name"] for each in scalers)
@@ -234,7 +234,7 @@ def test_monitors_of_pods_find_ports() -> None:
 
 
 def backends(release: Release) -> Iterator[tuple[Object, str, int | str]]:
-    """Yields (object, Service, name or number of the port) of Ingresses and HTTPRoutes."""
+    """Yields (object, name of the Service, name or number of its port) for each backend of Ingresses and HTTPRoutes."""
     for ingress in release.kind("Ingress"):
         for path in (path for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]):
             service = path["backend"]["service"]
@@ -368,7 +368,7 @@ def test_pod_ports_have_unique_names() -> None:
 
 
 def probed(container: dict[str, Any]) -> Iterator[tuple[str, int | str]]:
-    """Yields the name and the port of each probe."""
+    """Yields (name, port) of each probe."""
     for key in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container.get(key, {})
         yield from ((key, probe[action]["port"]) for action in ("grpc", "httpGet", "tcpSocket") if action in probe)

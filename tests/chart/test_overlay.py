@@ -1,4 +1,4 @@
-"""Tests ci/operators-overlay-values.yaml over cpu-demo-values.yaml: each setting reaches its place in the objects."""
+"""Tests ci/operators-overlay-values.yaml over cpu-demo-values.yaml: each value appears in the right field of the objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = (GATEWAY, TOKENIZER, DETOKENIZER, WORKER, REDIS, STATE)  # objects with 
 LABELS, ANNOTATIONS = "spec template metadata labels ", "spec template metadata annotations "
 SHELL = "docker.io/library/redis:7.4.2-alpine"
 
-# Value → objects, path in the objects, expected value at the path.
+# Key of the values file → objects, path of the field in them, expected value of the field.
 SHOWN: dict[str, tuple[tuple[str, ...], str, Any]] = {
     "commonLabels": ((GATEWAY, f"Service/{FULL}-gateway", f"NetworkPolicy/{FULL}-redis"), "metadata labels cost-center", "ml-42"),
     "image.pullPolicy": (EVERY, POD + "containers 0 imagePullPolicy", "Always"),
@@ -28,7 +28,7 @@ SHOWN: dict[str, tuple[tuple[str, ...], str, Any]] = {
     "pod.annotations": (EVERY, ANNOTATIONS + "sidecar.istio.io/inject", "false"),
     "pod.env": (EVERY, POD + "containers 0 env HTTPS_PROXY= value", "http://proxy.example.com:3128"),
     "pod.volumes": (EVERY, POD + "volumes corporate-ca= configMap name", "corporate-ca"),
-    "pod.volumes, in place of tmp": (EVERY, POD + "volumes tmp= emptyDir", {"sizeLimit": "2Gi"}),
+    "pod.volumes, replacing tmp": (EVERY, POD + "volumes tmp= emptyDir", {"sizeLimit": "2Gi"}),
     "pod.volumeMounts": (EVERY, POD + "containers 0 volumeMounts corporate-ca= mountPath", "/etc/corporate-ca"),
     "pod.nodeSelector": (EVERY, POD + "nodeSelector", {"kubernetes.io/os": "linux"}),
     "pod.tolerations": (EVERY, POD + "tolerations 0 key", "dedicated"),
@@ -37,7 +37,7 @@ SHOWN: dict[str, tuple[tuple[str, ...], str, Any]] = {
     "pod.dnsConfig": (EVERY, POD + "dnsConfig options 0", {"name": "ndots", "value": "2"}),
     "pod.hostAliases": (EVERY, POD + "hostAliases 0 hostnames", ["registry.example.com"]),
     "pod.securityContext": (EVERY, POD + "securityContext supplementalGroups", [3000]),
-    "pod.securityContext, a key of the chart's": (EVERY, POD + "securityContext fsGroupChangePolicy", "Always"),
+    "pod.securityContext, a key that the chart sets too": (EVERY, POD + "securityContext fsGroupChangePolicy", "Always"),
     "pod.containerSecurityContext": (EVERY, POD + "containers 0 securityContext privileged", False),
     "pod, in hooks": ((CHAT, READINESS), "spec tolerations 0 key", "dedicated"),
     "gateway.replicas": ((GATEWAY,), "spec replicas", 2),
@@ -55,7 +55,7 @@ SHOWN: dict[str, tuple[tuple[str, ...], str, Any]] = {
     "gateway.priorityClassName": ((GATEWAY,), POD + "priorityClassName", "serving"),
     "gateway.strategy": ((GATEWAY,), "spec strategy rollingUpdate", {"maxSurge": 1, "maxUnavailable": 0}),
     "gateway.pod.envFrom": ((GATEWAY,), container("gateway", "envFrom 0 configMapRef name"), "operators-environment"),
-    "gateway.pod.volumes, beside pod's": ((GATEWAY,), POD + "volumes logs= emptyDir sizeLimit", "256Mi"),
+    "gateway.pod.volumes, added to pod.volumes": ((GATEWAY,), POD + "volumes logs= emptyDir sizeLimit", "256Mi"),
     "gateway.pod.volumeMounts": ((GATEWAY,), container("gateway", "volumeMounts logs= mountPath"), "/var/log/rootstock"),
     "gateway.pod.initContainers": ((GATEWAY,), POD + "initContainers make-log= image", SHELL),
     "gateway.pod.containers": ((GATEWAY,), container("log-shipper", "securityContext readOnlyRootFilesystem"), True),
@@ -98,7 +98,7 @@ def release() -> Release:
     return render(VALUES)
 
 
-def test_overlay_settings_reach_their_objects(release: Release) -> None:
+def test_overlay_values_appear_in_their_objects(release: Release) -> None:
     assert len(SHOWN) >= 40
     found = {
         name: {object_title: at(release.get(*object_title.split("/")), path) for object_title in objects}
@@ -108,7 +108,7 @@ def test_overlay_settings_reach_their_objects(release: Release) -> None:
 
 
 def test_rows_cover_every_setting_of_the_file() -> None:
-    """Compares keys by their first two parts. A key that is added to the file needs a row."""
+    """Each key of the file, by its first two parts, needs a row in SHOWN."""
     shown = {".".join(name.partition(",")[0].split(".")[:2]) for name in SHOWN}
     alone = ("commonLabels", "ingress", "extraObjects", "models")
     given = {f"{top}.{key}" for top, block in ci_values("operators-overlay").items() if isinstance(block, dict) for key in block}

@@ -45,7 +45,7 @@ BAD = {
     "run_as_root_user": with_pod(runAsUser=0),
     "seccomp": with_pod(seccompProfile={"type": "Unconfined"}),
 }
-# The standard does not allow volumes of the node and of OCI images, so setups with them are exceptions.
+# Value sets that break the standard: it does not allow hostPath volumes and volumes of OCI images.
 BEYOND = {
     "node-cache": {"volume_types"},
     "host-path-cache": {"volume_types"},
@@ -85,7 +85,7 @@ def test_pods_have_no_service_links() -> None:
 
 
 def test_pods_run_as_a_numeric_user_other_than_root() -> None:
-    """Kubernetes cannot tell whether a user name of an image is root."""
+    """If an image names its user, Kubernetes cannot check that the user is not root, so the chart sets a number."""
 
     def law(_: str, release: Release) -> Iterator[str]:
         yield from (pod.role for pod in pods(release) if not pod.spec["securityContext"].get("runAsUser", 0) > 0)
@@ -115,7 +115,7 @@ def test_root_file_systems_are_read_only_without_gpus() -> None:
 
 
 def asks_for_a_gpu(pod: PodTemplate) -> bool:
-    """Returns whether the pod requests a GPU. CDI hooks then write into its container before it starts."""
+    """Whether the pod requests a GPU. Its root file system must then be writable, because CDI hooks write into it."""
     resources = pod.container()["resources"]
     return bool(resources.get("claims")) or any("/" in name for name in resources["limits"])
 

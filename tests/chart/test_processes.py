@@ -1,4 +1,4 @@
-"""Tests the containers of the CPU demo as processes with their exact commands and environment, probed like by the kubelet."""
+"""Tests the containers of the CPU demo as processes, with their exact commands and environment and the kubelet's probes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gateway_alone(machine: Machine) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def running(machine: Machine, gateway_alone: Running) -> Iterator[dict[str, Running]]:
-    built_library()  # images contain built kernels
+    built_library()  # builds the kernels before the start, because images contain built kernels
     found = {"gateway": gateway_alone}
     with contextlib.ExitStack() as stack:
         for component in COMPONENTS[:-1]:
@@ -73,7 +73,7 @@ def started(machine: Machine, each: PodTemplate) -> Iterator[Running]:
         process.kill()
 
 
-def test_gateway_is_ready_while_nothing_else_runs(gateway_alone: Running) -> None:
+def test_gateway_is_ready_when_no_other_service_runs(gateway_alone: Running) -> None:
     gateway_alone.wait_for("startupProbe", START_S)
     gateway_alone.wait_for("readinessProbe", 5)
     assert gateway_alone.status("http", "/readiness") == 503
@@ -128,7 +128,7 @@ def test_helm_tests_pass(machine: Machine, running: dict[str, Running]) -> None:
 
 
 def test_diagnosis_reads_the_services_responses(machine: Machine, running: dict[str, Running]) -> None:
-    """Uses a real gateway, tokenizer, detokenizer and Redis, without an API server."""
+    """Runs the diagnosis against a real gateway, tokenizer, detokenizer and Redis, without an API server."""
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
     (told,) = [each for each in machine.release.kind("ConfigMap") if each["metadata"]["name"].endswith("-test-diagnosis")]
     install = Install.of({**json.loads(told["data"]["install.json"]), "services": {}})
@@ -137,7 +137,7 @@ def test_diagnosis_reads_the_services_responses(machine: Machine, running: dict[
     facts = look(install, f"http://{HOST}:{machine.ports['gateway', 8000]}", environ)
     found = {each.check: each for each in diagnose(install, facts)}
     assert (found["models"].what, found["redis"].state) == ("1 of 1 models have workers", "ok"), found
-    assert list(facts.texts) == ["demo"], "the text of the model went through its tokenizer and detokenizer"
+    assert list(facts.texts) == ["demo"], "the diagnosis must send a text through the model's tokenizer and detokenizer"
     assert (found["api"].state, found["api"].what.partition(":")[0]) == ("BROKEN", "the API server does not respond")
 
 

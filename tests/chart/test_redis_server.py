@@ -1,4 +1,4 @@
-"""Tests the chart's Redis with TLS by its rendered commands: a real server loads changed certificates."""
+"""Tests the chart's Redis with TLS: a real server, run by the rendered command, loads changed certificates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("localhost", "rootstock-redis")
 
 
 class Server:
-    """A Redis server that runs a pod's command, on a free port and with local folders in place of the pod's paths."""
+    """A Redis server that runs a pod's command on a free port, with local folders instead of the pod's paths."""
 
     def __init__(self, component: str, folder: Path, mounted: Mounted) -> None:
         container = pod(render(merged(VARIANTS["encrypted"], {})), component).container()
@@ -42,7 +42,11 @@ class Server:
         return subprocess.run(self._probe, env=self._env, capture_output=True, timeout=60).returncode == 0
 
     def shown(self, by: Mounted | None = None) -> bytes:
-        """Returns the certificate that the server sends to a client. The client uses the files of `by`, or the server's own."""
+        """Returns the certificate that the server sends to a client.
+
+        Args:
+            by: files of the client; None for the server's own files.
+        """
         certificate, key, authority = (by or self._mounted).paths
         context = ssl.create_default_context(cafile=authority)
         context.load_cert_chain(certificate, key)
@@ -71,9 +75,9 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ser
 
 
 def test_redis_probe_loads_new_certificates(server: tuple[Server, Mounted, Authority], tmp_path: Path) -> None:
-    """Replaces the authority in three steps (trust both, new certificate, trust the new one), then at once.
+    """Replaces the authority in three steps (trust both, new certificate, trust only the new one), then in one step.
 
-    Only the readiness probe makes the server load the files.
+    The server loads the files only when the readiness probe tells it to.
     """
     running, mounted, authority = server
     wait_until(running.is_ready, 30, "the server")
@@ -89,7 +93,7 @@ def test_redis_probe_loads_new_certificates(server: tuple[Server, Mounted, Autho
 
 
 def test_redis_stays_ready_with_bad_certificates(tmp_path: Path) -> None:
-    """The server has an expired certificate, then a new one, then files whose key does not match, which it does not load."""
+    """The server starts with an expired certificate and loads a new one. It does not load a certificate of another key."""
     authority = Authority(tmp_path / "authority")
     good = authority.signed(*NAMES)
     caller = Mounted(tmp_path / "caller", good, authority)

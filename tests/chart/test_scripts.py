@@ -29,7 +29,11 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 def wait_for_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, copy: Callable[[], None]) -> None:
-    """Runs wait_for_model.py in this process for a folder without a Job. Calls `copy` instead of each pause."""
+    """Runs wait_for_model.py in this process for a folder that no prefetch Job fills.
+
+    Args:
+        copy: function that replaces each pause of the script.
+    """
     monkeypatch.setattr(sys, "argv", ["-c", str(folder), ""])
     monkeypatch.setattr(time, "sleep", lambda _: copy())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -37,7 +41,7 @@ def wait_for_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, copy: Callable[
 
 
 class TestWaitForModel:
-    def test_wait_for_model_waits_for_the_mark_of_its_source(self, tmp_path: Path) -> None:
+    def test_wait_for_model_waits_for_the_marker_file_of_its_source(self, tmp_path: Path) -> None:
         (tmp_path / ".source").write_text("org/old")
         command = [sys.executable, "-c", (SCRIPTS / "wait_for_model.py").read_text(), str(tmp_path), "org/new"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -51,7 +55,7 @@ class TestWaitForModel:
             process.wait()
 
     @pytest.mark.parametrize("pattern", VOCABULARIES)
-    def test_wait_for_model_ends_with_the_services_sentence_when_a_copied_folder_needs_a_conversion(
+    def test_wait_for_model_ends_with_the_services_message_when_the_folder_needs_a_conversion(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
     ) -> None:
         for name in ("config.json", pattern.replace("*", "tokenizer")):
@@ -62,7 +66,7 @@ class TestWaitForModel:
             wait_for_copy(tmp_path, monkeypatch, lambda: None)
         assert ended.value.code == str(said.value)
 
-    def test_wait_for_model_goes_on_while_files_come(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wait_for_model_waits_on_while_files_arrive(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("config.json", "tokenizer.model"):
             (tmp_path / name).write_text("{}")
         weights = tmp_path / "model.safetensors"
@@ -148,7 +152,7 @@ class TestChat:
 
 
 class TestReadiness:
-    def test_readiness_ignores_services_that_are_not_named(self) -> None:
+    def test_readiness_ignores_unnamed_services(self) -> None:
         with gateway({"/readiness": (503, {"missing": ["worker"]})}) as (url, _):
             assert run("test_readiness", url, "tokenizer", "detokenizer").returncode == 0
 

@@ -1,4 +1,4 @@
-"""Tests that the chart's variables are settings of the services, with valid values and matching ports."""
+"""Tests that the chart's environment variables are settings of the services, with valid values and matching ports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOSTS = {
     "peer_port": "peer_host",
     "disaggregation_port": "disaggregation_host",
 }
-# Variables of other programs that a service runs, and variables of the values files.
+# Variables that are no settings: those of other programs that a service runs, and those that the values files add.
 FOREIGN = {
     "HOME",
     "TMPDIR",
@@ -52,7 +52,7 @@ FOREIGN = {
     "OTEL_RESOURCE_ATTRIBUTES",
     "INDEX_PASSWORD",
 }
-# Variables that `settings` may set although their names look like the chart's.
+# Variables that the chart sets in some releases and that the value `settings` may set in others.
 ASKED_FOR = {"ROOTSTOCK_ADMIN_PORT", "ROOTSTOCK_HICACHE_STORAGE_SECRET_FILE"}
 
 
@@ -66,7 +66,7 @@ def variables(release: Release, each: PodTemplate) -> dict[str, str]:
 
 
 def settings_of(release: Release, each: PodTemplate) -> ServiceSettings:
-    """Returns the settings that the service reads."""
+    """Returns the settings that the service reads from its environment in this release."""
     return loaded_with(each.service, frozenset(variables(release, each).items()))
 
 
@@ -81,7 +81,7 @@ def loaded_with(service: str, found: frozenset[tuple[str, str]]) -> ServiceSetti
 
 @functools.cache
 def left_open(service: str) -> set[str]:
-    """Returns the variables of the settings that `settings` accepts."""
+    """Returns the variables that the value `settings` of the service may set."""
     return {ENV_PREFIX + name.upper() for name in settings_schema(service)["properties"]}
 
 
@@ -103,7 +103,7 @@ def test_variables_are_settings() -> None:
             given = set(variables(release, each))
             yield from (f"{each.role}: {name}" for name in sorted(given - known - FOREIGN))
             places = {name for name in given & left_open(each.service) - ASKED_FOR if name.endswith(("_PORT", "_HOST", "_FILE"))}
-            yield from (f"{each.role}: {name} is the chart's, and `settings` may say another" for name in sorted(places))
+            yield from (f"{each.role}: {name} is set by the chart, but `settings` accepts it too" for name in sorted(places))
 
     assert offences(law) == {}
 
@@ -126,7 +126,7 @@ def test_services_listen_on_all_addresses() -> None:
             loaded = settings_of(release, each)
             hosts = [host for field, host in HOSTS.items() if getattr(loaded, field, 0)]
             found.update({f"{each.role}: {host}": getattr(loaded, host) for host in hosts})
-        if set(found.values()) not in ({"0.0.0.0"}, {"::"}):  # IPv4 only, or both families
+        if set(found.values()) not in ({"0.0.0.0"}, {"::"}):  # all IPv4 addresses, or all IPv4 and IPv6 addresses
             yield str(found)
 
     assert offences(law) == {}
@@ -152,7 +152,7 @@ def test_tokens_come_from_secrets() -> None:
 
 
 def test_numbers_keep_their_digits() -> None:
-    """Helm's numbers are floats, which Go prints as 3.3554432e+07."""
+    """Large numbers are rendered in full. Helm's numbers are floats, which Go would print like 3.3554432e+07."""
     release = render(VARIANTS["tuned"])
     gateway, worker = pod(release, "gateway"), pod(release, "worker")
     assert variables(release, gateway)["ROOTSTOCK_MAX_BODY_BYTES"] == "33554432"
@@ -181,7 +181,7 @@ def test_gateways_use_the_workers_control_token() -> None:
     assert gateway.peers == (f"dns:///llm-rootstock-gateway-peers.{NAMESPACE}.svc:{gateway.peer_port}",)
 
 
-def test_a_models_settings_override_the_workers() -> None:
+def test_settings_of_a_model_override_those_of_the_worker() -> None:
     over = {"worker": {"settings": {"page_size": 16, "max_running_requests": 8}}}
     large = model("large", worker={"settings": {"page_size": 32}})
     release = render(merged(over, {"models": [model("small"), large]}))

@@ -1,4 +1,4 @@
-"""Tests the objects that templates render and leave out. A case compares all of its fields and shows every difference."""
+"""Tests the objects that templates render or omit. The cases are in template_fields.py; a failure shows all differences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_cases_have_unique_names() -> None:
     assert len(CASES) == sum(map(len, (SERVICES, GATEWAYS, WORKERS, BESIDES)))
 
 
-# test_upgrade.py looks for objects with immutable fields in every release.
+# Day runs may skip cases, because test_upgrade.py checks the immutable fields of every release.
 @pytest.mark.by_day(one_in=3, seed=45)
 @pytest.mark.parametrize(
     ("values", "title"),
@@ -133,7 +133,7 @@ def test_prefill_and_decode_workers_use_the_kv_certificate(pool: str) -> None:
 
 
 def test_pods_that_end_get_the_common_pod_values() -> None:
-    """Sidecars end with the pod, and the proxy of downloads overrides the proxy for all pods."""
+    """The pods of Jobs and tests get the values of `pod`. Sidecars must end with them; a download's proxy overrides pod.env."""
     sidecar = {"name": "mesh", "image": "mesh:1"}
     variables = {"https_proxy": "http://all:1", "HTTP_PROXY": "http://all:1", "LANG": "C"}
     common = {"containers": [sidecar], "env": [{"name": name, "value": value} for name, value in variables.items()]}
@@ -149,7 +149,7 @@ def test_pods_that_end_get_the_common_pod_values() -> None:
     job = pod(release, "prefetch")
     assert (job.spec["nodeSelector"], job.spec["tolerations"][0]["key"]) == ({"disk": "fast"}, "gpu")
     assert job.container()["image"] == f"{REGISTRY}/rootstock/tokenizer:0.1.0"
-    assert job.owner["spec"]["backoffLimit"] > 1_000_000, "the Job retries until its Secret is correct"
+    assert job.owner["spec"]["backoffLimit"] > 1_000_000, "the Job must retry until its Secret is correct"
     told = {each["name"]: each.get("value") for each in job.container()["env"]}
     assert told["HF_ENDPOINT"] == "https://hub.example.com" and told["AWS_ENDPOINT_URL"] == "http://minio.storage.svc:9000"
     assert told["GCS_ENDPOINT"] == "http://gcs.storage.svc:9000" and told["CA_FILE"] == "/etc/rootstock/ca/ca.crt"

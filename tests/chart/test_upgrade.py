@@ -17,7 +17,7 @@ from tests.chart.pods import MODEL
 from tests.chart.release import CHART, Release, ci_names, ci_values, merged, render, repeatable, title
 from tests.chart.variants import VARIANTS, model, values_of
 
-# Changes of a running release. Changes of storage classes and of worker.kind create new objects, so they are not tested.
+# Changed values by case. Changes of storage classes and of worker.kind are no cases, because they create new objects.
 CHANGES: dict[str, dict[str, Any]] = {
     "image tag": {"image": {"tag": "9.9.9"}},
     "registry": {"image": {"registry": "mirror.example.com"}},
@@ -41,7 +41,7 @@ def release_of(name: str, over: dict[str, Any] | None = None, chart: Path = CHAR
 
 @pytest.fixture(scope="module")
 def next_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a copy of the chart with a newer version of the chart and its images."""
+    """Returns a copy of the chart with a newer chart version and newer images."""
     copy = tmp_path_factory.mktemp("charts") / "rootstock"
     shutil.copytree(CHART, copy)
     about = yaml.safe_load((copy / "Chart.yaml").read_text())
@@ -55,7 +55,7 @@ def test_immutable_fields_equal_those_of_earlier_versions() -> None:
 
 
 def test_golden_has_every_object() -> None:
-    """`python -m tests.chart.immutable` adds new objects."""
+    """If this fails, run `python -m tests.chart.immutable`, which adds new objects to immutable.json."""
     old, new = golden(), current()
     assert {name: missing for name in new if (missing := sorted(set(new[name]) - set(old.get(name, {}))))} == {}
 
@@ -67,7 +67,11 @@ def test_differences_report_a_changed_selector() -> None:
 
 
 def test_gateway_role_exists_for_every_discovery() -> None:
-    """Helm deletes objects that a rollback's manifest lacks while the earlier pods still complete their streams."""
+    """The Role exists even if the chosen discovery does not need it.
+
+    A rollback deletes objects that its manifest lacks, while pods of the newer release, which need the Role, complete their
+    streams.
+    """
     watching, naming = render({"gateway": {"discovery": "k8s"}}), render({})
     for kind in ("Role", "RoleBinding"):
         assert [title(each) for each in naming.kind(kind) if "test" not in title(each)] == [
@@ -100,7 +104,7 @@ def test_changed_value_changes_no_immutable_field(change: str) -> None:
 
 @pytest.mark.parametrize(("start", "kind"), [("defaults", "Deployment"), ("local-disks", "StatefulSet")])
 def test_prefill_workers_can_be_added_and_removed(start: str, kind: str) -> None:
-    """Checks both directions."""
+    """Upgrades from a release without prefill workers to one with them, and back."""
     before, after = release_of(start), release_of(start, {"worker": {"prefill": {"replicas": 1}}})
     assert conflicts(before, after) == []
     new = {title(each) for each in after.objects} - {title(each) for each in before.objects}
@@ -142,6 +146,6 @@ def test_install_and_upgrade_render_the_same() -> None:
         kept, again = ([each for each in repeatable(one.objects) if not replaced_at_upgrade(each)] for one in (first, second))
         yield from (title(each) for each in [*kept, *again] if (each in kept) != (each in again))
         if [title(each) for each in kept] != [title(each) for each in again]:
-            yield "in another order"
+            yield "the upgrade renders the objects in another order"
 
     assert offences(law, ci_names()) == {}

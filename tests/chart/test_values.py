@@ -1,4 +1,4 @@
-"""Tests that wrong values are refused before the installation, with a message that names the remedy."""
+"""Tests that the chart refuses wrong values before the installation, with a message that names the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def worker(**over: Any) -> Values:
 
 
 def tiers(host_gb: int, **over: Any) -> Values:
-    """Returns values with KV tiers. The memory limit allows a host tier of at most 2 GB."""
+    """Returns values with KV tiers and a memory limit that suffices for a host tier of 2 GB."""
     parts = {key: over.pop(key) for key in ("files", "shared") if key in over}
     return worker(**{"resources": TIERS_MEMORY, "kvTiers": {"hostGB": host_gb, **parts}, **over})
 
@@ -48,7 +48,7 @@ DIGEST = f"sha256:{'ab' * 32}"
 CLASSED = {"loadBalancerClass": "service.k8s.aws/nlb"}
 
 # One case per kind of rule in the schema. tests/contracts/test_chart_schema.py compares the schema's fields.
-# Name of the case → values, parts of the refusal. A place in the values is written /as/a/path.
+# Name of the case → values, parts of the refusal. The schema's messages name a key as a path: /models/0/path.
 SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
     "unknown key": ({"gatewy": {}}, ("additional properties 'gatewy' not allowed",)),
     "unknown setting of one model": (
@@ -60,7 +60,7 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
         ("/tokenizer/settings", "additional properties 'page_size' not allowed"),
     ),
     "setting of a wrong type": (worker(settings={"page_size": "16 tokens"}), ("/worker/settings/page_size", "want integer")),
-    "setting that is none of its values": (
+    "setting outside its enumeration": (
         worker(settings={"schedule_policy": "newest"}),
         ("/worker/settings/schedule_policy", "value must be one of 'fcfs'"),
     ),
@@ -73,15 +73,15 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
         worker(settings={"disaggregation_mode": "prefill"}),
         ("/worker/settings", "additional properties 'disaggregation_mode' not allowed"),
     ),
-    "prompts from zero": (
+    "prefill workers scaled from zero": (
         worker(prefill={"autoscaling": {"enabled": True, "minReplicas": 0}}),
         ("/worker/prefill/autoscaling/minReplicas", "minimum: got 0, want 1"),
     ),
-    "prompts scaled by no tokens": (
+    "prefill workers scaled by zero tokens": (
         worker(prefill={"autoscaling": {"enabled": True, "waitingTokens": 0}}),
         ("/worker/prefill/autoscaling/waitingTokens", "minimum: got 0, want 1"),
     ),
-    "prompts scaled by their number": (
+    "prefill workers scaled by the backlog": (
         worker(prefill={"autoscaling": {"enabled": True, "backlogPerReplica": 2}}),
         ("/worker/prefill/autoscaling", "additional properties 'backlogPerReplica' not allowed"),
     ),
@@ -91,32 +91,35 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
     ),
     "secret as a setting": (gateway(settings={"api_keys_file": "/keys"}), ("/gateway/settings", "'api_keys_file' not allowed")),
     "no replica": ({"tokenizer": {"replicas": 0}}, ("/tokenizer/replicas", "minimum: got 0, want 1")),
-    "source that is none": ({"models": [model(source="ftp://a/b")]}, ("/models/0/source", "does not match pattern")),
+    "source with an unknown scheme": ({"models": [model(source="ftp://a/b")]}, ("/models/0/source", "does not match pattern")),
     "no model": ({"models": []}, ("/models", "minItems: got 0, want 1")),
     "model without a path": ({"models": [{"name": "a"}]}, ("/models/0", "missing property 'path'")),
     "model's name with a comma": ({"models": [model("a,b")]}, ("/models/0/name", "does not match pattern")),
     "relative path": ({"models": [model(path="models/demo")]}, ("/models/0/path", "does not match pattern")),
     "sampling above one": ({"tracing": {"sampleRatio": 2}}, ("/tracing/sampleRatio", "maximum: got 2, want 1")),
     "collector without a port": ({"tracing": {"otlpEndpoint": "collector"}}, ("/tracing/otlpEndpoint", "does not match pattern")),
-    "budget that lets nothing go": (gateway(pdb={"maxUnavailable": 0}), ("/gateway/pdb/maxUnavailable",)),
+    "disruption budget without an allowed eviction": (gateway(pdb={"maxUnavailable": 0}), ("/gateway/pdb/maxUnavailable",)),
     "memory in words": (
         worker(resources={"limits": {"memory": "sixty-four gigs"}}),
         ("/worker/resources/limits/memory", "does not match pattern"),
     ),
-    "variable of a service's own under another key": (
+    "variables under pod instead of extraEnv": (
         gateway(pod={"env": []}),
         ("/gateway/pod", "additional properties 'env' not allowed"),
     ),
-    "digest that is none": (gateway(image={"digest": "9f86d081"}), ("/gateway/image/digest", "does not match pattern")),
+    "digest without an algorithm": (gateway(image={"digest": "9f86d081"}), ("/gateway/image/digest", "does not match pattern")),
     "registry with a scheme": ({"image": {"registry": "https://mirror"}}, ("/image/registry", "does not match pattern")),
-    "label that is none": (worker(podLabels={"team": "a b"}), ("/worker/podLabels/team", "does not match pattern")),
-    "scale-to-zero of a front service": (
+    "invalid label value": (worker(podLabels={"team": "a b"}), ("/worker/podLabels/team", "does not match pattern")),
+    "scale to zero of a service without a model": (
         gateway(autoscaling={"enabled": True, "minReplicas": 0}),
         ("/gateway/autoscaling/minReplicas", "minimum: got 0, want 1"),
     ),
     "name with a dot": ({"fullnameOverride": "acme.llm"}, ("/fullnameOverride", "does not match pattern")),
     "name that begins with a digit": ({"fullnameOverride": "8-ball"}, ("/fullnameOverride", "does not match pattern")),
-    "secret itself, not its name": ({"auth": {"apiKeysSecret": "sk-KEY one"}}, ("/auth/apiKeysSecret", "does not match pattern")),
+    "API key instead of a Secret's name": (
+        {"auth": {"apiKeysSecret": "sk-KEY one"}},
+        ("/auth/apiKeysSecret", "does not match pattern"),
+    ),
 }
 
 SENTENCES: dict[str, tuple[Values, str]] = {
@@ -135,12 +138,12 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"servingEngineSpec": {"raySpec": {}}},
         "servingEngineSpec is not a key of this chart: use worker, models[] and modelCache.",
     ),
-    "images of nowhere": (
+    "images without a registry": (
         {"image": {"registry": ""}},
         'has no registry, because image.registry is "". Build the images and set image.registry to the host that has them'
         " (docs/how-to/kubernetes/images.md#registry)",
     ),
-    "a GPU by resources": (
+    "a GPU in resources instead of gpus": (
         worker(resources={"limits": {"nvidia.com/gpu": 1}}),
         "worker.resources.limits has nvidia.com/gpu, and worker.gpus is 0: image, executor and tolerations of a GPU follow"
         " only from worker.gpus. Remove it and set worker.gpus to 1, with worker.gpuResource nvidia.com/gpu.",
@@ -158,7 +161,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         "worker.settings.context_len is 16384, and the KV pool of a GPU of 80 GB (gpuMemoryGB) has 13344 tokens",
     ),
     "a GPU with the demo's memory": (worker(gpus=1), "worker.resources are those of the demo model on a CPU"),
-    "one digest of two images": (
+    "one digest for CPU and GPU images": (
         {"models": [model("a"), model("b", worker={"gpus": 1, "resources": GPU_RESOURCES})], **worker(image={"digest": DIGEST})},
         "model b: worker.image.digest would also apply to workers on the other kind of device, and GPUs have another image.",
     ),
@@ -171,11 +174,11 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         worker(kind="StatefulSet", cacheSize="10Gi", cacheVolume={"emptyDir": {}}),
         "worker.cacheSize and worker.cacheVolume are both set: a worker has one cache volume.",
     ),
-    "fetching to nowhere": (
+    "download by each worker without a disk": (
         {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source="org/a")]},
         "modelCache.type pod has each worker fetch its model, which needs a source, a path below /models, and a disk",
     ),
-    "a draft that nobody fetches": (
+    "a draft model that is not downloaded": (
         merged(
             {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source="org/a")]},
             worker(cacheVolume={"emptyDir": {}}, settings={"speculative_draft_model_path": "/models/draft"}),
@@ -194,17 +197,20 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         merged(SHARED_CACHE, {**cache(fetchTokenizers=True), "models": CACHED}),
         "modelCache.fetchTokenizers is true, but the model has no download source. Set models[].source,",
     ),
-    "files of KV without memory": (tiers(0, files={"sizeGB": 8}), "which needs a host tier. Set hostGB to 1 or more."),
-    "KV in files and elsewhere": (
+    "KV files without a host tier": (tiers(0, files={"sizeGB": 8}), "which needs a host tier. Set hostGB to 1 or more."),
+    "KV in files and in shared storage": (
         tiers(2, files={"sizeGB": 8}, shared={"secret": "kv"}),
         "files.sizeGB and shared.secret are both set: a worker has one storage.",
     ),
-    "a volume of no files": (tiers(2, files={"volume": {"emptyDir": {}}}), "kvTiers.files has a volume, and sizeGB is 0"),
-    "two volumes of files": (
+    "a volume for KV files of size zero": (
+        tiers(2, files={"volume": {"emptyDir": {}}}),
+        "kvTiers.files has a volume, and sizeGB is 0",
+    ),
+    "two volumes for KV files": (
         tiers(2, kind="StatefulSet", files={"sizeGB": 8, "claimSize": "20Gi", "volume": {"emptyDir": {}}}),
         "kvTiers.files.claimSize and volume are both set: the files have one volume.",
     ),
-    "files that outlive who knows them": (
+    "KV files in a claim of a Deployment": (
         tiers(2, files={"sizeGB": 8, "volume": {"hostPath": {"path": "/mnt/nvme/kv"}}}),
         "with worker.kind Deployment no later pod has that name, and the files are never deleted. Set kind to StatefulSet",
     ),
@@ -221,23 +227,23 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         tiers(2, settings={"hicache_size": 4}),
         "worker.kvTiers and worker.settings.hicache_size both configure tiers.",
     ),
-    "tiers of nothing that is cached": (
+    "KV tiers without the radix cache": (
         tiers(2, settings={"enable_radix_cache": False}),
         "worker.kvTiers needs the radix cache, and worker.settings.enable_radix_cache is false.",
     ),
-    "prompts apart, of groups of hosts": (
+    "prefill workers of a LeaderWorkerSet": (
         worker(kind="LeaderWorkerSet", prefill=PREFILL),
         "model demo: worker.prefill needs workers of one pod each, and worker.kind is LeaderWorkerSet. Set kind to Deployment",
     ),
-    "prompts for nobody": (
+    "prefill workers without decode workers": (
         worker(replicas=0, prefill=PREFILL),
         "needs at least one decode worker, and worker.replicas is 0. Raise it, or set prefill.replicas to 0.",
     ),
-    "KV of two layouts": (
+    "prefill workers with another page size": (
         worker(settings={"page_size": 16}, prefill={**PREFILL, "settings": {"page_size": 32}}),
         "model demo: worker.prefill.settings.page_size differs from worker.settings",
     ),
-    "KV to read, and none that is kept": (
+    "prefill workers without the radix cache": (
         worker(settings={"enable_radix_cache": False}, prefill=PREFILL),
         "worker.prefill moves cached KV from worker to worker, and settings.enable_radix_cache is false.",
     ),
@@ -249,11 +255,11 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         gateway(extraEnv=[{"name": "HOME", "value": "/root"}]),
         "extraEnv sets HOME, which the chart sets",
     ),
-    "another volume of that name": (
+    "a volume with the name of a chart volume": (
         worker(pod={"volumes": [{"name": "shm", "emptyDir": {}}]}),
         "worker of model demo: pod.volumes has a volume named shm, and the chart has a volume with this name.",
     ),
-    "mount of nothing": (
+    "a mount without a volume": (
         {"pod": {"volumeMounts": [{"name": "ca", "mountPath": "/ca"}]}},
         "pod.volumeMounts mounts ca, and the pod has no such volume. Add it to pod.volumes.",
     ),
@@ -261,7 +267,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         gateway(pod={"volumes": [{"name": "v", "emptyDir": {}}], "volumeMounts": [{"name": "v", "mountPath": "/app/"}]}),
         "gateway: pod.volumeMounts mounts v at /app/, where the chart or the image has files.",
     ),
-    "sidecar of a service's name": (
+    "sidecar with the name of a service": (
         {"tokenizer": {"pod": {"containers": [{"name": "tokenizer", "image": "a:1"}]}}},
         "tokenizer of model demo: pod.containers or pod.initContainers has a container named tokenizer, and another",
     ),
@@ -269,15 +275,15 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         gateway(pod={"containers": [{"name": "proxy", "image": "a:1", "ports": [{"containerPort": 8000}]}]}),
         "gateway: container proxy has port 8000 (no name), which is one of the chart's: Services would lead to it.",
     ),
-    "share of what a sidecar does not request": (
+    "CPU target with a sidecar without a CPU request": (
         gateway(autoscaling={"enabled": True}, pod={"containers": [{"name": "proxy", "image": "a:1"}]}),
         "gateway: autoscaling.targetCPUPercent is a share of the CPU requests of all containers, and container proxy has no",
     ),
-    "killed amid its drain": (
+    "grace period shorter than the drain": (
         {"pod": {"terminationGracePeriodSeconds": 60}},
         "pod.terminationGracePeriodSeconds is 60, and its drain needs 138: the pod would be killed while requests run.",
     ),
-    "claim of nothing": (
+    "resource claim without a device class": (
         worker(resources=GPU_RESOURCES, resourceClaims=[{"name": "gpu"}]),
         "worker of model demo: resourceClaims: gpu needs exactly one of deviceClassName, resourceClaimTemplateName and",
     ),
@@ -285,7 +291,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         worker(executor="cpu", settings={"executor": "fake"}),
         "worker of model demo: executor is cpu, and settings.executor is fake. Remove the latter.",
     ),
-    "strategy that a set does not have": (
+    "strategy that a StatefulSet does not have": (
         worker(kind="StatefulSet", strategy={"type": "Recreate"}),
         "worker of model demo: strategy.type is Recreate, which a StatefulSet does not have. Set it to RollingUpdate.",
     ),
@@ -293,11 +299,11 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"tokenizer": {"strategy": {"maxSurge": "0%"}}},
         "tokenizer of model demo: strategy.maxSurge and maxUnavailable are both 0, so no pod could be replaced.",
     ),
-    "requests wait longer than they live": (
+    "queue timeout above the request timeout": (
         gateway(queueTimeoutSeconds=600),
         "gateway.queueTimeoutSeconds (600) must be less than gateway.settings.request_timeout_s (600)",
     ),
-    "stopped before it has drained": (
+    "gateway's grace period shorter than its drain": (
         gateway(terminationGracePeriodSeconds=100),
         "gateway.terminationGracePeriodSeconds (100) is less than a gateway takes to stop: preStopSeconds (30)",
     ),
@@ -305,7 +311,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"auth": {"apiKeysSecret": "k", "apiKeys": [{"name": "a", "key": "b"}]}},
         "auth.apiKeys and auth.apiKeysSecret are both set, and only one can have the accepted keys.",
     ),
-    "operators' API without control": (
+    "admin API without a control token": (
         gateway(settings={"admin_port": 9000}),
         "Set auth.controlTokenSecret, or remove admin_port.",
     ),
@@ -313,7 +319,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         worker(autoscaling={"enabled": True, "minReplicas": 0}),
         "minReplicas 0 needs autoscaling.engine keda; a HorizontalPodAutoscaler cannot scale from zero.",
     ),
-    "cold start longer than requests wait": (
+    "cold start longer than the queue timeout": (
         merged(KEDA, gateway(queueTimeoutSeconds=60)),
         "180 s, but gateway.queueTimeoutSeconds is 60. Raise queueTimeoutSeconds above coldStartSeconds",
     ),
@@ -321,7 +327,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         merged(KEDA, gateway(settings={"max_waiting_requests": 0})),
         "gateway.settings.max_waiting_requests is 0. Raise it, or set minReplicas to 1.",
     ),
-    "token from nowhere": (
+    "token mode without a Secret": (
         {"autoscaling": {"prometheusAuth": {"modes": ["bearer"]}}},
         "autoscaling.prometheusAuth.modes is bearer, but prometheusAuth.secret is empty.",
     ),
@@ -329,25 +335,25 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"autoscaling": {"engine": "keda", "adapterRules": True}},
         "two autoscalers must not drive the same workers. Set adapterRules.enabled to false, or engine to hpa.",
     ),
-    "least above most": (
+    "minReplicas above maxReplicas of workers": (
         worker(autoscaling={"enabled": True, "minReplicas": 9}),
         "worker of model demo: autoscaling.minReplicas (9) is above maxReplicas (4).",
     ),
-    "least above most of a gateway": (
+    "minReplicas above maxReplicas of gateways": (
         gateway(autoscaling={"enabled": True, "minReplicas": 9}),
         "gateway: autoscaling.minReplicas (9)",
     ),
-    "share of nothing": (
+    "CPU target without a CPU request": (
         {"tokenizer": {"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": None}}}},
         "targetCPUPercent is a share of resources.requests.cpu, which is not set.",
     ),
-    "folder without a name": (cache(type="hostPath"), "modelCache.type hostPath needs modelCache.hostPath"),
-    "image without a name": (cache(type="image"), "modelCache.type image needs modelCache.image.reference"),
-    "download to nowhere": (
+    "hostPath cache without a path": (cache(type="hostPath"), "modelCache.type hostPath needs modelCache.hostPath"),
+    "image cache without a reference": (cache(type="image"), "modelCache.type image needs modelCache.image.reference"),
+    "prefetch without a volume": (
         cache(prefetch={"enabled": True}),
         "modelCache.type is none. Set type to pvc, or prefetch.enabled to false.",
     ),
-    "download of nothing": (
+    "prefetch without a source": (
         merged(SHARED_CACHE, cache(prefetch={"enabled": True})),
         "no entry of models has a source to download. Set models[].source to a hub id",
     ),
@@ -359,11 +365,11 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         merged(SHARED_CACHE, {**cache(pvc={"accessMode": "ReadWriteOnce"}), "models": CACHED}),
         "ReadWriteOnce is a volume of one node, but tokenizer has several replicas. Set accessMode to ReadWriteMany",
     ),
-    "a source that nobody fetches": (
+    "a source without a download": (
         merged(SHARED_CACHE, {"models": [model(path="/models/a", source="org/a")]}),
         "model demo: its source org/a would not be downloaded. Set modelCache.type to pod, or to pvc with",
     ),
-    "a cache with no model in it": (
+    "a cache without a model": (
         cache(type="image", image={"reference": "models/qwen:1"}),
         "modelCache.type is image, but no model has a path in the cache. Set models[].path below modelCache.mountPath (/models)",
     ),
@@ -380,37 +386,37 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"state": {"embedded": True, "externalUrlSecret": "s"}},
         "state.embedded and state.externalUrlSecret are both set: only one Redis is used. Set embedded to false",
     ),
-    "a claim that is not used": (
+    "an existing claim for an emptyDir": (
         {"state": {"embedded": True, "volume": {"type": "emptyDir", "existingClaim": "c"}}},
         "state.volume.type is not pvc. Set type to pvc, or remove existingClaim.",
     ),
-    "certificates of two kinds": (
+    "certificates from a Secret and from cert-manager": (
         {"tls": {"secret": "s", "certManager": {"enabled": True, "issuerRef": {"name": "i"}}}},
         "only one can issue the certificates. Remove secret, or set enabled to false.",
     ),
-    "certificates that nobody signs": (
+    "certificates without an issuer": (
         {"tls": {"certManager": {"enabled": True}}},
         "tls.certManager.issuerRef.name is empty. Name an Issuer or a ClusterIssuer",
     ),
-    "a token in the clear": ({"tls": {"tokenSecret": "t"}}, "TLS between services, which is off. Set tls.secret or"),
-    "certificates for no Redis": (
+    "a token without TLS": ({"tls": {"tokenSecret": "t"}}, "TLS between services, which is off. Set tls.secret or"),
+    "certificates for a missing external Redis": (
         {"state": {"externalTlsSecret": "t"}},
         "needs state.externalUrlSecret, which is empty. Set externalUrlSecret, or remove externalTlsSecret.",
     ),
-    "ingress of no host": (
+    "ingress without a host": (
         {"ingress": {"enabled": True}},
         "ingress.hosts is empty. Add an entry like {host: llm.example.com, path: /}",
     ),
-    "ingress of a path that no gateway serves": (
+    "ingress with an unserved path": (
         {"ingress": {"enabled": True, "hosts": [{"host": "llm.example.com", "path": "/llm"}]}},
         "ingress.hosts: the path /llm of llm.example.com would reach the gateway unchanged",
     ),
-    "policy of a Service that has no nodes": (
+    "traffic policy of a ClusterIP Service": (
         gateway(service={"externalTrafficPolicy": "Local"}),
         "gateway.service.externalTrafficPolicy applies to Services of type LoadBalancer or NodePort, and gateway.service.type is",
     ),
-    "route from no gateway": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty. Add the Gateway"),
-    "rights for everybody": (
+    "route without a Gateway": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty. Add the Gateway"),
+    "rights for the default account": (
         {"serviceAccount": {"create": False}},
         "the namespace's default account would get the chart's rights. Name an account, or set create to true.",
     ),
@@ -435,9 +441,10 @@ def test_templates_refuse_wrong_values(first: int) -> None:
 
 
 def test_each_check_of_the_templates_has_a_case() -> None:
-    """Counts the checks of templates/_validate*.tpl and the cases of SENTENCES."""
+    """Compares the number of checks in templates/_validate*.tpl with the number of cases in SENTENCES."""
     checks = sum(each.read_text().count("{{- fail ") for each in (CHART / "templates").glob("_validate*.tpl"))
-    assert len(SENTENCES) == checks + 1, "two checks have two cases each, and the check of the release name has its own test"
+    # Two checks have two cases each, and the check of the release name has its own test.
+    assert len(SENTENCES) == checks + 1, "each check of the templates needs a case in SENTENCES"
 
 
 def test_chart_accepts_the_cache_root_as_model_only_when_the_operator_fills_the_cache() -> None:

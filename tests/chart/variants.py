@@ -1,4 +1,4 @@
-"""Defines values for setups that the ci files do not cover: one entry per setup with objects of its own."""
+"""Defines values of setups that the ci files do not cover. Each setup renders objects that no other one has."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ assert len(set(ALL)) == len(ALL), "the names of variants and ci files must diffe
 
 
 def values_of(name: str) -> Values:
-    """Returns the values of a name of ALL."""
+    """Returns the values of a setup in ALL by its name."""
     return VARIANTS[name] if name in VARIANTS else ci_values(name)
 
 

@@ -1,7 +1,8 @@
 """Models workers as queues, in time steps of one second.
 
-Each worker runs up to SLOTS requests, and a request takes SERVICE_S on average for every batch size. A new worker serves after
-COLD_START_S; a removed worker completes its requests. Requests wait in the gateway, and up to a quarter of the slots in a worker.
+Each worker runs up to SLOTS requests. A request takes SERVICE_S on average, whatever the batch size. A new worker serves after
+COLD_START_S, and a removed worker completes its requests. Requests queue at a worker, up to a quarter of its slots, and otherwise
+in the gateway.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import numpy as np
 SERVICE_S = 20.0
 COLD_START_S = 180
 SLOTS = 64
-ROOM = 80  # largest number of requests that gateways have at one worker
+MAX_PER_WORKER = 80  # largest number of requests that gateways send to one worker at a time
 USAGE = 0.0125  # share of the KV pool that a running request uses
 
 
 @dataclass
 class Worker:
     number: int
-    ready_at: int
-    running: int = 0
-    waiting: int = 0
-    ended: int = 0
-    draining: bool = False
+    ready_at: int  # second from which it serves
+    running: int = 0  # running requests
+    waiting: int = 0  # queued requests
+    ended: int = 0  # completed requests since its start
+    draining: bool = False  # removed: it gets no new requests
 
     def serves(self, now: int) -> bool:
         return now >= self.ready_at
@@ -45,7 +46,7 @@ class WorkerFleet:
         return [worker for worker in self.workers if not worker.draining]
 
     def scale(self, replicas: int) -> None:
-        """Starts or removes workers. Removes the least loaded first, and of those the newest."""
+        """Starts or removes workers. The worker with the fewest requests is removed first; of several, the newest one."""
         for _ in range(replicas - len(self.replicas)):
             self.workers.append(Worker(self._made, self.now + COLD_START_S))
             self._made += 1
@@ -63,7 +64,7 @@ class WorkerFleet:
             worker.ended += ended
         while self.queue and serving:
             idlest = min(serving, key=lambda each: each.running + each.waiting)
-            if idlest.running + idlest.waiting >= ROOM:
+            if idlest.running + idlest.waiting >= MAX_PER_WORKER:
                 break
             idlest.waiting += 1
             self.queue -= 1
