@@ -1,8 +1,9 @@
 """Configuration of all tests.
 
-Without a GPU, Triton's interpreter runs its kernels. Triton reads this choice at its first import in any test.
-Long files run first: with several processes, a long file at the end would keep the others waiting.
-A skip that tests/skips.py does not list is a failure. Listed skips are summed up at the end.
+- Without a GPU, Triton's interpreter runs the kernels. The variable must be set here, because Triton reads it at its first
+  import.
+- Long files run first. With several processes, a long file at the end would run while the other processes are idle.
+- A skip that tests/skips.py does not list is a failure. The summary at the end counts the listed skips.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ LONG_FILES = {
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Several processes share a core, so a waiting OpenMP thread that spins would take time from other processes.
+# Several test processes share a core, so a waiting OpenMP thread must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # tests serve gRPC and start processes; see services/local/__init__.py
-gc.disable()  # until all cases are collected: objects of imports and parameters live until the end
+gc.disable()  # until collection ends: objects of imports and parameters are never freed, so garbage collection only costs time
 settings.register_profile("no test asserts on time", deadline=None)
 settings.load_profile("no test asserts on time")
 
@@ -126,7 +127,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
 def _refuse_unlisted(report: pytest.TestReport | pytest.CollectReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail") and allowed(_reason(report), report.nodeid) is None:
         report.outcome = "failed"
-        report.longrepr = f"{report.nodeid}: skipped for a reason that tests/skips.py does not list for it: {_reason(report)}"
+        report.longrepr = f"{report.nodeid} was skipped for a reason that tests/skips.py does not list: {_reason(report)}"
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

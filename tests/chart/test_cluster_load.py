@@ -62,17 +62,17 @@ def test_load_clients_do_not_wait_for_a_slow_gateway_lookup() -> None:
 def test_load_reports_gateway_and_time_of_a_cut_stream() -> None:
     with gateway(whole=False) as url, Load(2, lambda: [url], witness=lambda at: f"{at} was restarted once") as load:
         until(lambda: sum(load.failures.values()) > 2 and load.firsts, "failures", 60)
-    with pytest.raises(AssertionError) as told:
+    with pytest.raises(AssertionError) as raised:
         load.check()
     (kind,) = load.failures
     assert kind == "ValueError: the stream ended without [DONE]"
     for part in (
         f"{load.failures[kind]} × {kind}",
         f"at {url}, ",
-        "into the request, 4 characters said",
+        "into the request, after 4 characters of text",
         f"{url} was restarted once",
     ):
-        assert part in str(told.value)
+        assert part in str(raised.value)
 
 
 def test_load_counts_refused_connections_only_of_ready_gateways() -> None:
@@ -82,11 +82,11 @@ def test_load_counts_refused_connections_only_of_ready_gateways() -> None:
         looks = iter([[gone]])
         with Load(1, lambda: next(looks, [url])) as load:
             until(lambda: load.ended, "an answer", 60)
-        assert load.check().endswith(", 1 connections refused by gateways that had left")
+        assert load.check().endswith(", 1 connections refused by terminated gateways")
         with Load(1, lambda: [gone]) as load:
             until(lambda: load.failures, "a failure", 60)
     (kind,) = load.failures
-    assert kind.startswith("ClientConnectorError: ") and load.elsewhere == 0
+    assert kind.startswith("ClientConnectorError: ") and load.redirected == 0
     with Load(1, list) as load:
         until(lambda: load.failures, "a failure", 60)
     assert set(load.failures) == {"ConnectionError: no gateway is ready"}
@@ -97,7 +97,7 @@ def test_load_stops_at_once_and_adds_a_note_when_the_body_raises() -> None:
         until(lambda: load.ended, "an answer", 60)
         raise KeyError
     (note,) = error.value.__notes__
-    assert note.startswith("2 streams: ") and "requests have ended, longest pause" in note
+    assert note.startswith("2 streams: ") and "requests completed, longest pause" in note
     ended = load.ended
     time.sleep(0.2)
     assert load.ended == ended
@@ -117,7 +117,7 @@ def test_until_retries_failed_checks_and_reports_the_last_one() -> None:
     def fails() -> bool:
         raise CommandFailed("kubectl get pods: no route")
 
-    with pytest.raises(AssertionError, match=r"waited 0 s for pods; the last look failed: CommandFailed: kubectl get pods"):
+    with pytest.raises(AssertionError, match=r"waited 0 s for pods; the last check failed: CommandFailed: kubectl get pods"):
         until(fails, "pods", 0.01, 0.001)
 
 

@@ -1,10 +1,15 @@
 """python -m tests.clients [PART ...]: runs unmodified public clients against the whole system with the demo model.
 
-Parts: node (the official OpenAI and Anthropic clients), browser (the OpenAI client on a page of another origin, and the gateway's
-own pages, in Debian's chromium) and frameworks (agents of three public frameworks). Each part is installed into build/clients,
-with the names and versions in its folder. Prints the result of each part. The exit status is 1 if a part fails or a needed
-program is not on PATH. Pictures of the gateway's pages are written to build/clients/pictures, or to the folder in the variable
-PICTURES.
+| part | clients |
+|---|---|
+| node | the official OpenAI and Anthropic clients |
+| browser | the OpenAI client on a page of another origin, and the gateway's own pages, in Debian's chromium |
+| frameworks | agents of three public frameworks |
+
+The packages that a part's folder lists are installed into build/clients. Prints the result of each part. The exit status is 1 if
+a
+part fails or a needed program is not on PATH. Pictures of the gateway's pages are written to build/clients/pictures, or to the
+folder in the variable PICTURES.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ Env = Mapping[str, str]
 
 
 def node_modules() -> Path:
-    """Returns a folder with the tests and their npm packages."""
+    """Returns a folder with the node tests and their installed npm packages."""
     folder = BUILT / "node"
     shutil.copytree(HERE / "node", folder, dirs_exist_ok=True)
     subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--silent"], cwd=folder, check=True)
@@ -67,7 +72,7 @@ def frameworks(env: Env) -> list[str]:
 
 
 def failed(argv: list[str], folder: Path, env: Env) -> list[str]:
-    """Runs a command. Returns it if it fails, and an empty list otherwise."""
+    """Runs a command. Returns [the command] if it fails, and an empty list otherwise."""
     ended = subprocess.run(argv, cwd=folder, env={**os.environ, **env}, timeout=LIMIT_S, check=False)
     return [" ".join(argv)] if ended.returncode else []
 
@@ -77,13 +82,13 @@ PARTS: dict[str, Callable[[Env], list[str]]] = {"node": node, "browser": browser
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(PARTS)}; all by default")
     names = parser.parse_args().parts or list(PARTS)
     if unknown := set(names) - PARTS.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     missing = sorted({program for name in names for program in PROGRAMS[name] if shutil.which(program) is None})
     if missing:
-        print(f"not on PATH: {', '.join(missing)} (Debian's packages nodejs, npm and chromium)", file=sys.stderr)
+        print(f"not on PATH: {', '.join(missing)}; install Debian's packages nodejs, npm and chromium", file=sys.stderr)
         return 1
     allowed, other = free_ports(2)
     flags = f"--cors-allow-origins http://{HOST}:{allowed}"

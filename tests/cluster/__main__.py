@@ -1,13 +1,20 @@
-"""python -m tests.cluster [ARGUMENTS OF PYTEST]: runs tests on a real Kubernetes, which the run can start and stop.
+"""python -m tests.cluster [ARGUMENTS OF PYTEST]: runs tests on a Kubernetes cluster, either a new local one or an existing one.
 
-CLUSTER names a command that starts a cluster on this machine (tests/cluster/kubernetes.py lists what the command must do). If no
-image registry is reachable, BASE_IMAGE names a command that makes the base image; it runs if the image is missing. Buildah builds
-the images of docker/Dockerfile while the cluster starts. Run as root, apt-get installs missing Debian packages.
-Alternatively, CLUSTER_TEST_KUBECONFIG names the kubeconfig of an existing cluster and CLUSTER_TEST_LOAD a command that loads an
-image archive into it. There, tests that disturb the whole cluster run only with CLUSTER_TEST_DISRUPT=1.
-CLUSTER_TEST_NODES sets the number of nodes: 2 by default; test_long_far_pools.py needs 3.
-A whole run has two passes. First, tests that use only their own namespaces run in parallel (CLUSTER_TEST_LANES, default 3). Then
-tests that disturb the cluster or measure run one by one. The run writes docs/reference/kubernetes/proof.md and proof.json.
+Local cluster:
+
+- CLUSTER names a command that starts and stops it. tests/cluster/kubernetes.py lists the actions of the command.
+- CLUSTER_TEST_NODES is the number of nodes, by default 2. test_long_far_pools.py needs 3.
+- BASE_IMAGE names a command that makes the base image. It runs if the image is missing and is needed without an image registry.
+
+Existing cluster:
+
+- CLUSTER_TEST_KUBECONFIG names its kubeconfig.
+- CLUSTER_TEST_LOAD names a command that loads an image archive into it.
+- Tests that disturb the whole cluster run only with CLUSTER_TEST_DISRUPT=1.
+
+Buildah builds the images of docker/Dockerfile while the cluster starts. As root, apt-get installs missing Debian packages. A run
+without arguments has two passes. First, tests that use only their own namespaces run in parallel (CLUSTER_TEST_LANES, default 3).
+Then tests that disturb the cluster or measure run one by one. This run writes docs/reference/kubernetes/proof.md and proof.json.
 """
 
 from __future__ import annotations
@@ -36,7 +43,10 @@ WHOLE = ("tests/cluster", "--ignore-glob=*/test_long_*")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "asked", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of pytest; none: all but test_long_*, and their page"
+        "asked",
+        nargs=argparse.REMAINDER,
+        metavar="ARGUMENT",
+        help="of pytest; without any: all but test_long_*",
     )
     asked: list[str] = parser.parse_args().asked
     local, kubeconfig = os.environ.get("CLUSTER", ""), os.environ.get("CLUSTER_TEST_KUBECONFIG", "")
@@ -45,23 +55,23 @@ def main() -> int:
     packages.provide(local=bool(local))
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rootstock-cluster-") as name:
-        folder, told = Path(name), proof.Proof()
+        folder, record = Path(name), proof.Proof()
         lines = folder / "proof.jsonl"
         try:
-            cluster = _cluster(local, kubeconfig, folder, told, () if asked else ADDONS)
-            told.versions(cluster)
-            told.ready(time.monotonic() - begun)
+            cluster = _cluster(local, kubeconfig, folder, record, () if asked else ADDONS)
+            record.versions(cluster)
+            record.ready(time.monotonic() - begun)
             status = _test(cluster, asked, lines) if asked else _test_whole(cluster, lines)
         finally:
             if local:
                 run(local, "down")
         if not asked:
-            told.write(ROOT / "docs" / "reference" / "kubernetes", lines, time.monotonic() - begun, status)
+            record.write(ROOT / "docs" / "reference" / "kubernetes", lines, time.monotonic() - begun, status)
     return status
 
 
-def _cluster(local: str, kubeconfig: str, folder: Path, told: proof.Proof, addons: Sequence[str]) -> Cluster:
-    """Returns a cluster with all images. The images are built while the cluster starts."""
+def _cluster(local: str, kubeconfig: str, folder: Path, record: proof.Proof, addons: Sequence[str]) -> Cluster:
+    """Starts or finds the cluster and loads all images into it. The images are built while the cluster starts."""
     base_image = os.environ.get("BASE_IMAGE", "")
     if base_image and not images.has_base():
         run(base_image, limit_s=1800)
@@ -71,15 +81,15 @@ def _cluster(local: str, kubeconfig: str, folder: Path, told: proof.Proof, addon
         cluster = _local(local, folder, addons) if local else Cluster({"KUBECONFIG": kubeconfig, "PATH": os.environ["PATH"]})
         load = [local, "load"] if local else [os.environ.get("CLUSTER_TEST_LOAD", "")]
         for built in building:
-            _load(built, told, load)
+            _load(built, record, load)
     finally:
         pool.shutdown(cancel_futures=True)
     return cluster
 
 
-def _load(built: Future[images.Built], told: proof.Proof, load: list[str]) -> None:
+def _load(built: Future[images.Built], record: proof.Proof, load: list[str]) -> None:
     image = built.result()
-    told.built(image.name, image.archive.stat().st_size, image.seconds)
+    record.built(image.name, image.archive.stat().st_size, image.seconds)
     if load[0]:
         run(*load, str(image.archive))
 
@@ -98,15 +108,15 @@ def _test_whole(cluster: Cluster, lines: Path) -> int:
     lanes = os.environ.get("CLUSTER_TEST_LANES", "3")
     beside = _test(cluster, [*WHOLE, "-m", "not alone", "-n", lanes, "--dist", "loadfile", *IN_ORDER], lines)
     if not cluster.local and not os.environ.get("CLUSTER_TEST_DISRUPT"):
-        print("tests that disturb the whole cluster are left out; CLUSTER_TEST_DISRUPT=1 runs them", flush=True)
+        print("tests that disturb the whole cluster are skipped; set CLUSTER_TEST_DISRUPT=1 to run them", flush=True)
         return beside
     _settle(cluster)
-    alone = _test(cluster, [*WHOLE, "-m", "alone"], lines)  # also after a failed first pass
+    alone = _test(cluster, [*WHOLE, "-m", "alone"], lines)  # runs even if the first pass has failed
     return beside or alone
 
 
 def _settle(cluster: Cluster) -> None:
-    """Waits up to 120 s for the deletion of earlier tests' namespaces, so that measurements have an idle machine."""
+    """Waits up to 120 s until the namespaces of earlier tests are deleted, because measurements need an idle machine."""
 
     def is_quiet() -> bool:
         return all(each["status"]["phase"] == "Active" for each in cluster.get("namespaces")["items"])
@@ -118,8 +128,8 @@ def _settle(cluster: Cluster) -> None:
 
 
 def _test(cluster: Cluster, asked: Sequence[str], lines: Path) -> int:
-    told = {"env": dict(cluster.env), "local": cluster.local, "addons": cluster.addons}
-    env = {**os.environ, HANDLE: json.dumps(told), PROOF: str(lines)}
+    handle = {"env": dict(cluster.env), "local": cluster.local, "addons": cluster.addons}
+    env = {**os.environ, HANDLE: json.dumps(handle), PROOF: str(lines)}
     return subprocess.run([sys.executable, "-m", "pytest", *asked], cwd=ROOT, env=env, check=False).returncode
 
 

@@ -1,4 +1,4 @@
-"""prometheus-adapter with the chart's own rules."""
+"""Runs prometheus-adapter with the rules that the chart renders."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ NAMESPACE, RULES = "monitoring", "adapter-config"  # the ConfigMap that the addo
 
 
 def by_adapter(cluster: Cluster) -> dict[str, Any]:
-    """Returns the values of a release that writes the adapter's ConfigMap, after removing the ConfigMap of an earlier release."""
+    """Returns chart values with which a release writes the adapter's ConfigMap. Deletes the ConfigMap of an earlier release."""
     cluster.addon("prometheus")
     cluster.kubectl("delete", "configmap", RULES, "-n", NAMESPACE, "--ignore-not-found")
     return {"engine": "hpa", "adapterRules": {"enabled": True, "namespace": NAMESPACE, "name": RULES}}
 
 
 def start_adapter(release: Release) -> None:
-    """Starts the adapter, or starts it again, because it reads its ConfigMap once."""
+    """Starts or restarts the adapter. A restart is needed because it reads its ConfigMap only at the start."""
     cluster = release.cluster
     config = yaml.safe_load(cluster.get("configmap", RULES, "-n", NAMESPACE)["data"]["config.yaml"])
     assert config["rules"] and config["externalRules"]
-    cluster.kubectl("delete", "apiservice", EXTERNAL, "--ignore-not-found")  # KEDA's, with its own authority
+    cluster.kubectl("delete", "apiservice", EXTERNAL, "--ignore-not-found")  # KEDA's, with KEDA's authority
     cluster.addon("prometheus-adapter")
     cluster.kubectl("-n", NAMESPACE, "rollout", "restart", "deployment/prometheus-adapter")
     cluster.kubectl("-n", NAMESPACE, "rollout", "status", "deployment/prometheus-adapter", "--timeout=120s")

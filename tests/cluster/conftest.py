@@ -28,8 +28,8 @@ seconds = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "alone: disturbs the whole cluster, or measures: nothing else runs beside it")
-    config.addinivalue_line("markers", "local: does what only a cluster takes that the tests have started; no other is asked")
+    config.addinivalue_line("markers", "alone: disturbs the whole cluster or measures, so no other test runs at the same time")
+    config.addinivalue_line("markers", "local: needs a local cluster; deselected on an existing cluster")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,9 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds the state of the namespace to a failed test, turns a skip into a failure, and writes the result for the run's page.
+    """Adds the namespace's state to a failed test, and writes the result for the page of the run.
 
-    A skip is a failure because the caller asked for a cluster.
+    A skipped test fails, because a run with a cluster must not skip tests.
     """
     report = yield
     if report.skipped:
@@ -69,7 +69,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _write(item: pytest.Item, **what: Any) -> None:
-    """Appends a line to the file from which the run's page is made."""
+    """Appends a JSON line with the test and these fields to the file from which the page of the run is made."""
     if path := os.environ.get(PROOF):
         entry = {"test": item.nodeid.partition("::")[2], "file": item.path.name, **what}
         with Path(path).open("a") as file:
@@ -79,8 +79,8 @@ def _write(item: pytest.Item, **what: Any) -> None:
 @pytest.fixture(scope="session")
 def cluster() -> Cluster:
     """The cluster that `python -m tests.cluster` has started."""
-    told = json.loads(os.environ[HANDLE])
-    return Cluster(told["env"], told["local"], tuple(told["addons"]))
+    handle = json.loads(os.environ[HANDLE])
+    return Cluster(handle["env"], handle["local"], tuple(handle["addons"]))
 
 
 def space_name(*names: str) -> str:
@@ -109,7 +109,7 @@ def install(cluster: Cluster, space: str) -> Install:
 
 @pytest.fixture
 def broken_nodes(cluster: Cluster) -> Iterator[BrokenNodes]:
-    """Nodes that a test may break. They are repaired after the test."""
+    """Breaks nodes for a test and repairs them after it."""
     nodes = BrokenNodes(cluster)
     yield nodes
     nodes.mend()
@@ -117,7 +117,7 @@ def broken_nodes(cluster: Cluster) -> Iterator[BrokenNodes]:
 
 @pytest.fixture
 def proved(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """proved(line): prints a result and adds it to the page that the run writes."""
+    """proved(line): prints a test's result and adds it to the page of the run."""
 
     def write(line: str) -> None:
         print(line)

@@ -1,4 +1,4 @@
-"""Checks the connections of gateways by their metrics."""
+"""Checks the connections from gateways to services by the gateways' metrics."""
 
 from __future__ import annotations
 

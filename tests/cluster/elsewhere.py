@@ -1,4 +1,4 @@
-"""Objects that an installation expects from the operator: Secrets, and a Redis outside the chart."""
+"""Creates objects that the operator must provide for an installation: Secrets, and a Redis outside the chart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def secret(release: Release, name: str, data: dict[str, str]) -> None:
 
 
 def redis_elsewhere(port: int) -> Object:
-    """Returns a pod with a Redis without a password, and its service `elsewhere`."""
+    """Returns a pod that runs a Redis without a password, and its Service `elsewhere`."""
     labels = {"app": "elsewhere"}
     container = {
         "name": "redis",

@@ -1,4 +1,4 @@
-"""Builds the images for a cluster without a registry: the project's, with buildah and the unchanged Dockerfile, and a Redis."""
+"""Builds images for a cluster without a registry: the project's by buildah from the unchanged Dockerfile, and a Redis image."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def release() -> str:
 
 
 def redis_image(component: str = "redis") -> str:
-    """Returns the Redis image of the index, or of the store for the component `state`."""
+    """Returns the name of the chart's Redis image: of the index by default, of the state store for the component `state`."""
     wanted = rf"^{component}:.*?image: \{{.*?repository: (\S+), tag: (\S+?)[,}}]"
     found = re.search(wanted, (CHART / "values.yaml").read_text(), re.M | re.S)
     assert found
@@ -35,7 +35,7 @@ def redis_image(component: str = "redis") -> str:
 
 @dataclass(frozen=True)
 class Built:
-    """An image that was built."""
+    """A built image."""
 
     name: str
     archive: Path  # in docker's archive format
@@ -50,12 +50,12 @@ def base() -> str:
 
 
 def has_base() -> bool:
-    """Whether the base image exists on this machine. Layers that were built on it are reused as long as it does not change."""
+    """Whether the base image exists on this machine. Buildah reuses layers only if their base image is unchanged."""
     return subprocess.run(["buildah", "inspect", "--type", "image", base()], capture_output=True, check=False).returncode == 0
 
 
 def build(service: str, folder: Path) -> Built:
-    """Builds the image of a service and writes its archive, at a low priority."""
+    """Builds the image of a service and writes its archive, at a low priority because the cluster starts meanwhile."""
     begun = time.monotonic()
     name, archive = f"rootstock/{service}:{release()}", folder / f"{service}.tar"
     archive.unlink(missing_ok=True)
@@ -71,8 +71,8 @@ def build(service: str, folder: Path) -> Built:
 def _torch_index() -> list[str]:
     """Returns the build argument for torch's package index.
 
-    ROOTSTOCK_TEST_TORCH_INDEX_URL is a URL or a folder of wheels; empty means pip's default index only. If it is unset and a
-    wheel folder has torch, the argument is also empty, because each unreachable index costs minutes.
+    ROOTSTOCK_TEST_TORCH_INDEX_URL is a URL or a folder of wheels; empty means pip's default index. If the variable is unset and
+    one of pip's wheel folders has torch, the argument is also empty, because an unreachable index costs minutes.
     """
     index = os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL")
     if index is None:
@@ -83,7 +83,7 @@ def _torch_index() -> list[str]:
 
 
 def _wheel_folders() -> list[str]:
-    """Returns flags that mount into builds the wheel folders from which pip on this machine installs."""
+    """Returns buildah flags that mount the wheel folders of this machine's pip into a build."""
     return [word for folder in _folders() for word in ("--volume", f"{folder}:{folder}:ro")]
 
 
@@ -95,11 +95,11 @@ def _folders() -> list[str]:
 
 
 def redis_archives(cluster: str, folder: Path) -> list[Path]:
-    """Builds archives of Redis from this machine's programs and their libraries, under the image names of the chart."""
+    """Builds archives of Redis images from this machine's programs and libraries. The images have the names in the chart."""
     files: dict[str, str] = {}
     for program in REDIS_PROGRAMS:
         path = shutil.which(program)
-        assert path, f"{program} is not on PATH"
+        assert path, f"the Redis image needs the program {program}, which is not on PATH"
         into = f"/usr/local/bin/{program}" if program.startswith("redis") else f"/bin/{program}"
         files[os.path.realpath(path)] = into
         for library in re.findall(r"(/\S+) \(0x", run("ldd", path)):

@@ -1,4 +1,4 @@
-"""A cluster as tests use it: kubectl and helm with its kubeconfig, and further actions if the cluster is local.
+"""A cluster for tests: kubectl and helm with its kubeconfig, and actions on nodes and addons if the cluster is local.
 
 A local cluster is controlled by a command (`CLUSTER`): `up --nodes N FLAGS`, `env`, `load FILE ...`, `addon NAME ...`,
 `node stop|start|cut|join NAME`, `gpus NODE N`, `image NAME FILE --file HERE=THERE`, `down`.
@@ -21,13 +21,14 @@ import httpx
 Object = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rootstock"
-WITHIN_S = 240.0
-GREEDY = {"keda": "keda", "prometheus": "monitoring"}  # namespaces of addons that request half of two nodes and use little of it
+WITHIN_S = 240.0  # default time limit of until()
+# Addon → its namespace. These addons request half of two nodes and use little of it, so their requests are removed.
+GREEDY = {"keda": "keda", "prometheus": "monitoring"}
 ASK_S = 60.0  # time limit of one request to the API server
 
 
 class CommandFailed(Exception):
-    """Raised if a program ends with a status other than 0 or exceeds its time limit. The text has the command and its output."""
+    """Raised if a command fails or exceeds its time limit. The message has the command and its output."""
 
 
 def run(*command: str, given: str = "", env: Mapping[str, str] | None = None, limit_s: float = 600) -> str:
@@ -48,9 +49,15 @@ def run(*command: str, given: str = "", env: Mapping[str, str] | None = None, li
 
 
 def until(holds: Callable[[], Any], what: str, within_s: float = WITHIN_S, pause_s: float = 0.5) -> float:
-    """Waits for a condition and returns the seconds until it was true.
+    """Waits until `holds` returns a true value and returns the seconds that it took.
 
-    A check that raises CommandFailed or an HTTP error counts as false. If the wait fails, the text names the last such error.
+    A check that raises CommandFailed or an HTTP error counts as false.
+
+    Args:
+        what: the awaited state, for the message.
+
+    Raises:
+        AssertionError: the time limit was exceeded. The message names the error of the last check.
     """
     begun, fault = time.monotonic(), ""
     while True:
@@ -59,7 +66,7 @@ def until(holds: Callable[[], Any], what: str, within_s: float = WITHIN_S, pause
                 return time.monotonic() - begun
             fault = ""
         except (CommandFailed, httpx.HTTPError) as error:
-            fault = f"; the last look failed: {type(error).__name__}: {error}"
+            fault = f"; the last check failed: {type(error).__name__}: {error}"
         assert time.monotonic() - begun < within_s, f"waited {within_s:.0f} s for {what}{fault}"
         time.sleep(pause_s)
 
@@ -113,7 +120,7 @@ class Cluster:
         run(self.local, "node", action, name)
 
     def addon(self, *names: str) -> None:
-        """Installs the addons that the cluster does not have yet."""
+        """Installs the given addons if the cluster does not have them yet."""
         missing = [name for name in names if name not in self.addons]
         if missing:
             run(self.local, "addon", *missing)
@@ -125,7 +132,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Release:
-    """An installation of the chart in its own namespace."""
+    """A Helm release of the chart in its own namespace."""
 
     cluster: Cluster
     name: str  # the names of all objects begin with it; it must contain "rootstock"
@@ -139,9 +146,7 @@ class Release:
         waiting = ["--wait", "--timeout", "300s"] if wait else []
         arguments = ["upgrade", "--install", self.name, str(self.chart), "-n", self.namespace, *files, "-f", "-", *waiting]
         self.cluster.helm(*arguments, given=json.dumps(values))
-        if (
-            wait
-        ):  # helm does not wait for the pods that a rollout allows to be unavailable; with a single worker, it waits for no pod
+        if wait:  # helm does not wait for pods that a rollout allows to be unavailable; a single worker is such a pod
             self.kubectl("rollout", "status", "deployment", "-l", f"app.kubernetes.io/instance={self.name}", "--timeout=300s")
 
     def kubectl(self, action: str, *arguments: str, given: str = "") -> str:
@@ -155,7 +160,7 @@ class Release:
         return "-".join(filter(None, (self.name, component, model)))
 
     def pods(self, component: str, model: str = "", leaving: bool = False) -> list[Pod]:
-        """Returns the pods of a component, with the terminating ones if `leaving`."""
+        """Returns the pods of a component; terminating pods are included only if `leaving`."""
         found = self.get("pods", "-l", f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}")
         mine = [as_pod(each) for each in found["items"]]
         prefix = self.object_name(component, model)
@@ -176,7 +181,7 @@ class Release:
         self.kubectl("rollout", "status", name, "--timeout=300s")
 
     def urls(self) -> list[str]:
-        """Returns the URLs of the ready gateways, which are reachable from this machine."""
+        """Returns the URLs of the ready gateways. This machine can reach them."""
         return [f"http://{pod.ip}:8000" for pod in self.ready("gateway")]
 
     def uninstall(self) -> None:
@@ -184,7 +189,7 @@ class Release:
 
 
 class BrokenNodes:
-    """Nodes of a local cluster that a test has stopped or cut off, with the action that repairs each."""
+    """Stops nodes of a local cluster or cuts them off, and repairs all of them by the recorded actions."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -203,7 +208,7 @@ class BrokenNodes:
         while self._remedies:
             node, remedy = self._remedies.popitem()
             self._cluster.node(remedy, node)
-            until(lambda: self._is_ready(node), f"{node} again, which was asked to {remedy}")  # noqa: B023
+            until(lambda: self._is_ready(node), f"the node {node} to be ready after the action {remedy}")  # noqa: B023
 
     def _is_ready(self, name: str) -> bool:
         conditions = self._cluster.get("node", name)["status"]["conditions"]

@@ -1,4 +1,4 @@
-"""Clients that send greedy streams through several gateways, and a record of texts, pauses and causes of failures."""
+"""A load of greedy streams through several gateways. It records texts, pauses, and the causes of failures."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.cluster.spaces import gateway_state
 
 QUESTIONS = tuple(f"Count from {first} to {first + 24}." for first in range(1, 9))
 REQUEST_S = 330.0
-LOOK_S = 0.5  # seconds between two checks whether clients must disconnect
+CHECK_S = 0.5  # seconds between two checks whether clients must disconnect
 FRESH_S = 1.0  # seconds for which a list of gateways is used
-AGAIN_S = 0.5  # seconds until the next request after a failure
+RETRY_S = 0.5  # seconds between a failed request and the client's next one
 LEAVE_S = 30.0  # seconds in which all clients must disconnect
 
 Urls = Callable[[], Sequence[str]]
@@ -30,7 +30,7 @@ Witness = Callable[[str], str]
 
 
 class Gateways:
-    """URLs of the ready gateways. A lookup starts a process, so it runs in a thread and does not block the streams."""
+    """Looks up the URLs of the ready gateways. A lookup runs kubectl, so it runs in a thread and does not block the streams."""
 
     def __init__(self, look: Urls) -> None:
         self._look = look
@@ -42,7 +42,7 @@ class Gateways:
         """Returns the URLs of ready gateways.
 
         Args:
-            since: monotonic time; the result must not be older.
+            since: monotonic time of the oldest acceptable lookup.
 
         Raises:
             ConnectionError: no gateway is ready.
@@ -66,24 +66,24 @@ class Gateways:
         try:
             return await asyncio.to_thread(self._look)
         except CommandFailed:
-            return self._known  # an old list is harmless: a gateway that is gone refuses the connection, which is counted
+            return self._known  # the last list, if the lookup fails; a gateway that has ended refuses the connection
 
 
 @dataclass
 class Load:
-    """Clients that send requests in a loop, on an event loop in a thread, and the record of the results."""
+    """Clients that send requests in a loop, and the results. The clients run on an event loop in their own thread."""
 
     streams: int  # number of concurrent clients
     urls: Urls  # returns the URLs of the ready gateways
     model: str = "demo"
     questions: Sequence[str] = QUESTIONS
-    ended: int = 0  # requests that have ended well
-    elsewhere: int = 0  # connections refused by a gateway that is no longer ready; the request is sent to the next one
+    ended: int = 0  # completed requests
+    redirected: int = 0  # connections that a terminated gateway refused; the client then uses the next gateway
     longest_pause_s: float = 0.0  # longest time between two lines of a stream; a test may reset it to 0
     failures: Counter[str] = field(default_factory=Counter)  # failed requests by error
     firsts: dict[str, str] = field(default_factory=dict)  # details of the first failure by error
-    texts: dict[str, set[str]] = field(default_factory=dict)  # all different answers by question
-    max_tokens: int = 200  # limit of an answer
+    texts: dict[str, set[str]] = field(default_factory=dict)  # distinct completions by question
+    max_tokens: int = 200  # largest number of output tokens per request
     witness: Witness | None = None  # returns the state of a gateway; called at the first failure of each kind
     _begun: float = field(default_factory=time.monotonic)
     _left: threading.Event = field(default_factory=threading.Event)
@@ -97,15 +97,15 @@ class Load:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        """Waits until running requests end. If the test has failed, disconnects all clients at once."""
+        """Stops the clients after their running requests. If the test has failed, disconnects them immediately."""
         if error is not None:
-            error.add_note(self._told())
+            error.add_note(self._summary())
             self.leave()
         self._stop.set()
         assert self._thread is not None
         self._thread.join(LEAVE_S if error is not None else REQUEST_S + LEAVE_S)
         if error is None:
-            assert not self._thread.is_alive(), f"clients have not ended: {self._told()}"
+            assert not self._thread.is_alive(), f"some clients did not end after their last request: {self._summary()}"
             if self._fault is not None:
                 raise self._fault
 
@@ -118,18 +118,18 @@ class Load:
         """Returns a line with the results.
 
         Raises:
-            AssertionError: a request has failed, no request has ended, or answers to the same question differ.
+            AssertionError: a request has failed, no request has completed, or completions of the same question differ.
         """
-        assert not self.failures, self._told()
+        assert not self.failures, self._summary()
         different = {question: texts for question, texts in self.texts.items() if len(texts) > 1}
-        assert not different, different
-        assert self.ended, "at least one request must have ended"
-        again = f", {self.elsewhere} connections refused by gateways that had left" if self.elsewhere else ""
-        return f"{self.ended} requests, 0 failed, longest pause {self.longest_pause_s:.1f} s{again}"
+        assert not different, f"completions of equal questions differ: {different}"
+        assert self.ended, "at least one request must have completed"
+        refused = f", {self.redirected} connections refused by terminated gateways" if self.redirected else ""
+        return f"{self.ended} requests, 0 failed, longest pause {self.longest_pause_s:.1f} s{refused}"
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         said = "".join(f"\n{count} × {what}\n{self.firsts.get(what, '')}" for what, count in self.failures.most_common())
-        return f"{self.streams} streams: {self.ended} requests have ended, longest pause {self.longest_pause_s:.1f} s{said}"
+        return f"{self.streams} streams: {self.ended} requests completed, longest pause {self.longest_pause_s:.1f} s{said}"
 
     def _serve(self) -> None:
         try:
@@ -145,7 +145,7 @@ class Load:
             clients = [asyncio.create_task(self._client(session, gateways, turn)) for _ in range(self.streams)]
             there = set(clients)
             while there:
-                _, there = await asyncio.wait(there, timeout=LOOK_S)
+                _, there = await asyncio.wait(there, timeout=CHECK_S)
                 for client in there if self._left.is_set() else ():
                     client.cancel()
             for client in clients:
@@ -162,12 +162,12 @@ class Load:
                 text = await self._ask(session, url, question, said)
             except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
                 if self._left.is_set():
-                    return  # errors after `leave` are caused by the disconnection
+                    return  # leave() has disconnected the client, which causes this error
                 if isinstance(error, aiohttp.ClientConnectorError) and await gateways.has_left(url):
-                    self.elsewhere += 1
+                    self.redirected += 1
                     continue
                 await self._failed(error, url, begun, said[0])
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
                 continue
             self.texts.setdefault(question, set()).add(text)
             self.ended += 1
@@ -178,16 +178,16 @@ class Load:
         if what in self.firsts:
             return
         now = time.monotonic()
-        line = f"first at {time.strftime('%H:%M:%S')}, {now - self._begun:.1f} s after the load's begin, at {url},"
-        self.firsts[what] = f"{line} {now - begun:.1f} s into the request, {len(text)} characters said"
+        line = f"first at {time.strftime('%H:%M:%S')}, {now - self._begun:.1f} s after the start of the load, at {url},"
+        self.firsts[what] = f"{line} {now - begun:.1f} s into the request, after {len(text)} characters of text"
         if self.witness is not None:
             try:
                 self.firsts[what] += f"\n{await asyncio.to_thread(self.witness, url)}"
             except CommandFailed as unseen:
-                self.firsts[what] += f"\nhow it is cannot be seen: {unseen}"
+                self.firsts[what] += f"\nthe gateway's state cannot be read: {unseen}"
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, question: str, said: list[str]) -> str:
-        """Sends a request and returns the text. Updates said[0] with the text so far.
+        """Sends a request and returns its text. said[0] always has the text received so far.
 
         Raises:
             ValueError: the response is an error, contains one, or ends early.
@@ -214,5 +214,10 @@ class Load:
 
 
 def load_on(release: Release, streams: int, urls: Urls | None = None, **more: Any) -> Load:
-    """Returns a load on the ready gateways of a release, unless `urls` is given. A failure records the state of its gateway."""
+    """Returns a load on a release. Failures record the state of the gateway.
+
+    Args:
+        urls: returns the gateways' URLs; by default, those of all ready gateways.
+        more: further fields of Load.
+    """
     return Load(streams, urls or release.urls, witness=partial(gateway_state, release), **more)

@@ -1,4 +1,4 @@
-"""Overlays with which the values files of ci/ are installed here. An overlay replaces only values that this machine cannot serve.
+"""Overlays that make the values files of ci/ installable on this machine. An overlay replaces only values that do not fit it.
 
 tests/chart/test_cluster_values.py checks that no installation waits for something that nodes of a local cluster lack.
 """
@@ -22,7 +22,7 @@ LOADED: Object = {  # images that are loaded into the nodes, with the names of t
     "state": {"image": {"registry": "docker.io"}},
 }
 OF_A_GPU = ("gpus", "gpuMemoryGB", "gpuResource", "resourceClaims")
-OWN: dict[str, Object] = {  # further overlays by file, where its images, models, volumes or limits do not fit this machine
+OWN: dict[str, Object] = {  # additional overlays of single files, whose images, models, volumes or limits do not fit this machine
     "air-gapped": {"image": {"pullSecrets": []}, "worker": {"affinity": None}},
     "eight-gpus-two-models": {
         "gateway": {"replicas": 1, "autoscaling": {"minReplicas": 1}, "settings": {"max_concurrent_requests": 64}},
@@ -49,7 +49,7 @@ TIERS: Object = {  # sizes for a small pool on the local disk, without an extern
 
 
 def installed(name: str) -> Object:
-    """Returns the values file of that name, merged with its overlay."""
+    """Returns the values of a file of ci/, merged with its overlay."""
     values: Object = yaml.safe_load(CI[name].read_text())
     return merged(values, _overlay(name, values))
 
@@ -91,7 +91,7 @@ def _overlay(name: str, values: Object) -> Object:
 
 
 def _over(values: Object, over: Object) -> Object:
-    """Merges two overlays. A None stays in the result."""
+    """Merges two overlays. Unlike in merged(), None stays in the result."""
     out = dict(values)
     for key, value in over.items():
         mine = out.get(key)
@@ -100,7 +100,7 @@ def _over(values: Object, over: Object) -> Object:
 
 
 def _model(entry: Object) -> Object:
-    """Returns the model entry with the demo model instead, and without GPUs."""
+    """Returns an overlay of an entry of `models` that uses the demo model and no GPU."""
     own: dict[str, Any] = {key: value for key, value in entry.get("worker", {}).items() if key not in OF_A_GPU}
     for part in filter(None, (own, own.get("prefill"))):
         if scaled := part.get("autoscaling"):

@@ -1,4 +1,4 @@
-"""Checks that the programs of a run are installed. As root, installs the Debian packages of missing programs with apt-get."""
+"""Checks that the programs for a run are installed. As root, installs the Debian packages of missing programs with apt-get."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from tests.cluster.kubernetes import run
 
-# Debian package by program: for every run, and in addition for a local cluster.
+# Program → its Debian package. A local cluster needs the programs of both tables.
 ALWAYS = {"buildah": "buildah", "redis-server": "redis-server", "redis-cli": "redis-tools", "openssl": "openssl"}
 OF_A_LOCAL_CLUSTER = {
     "containerd": "containerd",
@@ -20,7 +20,7 @@ OF_A_LOCAL_CLUSTER = {
     "debootstrap": "debootstrap",  # makes the base image if no registry has it
 }
 TOOLS = ("helm", "kubectl")  # checked for an existing cluster; the command of a local cluster provides them
-PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # some programs are only in the folders of the administrator
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # Debian installs some of these programs in sbin folders
 
 
 def provide(local: bool) -> None:

@@ -1,4 +1,4 @@
-"""The page of a run, as text and as JSON: versions, tests, results and durations."""
+"""Writes the page of a run, as Markdown and as JSON: versions, images, and each test's result and duration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ This page lists the results of the last run of `make cluster-test`. The run writ
 same content. Each row has a test of tests/cluster, its duration while other tests ran, and its observations.
 [Cluster tests](../../how-to/kubernetes/cluster-tests.md) explains the tests.
 """
-SAW_NOTHING = "without a line of its own"
+NO_LINE = "without a line of its own"
 
 
 @dataclass
@@ -42,7 +42,13 @@ class Proof:
         print(f"images and cluster are ready after {seconds:.0f} s", flush=True)
 
     def write(self, folder: Path, lines: Path, seconds: float, status: int) -> None:
-        """Writes both files. A `status` of pytest other than 0 marks the run as failed."""
+        """Writes proof.md and proof.json.
+
+        Args:
+            lines: file of JSON lines that the tests have written.
+            seconds: duration of the run.
+            status: exit status of pytest; the run has failed if it is not 0.
+        """
         self.found |= {"date": time.strftime("%Y-%m-%d"), "minutes": round(seconds / 60, 1), "passed": status == 0}
         self.found["tests"] = gathered(lines.read_text() if lines.exists() else "")
         (folder / "proof.json").write_text(json.dumps(self.found, indent=1) + "\n")
@@ -62,20 +68,20 @@ class Proof:
 
 
 def gathered(lines: str) -> list[dict[str, Any]]:
-    """Returns an entry for each test, sorted by file and then by the first line of each test.
+    """Returns an entry per test with file, test, outcome, seconds and lines.
 
-    Entries have file, test, outcome, seconds and lines.
+    Entries are sorted by file. Tests of one file are in the order of their first lines.
     """
     tests: dict[tuple[str, str], dict[str, Any]] = {}
-    for told in map(json.loads, lines.splitlines()):
-        key = (told.pop("file"), told.pop("test"))
+    for row in map(json.loads, lines.splitlines()):
+        key = (row.pop("file"), row.pop("test"))
         entry = tests.setdefault(key, {"file": key[0], "test": key[1], "outcome": "not ended", "seconds": 0, "lines": []})
-        if line := told.pop("line", ""):
+        if line := row.pop("line", ""):
             entry["lines"].append(line)
-        entry |= told
+        entry |= row
     return sorted(tests.values(), key=lambda entry: entry["file"])
 
 
 def _happened(entry: dict[str, Any]) -> str:
-    said = "; ".join(entry["lines"]).replace("|", "/") or SAW_NOTHING
+    said = "; ".join(entry["lines"]).replace("|", "/") or NO_LINE
     return said if entry["outcome"] == "passed" else f"**{entry['outcome']}**: {said}"

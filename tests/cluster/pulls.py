@@ -1,4 +1,4 @@
-"""Reads from the workers' metrics the KV that they have read from remote workers and from tiers."""
+"""Reads workers' metrics: the numbers of tokens whose KV came from remote workers or from tiers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.kubernetes import Release
 
-# Lets tests read metrics from this machine. The KV port stays closed.
+# Value of networkPolicy that lets this machine read metrics. The KV port stays closed.
 METRICS_OPEN = {"monitoring": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}
 
 
@@ -24,5 +24,5 @@ def worker_metric(release: Release, name: str) -> float:
 
 
 def pulled(release: Release) -> float:
-    """Returns the tokens whose KV the ready decode workers have read."""
+    """Returns the number of tokens whose KV the ready decode workers have read from prefill workers."""
     return worker_metric(release, "rootstock_worker_pulled_tokens_total")

@@ -10,15 +10,15 @@ from typing import TypeVar
 
 import pytest
 
-JOB_S = 850.0  # longer than the waits within a job
+JOB_S = 850.0  # time limit of a job in seconds; longer than all waits within a job
 T = TypeVar("T")
 
 
 @contextmanager
 def side_by_side(jobs: Mapping[str, Callable[[], T]], at_once: int) -> Iterator[Mapping[str, Future[T]]]:
-    """Runs jobs in threads and yields their futures.
+    """Runs jobs in `at_once` threads and yields their futures by name.
 
-    A failed job fails only its own test. On exit, running jobs are finished and waiting jobs are cancelled.
+    A failed job fails only its own test. On exit, running jobs are completed and waiting jobs are cancelled.
     """
     pool = ThreadPoolExecutor(at_once)
     try:
@@ -27,17 +27,15 @@ def side_by_side(jobs: Mapping[str, Callable[[], T]], at_once: int) -> Iterator[
         pool.shutdown(cancel_futures=True)
 
 
-def what_became_of(job: Future[T]) -> T:
+def result_of(job: Future[T]) -> T:
     """Returns the result of a job or raises its exception. Raises AssertionError if the job does not end in time."""
     try:
         return job.result(JOB_S)
     except FutureTimeout:
-        raise AssertionError(
-            f"the job has {'begun' if job.running() else 'not begun'} and did not end within {JOB_S:.0f} s"
-        ) from None
+        raise AssertionError(f"the job {'still runs' if job.running() else 'has not started'} after {JOB_S:.0f} s") from None
 
 
-def asked_for(request: pytest.FixtureRequest, test: str) -> list[str]:
-    """Returns the `name` parameters with which a test of the fixture's module was collected."""
+def collected_names(request: pytest.FixtureRequest, test: str) -> list[str]:
+    """Returns the `name` parameters of the collected cases of a test in the fixture's module."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     return [str(item.callspec.params["name"]) for item in items if item.originalname == test]

@@ -1,4 +1,4 @@
-"""Namespaces of tests, and a description of a namespace for a failed test."""
+"""Creates namespaces for tests, and describes a namespace for the message of a failed test."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.cluster.kubernetes import Cluster, CommandFailed, Object, Release
 
 LOG_LINES = 12
 EVENTS = 20
-ENDS = ("reason", "exitCode", "finishedAt", "message")  # fields of a container that has ended or is waiting
+ENDS = ("reason", "exitCode", "finishedAt", "message")  # described fields of a terminated or waiting container's state
 
 
-def told_of(cluster: Cluster, pods: Sequence[Object]) -> str:
-    """Returns a line for each pod, and the last log lines of pods that are not ready or were restarted."""
+def described(cluster: Cluster, pods: Sequence[Object]) -> str:
+    """Describes pods: a line per pod, and the last log lines of pods that are not ready or were restarted."""
     lines = []
     for pod in pods:
         name, space = pod["metadata"]["name"], pod["metadata"]["namespace"]
@@ -37,35 +37,35 @@ def told_of(cluster: Cluster, pods: Sequence[Object]) -> str:
 
 def _log(cluster: Cluster, space: str, pod: str, *flags: str) -> str:
     try:
-        told = cluster.kubectl(
+        log = cluster.kubectl(
             "logs", "-n", space, pod, "--all-containers", f"--tail={LOG_LINES}", "--request-timeout=20s", *flags
         )
     except CommandFailed as error:
-        told = str(error).splitlines()[-1]
-    return "\n".join(f"    {line[:300]}" for line in told.splitlines())
+        log = str(error).splitlines()[-1]
+    return "\n".join(f"    {line[:300]}" for line in log.splitlines())
 
 
 def state_of(cluster: Cluster, space: str) -> str:
-    """Returns the pods of a namespace, with log lines, and its last events."""
+    """Describes a namespace: its pods with log lines, and its last events."""
     try:
         events = cluster.kubectl("get", "events", "-n", space, "--sort-by=.lastTimestamp").splitlines()
-        return "\n".join([told_of(cluster, cluster.get("pods", "-n", space)["items"]), *events[-EVENTS:]])
+        return "\n".join([described(cluster, cluster.get("pods", "-n", space)["items"]), *events[-EVENTS:]])
     except CommandFailed as error:
-        return f"the cluster does not say how {space} is: {error}"
+        return f"the state of the namespace {space} cannot be read: {error}"
 
 
 def gateway_state(release: Release, url: str) -> str:
-    """Returns the pod of the gateway at that URL, the number and causes of restarts, and the last log lines."""
+    """Describes the pod of the gateway at this URL: the number and causes of its restarts, and its last log lines."""
     items = release.get("pods", "-l", f"app.kubernetes.io/instance={release.name},app.kubernetes.io/component=gateway")["items"]
     found = [each for each in items if f"//{each['status'].get('podIP')}:" in url]
-    return told_of(release.cluster, found) if found else f"no gateway is at {url} any more; there are {release.urls()}"
+    return described(release.cluster, found) if found else f"no gateway has the URL {url}; ready gateways: {release.urls()}"
 
 
 @contextmanager
 def namespace(cluster: Cluster, name: str) -> Iterator[str]:
-    """Creates a namespace with restricted Pod Security and deletes it on exit, without waiting for the end of its objects.
+    """Creates a namespace with restricted Pod Security. On exit, starts its deletion without waiting for it.
 
-    An exception gets the state of the namespace as a note.
+    If the body raises, the exception gets the state of the namespace as a note.
     """
     cluster.kubectl("create", "namespace", name)
     cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")

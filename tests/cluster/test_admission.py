@@ -16,16 +16,16 @@ from tests.chart.crd_schemas import HTTP_ROUTE, Schema
 from tests.cluster.elsewhere import redis_elsewhere, secret
 from tests.cluster.kubernetes import CHART, Cluster, Object, Release
 from tests.cluster.overlays import CI, installed
-from tests.cluster.side_by_side import asked_for, side_by_side, what_became_of
+from tests.cluster.side_by_side import collected_names, result_of, side_by_side
 from tests.cluster.spaces import namespace
 
-AT_ONCE = 2  # installations, with about two dozen starting processes; other tests run in parallel
+AT_ONCE = 2  # concurrent installations; they start about two dozen processes, and other tests run in parallel
 KEY = "sk-of-the-cluster-tests"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def definitions(cluster: Cluster) -> None:
-    """Installs definitions of the kinds that the chart renders in addition to Kubernetes' own kinds."""
+    """Installs CustomResourceDefinitions of the custom resources that the chart renders."""
     if cluster.local:
         cluster.addon("prometheus", "keda")
         cluster.kubectl("apply", "--server-side", "-f", "-", given=json.dumps(definition("httproutes", HTTP_ROUTE)))
@@ -56,7 +56,7 @@ def definition(plural: str, schema: Schema) -> Object:
 
 
 def structural(schema: Schema) -> Schema:
-    """Returns a schema as a CRD requires it: with a type everywhere. Strict decoding refuses fields that are not in it."""
+    """Returns the schema in the form of a CRD, which needs a type at each level. Strict decoding then refuses unknown fields."""
     out = {key: value for key, value in schema.items() if key not in ("$schema", "additionalProperties", "properties", "items")}
     if "enum" in out:
         out["type"] = "string"
@@ -69,7 +69,7 @@ def structural(schema: Schema) -> Schema:
 
 @pytest.mark.parametrize("name", CI)
 def test_api_server_admits_values_file(cluster: Cluster, name: str, proved: Callable[[str], None]) -> None:
-    """The API server gives no warning, also not about restricted Pod Security of pod templates."""
+    """The API server must give no warning, also none about pod templates that break restricted Pod Security."""
     with namespace(cluster, f"admitted-{name}") as space:
         cluster.kubectl("label", "namespace", space, "pod-security.kubernetes.io/warn=restricted")
         values = yaml.safe_load(CI[name].read_text())
@@ -93,13 +93,13 @@ Starts = Mapping[str, Future[tuple[float, dict[str, str]]]]
 
 @pytest.fixture(scope="module")
 def starts(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Starts]:
-    names = asked_for(request, test_values_file_starts_on_this_machine.__name__)
+    names = collected_names(request, test_values_file_starts_on_this_machine.__name__)
     with side_by_side({name: partial(start, cluster, name) for name in names}, AT_ONCE) as running:
         yield running
 
 
 def start(cluster: Cluster, name: str) -> tuple[float, dict[str, str]]:
-    """Installs a file. Returns the seconds until it is ready and the answer of each model by name."""
+    """Installs a values file. Returns the seconds until the release is ready, and one completion per model."""
     values = yaml.safe_load(CI[name].read_text())
     with namespace(cluster, f"started-{name}") as space:
         release = Release(cluster, "rootstock", space, ())
@@ -113,8 +113,8 @@ def start(cluster: Cluster, name: str) -> tuple[float, dict[str, str]]:
 
 @pytest.mark.parametrize("name", [each for each in CI if each != "cpu-demo"])
 def test_values_file_starts_on_this_machine(name: str, starts: Starts, proved: Callable[[str], None]) -> None:
-    """The overlay replaces GPUs, the image registry, volumes and the models, all of which become the demo model."""
-    took, answers = what_became_of(starts[name])
+    """An overlay replaces values that do not fit this machine: GPUs, registry, volumes, and all models by the demo model."""
+    took, answers = result_of(starts[name])
     assert answers and set(answers.values()) == {"17 + 25 = 42."}, answers
     proved(f"{name}: up after {took:.0f} s, {' and '.join(answers)} answered")
 

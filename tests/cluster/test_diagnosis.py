@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.conftest import BASE
 from tests.cluster.kubernetes import Cluster, CommandFailed, Object, Release
 from tests.cluster.overlays import merged
-from tests.cluster.side_by_side import asked_for, side_by_side, what_became_of
+from tests.cluster.side_by_side import collected_names, result_of, side_by_side
 from tests.cluster.spaces import namespace
 from tests.cluster.values import FAKE
 
@@ -26,8 +26,8 @@ ONE: Object = {
     "tests": {"patienceSeconds": 90},
 }
 NO_MODEL = merged(ONE, {"worker": {"settings": FAKE}})
-PATIENT_S = "300s"
-AT_ONCE = 2  # installations, which mostly wait; other tests run in parallel
+PATIENT_S = "300s"  # time limit of `helm test`
+AT_ONCE = 2  # concurrent installations, which mostly wait; other tests run in parallel
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def claim_of_one_node(release: Release) -> None:
 
 
 def claim_on_two_nodes(release: Release) -> None:
-    """Creates a claim that only one node may use because of its access mode. The volume's folder exists on every node."""
+    """Creates a ReadWriteOnce claim, which only one node may use. The folder of its volume exists on every node."""
     volume = f"{release.namespace}-models"
     spec = {"accessModes": ["ReadWriteOnce"], "storageClassName": "", "volumeName": volume}
     of = {"claimRef": {"namespace": release.namespace, "name": "models"}, "hostPath": {"path": "/tmp"}}
@@ -90,7 +90,7 @@ def other_ports(release: Release) -> None:
 
 
 def cut_off(release: Release) -> None:
-    """Blocks the tokenizers with a policy outside the chart. The chart's policy is deleted, so that only the new one counts."""
+    """Blocks the tokenizers by a NetworkPolicy outside the chart, after deleting the chart's policy, which would allow them."""
     release.kubectl("delete", "networkpolicy", release.object_name("tokenizer"))
     chosen = {"matchLabels": {"app.kubernetes.io/component": "tokenizer"}}
     apply(release, policy("somebody-elses", {"podSelector": chosen, "policyTypes": ["Ingress"]}))
@@ -166,7 +166,7 @@ Diagnoses = Mapping[str, Future[tuple[bool, str]]]
 def diagnoses(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Diagnoses]:
     if cluster.local:
         cluster.addon("prometheus")
-    names = [WELL, *asked_for(request, test_helm_test_names_the_fault.__name__)]
+    names = [WELL, *collected_names(request, test_helm_test_names_the_fault.__name__)]
     with side_by_side({name: partial(diagnosis, cluster, name) for name in names}, AT_ONCE) as running:
         yield running
 
@@ -191,7 +191,7 @@ def diagnosis(cluster: Cluster, name: str) -> tuple[bool, str]:
 
 
 def test_helm_test_passes_on_a_working_installation(diagnoses: Diagnoses, proved: Callable[[str], None]) -> None:
-    passed, report = what_became_of(diagnoses[WELL])
+    passed, report = result_of(diagnoses[WELL])
     assert passed, report
     assert "BROKEN" not in report and "unknown" not in report, report
     proved(f"helm test finds nothing: {report.strip().splitlines()[-1]}")
@@ -200,7 +200,7 @@ def test_helm_test_passes_on_a_working_installation(diagnoses: Diagnoses, proved
 @pytest.mark.parametrize("name", BROKEN)
 def test_helm_test_names_the_fault(name: str, diagnoses: Diagnoses, proved: Callable[[str], None]) -> None:
     fault = BROKEN[name]
-    passed, report = what_became_of(diagnoses[name])
+    passed, report = result_of(diagnoses[name])
     assert not passed, report
     lines = report.splitlines()
     found = [at for at, line in enumerate(lines) if line.split()[1:2] == [fault.check] and fault.said in line]

@@ -1,4 +1,4 @@
-"""Workers with GPUs are scheduled on nodes with GPUs. The GPUs are simulated by a number in the node's status."""
+"""Workers with GPUs are scheduled on nodes with GPUs. A number in the node's status simulates the GPUs."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def test_worker_waits_for_a_node_with_a_free_gpu(install: Install, node_with_gpu
     (left,) = [pod.name for pod in pods if not pod.node]
     conditions = release.get("pod", left)["status"]["conditions"]
     assert any("Insufficient nvidia.com/gpu" in each.get("message", "") for each in conditions), conditions
-    proved(f"{GPUS + 1} workers with a GPU each, a node with {GPUS}: that many placed there, one waits for a GPU")
+    proved(f"{GPUS + 1} workers with a GPU each, a node with {GPUS} GPUs: {GPUS} workers scheduled there, one waits for a GPU")

@@ -1,4 +1,4 @@
-"""Alerts over windows of minutes."""
+"""Alerts whose expressions cover windows of minutes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import Cluster, until
 from tests.cluster.load import load_on
-from tests.cluster.test_monitoring import SOON_S, Prometheus, hurry
+from tests.cluster.test_monitoring import SOON_S, Prometheus, shorten_delays
 from tests.cluster.test_scaling import keda
 from tests.cluster.values import MONITORED
 
 pytestmark = pytest.mark.timeout(1500)
-BLIND_LOOKS = 30  # checks without metrics, five seconds apart
+BLIND_CHECKS = 30  # checks of the number of workers without metrics, five seconds apart
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +25,7 @@ def operator(cluster: Cluster) -> None:
 
 
 def test_queue_refused_fires_and_clears(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """The queues of all workers are full, so further requests are refused."""
+    """Sends more requests than all queues can have, so that the gateways refuse requests."""
     settings = {"max_total_tokens": 16384, "max_running_requests": 1, "max_queued_requests": 1, "grammar_workers": 1}
     values = {
         "worker": {"replicas": 1, "settings": settings},
@@ -35,17 +35,17 @@ def test_queue_refused_fires_and_clears(install: Install, cluster: Cluster, prov
     release = install(values)
     prometheus, space = Prometheus(cluster), release.namespace
     until(lambda: prometheus.all_up(space), "every target", SOON_S)
-    hurry(release)
+    shorten_delays(release)
     fired = "RootstockQueueRefused"
     with load_on(release, 12) as load:
         fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
     assert load.failures and all(said.startswith("ValueError: 503") for said in load.failures), load.failures
-    clears = until(lambda: fired not in prometheus.firing(space), "its end", 2 * SOON_S)
-    proved(f"a full queue: {fired} after {fires:.0f} s, gone {clears:.0f} s after the last request (`for` of 5 s)")
+    clears = until(lambda: fired not in prometheus.firing(space), "the alert to clear", 2 * SOON_S)
+    proved(f"a full queue: {fired} fired after {fires:.0f} s and cleared {clears:.0f} s after the last request (`for` of 5 s)")
 
 
 def test_keda_keeps_workers_when_scraping_stops(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """Scraping stops under load. KEDA keeps the number of workers, and an alert reports the missing metrics."""
+    """Stops scraping under load. KEDA must keep the number of workers, and an alert must report the missing metrics."""
     if cluster.local:
         cluster.addon("keda")
     settings = {"max_total_tokens": 16384, "max_running_requests": 2, "grammar_workers": 1}
@@ -56,16 +56,16 @@ def test_keda_keeps_workers_when_scraping_stops(install: Install, cluster: Clust
     fired, seen = "RootstockMetricsMissing", set[int]()
     with load_on(release, 12) as load:
         until(lambda: len(release.ready("worker", "demo")) == 3, "three workers", SOON_S)
-        hurry(release)
+        shorten_delays(release)
         release.kubectl("delete", "podmonitor", "--all")
         fires = until(lambda: fired in prometheus.alerts(), "the alert", SOON_S)
-        for _ in range(BLIND_LOOKS):
+        for _ in range(BLIND_CHECKS):
             seen.add(release.replicas("worker", "demo"))
             time.sleep(5)
     assert seen == {3}
     release.install(values)
-    clears = until(lambda: fired not in prometheus.alerts() and prometheus.all_up(space), "its end", SOON_S)
+    clears = until(lambda: fired not in prometheus.alerts() and prometheus.all_up(space), "the alert to clear", SOON_S)
     proved(
-        f"no figures for {BLIND_LOOKS * 5} s under 12 streams: 3 workers all along; {fired} after {fires:.0f} s,"
-        f" gone {clears:.0f} s after the monitors came back; {load.check()}"
+        f"no metrics for {BLIND_CHECKS * 5} s under 12 streams: always 3 workers; {fired} fired after {fires:.0f} s"
+        f" and cleared {clears:.0f} s after the monitors were restored; {load.check()}"
     )

@@ -1,7 +1,8 @@
 """Prefill workers on one node, decode workers on another and all other pods on a third: KV is read between nodes over TCP.
 
-The network or the power of a node is cut, each pool is rolled out, and the HPA scales each pool by its own metrics. No request
-fails and all texts are equal.
+Tests cut the network or the power of a node, roll out each pool, and let the HPA scale each pool by its own metrics. No request
+may
+fail, and equal prompts must give equal texts.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from tests.cluster.load import QUESTIONS, Load, load_on
 from tests.cluster.pulls import METRICS_OPEN, pulled
 from tests.cluster.values import MONITORED
 
-STREAMS, CROWD = 8, 24  # concurrent clients: with long prompts; with short prompts, which need more than one decode worker
+STREAMS = 8  # concurrent clients with long prompts
+CROWD = 24  # concurrent clients with short prompts; they need more than one decode worker
 CUT_S, WITHIN_S = 10.0, 300.0
-# The prompts have more tokens than all KV pools, so that prompts are computed again and again.
+# Together, the prompts have more tokens than all KV pools, so that no prompt stays cached until its next use.
 PROMPTS = tuple(f"{number}. Repeat: {'the garden of stone and coral ' * 60}{QUESTIONS[number % 8]}" for number in range(200))
 PACED = {"coldStartSeconds": 15, "scaleDownSeconds": 15, "scaleDownPeriodSeconds": 15}
 pytestmark = [pytest.mark.alone, pytest.mark.local, pytest.mark.timeout(1500)]
 
 
 @dataclass(frozen=True)
-class Places:
+class NodeNames:
     """Names of the nodes for the prefill workers, the decode workers and all other pods."""
 
     front: str
@@ -55,15 +57,15 @@ def on(node: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def places(cluster: Cluster) -> Places:
+def node_names(cluster: Cluster) -> NodeNames:
     nodes = cluster.nodes()
-    assert len(nodes) == 3, f"CLUSTER_TEST_NODES=3; there are {nodes}"
-    return Places(*nodes)
+    assert len(nodes) == 3, f"these tests need three nodes; the cluster has {nodes}. Set CLUSTER_TEST_NODES=3."
+    return NodeNames(*nodes)
 
 
 def flowing(release: Release, load: Load) -> float:
-    """Waits until each stream has had a response. Returns the number of tokens whose KV was read between nodes."""
-    until(lambda: load.ended >= STREAMS, "the load", 120)
+    """Waits until as many requests as streams have completed. Returns the number of tokens whose KV was read between nodes."""
+    until(lambda: load.ended >= STREAMS, "the first completed requests", 120)
     read = pulled(release)
     assert read > 0, "decode workers must read KV from the other node"
     return read
@@ -71,44 +73,46 @@ def flowing(release: Release, load: Load) -> float:
 
 @pytest.mark.parametrize(("action", "remedy"), [("cut", "join"), ("stop", "start")], ids=["network", "power"])
 def test_far_pools_survive_loss_of_prefill_node(
-    install: Install, places: Places, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
+    install: Install, node_names: NodeNames, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
 ) -> None:
-    """The prefill node is gone for at least ten seconds. Decode workers compute the prompts whose KV they cannot read."""
-    release = install(places.values())
+    """The prefill node is lost for at least ten seconds. Decode workers compute the prompts whose KV they cannot read."""
+    release = install(node_names.values())
     with load_on(release, STREAMS, questions=PROMPTS) as load:
         read = flowing(release, load)
-        broken_nodes.take(action, places.prefill, remedy)
+        broken_nodes.take(action, node_names.prefill, remedy)
         begun, before = time.monotonic(), load.ended
-        until(lambda: time.monotonic() - begun > CUT_S and load.ended >= before + STREAMS, "answers meanwhile", 180)
+        until(lambda: time.monotonic() - begun > CUT_S and load.ended >= before + STREAMS, "completed requests meanwhile", 180)
         broken_nodes.mend()
-        until(lambda: release.ready("prefill", "demo"), "a worker that computes prompts", WITHIN_S)
+        until(lambda: release.ready("prefill", "demo"), "a ready prefill worker", WITHIN_S)
         again = pulled(release)
-        until(lambda: pulled(release) > again, "pages from node to node again", 180)
+        until(lambda: pulled(release) > again, "KV reads between nodes after the loss", 180)
     what = "network" if action == "cut" else "power"
     proved(
-        f"far pools: the {what} of the prefill node gone under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV before"
+        f"far pools: the prefill node without {what} under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV read before"
     )
 
 
 @pytest.mark.parametrize("component", ["prefill", "worker"])
-def test_far_pools_roll_out_under_load(install: Install, places: Places, proved: Callable[[str], None], component: str) -> None:
-    release = install(places.values())
+def test_far_pools_roll_out_under_load(
+    install: Install, node_names: NodeNames, proved: Callable[[str], None], component: str
+) -> None:
+    release = install(node_names.values())
     with load_on(release, STREAMS, questions=PROMPTS) as load:
         read = flowing(release, load)
         release.restart(component, "demo")
         before = load.ended
-        until(lambda: load.ended >= before + STREAMS and pulled(release) > 0, "answers afterwards", 180)
-    proved(f"far pools: {component} rolled out under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV before")
+        until(lambda: load.ended >= before + STREAMS and pulled(release) > 0, "completed requests afterwards", 180)
+    proved(f"far pools: {component} rolled out under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV read before")
 
 
 def test_hpa_scales_each_pool_by_own_metrics(
-    install: Install, places: Places, cluster: Cluster, proved: Callable[[str], None]
+    install: Install, node_names: NodeNames, cluster: Cluster, proved: Callable[[str], None]
 ) -> None:
     """Long prompts add a prefill worker only. Many short prompts add a decode worker only."""
     scaled = {"enabled": True, "minReplicas": 1, "maxReplicas": 2}
     prefill = {"autoscaling": {**scaled, "waitingTokens": 128, "busyShare": 0.2}}
     settings = {"max_total_tokens": 32768, "max_running_requests": 16}
-    values = places.values(prefill=prefill, autoscaling={**scaled, **PACED}, settings=settings)
+    values = node_names.values(prefill=prefill, autoscaling={**scaled, **PACED}, settings=settings)
     cluster.addon("metrics-server")
     release = install(values | {"autoscaling": by_adapter(cluster), "monitoring": MONITORED})
     start_adapter(release)
@@ -117,11 +121,11 @@ def test_hpa_scales_each_pool_by_own_metrics(
         return release.replicas("prefill", "demo"), release.replicas("worker", "demo")
 
     with load_on(release, STREAMS, questions=PROMPTS, max_tokens=8) as prompts:
-        first_s = until(lambda: asked() == (2, 1), "a second prefill worker and one that decodes", WITHIN_S)
-        until(lambda: len(release.ready("prefill", "demo")) == 2, "it to be ready", WITHIN_S)
+        first_s = until(lambda: asked() == (2, 1), "two prefill workers and one decode worker", WITHIN_S)
+        until(lambda: len(release.ready("prefill", "demo")) == 2, "both prefill workers to be ready", WITHIN_S)
         read = flowing(release, prompts)
     with load_on(release, CROWD, questions=QUESTIONS) as crowd:
-        second_s = until(lambda: asked() == (1, 2), "a second that decodes and one prefill worker", WITHIN_S)
-        until(lambda: len(release.ready("worker", "demo")) == 2, "it to be ready", WITHIN_S)
-    up = f"two prefill and one decode after {first_s:.0f} s of long prompts ({prompts.check()}; {read:.0f} tokens of KV read)"
-    proved(f"far pools by the HPA: {up}, one and two after {second_s:.0f} s of short ones ({crowd.check()})")
+        second_s = until(lambda: asked() == (1, 2), "one prefill worker and two decode workers", WITHIN_S)
+        until(lambda: len(release.ready("worker", "demo")) == 2, "both decode workers to be ready", WITHIN_S)
+    up = f"2 prefill and 1 decode workers after {first_s:.0f} s of long prompts ({prompts.check()}; {read:.0f} tokens of KV read)"
+    proved(f"far pools by the HPA: {up}, 1 prefill and 2 decode after {second_s:.0f} s of short prompts ({crowd.check()})")

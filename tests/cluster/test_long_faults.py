@@ -34,7 +34,7 @@ def whole(release: Release) -> bool:
 
 
 def spread(release: Release) -> bool:
-    """Whether each service has pods on both nodes, so that it survives the loss of one."""
+    """Whether each service has pods on both nodes, so that it survives the loss of one node."""
     return all(
         len({pod.node for pod in release.ready(component, "demo")}) == 2 for component in (TOKENIZERS, DETOKENIZERS, WORKERS)
     )
@@ -54,7 +54,7 @@ def test_streams_survive_random_faults(
     gateway = {"replicas": 2, "affinity": affinity, "topologySpread": False}
     release = install({**replicas, "gateway": gateway, "drainSeconds": 20, "networkPolicy": METRICS_OPEN})
     urls = release.urls()
-    until(lambda: known(release), "gateways that know all")
+    until(lambda: known(release), "all gateways to be connected to all services")
     done: list[str] = []
     with load_on(release, STREAMS, lambda: urls) as load:
         until(lambda: load.ended >= 2 * STREAMS, "the quiet run")
@@ -64,9 +64,9 @@ def test_streams_survive_random_faults(
             redis = {pod.node for pod in release.ready("redis")}
             load.longest_pause_s, before = 0.0, load.ended
             said = commit(rng, fault, release, broken_nodes, goes)
-            until(lambda: load.ended >= before + STREAMS, "answers")  # noqa: B023
+            until(lambda: load.ended >= before + STREAMS, "completed requests after the fault")  # noqa: B023
             broken_nodes.mend()
-            until(lambda: whole(release) and known(release), f"all pods again, and gateways that know them, after {said}", 240)
+            until(lambda: whole(release) and known(release), f"all pods to be ready and connected after the fault: {said}", 240)
             more = WITH_REDIS_S if goes in redis or "redis" in said else BEYOND_QUIET_S
             done.append(f"{said} {load.longest_pause_s:.1f} s")
             print(f"seed {seed}: {done[-1]} (quiet {quiet:.1f} s)", flush=True)

@@ -1,4 +1,4 @@
-"""Separate prefill and decode workers on a real network: KV is read from pod to pod, and no request fails when pods are lost."""
+"""Separate prefill and decode workers on a real network: KV is read between pods, and no request fails if pods are lost."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ VALUES: dict[str, Any] = {
 
 
 def gateways(release: Release, node: str) -> Callable[[], list[str]]:
-    """Returns a function with the URLs of the ready gateways on that node."""
+    """Returns a function that returns the URLs of the ready gateways on this node."""
     return lambda: [f"http://{pod.ip}:8000" for pod in release.ready("gateway") if pod.node == node]
 
 
 def test_prefill_and_decode_roll_out_under_load(install: Install, proved: Callable[[str], None]) -> None:
     release = install(VALUES)
     with load_on(release, STREAMS, questions=LONG) as load:
-        until(lambda: load.ended >= STREAMS, "the load", 120)
+        until(lambda: load.ended >= STREAMS, "the first completed requests", 120)
         read = pulled(release)
         assert read > 0, "decode workers must read KV from prefill workers"
         for component in ("prefill", "worker"):
             release.restart(component, "demo")
             before = load.ended
-            until(lambda: load.ended >= before + STREAMS, "answers afterwards", 120)  # noqa: B023
+            until(lambda: load.ended >= before + STREAMS, "completed requests after the rollout", 120)  # noqa: B023
         assert pulled(release) > 0
     proved(f"prefill and decode rolled out under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV read before")
 
@@ -55,16 +55,16 @@ def test_prefill_and_decode_survive_loss_of_a_node(
     for component in ("prefill", "worker"):
         assert len({pod.node for pod in release.ready(component, "demo")}) == 2, component
     with load_on(release, STREAMS, gateways(release, redis.node), questions=LONG) as load:
-        until(lambda: load.ended >= STREAMS, "the load", 120)
+        until(lambda: load.ended >= STREAMS, "the first completed requests", 120)
         read = pulled(release)
         assert read > 0, "decode workers must read KV from prefill workers"
         broken_nodes.take(action, node, remedy)
         begun, before = time.monotonic(), load.ended
-        until(lambda: time.monotonic() - begun > CUT_S and load.ended >= before + STREAMS, "answers meanwhile", 180)
+        until(lambda: time.monotonic() - begun > CUT_S and load.ended >= before + STREAMS, "completed requests meanwhile", 180)
         broken_nodes.mend()
         before = load.ended
-        until(lambda: load.ended >= before + STREAMS, "answers afterwards", 180)
+        until(lambda: load.ended >= before + STREAMS, "completed requests afterwards", 180)
     what = "power" if action == "stop" else "network"
     proved(
-        f"prefill and decode: a node's {what} gone under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV read before"
+        f"prefill and decode: a node without {what} under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV read before"
     )

@@ -1,4 +1,4 @@
-"""Half an hour of prompts of 16,000 words on an overloaded machine: no process is mistaken for lost.
+"""Half an hour of prompts of 16,000 words on an overloaded machine: no slow process is treated as lost.
 
 ROOTSTOCK_CLUSTER_MINUTES_OF_PROMPTS (default 30) is the duration.
 """
@@ -24,7 +24,7 @@ MOVES = re.compile(r"^rootstock_gateway_moves_total\{(.*)\} (\S+)$", re.MULTILIN
 
 
 def moves(release: Release) -> dict[str, float]:
-    """Returns the numbers of moves of all gateways by the metric's labels. Labels without a move are left out."""
+    """Returns the number of moves, summed over all gateways, by the metric's labels. Labels without a move are omitted."""
     out: dict[str, float] = {}
     for pod in release.ready("gateway"):
         text = httpx.get(f"http://{pod.ip}:9104/metrics", timeout=10).text
@@ -57,7 +57,7 @@ def test_long_prompts_cause_no_move_and_no_restart(install: Install, proved: Cal
     ]
     urls = release.urls()
     with load_on(release, 8, lambda: urls) as short, load_on(release, 4, lambda: urls, questions=long) as load:
-        until(lambda: load.ended >= 1, "a long prompt's answer", 600)
+        until(lambda: load.ended >= 1, "the completion of a long prompt", 600)
         time.sleep(MINUTES * 60)
     assert not load.failures, load.failures
     line = short.check()

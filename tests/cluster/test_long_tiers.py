@@ -1,5 +1,7 @@
-"""KV that does not fit into the pool is stored in files on a claim that outlives its pod, or in a Redis that all workers share.
-After all workers are killed, their successors read the stored KV."""
+"""KV beyond the pool is stored in files on a claim that outlives its pod, or in a Redis that all workers share.
+
+After all workers are killed, the workers that replace them read the stored KV.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.cluster.kubernetes import Cluster, Object, Release, until
 from tests.cluster.load import QUESTIONS
 from tests.cluster.pulls import METRICS_OPEN, worker_metric
 
-# The prompts have four times the tokens that the pools can store.
+# Together, the prompts have four times as many tokens as the pools.
 PROMPTS = tuple(f"{number}. Repeat: {'the garden of stone and coral ' * 30}{QUESTIONS[number % 8]}" for number in range(24))
 POOL_TOKENS, NEW_TOKENS = 2048, 16
 REDIS_PORT, SECRET = 6380, "letters0and0digits0of0the0tests0 and more"
@@ -40,7 +42,7 @@ def values_of(tiers: Object, **worker: Any) -> Object:
 
 
 def asked(release: Release) -> tuple[list[str], int]:
-    """Sends all prompts one by one. Returns the answers and the number of prompt tokens that were read from storage."""
+    """Sends all prompts one by one. Returns the completions and the number of prompt tokens whose KV came from the storage."""
     (url, *_) = release.urls()
     texts, from_storage = [], 0
     for prompt in PROMPTS:
@@ -53,15 +55,15 @@ def asked(release: Release) -> tuple[list[str], int]:
         }
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
-        told = answer.json()
-        texts.append(told["choices"][0]["message"]["content"])
-        details = told["usage"].get("prompt_tokens_details") or {}
+        body = answer.json()
+        texts.append(body["choices"][0]["message"]["content"])
+        details = body["usage"].get("prompt_tokens_details") or {}
         from_storage += (details.get("cached_tokens_details") or {}).get("storage", 0)
     return texts, from_storage
 
 
-def killed(release: Release) -> None:
-    """Kills all workers and waits until the same number of new ones is ready."""
+def kill_workers(release: Release) -> None:
+    """Kills all workers and waits until as many new workers are ready."""
     victims = release.ready("worker", "demo")
     before = {found["metadata"]["uid"] for found in release.get("pods")["items"]}
     names = [pod.name for pod in victims]
@@ -72,33 +74,33 @@ def killed(release: Release) -> None:
         new = [each for each in release.get("pods")["items"] if each["metadata"]["uid"] not in before]
         return len([each for each in new if each["metadata"]["name"] in ready]) >= len(victims)
 
-    until(others, "workers in place of those that were killed")
+    until(others, "new workers after the kill")
 
 
-def asked_again_after_a_kill(release: Release) -> tuple[int, str]:
-    """Sends all prompts twice, kills the workers and sends them again; the answers must be equal.
+def sent_again_after_a_kill(release: Release) -> tuple[int, str]:
+    """Sends all prompts twice, kills the workers and sends all prompts a third time. The completions must be equal.
 
     Returns:
-        The tokens that the new workers have read from storage, and a line with the results.
+        Number of tokens whose KV the new workers have read from the storage, and a line with the results.
     """
     first, _ = asked(release)
     second, _ = asked(release)
     assert second == first
     from_host = worker_metric(release, FROM_HOST)
-    assert from_host > 0, "pages that were evicted from the pool are read from host memory"
-    # The pages that the pool still has at the end are not stored.
-    until(lambda: worker_metric(release, STORED) >= POOL_TOKENS, "KV in the storage", 120)
-    killed(release)
+    assert from_host > 0, "pages that were evicted from the pool must be read from host memory"
+    # The last prompts' pages stay in the pool and are not stored.
+    until(lambda: worker_metric(release, STORED) >= POOL_TOKENS, "KV to be written to the storage", 120)
+    kill_workers(release)
     third, from_storage = asked(release)
     assert third == first
     assert worker_metric(release, FROM_STORAGE) >= from_storage
-    came = f"from memory {from_host:.0f}, behind a kill {from_storage} from the storage"
-    return from_storage, f"{len(PROMPTS)} prompts asked three times, texts equal; tokens {came}"
+    read = f"{from_host:.0f} tokens read from host memory, {from_storage} from the storage after a kill"
+    return from_storage, f"{len(PROMPTS)} prompts sent three times, texts equal; {read}"
 
 
 @pytest.fixture
 def claim_class(cluster: Cluster, space: str) -> Iterator[str]:
-    """Name of a storage class with one volume: a folder of this machine, where the nodes run, that every user may write."""
+    """Name of a storage class with one volume: a folder of this machine, on which the nodes run. Every user may write to it."""
     name = f"{space}-kv"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o777)
@@ -124,9 +126,9 @@ def test_kv_files_outlive_the_pod(install: Install, claim_class: str, proved: Ca
     files = {"sizeGB": 1, "claimSize": "2Gi", "storageClass": claim_class}
     release = install(values_of({"files": files}, kind="StatefulSet", replicas=1))
     (pod,) = release.ready("worker", "demo")
-    assert pod.name.endswith("-0"), "the pod belongs to a StatefulSet, so its successor gets the same claim"
-    from_storage, line = asked_again_after_a_kill(release)
-    assert from_storage > 0, "usage has the tokens that were read from the claim"
+    assert pod.name.endswith("-0"), "the pod must belong to a StatefulSet, so that its replacement gets the same claim"
+    from_storage, line = sent_again_after_a_kill(release)
+    assert from_storage > 0, "the new worker must read KV from the claim"
     proved(f"KV in files on a claim: {line}")
 
 
@@ -135,6 +137,6 @@ def test_workers_share_kv_in_redis(install: Install, space: str, cluster: Cluste
     secret(there, "kv-storage", {"url": f"redis://elsewhere:{REDIS_PORT}/0", "secret": SECRET})
     there.kubectl("apply", "-f", "-", given=json.dumps(redis_elsewhere(REDIS_PORT)))
     release = install(values_of({"shared": {"secret": "kv-storage", "port": REDIS_PORT}}, replicas=2))
-    from_storage, line = asked_again_after_a_kill(release)
-    assert from_storage > 0, "usage has the tokens that were read from the Redis"
+    from_storage, line = sent_again_after_a_kill(release)
+    assert from_storage > 0, "the new workers must read KV from the Redis"
     proved(f"KV in a Redis of two workers: {line}")

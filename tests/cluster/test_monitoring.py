@@ -1,4 +1,4 @@
-"""The operator and a real Prometheus accept monitors, rules and dashboards, and alerts fire and clear."""
+"""The Prometheus operator and a real Prometheus accept the chart's monitors and rules, and alerts fire and clear."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def operator(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """A release for all tests of this file, scraped by Prometheus. Each test leaves it unchanged."""
+    """A release for all tests of this file, which Prometheus scrapes. A test must restore what it changes."""
     with namespace(cluster, "monitoring-of-a-release") as space:
         made = Release(cluster, "rootstock", space, BASE)
         patient = {"replicas": 1, "queueTimeoutSeconds": 300}
@@ -58,7 +58,7 @@ class Prometheus:
         return {f"{each['labels']['pod']} {each['scrapeUrl']}": each["health"] for each in found}
 
     def all_up(self, space: str) -> bool:
-        """Whether at least four targets, one for each service, exist and all targets respond."""
+        """Whether there are at least four targets, one per service, and all targets respond."""
         targets = self.targets(space)
         return len(targets) >= len(SERVICES) and set(targets.values()) == {"up"}
 
@@ -79,8 +79,8 @@ class Prometheus:
         }
 
 
-def hurry(release: Release) -> None:
-    """Shortens the `for` of all alerts from minutes to five seconds. Their expressions stay."""
+def shorten_delays(release: Release) -> None:
+    """Shortens the `for` of all alerts from minutes to five seconds."""
     found = release.get("prometheusrule", release.object_name("").rstrip("-"))
     groups = found["spec"]["groups"]
     for rule in (rule for group in groups for rule in group["rules"] if "for" in rule):
@@ -94,7 +94,7 @@ def test_prometheus_accepts_monitors_rules_and_dashboards(
     prometheus, space = Prometheus(cluster), release.namespace
     with load_on(release, 2) as load:
         until(lambda: prometheus.rules(space), "the rules", SOON_S)
-        until(lambda: all(rule["lastEvaluation"] > "2" for rule in prometheus.rules(space)), "each rule's evaluation", SOON_S)
+        until(lambda: all(rule["lastEvaluation"] > "2" for rule in prometheus.rules(space)), "all rules to be evaluated", SOON_S)
     load.check()
     rules = prometheus.rules(space)
     assert [rule for rule in rules if rule["health"] == "err"] == []
@@ -106,32 +106,32 @@ def test_prometheus_accepts_monitors_rules_and_dashboards(
 
 
 def test_no_ready_worker_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """Requests that arrive without a worker are served later."""
+    """Scales to zero workers under load, then to one. The requests wait meanwhile."""
     prometheus, space = Prometheus(cluster), release.namespace
-    hurry(release)
+    shorten_delays(release)
     name = f"deployment/{release.object_name('worker', 'demo')}"
     fired = "RootstockNoReadyWorker"
     with load_on(release, 2) as load:
-        until(lambda: load.ended >= 2, "the load")
+        until(lambda: load.ended >= 2, "the first completed requests")
         until(lambda: fired not in prometheus.firing(space), "no alert", SOON_S)
         release.kubectl("scale", name, "--replicas=0")
         fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
         release.kubectl("scale", name, "--replicas=1")
-        clears = until(lambda: fired not in prometheus.firing(space), "its end", SOON_S)
-    proved(f"no worker: {fired} after {fires:.0f} s, gone {clears:.0f} s after one was asked for (`for` of 5 s); {load.check()}")
+        clears = until(lambda: fired not in prometheus.firing(space), "the alert to clear", SOON_S)
+    proved(f"no worker: {fired} fired after {fires:.0f} s, cleared {clears:.0f} s after scaling up (`for`: 5 s); {load.check()}")
 
 
 def test_target_down_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """A network policy blocks all connections to tokenizers, including those of Prometheus. No requests are sent then."""
+    """A NetworkPolicy blocks all connections to tokenizers, including those of Prometheus. No requests are sent meanwhile."""
     prometheus, space = Prometheus(cluster), release.namespace
-    hurry(release)
+    shorten_delays(release)
     fired = "RootstockTargetDown"
-    until(lambda: prometheus.all_up(space) and fired not in prometheus.firing(space), "every target, and no alert", SOON_S)
+    until(lambda: prometheus.all_up(space) and fired not in prometheus.firing(space), "all targets up and no alert", SOON_S)
     policy = release.get("networkpolicy", release.object_name("tokenizer"))
     name, ingress = policy["metadata"]["name"], policy["spec"]["ingress"]
     release.kubectl("patch", "networkpolicy", name, "--type=merge", "-p", json.dumps({"spec": {"ingress": []}}))
     fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
     release.kubectl("patch", "networkpolicy", name, "--type=merge", "-p", json.dumps({"spec": {"ingress": ingress}}))
-    clears = until(lambda: fired not in prometheus.firing(space), "its end", SOON_S)
-    assert prometheus.all_up(space), "the alert ends because all targets respond again"
-    proved(f"tokenizers cut off from Prometheus: {fired} after {fires:.0f} s, gone after {clears:.0f} s (`for` of 5 s)")
+    clears = until(lambda: fired not in prometheus.firing(space), "the alert to clear", SOON_S)
+    assert prometheus.all_up(space), "the alert must clear only when all targets respond again"
+    proved(f"tokenizers cut off from Prometheus: {fired} fired after {fires:.0f} s, cleared after {clears:.0f} s (`for` of 5 s)")

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.needs("openssl")]
 STREAMS = 24
 MOUNT = "/etc/rootstock/mtls"
 TWO = {name: {"replicas": 2} for name in ("gateway", "tokenizer", "detokenizer")}
-LITTLE: Object = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}  # fits together with the addons
+LITTLE: Object = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}  # so that the addons fit too
 VALUES: Object = {
     **TWO,
     "worker": {"replicas": 2, "prefill": {"replicas": 1}, "resources": LITTLE},
@@ -100,15 +100,15 @@ def _has_mount(pod: Object) -> bool:
 
 
 def are_mounted(release: Release, trust: str) -> bool:
-    """Whether all pods have these authorities in their files. The kubelet updates the files after up to 90 seconds."""
-    read = 'while read -r line; do echo "$line"; done < '  # an image may have no cat
+    """Whether the mounted files of all pods have these authorities. The kubelet updates the files within 90 seconds."""
+    read = 'while read -r line; do echo "$line"; done < '  # instead of cat, which an image may lack
     return all(
         release.kubectl("exec", name, "--", "sh", "-c", f"{read}{MOUNT}/ca.crt") == trust for name in pods_with_tls(release)
     )
 
 
-def are_taken(release: Release) -> bool:
-    """Whether each Redis uses its current files, according to the mark that its readiness probe leaves."""
+def redis_has_loaded(release: Release) -> bool:
+    """Whether each Redis has loaded its current files. Its readiness probe loads them and then updates a marker file."""
     newer = " || ".join(f"[ {MOUNT}/{file} -nt /tmp/tls-taken ]" for file in ("tls.crt", "ca.crt"))
     looks = f"if {newer}; then echo old; else echo new; fi"
     servers = [pod.name for component in ("redis", "state") for pod in release.ready(component)]
@@ -119,11 +119,14 @@ def rotate(release: Release, signer: Authority, *trusted: Authority) -> None:
     sign(release, signer, *trusted)
     trust = b"".join(authority.pem for authority in trusted).decode()
     until(lambda: are_mounted(release, trust), "the new files in all pods", within_s=240)
-    until(lambda: are_taken(release), "every Redis' new files: it takes them with its readiness probe", within_s=90)
+    until(lambda: redis_has_loaded(release), "each Redis to load the new files by its readiness probe", within_s=90)
 
 
 def grpc_ports(release: Release) -> list[tuple[str, str, int]]:
-    """Returns (component and port name, address, port) of the ports between pods, without those of metrics, HTTP and probes."""
+    """Returns (component and port name, address, port) of the ports that pods use among each other.
+
+    Ports of metrics, HTTP and probes are not included.
+    """
     wanted = ("grpc", "peer", "kv", "redis", "control")
     out = []
     for pod in release.get("pods", "-l", f"app.kubernetes.io/instance={release.name}")["items"]:
@@ -141,7 +144,7 @@ def test_pod_without_certificate_is_refused_at_every_port(
     authority = Authority(tmp_path / "authority")
     release = prepared(install, tmp_path, authority)
     with load_on(release, 4) as load:
-        until(lambda: load.ended >= 8, "answers: who has certificates is served")
+        until(lambda: load.ended >= 8, "completed requests of pods with certificates")
     load.check()
     targets = grpc_ports(release)
     (gateway,) = release.get("deployment", release.object_name("gateway"))["spec"]["template"]["spec"]["containers"]
@@ -153,13 +156,13 @@ def test_pod_without_certificate_is_refused_at_every_port(
         phase: str = release.get("pod", "stranger")["status"]["phase"]
         return phase in ("Succeeded", "Failed")
 
-    until(ended, "what the stranger finds")
+    until(ended, "the pod without a certificate to end")
     lines = release.kubectl("logs", "stranger").splitlines()
     said: dict[str, list[str]] = json.loads(next(line for line in lines if line.startswith("{")))
     assert len(said) >= 7, said
     for name, (clear, without, tls) in said.items():
         assert clear != "OK" and without != "OK" and tls, (name, said[name])
-    proved(f"a pod without a certificate is refused at all of {len(said)} kinds of port between pods, each of which speaks TLS")
+    proved(f"a pod without a certificate is refused at all {len(said)} kinds of port between pods, and each port uses TLS")
 
 
 def test_certificates_and_authority_are_replaced_while_requests_run(
@@ -168,23 +171,23 @@ def test_certificates_and_authority_are_replaced_while_requests_run(
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     release = prepared(install, tmp_path, old)
     with load_on(release, STREAMS) as load:
-        until(lambda: load.ended >= STREAMS, "the load")
+        until(lambda: load.ended >= STREAMS, "the first completed requests")
         for signer, trusted in ((old, (old, new)), (new, (old, new)), (new, (new,))):
             rotate(release, signer, *trusted)
             _more(load, "meanwhile")
         for component in ("tokenizer", "detokenizer", "worker"):
-            release.restart(component, "demo")  # connections to the new pods use only the new certificates
+            release.restart(component, "demo")  # new pods have only the new certificates
         _more(load, "over new connections")
     proved(f"an authority and all certificates replaced under {STREAMS} streams, then new pods: {load.check()}")
 
 
 def _more(load: Load, what: str) -> None:
     before = load.ended
-    until(lambda: load.ended >= before + STREAMS, f"answers {what}")
+    until(lambda: load.ended >= before + STREAMS, f"completed requests {what}")
 
 
 def prepared(install: Install, folder: Path, authority: Authority | None = None) -> Release:
-    """Returns a release with TLS. The Secrets are written after a first install without waiting, because pods wait for them."""
+    """Installs a release with TLS. The first installation does not wait for its pods, which need the Secrets written after it."""
     release = install({**VALUES, **TLS}, False)
     signer = authority or Authority(folder / "authority")
     secret(release, "llm-services", {"token": "a token of the tests, thirty-two long".replace(" ", "-")})

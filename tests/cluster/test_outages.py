@@ -20,7 +20,7 @@ from tests.cluster.values import SERVICES, TWO
 
 STREAMS = 8
 AWAY_S = 20.0
-WITH_REDIS_S = 3.0  # above the longest pause of the quiet run
+WITH_REDIS_S = 3.0  # seconds by which a pause may exceed the longest pause of the quiet run
 VALUES = {**TWO, "drainSeconds": 20}
 pytestmark = pytest.mark.alone
 
@@ -48,7 +48,7 @@ def release(installed: Release) -> Release:
 
 @contextmanager
 def api_server_stopped(cluster: Cluster) -> Iterator[None]:
-    """Stops the API server: it sends no responses, and its connections stay open."""
+    """Stops the API server's process by a signal: it sends no responses, and its connections stay open."""
     pid = int((Path(cluster.env["KUBECONFIG"]).parent / "pids" / "kube-apiserver").read_text())
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -58,7 +58,7 @@ def api_server_stopped(cluster: Cluster) -> Iterator[None]:
 
 
 def process_of(release: Release, component: str, model: str) -> psutil.Process:
-    """Returns the first process of a pod's container, which is a process of this machine."""
+    """Returns the main process of a pod's container. Nodes are on this machine, so the process is visible here."""
     (pod, *_) = release.ready(component, model)
     uid = release.get("pod", pod.name)["metadata"]["uid"]
     for process in psutil.process_iter():
@@ -66,9 +66,9 @@ def process_of(release: Release, component: str, model: str) -> psutil.Process:
             groups = Path(f"/proc/{process.pid}/cgroup").read_text()
             if uid in groups.replace("_", "-") and f"rootstock_llm.services.{component}" in " ".join(process.cmdline()):
                 return process
-        except (OSError, psutil.Error):  # the process has ended
+        except (OSError, psutil.Error):  # the inspected process has ended
             continue
-    raise AssertionError(f"this machine has no process of {pod.name}")
+    raise AssertionError(f"this machine runs no process of the pod {pod.name}")
 
 
 def test_streams_survive_the_kill_of_redis(release: Release, proved: Callable[[str], None]) -> None:
@@ -77,53 +77,53 @@ def test_streams_survive_the_kill_of_redis(release: Release, proved: Callable[[s
         until(lambda: load.ended >= 2 * STREAMS, "the quiet run")
         quiet_s, load.longest_pause_s = load.longest_pause_s, 0.0
         release.kubectl("delete", "pod", old.name, "--grace-period=0", "--force")
-        until(lambda: [pod for pod in release.ready("redis") if pod.name != old.name], "its successor")
+        until(lambda: [pod for pod in release.ready("redis") if pod.name != old.name], "the new pod")
         before = load.ended
-        until(lambda: load.ended >= before + STREAMS, "answers afterwards")
+        until(lambda: load.ended >= before + STREAMS, "completed requests afterwards")
     line = load.check()
     assert load.longest_pause_s <= quiet_s + WITH_REDIS_S, f"{line} (undisturbed {quiet_s:.1f} s)"
     proved(f"the Redis killed: {line} (undisturbed {quiet_s:.1f} s)")
 
 
 def test_streams_survive_an_outage_of_dns(release: Release, proved: Callable[[str], None]) -> None:
-    """CoreDNS is down for a while. Gateways keep the services that they know."""
+    """Stops CoreDNS for AWAY_S. Gateways must keep their connections."""
     urls = release.urls()
     dns = ("scale", "-n", "kube-system", "deployment/coredns")
     with load_on(release, STREAMS, lambda: urls) as load:
-        until(lambda: load.ended >= STREAMS, "the load")
+        until(lambda: load.ended >= STREAMS, "the first completed requests")
         release.cluster.kubectl(*dns, "--replicas=0")
         try:
             before = load.ended
             time.sleep(AWAY_S)
-            until(lambda: load.ended >= before + STREAMS, "answers meanwhile")
+            until(lambda: load.ended >= before + STREAMS, "completed requests meanwhile")
         finally:
             release.cluster.kubectl(*dns, "--replicas=1")
         release.cluster.kubectl("rollout", "status", "-n", "kube-system", "deployment/coredns", "--timeout=120s")
-    proved(f"CoreDNS away for {AWAY_S:.0f} s: {load.check()}")
+    proved(f"CoreDNS stopped for {AWAY_S:.0f} s: {load.check()}")
 
 
 @pytest.mark.local
 def test_streams_survive_killed_processes_without_an_api_server(release: Release, proved: Callable[[str], None]) -> None:
-    """Gateways watch EndpointSlices and receive no update during the outage."""
+    """Gateways discover services by EndpointSlices, so they get no update while the API server is stopped."""
     release.install({**VALUES, "gateway": {"replicas": 2, "discovery": "k8s"}})
-    until(lambda: len(release.pods("gateway", leaving=True)) == 2, "the end of the gateways that asked the DNS")
+    until(lambda: len(release.pods("gateway", leaving=True)) == 2, "the end of the gateways with DNS discovery")
     urls = release.urls()
     victims = [process_of(release, component, "demo") for component in ("worker", "tokenizer", "detokenizer")]
     with load_on(release, STREAMS, lambda: urls) as load:
-        until(lambda: load.ended >= STREAMS, "the load")
+        until(lambda: load.ended >= STREAMS, "the first completed requests")
         with api_server_stopped(release.cluster):
             before = load.ended
             for victim in victims:
                 victim.kill()
                 time.sleep(AWAY_S / 4)
-            until(lambda: load.ended >= before + 2 * STREAMS, "answers meanwhile")
-        until(lambda: len(release.ready("worker", "demo")) == 2, "the worker's container again")
+            until(lambda: load.ended >= before + 2 * STREAMS, "completed requests meanwhile")
+        until(lambda: len(release.ready("worker", "demo")) == 2, "the worker's container to be ready again")
     proved(f"API server stopped, a worker, a tokenizer and a detokenizer killed meanwhile: {load.check()}")
 
 
 @pytest.fixture
 def cordoned(cluster: Cluster) -> Iterator[Callable[[str], None]]:
-    """cordoned(node): drains the node. After the test, the node accepts pods again."""
+    """cordoned(node): drains the node. After the test, the node is uncordoned."""
     done: list[str] = []
 
     def drain(node: str) -> None:
@@ -136,13 +136,13 @@ def cordoned(cluster: Cluster) -> Iterator[Callable[[str], None]]:
 
 
 def test_streams_survive_a_drained_node(release: Release, cordoned: Callable[[str], None], proved: Callable[[str], None]) -> None:
-    """The node also has a gateway and the Redis. This test is the last one, because all pods are on the other node afterwards."""
+    """The drained node runs a gateway and the Redis. This test is the last one, as it leaves all pods on the other node."""
     (redis,) = release.ready("redis")
     with load_on(release, STREAMS) as load:
-        until(lambda: load.ended >= STREAMS, "the load")
+        until(lambda: load.ended >= STREAMS, "the first completed requests")
         cordoned(redis.node)
         before = load.ended
-        until(lambda: load.ended >= before + STREAMS, "answers afterwards")
+        until(lambda: load.ended >= before + STREAMS, "completed requests afterwards")
     line = load.check()
     assert {pod.node for component, model in SERVICES for pod in release.ready(component, model)} - {redis.node}
     proved(f"the node of the Redis drained: {line}")

@@ -1,4 +1,4 @@
-"""KEDA starts workers for models that are used, and stops workers that are not."""
+"""KEDA starts workers for models with requests, and stops workers of models without requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster.values import MONITORED
 
 PROMETHEUS = "http://prometheus-server.monitoring.svc:80"
 COOLDOWN_S = 30
-SLOW = {"executor": "fake", "fake_step_s": 0.1, "max_running_requests": 1, "max_total_tokens": 16384}  # ten seconds a response
+SLOW = {"executor": "fake", "fake_step_s": 0.1, "max_running_requests": 1, "max_total_tokens": 16384}  # 10 s per response
 LITTLE = {
     "requests": {"cpu": "50m", "memory": "512Mi"},
     "limits": {"memory": "1Gi"},
@@ -63,8 +63,8 @@ def test_keda_starts_only_the_requested_model_from_zero(install: Install, proved
     assert answer.json()["choices"][0]["message"]["content"] == "17 + 25 = 42."
     woken_s = time.monotonic() - begun
     assert (release.replicas("worker", "one"), release.replicas("worker", "two")) == (0, 1)
-    asleep_s = until(lambda: release.replicas("worker", "two") == 0, "its end", WITHIN_S)
-    proved(f"from zero: answered after {woken_s:.0f} s, the other model stayed at 0; at zero again {asleep_s:.0f} s later")
+    asleep_s = until(lambda: release.replicas("worker", "two") == 0, "the alert to clear", WITHIN_S)
+    proved(f"from zero: response after {woken_s:.0f} s, the other model stayed at 0 workers; back at zero {asleep_s:.0f} s later")
 
 
 @pytest.mark.timeout(1200)
@@ -78,5 +78,5 @@ def test_keda_scales_from_zero_to_four_and_to_zero(install: Install, proved: Cal
         four_s = until(lambda: len(release.ready("worker", "demo")) == 4, "four workers", WITHIN_S)
         load.leave()
     none_s = until(lambda: release.replicas("worker", "demo") == 0, "no worker", WITHIN_S)
-    line = f"KEDA: a first worker after {first_s:.0f} s, four {four_s:.0f} s later, none {none_s:.0f} s after the clients went"
+    line = f"KEDA: a first worker after {first_s:.0f} s, four {four_s:.0f} s later, none {none_s:.0f} s after the last request"
     proved(f"{line}; {load.check()}")

@@ -1,6 +1,6 @@
 """Kubernetes' own HPA with prometheus-adapter and the chart's rules scales workers and gateways.
 
-The adapter takes the external metrics API from KEDA, so the tests with KEDA run before.
+The adapter replaces KEDA as the server of the external metrics API, so tests with KEDA must run before these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.cluster.values import FAKE, MONITORED
 
 PACED = {"scaleDownSeconds": 15, "scaleDownPeriodSeconds": 15}
 SLOW = {**FAKE, "fake_step_s": 0.1, "max_running_requests": 2}
-ANSWER_TOKENS = 60  # six seconds
+ANSWER_TOKENS = 60  # output tokens per request, which take six seconds
 STREAMS = 16
 WITHIN_S = 300.0
 pytestmark = [pytest.mark.alone, pytest.mark.local, pytest.mark.timeout(1500)]  # HPAs scale down slowly
@@ -42,8 +42,6 @@ def test_hpa_scales_workers_and_gateways_up_and_down(install: Install, cluster: 
     with load_on(release, STREAMS, max_tokens=ANSWER_TOKENS) as load:
         workers_s = until(lambda: len(release.ready("worker", "demo")) >= 2, "a second worker", WITHIN_S)
         gateways_s = workers_s + until(lambda: len(release.ready("gateway")) == 4, "four gateways", WITHIN_S)
-    down_s = until(lambda: release.replicas("worker", "demo") == release.replicas("gateway") == 1, "one of each again", WITHIN_S)
+    down_s = until(lambda: release.replicas("worker", "demo") == release.replicas("gateway") == 1, "the scale-down", WITHIN_S)
     up = f"a second worker after {workers_s:.0f} s, four gateways after {gateways_s:.0f} s"
-    proved(
-        f"HPA by prometheus-adapter, {STREAMS} streams on workers of two: {up}, one of each {down_s:.0f} s later; {load.check()}"
-    )
+    proved(f"HPA by prometheus-adapter, {STREAMS} streams, 2 per worker: {up}; one of each {down_s:.0f} s later; {load.check()}")

@@ -1,4 +1,4 @@
-"""Autoscalers that are switched on keep the current number of workers."""
+"""An autoscaler that is switched on for a running release keeps the current number of workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.load import load_on
 from tests.cluster.test_scaling import keda
 from tests.cluster.values import FAKE, MONITORED
 
-LOOKS = 12  # checks of the number of replicas, one per second
+CHECKS = 12  # checks of the number of replicas, one per second
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,24 +25,24 @@ def engine(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("engine_name", ["keda", "hpa"])
 def test_autoscaler_keeps_replicas(install: Install, engine_name: str, proved: Callable[[str], None]) -> None:
-    """The autoscaler is switched on under load, and no request loses its worker."""
+    """Switches the autoscaler on under load. No worker may be removed, so no request fails."""
     release = install({"worker": {"replicas": 3, "settings": FAKE}, "monitoring": MONITORED})
     values = keda() if engine_name == "keda" else keda(minReplicas=1) | {"autoscaling": {"engine": "hpa"}}
     values["worker"] |= {"settings": FAKE}
     values["worker"]["autoscaling"]["scaleDownSeconds"] = 120
     seen: set[int] = set()
     with load_on(release, 4) as load:
-        until(lambda: load.ended > 4, "the load")
+        until(lambda: load.ended > 4, "the first completed requests")
         release.install(values)
-        for _ in range(LOOKS):
+        for _ in range(CHECKS):
             seen.add(release.replicas("worker", "demo"))
             time.sleep(1)
     assert seen == {3}
-    proved(f"{engine_name} switched on over 3 workers: 3 all along; {load.check()}")
+    proved(f"{engine_name} switched on over 3 workers: always 3; {load.check()}")
 
 
 def test_server_side_apply_keeps_replicas_in_two_steps(install: Install, proved: Callable[[str], None]) -> None:
-    """Follows docs/how-to/kubernetes/autoscaling.md. `helm template` cannot read the number of replicas from the cluster."""
+    """Follows the two steps of docs/how-to/kubernetes/autoscaling.md. `helm template` cannot read the replicas in the cluster."""
     release = install({"worker": {"replicas": 3, "settings": FAKE}})
     name = release.object_name("worker", "demo")
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": {"replicas": 3}}
@@ -55,7 +55,7 @@ def test_server_side_apply_keeps_replicas_in_two_steps(install: Install, proved:
     template = ["template", release.name, str(CHART), "-n", release.namespace, "--kube-version", version, *files, "-f", "-"]
     rendered = release.cluster.helm(*template, "--no-hooks", given=json.dumps(values))
     release.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", given=rendered)
-    for _ in range(LOOKS):
+    for _ in range(CHECKS):
         assert release.replicas("worker", "demo") == 3
         time.sleep(1)
-    proved("helm template and server-side apply, HPA switched on over 3 workers: 3 all along")
+    proved("helm template and server-side apply, HPA switched on over 3 workers: always 3")

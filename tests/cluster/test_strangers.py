@@ -1,4 +1,4 @@
-"""With enforced NetworkPolicies, a pod outside the release can reach only the gateway's HTTP port."""
+"""If the cluster enforces NetworkPolicies, a pod outside the release can reach only the gateway's HTTP port."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(json.dumps(reached))
 
 
 def ports_of(release: Release) -> list[tuple[str, str, int]]:
-    """Returns (component and port name, address, port) of every port that a pod of the release declares."""
+    """Returns (component and port name, address, port) of each declared port of the release's pods."""
     out = []
     for pod in release.get("pods", "-l", f"app.kubernetes.io/instance={release.name}")["items"]:
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
@@ -65,7 +65,7 @@ def reached_from(cluster: Cluster, space: str, image: str, targets: list[tuple[s
         phase: str = cluster.get("-n", space, "pod", "stranger")["status"]["phase"]
         return phase in ("Succeeded", "Failed")
 
-    until(ended, "what the stranger finds")
+    until(ended, "the foreign pod to end")
     said = cluster.kubectl("-n", space, "logs", "stranger")
     cluster.kubectl("-n", space, "delete", "pod", "stranger", "--wait=true", "--timeout=60s")
     return set(json.loads(said))
@@ -74,7 +74,7 @@ def reached_from(cluster: Cluster, space: str, image: str, targets: list[tuple[s
 def test_foreign_pod_reaches_only_the_gateway_port(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
     release = install({"worker": {"replicas": 1, "settings": FAKE}})
     with load_on(release, 2) as load:
-        until(lambda: load.ended >= 2, "answers: what must pass passes")
+        until(lambda: load.ended >= 2, "completed requests through the gateway's port")
     load.check()
     targets = ports_of(release)
     kinds = {name for name, _, _ in targets}
@@ -83,4 +83,4 @@ def test_foreign_pod_reaches_only_the_gateway_port(install: Install, cluster: Cl
     assert reached_from(cluster, release.namespace, gateway["image"], targets) == {"gateway http"}
     with namespace(cluster, "strangers") as space:
         assert reached_from(cluster, space, gateway["image"], targets) == {"gateway http"}
-    proved(f"from the same namespace and from another one a pod reaches 1 of {len(kinds)} kinds of port: the gateway's")
+    proved(f"a foreign pod, in the same and in another namespace, reaches 1 of {len(kinds)} kinds of port: the gateway's")

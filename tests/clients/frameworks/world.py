@@ -1,4 +1,4 @@
-"""Data of the tools of every framework, and the questions that an agent answers with them."""
+"""Tools for the agents of all frameworks, and questions that need these tools."""
 
 import os
 
@@ -27,7 +27,7 @@ def get_age(person: str) -> str:
 
 
 def check(question: str, answer: str) -> None:
-    """Checks the calls since the last check and the answer."""
+    """Checks the agent's answer, and the tools that it has called since the last check."""
     expected, names = QUESTIONS[question]
     assert called == names, (question, called, answer)
     assert expected in answer, (question, answer)
