@@ -33,14 +33,15 @@ from tests.contracts.schema_names import Schema, names_of
 METHODS = frozenset(("delete", "get", "patch", "post", "put"))
 WITHIN: Mapping[type[BaseModel], str] = {
     NativeSampling: "sampling_params"
-}  # where `within` of an operation refers to a type: its path
+}  # by a type that `within` of an operation names: the path of the values with this type
 MAPS = {"tunables": tuple(RANGES), "stats": tuple(field.name for field in fields(StepStats))}  # keys of messages' maps
 
 
 class ExampleFleet:
-    """A fleet in which each operation succeeds on one worker, and in which another worker and another gateway are unreachable.
+    """A fake fleet for the admin API, which gives example responses with all fields.
 
-    It replaces the directory of workers, their control services and the aborter of the admin API.
+    Each operation succeeds on one worker. Another worker and another gateway are unreachable. The class replaces the worker
+    directory, the workers' control services and the aborter.
     """
 
     def __init__(self) -> None:
@@ -63,12 +64,12 @@ class ExampleFleet:
 
 @cache
 def openapi() -> dict[str, Any]:
-    """Returns the document of a gateway that serves every operation and checks API keys."""
+    """Returns the OpenAPI document of a gateway that serves every operation and checks API keys."""
     return document({"title": "Rootstock", "version": "0"}, OPERATIONS, keys=True, origins=True)
 
 
 def operations() -> Iterator[tuple[str, Schema]]:
-    """Yields each method and path, as `POST /v1/completions`, with its part of the OpenAPI document."""
+    """Yields each operation, such as `POST /v1/completions`, with its part of the OpenAPI document."""
     for path, methods in openapi()["paths"].items():
         for method in METHODS & methods.keys():
             yield f"{method.upper()} {path}", methods[method]
@@ -110,7 +111,7 @@ def error_fields() -> set[str]:
 
 
 def _fields_without_effect() -> set[str]:
-    """Returns the request fields that the gateway accepts without an effect, mostly with one permitted value."""
+    """Returns the request fields that the gateway accepts and ignores. Most of them have only one permitted value."""
     found: set[str] = set()
     for body, known in BODIES.values():
         prefixes = [f"{each.method.upper()} {each.path} " for each in OPERATIONS if each.body is body]
@@ -131,7 +132,7 @@ def headers() -> set[str]:
 
 
 def error_codes() -> set[str]:
-    """Returns each code with its HTTP statuses, and the codes of lines in a batch."""
+    """Returns `CODE STATUS` for each HTTP error, and `batch CODE` for each failure of a line in a batch."""
     found = {f"{code} {status}" for code, row in CODES.items() for status in row.statuses}
     return found | {f"batch {code}" for code in BATCH_CODES}
 
@@ -167,7 +168,7 @@ def _value_names(value: Any, path: str) -> Iterator[str]:
 
 
 def _message_names(message: Descriptor) -> Iterator[str]:
-    """Yields the paths that control_values.as_json makes of a message's fields."""
+    """Yields the JSON paths that control_values.as_json gives to a message's fields."""
     for field in message.fields:
         yield field.name
         below = field.message_type

@@ -1,4 +1,4 @@
-"""Imports of modules and packages, read from the code. Imports inside functions and under TYPE_CHECKING count, too."""
+"""Reads the imports of modules and packages from the code, including imports in functions and under TYPE_CHECKING."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TREES = ("services", "kernels", "tests", "protos")
-PACKAGE = "rootstock_llm."  # the names of its modules are given without it
+PACKAGE = "rootstock_llm."  # prefix that is removed from module names
 BY_STRING = ("importlib.import_module", "import_module", "__import__", "runpy.run_module", "pkgutil.resolve_name")
 
 Graph = Mapping[str, frozenset[str]]
@@ -20,8 +20,8 @@ Graph = Mapping[str, frozenset[str]]
 class Imports:
     """The imports of some modules."""
 
-    modules: Mapping[str, Path]  # file by dotted name; the name of a package stands for its __init__.py
-    names: Mapping[str, frozenset[str]]  # dotted names that each module imports, from any library
+    modules: Mapping[str, Path]  # file of each module by its dotted name; a package's file is its __init__.py
+    names: Mapping[str, frozenset[str]]  # by module: dotted names that it imports from any library
 
     def own(self) -> Graph:
         """Returns the imports between these modules."""
@@ -40,7 +40,7 @@ class Imports:
 
 @cache
 def house() -> Imports:
-    """Returns the imports of services and kernels. They are read at the first call, and not when pytest collects tests."""
+    """Returns the imports of services and kernels. The first call reads them, so that collecting tests stays fast."""
     return read(ROOT, ("services", "kernels"))
 
 
@@ -64,18 +64,18 @@ def _imported(tree: ast.AST, modules: Mapping[str, Path]) -> Iterable[str]:
 
 
 def by_string(path: Path) -> list[int]:
-    """Returns the lines that import a module by a string instead of an import statement."""
+    """Returns the numbers of lines that import a module by a string instead of an import statement."""
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     return [node.lineno for node in calls if ast.unparse(node.func) in BY_STRING]
 
 
 def part(graph: Graph, wanted: Callable[[str], bool]) -> Graph:
-    """Returns the graph of the wanted nodes."""
+    """Returns the part of the graph with only the nodes for which `wanted` is true."""
     return {name: frozenset(filter(wanted, others)) for name, others in graph.items() if wanted(name)}
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Returns the nodes that are part of a cycle, in groups of nodes that reach each other."""
+    """Returns the cycles: groups of nodes that reach each other."""
     ways = {name: reached(graph, name) for name in graph}
     inside = sorted(name for name in graph if name in ways[name])
     groups: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""Reads the tables of types of docs/design/life-of-a-request.md."""
+"""Reads the tables of types in docs/design/life-of-a-request.md."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TOP = ("services/", "kernels/")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table of types."""
+    """A row of a table: types and the files that define them."""
 
-    section: str  # heading of the table
+    section: str  # heading above the table
     types: tuple[str, ...]  # class names without a leading underscore
-    files: tuple[Path, ...]  # paths from the root of the repository; the page shortens the gateway's
+    files: tuple[Path, ...]  # relative to the root of the repository; the page itself shortens the gateway's paths
 
 
 def rows() -> list[Row]:

@@ -1,4 +1,4 @@
-"""Diagrams of the packages and their imports for docs/design/architecture.md: python -m tests.contracts.picture."""
+"""Writes diagrams of packages and their imports to docs/design/architecture.md: python -m tests.contracts.picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _drawn(house: imports.Imports, title: str) -> dict[str, frozenset[str]]:
 
 
 def _merged(packages: imports.Graph) -> dict[str, frozenset[str]]:
-    """Returns the graph with a single node for each service and for kernels."""
+    """Returns the graph in which the packages of a service, and those of `kernels`, are one node."""
     found: dict[str, set[str]] = {}
     for name, others in packages.items():
         if _whole(name):
@@ -45,7 +45,7 @@ def _whole(name: str) -> str:
 
 
 def _diagram(graph: dict[str, frozenset[str]]) -> str:
-    """Returns a diagram with an arrow from a package to each import, except imports that a longer path also reaches."""
+    """Returns a diagram with an arrow for each import between packages. An import that other arrows imply is omitted."""
     root = min(graph, key=len) if len({name.split(".")[1] for name in graph if "." in name}) == 1 else ""
     lines = [f"  {_id(name)}[{_label(name, root)}]" for name in sorted(graph)]
     lines += [f"  {_id(name)} --> {_id(other)}" for name in sorted(graph) for other in sorted(_nearest(graph, name))]
@@ -69,7 +69,7 @@ def _label(name: str, root: str) -> str:
 def main() -> None:
     head, begin, rest = PAGE.read_text().partition(BEGIN)
     tail = rest.partition(END)[2]
-    assert begin and tail, f"{PAGE} lacks the marks around the diagram"
+    assert begin and tail, f"{PAGE} must have the comments {BEGIN} and {END} around the diagrams"
     PAGE.write_text(head + rendered() + tail)
 
 

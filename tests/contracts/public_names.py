@@ -1,7 +1,7 @@
 """python -m tests.contracts.public_names records the public names of the product in public_names.json.
 
 A public name is a name that users write in their own files and programs: a path, a field, a flag, a metric. The command adds
-the names that the record lacks. It keeps the names that the code no longer has, unless --drop is given.
+the code's new names to the record. Recorded names that are not in the code stay there, unless --drop is given.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RULES = Path(__file__).parents[2] / "charts/rootstock/files/rules.yaml"
 PROTO_FILES: tuple[FileDescriptor, ...] = tuple(
     module.DESCRIPTOR for module in (common_pb2, tokenizer_pb2, detokenizer_pb2, worker_pb2, control_pb2, gateway_pb2, kv_pb2)
 )
-# Parsers of the programs that are no services. Charts, images and operators' scripts use their flags.
+# Argument parsers of the programs that are not services. Charts, images and operators' scripts use their flags.
 PROGRAMS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
     "rootstock": build_parser,
     "rootstock sim run": run_command.build_parser,
@@ -57,7 +57,7 @@ Names = Mapping[str, Collection[str]]  # kind → names
 
 @cache
 def current() -> Mapping[str, frozenset[str]]:
-    """Returns the names that the code has now, by kind."""
+    """Returns the public names in the code, by kind."""
     return {kind: frozenset(names()) for kind, names in KINDS.items()}
 
 
@@ -67,12 +67,12 @@ def recorded() -> dict[str, list[str]]:
 
 
 def removed(record: Names, now: Names) -> list[str]:
-    """Returns the recorded names that are gone, as `KIND: NAME`. A renamed name counts as removed."""
+    """Returns the recorded names that the code lacks, as `KIND: NAME`. A renamed name counts as removed."""
     return [f"{kind}: {name}" for kind, names in record.items() for name in sorted({*names} - {*now.get(kind, ())})]
 
 
 def merged(record: Names, now: Names) -> dict[str, list[str]]:
-    """Returns the record with the names of the code added, sorted by kind and name, as in the file."""
+    """Returns the names of the record and of the code together, sorted by kind and name."""
     return {kind: sorted({*record.get(kind, ()), *now.get(kind, ())}) for kind in sorted({*record, *now})}
 
 
@@ -92,7 +92,7 @@ def complaint(gone: Collection[str]) -> str:
 
 
 def flags() -> Iterator[str]:
-    """Yields the flags of each service, and the permitted words of each flag."""
+    """Yields the flags of each service, and the permitted values of flags with an enumeration."""
     for service, settings in SERVICES.items():
         parser = FlagParser(service, allow_abbrev=False)
         CliSettingsSource(settings, cli_prog_name=service, root_parser=parser)
@@ -111,7 +111,7 @@ def environment_variables() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """Yields the commands of each program, their flags, and the permitted words of each flag and argument."""
+    """Yields the commands of each program, their flags, and the permitted values of flags and arguments."""
     for program, parser in PROGRAMS.items():
         yield from _commands(program, parser())
     yield from (f"rootstock control {operation}" for operation in PARSERS)
@@ -125,13 +125,13 @@ def _commands(command: str, parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _commands(f"{command} {name}", below)
             continue
         yield from (f"{command} {flag}" for flag in action.option_strings)
-        # The name of a positional argument is not written by users, so only its words are public.
+        # Users do not write the name of a positional argument, so only its permitted values are public.
         spelled = f"{command} {action.option_strings[-1]} =" if action.option_strings else command
         yield from (f"{spelled} {word}" for word in action.choices or ())
 
 
 def metrics() -> Iterator[str]:
-    """Yields each series as Prometheus stores it, and its labels."""
+    """Yields the name of each series in Prometheus, and its labels."""
     for service, rows in metrics_reference.services().items():
         for series, labels in ((series, row.labels) for row in rows for series in row.series):
             yield f"{service} {series}"
@@ -145,7 +145,7 @@ def alerts() -> set[str]:
 
 
 def chart_values() -> set[str]:
-    """Returns the paths of values and the words that a value takes. Names in extraEnv are listed as environment variables."""
+    """Returns the paths of chart values and their permitted words. Names in extraEnv are listed as environment variables."""
     schema = json.loads(values_schema.render())
     return {name for name in names_of(schema, schema["$defs"]) if ".extraEnv[].name = " not in name}
 
@@ -210,7 +210,7 @@ KINDS: Mapping[str, Callable[[], Collection[str] | Iterator[str]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.contracts.public_names", description="Records new public names.")
-    parser.add_argument("--drop", action="store_true", help="also drop recorded names that the code no longer has")
+    parser.add_argument("--drop", action="store_true", help="remove recorded names that the code does not have")
     record = {} if parser.parse_args().drop else recorded()
     RECORD.write_text(rendered(merged(record, current())))
 

@@ -1,7 +1,7 @@
 """Lists the public names of a JSON schema: the paths of its fields, and the permitted strings of a field.
 
-A path is written as `choices[].message.content`: `[]` is an item of a list, `*` a value under any key. An allowed string is
-written as `finish_reason = stop`. Names of types do not appear, because a type may be renamed without an effect on users.
+A path looks like `choices[].message.content`: `[]` is an item of a list, and `*` is a value under any key. A permitted string
+looks like `finish_reason = stop`. Names of types are not listed, because renaming a type does not affect users.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ def names_of(schema: Schema, definitions: Mapping[str, Schema]) -> set[str]:
     """Returns the paths of all fields, and their permitted strings.
 
     Args:
-        definitions: the schemas that `$ref` means, by the last part of the reference.
+        definitions: schemas that a `$ref` refers to, by the last part of the reference.
     """
     return set(_names(schema, definitions, "", ()))
 
 
 def _names(schema: Any, definitions: Mapping[str, Schema], path: str, within: tuple[str, ...]) -> Iterator[str]:
-    """Yields names below a path. A type that contains itself is listed once: `within` has the references around the schema."""
+    """Yields the names below a path.
+
+    Args:
+        within: references that contain this schema. A type that contains itself is therefore listed only once.
+    """
     if not isinstance(schema, dict):
         return
     reference = schema.get("$ref", "").rpartition("/")[2]

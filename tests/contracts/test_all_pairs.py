@@ -1,4 +1,4 @@
-"""`covering` puts every pair of values into a case, with few cases and the same cases each time."""
+"""covering() returns few cases that contain every pair of values, and the same cases each time."""
 
 from __future__ import annotations
 

@@ -16,20 +16,20 @@ from rootstock_llm.services.local.reference import SERVICES
 CHART = Path(__file__).parents[2] / "charts" / "rootstock"
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-# Keys that values.yaml leaves open: settings have their own pages, and the rest belongs to Helm or Kubernetes.
+# Blocks whose keys values.yaml does not list: services document their settings, and Helm documents `global`.
 OPEN = {"global", "settings"}
-OVER = {"pod", "strategy"}  # a component's block has only overrides of another block, which has all keys
+OVER = {"pod", "strategy"}  # blocks of a component that override a common block; only the common block lists all keys
 
 
 def test_schema_file_is_up_to_date() -> None:
     wanted = values_schema.render()
     assert (CHART / "values.schema.json").read_text() == wanted, (
-        "python -m charts.rootstock.values_schema > charts/rootstock/values.schema.json"
+        "run `python -m charts.rootstock.values_schema > charts/rootstock/values.schema.json`"
     )
 
 
 def test_empty_keys_file_is_up_to_date() -> None:
-    assert (CHART / "files/empty-keys.yaml").read_text() == empty_keys.render(), "make docs"
+    assert (CHART / "files/empty-keys.yaml").read_text() == empty_keys.render(), "run `make docs`"
 
 
 @pytest.mark.parametrize("service", values_schema.DERIVED)
@@ -43,7 +43,7 @@ def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unequal(schema: dict[str, Any], value: Any, at: str) -> Iterator[str]:
-    """Yields the keys that only one of the two has."""
+    """Yields the paths of keys that only the schema or only the values have."""
     known = _resolved(schema)
     parent, _, key = at.rpartition("/")
     if not isinstance(value, dict) or "properties" not in known or key in OPEN or (parent and key in OVER):
@@ -56,7 +56,7 @@ def _unequal(schema: dict[str, Any], value: Any, at: str) -> Iterator[str]:
 
 def test_values_and_schema_have_the_same_keys() -> None:
     kubernetes_own = {"/networkPolicy/dns"}
-    old = "/monitoring/serviceMonitor/"  # deprecated keys have no defaults, which would override those of the new keys
+    old = "/monitoring/serviceMonitor/"  # deprecated keys; they have no defaults, because defaults would override the new keys
     found = [path for path in _unequal(SCHEMA, {**VALUES, "gatway": {}}, "") if not path.startswith(old)]
     assert [path for path in found if path not in kubernetes_own] == ["/gatway"]
 

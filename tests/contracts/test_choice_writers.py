@@ -11,12 +11,12 @@ import pytest
 GATEWAY = Path(__file__).resolve().parents[2] / "services" / "gateway"
 PARTS = ("Choice", "Placement")
 MODULES = {path: ast.parse(path.read_text()) for path in sorted(GATEWAY.rglob("*.py"))}
-# Variables with objects of other classes that have fields of the same names.
+# By name of a field: variables whose objects have such a field but are of another class.
 OTHERS = {"handle": {"decoding"}, "seed": {"into"}, "model_version": {"link"}, "decoding": {"sink"}}
 
 
 def class_of(name: str) -> tuple[Path, ast.ClassDef]:
-    """Returns the module and definition of the only class with this name and with slots."""
+    """Returns the module and definition of the class with this name and __slots__. There must be exactly one."""
     classes = [(path, node) for path, tree in MODULES.items() for node in tree.body if isinstance(node, ast.ClassDef)]
     found = [(path, node) for path, node in classes if node.name == name and slots_of(node)]
     assert len(found) == 1, f"{len(found)} classes with the name {name} have slots"
@@ -30,7 +30,7 @@ def slots_of(part: ast.ClassDef) -> set[str]:
 
 
 def stores(tree: ast.AST, fields: set[str]) -> Iterator[ast.Attribute]:
-    """Yields every assignment to an attribute of these names, also as a deletion, loop variable or part of a tuple."""
+    """Yields each store to or deletion of an attribute with one of these names, also in loops and tuples."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and node.attr in fields:
             yield node
@@ -46,7 +46,7 @@ def foreign(node: ast.Attribute) -> bool:
 def test_fields_are_assigned_in_one_module(name: str) -> None:
     home, part = class_of(name)
     fields = slots_of(part)
-    assert {node.attr for node in stores(part, fields)} == fields, "the module of the class assigns every field"
+    assert {node.attr for node in stores(part, fields)} == fields, "the class must assign each of its fields"
     elsewhere = [
         f"{path.relative_to(GATEWAY)}:{node.lineno}: {ast.unparse(node)}"
         for path, tree in MODULES.items()
@@ -58,7 +58,7 @@ def test_fields_are_assigned_in_one_module(name: str) -> None:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_have_no_subclass_and_no_setattr(name: str) -> None:
-    """The test above does not find assignments by a subclass or by setattr."""
+    """test_fields_are_assigned_in_one_module does not find assignments by a subclass or by setattr."""
     for path, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Files and headings that code, comments, charts and pages cite exist in this repository."""
+"""Files and headings that code, comments, charts and pages refer to exist in this repository."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("services", "kernels", "tests", "charts", "docker", "docs", "examples", "protos", "demo")
+FOLDERS = ("services", "kernels", "tests", "charts", "docker", "docs", "examples", "protos", "demo")
 TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "skaffold.yaml")
 ENDINGS = (".py", ".md", ".yaml", ".tpl", ".txt", ".toml", ".proto", ".cpp", ".h", ".json", ".worker")
 HERE = Path(__file__).name
 
-# A path from the root with an ending, and optionally a heading. Parts of a URL or of a longer path do not match.
+# A path relative to the root with a file ending, and optionally #HEADING. Parts of a URL or of a longer path do not match.
 CITED = re.compile(
-    rf"(?<![\w./:-])((?:{'|'.join(ROOMS)})/[\w./-]*\.(?:md|py|yaml|tpl|proto|cpp|h|json|svg|toml|txt))(?:#([\w-]+))?(?![\w/*{{<-])"
+    rf"(?<![\w./:-])((?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:md|py|yaml|tpl|proto|cpp|h|json|svg|toml|txt))(?:#([\w-]+))?(?![\w/*{{<-])"
 )
 MODULE = re.compile(r"(?<![\w./*{}<>-])([a-z_]\w*\.py)(?![\w/*{<-])")  # a file name without a path
-LISTED = re.compile(rf"`((?:{'|'.join((*ROOMS, 'rootstock_llm'))})/[^`\s*]*)`")  # a file or folder with any ending
+LISTED = re.compile(rf"`((?:{'|'.join((*FOLDERS, 'rootstock_llm'))})/[^`\s*]*)`")  # a file or folder with any ending
 LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)")  # target of a Markdown link that is not a URL
 FOREIGN = re.compile(r"\bDESIGN(\.md)?\b|\bCORE\.md|\bFEATURES\b|\bSTYLE\.md|(?i:\breference \d)|§|(?i:\bdesign text\b)")
-# Files that tests create or name as changed.
+# Paths that do not exist: tests create them or use them as examples.
 INVENTED = {
     "services/one/__main__.py",
     "kernels/a.py",
@@ -37,7 +37,7 @@ INVENTED = {
 
 
 def files() -> list[Path]:
-    found = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.is_file()]
+    found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
     found += [ROOT / name for name in TOP]
     return [path for path in found if path.name != HERE and (path.suffix in ENDINGS or path.name.startswith(("Docker", "Make")))]
 
@@ -56,7 +56,7 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 def fault(target: Path, anchor: str | None) -> str:
-    """Returns the reason why a citation does not resolve; empty if it does."""
+    """Returns why the file or heading of a citation does not exist; "" if it exists."""
     if not target.exists():
         return "no such file"
     if anchor and target.suffix == ".md" and anchor not in anchors(target):
@@ -80,7 +80,7 @@ def modules() -> frozenset[str]:
 
 
 def prose(text: str) -> Iterator[str]:
-    """Yields a module's docstrings and comments."""
+    """Yields the docstrings and comments of a module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node, clean=False) or ""
@@ -105,7 +105,7 @@ def test_citations_resolve() -> None:
 
 
 def test_files_and_folders_of_recipes_exist() -> None:
-    """docs/how-to/develop.md also lists folders and files whose endings CITED does not know."""
+    """Checks the paths in docs/how-to/develop.md, which include folders and files without an ending of CITED."""
     listed = LISTED.findall((ROOT / "docs/how-to/develop.md").read_text())
     assert len(listed) > 50
     assert [name for name in listed if not (ROOT / name).exists()] == []

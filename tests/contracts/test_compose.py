@@ -33,14 +33,14 @@ def settings_of(name: str) -> BaseSettings:
 
 
 def stage(target: str) -> str:
-    """The lines of a target of the Dockerfile."""
+    """Returns the lines of a target in the Dockerfile."""
     found = re.search(rf"^FROM \S+ AS {target}\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
     assert found, f"docker/Dockerfile has no target {target}"
     return found[1]
 
 
 def ports_of(name: str) -> set[int]:
-    """Ports that the service's image exposes."""
+    """Returns the ports that the service's image exposes."""
     exposed = re.search(r"^EXPOSE (.+)$", stage(PARTS[name]["build"]["target"]), re.MULTILINE)
     assert exposed
     return {int(port) for port in exposed[1].split()}
@@ -79,14 +79,14 @@ def test_compose_connects_the_gateway_to_the_services_ports() -> None:
         assert getattr(gateway, field) == (f"{name}:{service.port}",)
     (published,) = PARTS["gateway"]["ports"]
     assert published == f"127.0.0.1:{gateway.port}:{gateway.port}", (
-        "the port is published on this machine only, because there are no API keys"
+        "the port must be published only on this machine, because the gateway has no API keys"
     )
     worker: Any = settings_of("worker")
     assert gateway.redis_url == worker.redis_url == f"redis://redis:{REDIS_PORT}/0"
     assert gateway.state_redis_url == f"redis://state:{REDIS_PORT}/0"
 
 
-def test_compose_waits_for_the_health_of_each_service_that_is_named() -> None:
+def test_compose_waits_until_each_dependency_is_healthy() -> None:
     for name, part in PARTS.items():
         assert part["healthcheck"]["test"][0] == "CMD", name
         for other, condition in part.get("depends_on", {}).items():
@@ -94,7 +94,7 @@ def test_compose_waits_for_the_health_of_each_service_that_is_named() -> None:
     assert set(PARTS["gateway"]["depends_on"]) == set(PARTS) - {"gateway"}
 
 
-def test_compose_keeps_the_state_in_a_volume_and_the_index_nowhere() -> None:
+def test_compose_stores_only_the_state_in_a_volume() -> None:
     assert PARTS["state"]["volumes"] == ["state:/data"] and "state" in COMPOSE["volumes"]
     command = PARTS["state"]["command"]
     assert command[command.index("--dir") + 1] == "/data" and command[command.index("--appendonly") + 1] == "yes"

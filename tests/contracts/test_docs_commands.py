@@ -1,4 +1,4 @@
-"""Every block of README.md and docs/ is marked, and the runner refuses other blocks."""
+"""Every code block of README.md and docs/ has a valid mark, and the runner refuses blocks without one."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def faults(text: str) -> list[str]:
     return list(faults_of(list(blocks_of(text, "page.md"))))
 
 
-def test_every_block_of_the_docs_has_a_right_mark() -> None:
+def test_every_block_of_the_docs_has_a_valid_mark() -> None:
     found = all_blocks()
     assert sum(map(len, found)) >= 130
     assert [fault for blocks in found for fault in faults_of(blocks)] == []
 
 
-def test_docs_skip_blocks_for_three_reasons() -> None:
+def test_docs_skip_blocks_only_for_the_three_reasons() -> None:
     skipped = [block for blocks in all_blocks() for block in blocks if block.mark == "skip"]
     assert skipped and [block.place for block in skipped if block.detail not in REASONS] == []
     assert len(skipped) < 20
 
 
-def test_blocks_for_a_cluster_have_a_right_syntax() -> None:
+def test_cluster_blocks_have_valid_syntax() -> None:
     assert [
         f"{block.place} {fault}"
         for blocks in all_blocks()
@@ -44,7 +44,7 @@ def test_blocks_for_a_cluster_have_a_right_syntax() -> None:
 
 
 def test_blocks_name_no_program_that_debian_lacks() -> None:
-    """Debian has `python3`, and `.venv/bin/python` after `make env`. A pod has `python`."""
+    """Debian has the program `python3` but no `python`. Commands in a pod may use `python`."""
     bare = re.compile(r"(?m)(?:^|[;&|(]\s*|\bdo )(?:python|pip|rootstock) ")
     commands = [block for blocks in all_blocks() for block in blocks if block.mark != "output" and block.language in SHELL]
     assert [block.place for block in commands if bare.search(block.text)] == []
@@ -57,10 +57,10 @@ def test_blocks_name_no_program_that_debian_lacks() -> None:
         ("text\n\n    ls\n", "page.md:3 has no mark"),
         ("<!-- run -->\ntext\n\n    ls\n", "page.md:4 has no mark"),
         ("<!-- later -->\n    ls\n", "page.md:2 has no mark"),
-        ("<!-- skip: takes long -->\n    ls\n", "page.md:2 is skipped because it 'takes long'"),
-        ("<!-- skip -->\n    ls\n", "page.md:2 is skipped because it ''"),
+        ("<!-- skip: takes long -->\n    ls\n", "page.md:2 is skipped for the unknown reason 'takes long'"),
+        ("<!-- skip -->\n    ls\n", "page.md:2 is skipped for the unknown reason ''"),
         ("<!-- output -->\n    ls\n", "page.md:2 is the output of no block"),
-        ("<!-- output: whatever -->\n    ls\n", "page.md:2 is output of the kind 'whatever'"),
+        ("<!-- output: whatever -->\n    ls\n", "page.md:2 is output of the unknown kind 'whatever'"),
         ("<!-- run: quickly -->\n    ls\n", "page.md:2 has the unknown option 'quickly'"),
         ("<!-- cluster: of mine -->\n    ls\n", "page.md:2: 'cluster' takes no options"),
     ],
@@ -93,7 +93,7 @@ def test_runner_fails_a_block_when_status_or_output_is_wrong(tmp_path: Path, mon
             page.run(last)
 
 
-def test_output_of_a_page_has_ellipses_for_any_text() -> None:
+def test_ellipsis_in_a_pages_output_matches_any_text() -> None:
     assert is_printed("NAME: a\n…\nend", "NAME: a\nx\ny\nend\n")
     assert not is_printed("NAME: a\n…\nend", "NAME: b\nx\nend\n")
 

@@ -1,4 +1,4 @@
-"""docs/index.md links to every page of docs/, and pages lie in the four folders."""
+"""docs/index.md links to every page of docs/, and each page is in one of four folders."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_index_links_to_every_page() -> None:
     assert sorted(str(page.relative_to(DOCS)) for page in pages - linked) == []
 
 
-def test_pages_lie_in_the_four_folders() -> None:
+def test_pages_are_in_the_four_folders() -> None:
     others = [path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in FOLDERS]
     assert others == [DOCS / "index.md"]

@@ -1,4 +1,4 @@
-"""The table of error codes has exactly the codes that the gateway gives to clients."""
+"""The table of error codes has exactly the codes that the gateway sends to clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rootstock_llm.services.gateway.generation.errors import BATCH_CODES, CODES,
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "services/gateway/generation/errors.py"
-# Functions that create an error → index of the argument `code`, and the status of the error.
+# Functions that create an error → index of their argument `code`, and the HTTP status of the error.
 MAKERS: dict[str, tuple[int, int]] = {
     "ApiError": (-1, 0),
     "bad_request": (2, 400),
@@ -25,17 +25,17 @@ MAKERS: dict[str, tuple[int, int]] = {
     "not_executed": (1, 0),
 }
 BATCHES = ("BadLine", "not_executed")
-# Expressions without a constant text: the code of another error, an argument of a maker, a member of a table.
+# Permitted expressions for a code without a constant text: they forward the code of another error, an argument or a table entry.
 PASSED_ON = frozenset(("error.code", "code", "reason", "why", "code or 'invalid_value'"))
 
 
 class Use(NamedTuple):
-    """A call that makes an error."""
+    """A call that creates an error with a constant code."""
 
-    where: str
-    maker: str
+    where: str  # file and line
+    maker: str  # called function
     code: str
-    status: int  # 0 if the call does not show it
+    status: int  # HTTP status; 0 if the call does not contain it
 
 
 @cache
@@ -45,7 +45,7 @@ def trees() -> dict[Path, ast.Module]:
 
 @cache
 def constants() -> dict[str, str]:
-    """Texts of the modules' constants, by their names."""
+    """Returns the texts of the gateway's string constants by name."""
     assigned = [node for tree in trees().values() for node in tree.body if isinstance(node, ast.Assign)]
     found: dict[str, str] = {}
     for node in assigned:
@@ -62,7 +62,7 @@ def constants() -> dict[str, str]:
 
 
 def texts_of(node: ast.expr) -> list[str] | None:
-    """Returns the texts that an expression can be, or None for an expression without a constant text."""
+    """Returns the possible values of an expression of constant texts, or None for any other expression."""
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.Name | ast.Attribute):

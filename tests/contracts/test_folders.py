@@ -1,4 +1,4 @@
-"""Rules for packages: the imports that each package must not have, anywhere in its files."""
+"""Rules for imports: each package has a list of packages that none of its files may import."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEVER = {
     "kernels": ("services",),
     "services.shared": ("services.gateway", "services.worker", "services.tokenizer", "services.detokenizer", "services.local"),
 }
-# Commands of the client for operators run another service's code, which is imported when the command runs.
+# Imports that the operators' commands may have. They run code of another service and import it only when the command runs.
 OPERATORS_COMMANDS = {
     "services.cli.commands": (
         *("services.gateway.keys.flags", "services.gateway.keys.__main__"),
@@ -101,7 +101,7 @@ def test_class_names_are_unique_in_a_service_and_shared(service: str) -> None:
 
 
 def test_no_module_outside_http_builds_an_asgi_scope() -> None:
-    """A batch line, a background response and the health probe call GenerationService.run without a forged HTTP request."""
+    """Batch lines, background responses and the health probe call GenerationService.run instead of forging an HTTP request."""
     outside = {
         name: path
         for name, path in imports.house().modules.items()
@@ -112,7 +112,7 @@ def test_no_module_outside_http_builds_an_asgi_scope() -> None:
 
 
 def _is_scope(node: ast.AST) -> bool:
-    """Whether the node is a dict with two keys of an ASGI scope that no other data of the gateway has together."""
+    """Whether the node is a dict literal with two keys that occur together only in an ASGI scope."""
     keys: set[object] = set()
     if isinstance(node, ast.Dict):
         keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}

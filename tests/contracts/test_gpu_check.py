@@ -1,4 +1,4 @@
-"""Parts of `make gpu-check` that need no GPU: selection, runs and resumption of its parts, and the report."""
+"""Tests of `make gpu-check` without a GPU: selection, runs and resumption of its parts, and the report."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def outcome_script(figures: dict[str, Any], more: str = "") -> str:
 
 @dataclass
 class Reached:
-    """A clock and a wait for tests of time limits. The limit is reached as soon as the part has created `file`."""
+    """A fake clock for tests of time limits. A wait for a part exceeds its limit as soon as the part has created `file`."""
 
     file: Path
-    now: float = 0.0
+    now: float = 0.0  # seconds that the clock shows
 
     def clock(self) -> float:
         return self.now
@@ -132,7 +132,7 @@ def test_parts_begin_with_key_figures_and_end_with_compilers() -> None:
 
 
 def test_commands_of_the_page_name_existing_parts() -> None:
-    """A wrong command on the page would be noticed only on a rented machine."""
+    """Otherwise, a wrong command on the page would be found only on a rented GPU machine."""
     page = (ROOT / "docs/reference/gpu/README.md").read_text()
     section = page.partition("## A first session of three commands")[2].partition("\n## ")[0].replace("\\\n", " ")
     each = (command.strip() for line in section.splitlines() for command in line.split(";"))
@@ -181,8 +181,8 @@ def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_gpu_check_needs_no_serving_dependencies(tmp_path: Path) -> None:
     """Collects all tests and imports all benchmarks without most dependencies.
 
-    Pydantic's settings, whose defaults tests use, and xxhash stay available. The part `peers` needs the
-    generated messages and is left out.
+    pydantic-settings, whose defaults tests use, and xxhash stay installed. The part `peers` is omitted, because it needs the
+    generated protobuf messages.
     """
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=set(ELSEWHERE)))
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
@@ -208,12 +208,12 @@ def test_passed_parts_are_not_run_again(tmp_path: Path) -> None:
     bad = script(tmp_path, "bad", outcome_script({}))
     runner, _ = check(tmp_path, [good, bad])
     assert runner.run([good, bad], None, keep=False) == 0
-    assert (tmp_path / "ran").read_text() == "x", "a passed part is not run again"
+    assert (tmp_path / "ran").read_text() == "x", "a passed part must not run a second time"
     assert "failed" not in report_of(tmp_path)
 
 
 def test_tests_run_in_parallel_and_before_benchmarks(tmp_path: Path) -> None:
-    """Each of the two tests waits for the start of the other. A signal to the check ends both."""
+    """Each of two tests waits for the start of the other one. A signal to the check ends both."""
     begun = "import time, pathlib\ndef test_it():\n    pathlib.Path({0!r}).touch()\n"
     begun += "    while not pathlib.Path({1!r}).exists(): time.sleep(0.01)\n"
     marks = [str(tmp_path / name) for name in ("first", "second")]
@@ -259,7 +259,7 @@ def test_parts_run_again_when_the_source_has_changed(tmp_path: Path) -> None:
     assert check(tmp_path, [part])[0].run([part], None, keep=False) == 0
     changed = Source("abc", "2233")
     assert check(tmp_path, [part], changed)[0].run([part], None, keep=True) == 0
-    assert "passed (files 0011)" in report_of(tmp_path), "the report names the files of the run"
+    assert "passed (files 0011)" in report_of(tmp_path), "the report must name the digest of the tested files"
     assert check(tmp_path, [part], changed)[0].run([part], None, keep=False) == 0
     assert (tmp_path / "ran").read_text() == "xx"
 
@@ -277,8 +277,8 @@ def test_parts_run_again_when_versions_or_flags_have_changed(tmp_path: Path) -> 
     assert not state.is_done(otherwise, SOURCE, FACTS, keep=True)
 
 
-def test_variant_is_added_to_earlier_results(tmp_path: Path) -> None:
-    """Results with other flags or from another card are added. Figures, logs and judgement of both results stay."""
+def test_result_with_other_flags_is_added_to_earlier_results(tmp_path: Path) -> None:
+    """A result with other flags or from another card is added. The report has figures, logs and targets of both results."""
     part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 26.0}}))
     text = (tmp_path / "bench-throughput.py").read_text().replace("26.0", "31.0")
     (tmp_path / "other.py").write_text(text)
@@ -298,7 +298,7 @@ def test_variant_is_added_to_earlier_results(tmp_path: Path) -> None:
     assert len(state.results) == 3 and check(tmp_path, [part])[1].is_done(part, SOURCE, FACTS, keep=False)
 
 
-def test_targets_do_not_judge_another_card(tmp_path: Path) -> None:
+def test_targets_apply_only_to_their_card(tmp_path: Path) -> None:
     elsewhere = {**FACTS, "device": "NVIDIA H100 80GB HBM3"}
     part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 60.0}}))
     state = load_state(tmp_path / "work/state.json", "2030-01-02", fresh=False)
@@ -306,7 +306,7 @@ def test_targets_do_not_judge_another_card(tmp_path: Path) -> None:
     assert runner.run([part], None, keep=False) == 0
     report = (tmp_path / "out/report-nvidia-h100-80gb-hbm3-2030-01-02.md").read_text()
     assert "| ≤ 28 s | 60 s | NVIDIA H100 80GB HBM3 | not judged |" in report and "Missed" not in report
-    assert "On NVIDIA H100 80GB HBM3." in report, "the report names the card of each part's figures"
+    assert "On NVIDIA H100 80GB HBM3." in report, "the report must name the card of each part's figures"
     assert [is_for(name) for name in ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H100")] == [
         True,
         True,
@@ -329,7 +329,7 @@ def test_report_lists_versions_that_differ_from_the_image(tmp_path: Path) -> Non
 
 
 def test_benchmark_with_figures_is_repeated_last(tmp_path: Path) -> None:
-    """Parts without figures run first. If the benchmark fails again with fewer figures, the earlier ones stay."""
+    """Parts without figures run before it. If the repetition fails with fewer figures, the report keeps the earlier ones."""
     figures = {"a": {"value": 1.0}, "b": {"value": 2.0}}
     half = script(tmp_path, "half", outcome_script(figures, "open('ran', 'a').write('h')\nraise SystemExit(1)"))
     runner, state = check(tmp_path, [half])
@@ -346,7 +346,7 @@ def test_benchmark_with_figures_is_repeated_last(tmp_path: Path) -> None:
 
 
 def test_check_resumes_from_a_report(tmp_path: Path) -> None:
-    """Only the report was copied back from the machine."""
+    """The check's working folder is lost, and only the report was copied back from the GPU machine."""
     good, bad = script(tmp_path, "good", outcome_script({})), script(tmp_path, "bad", "raise SystemExit('the reason')")
     assert check(tmp_path, [good, bad])[0].run([good, bad], None, keep=False) == 1
     report = tmp_path / "out/report-nvidia-h200-2030-01-02.json"
@@ -369,11 +369,11 @@ def test_slow_part_is_killed_with_all_children(tmp_path: Path) -> None:
     assert runner.run([slow], None, keep=False) == 1
     result = state.results["slow", "", "NVIDIA H200"]
     assert result.status is Status.TIMED_OUT and "so far" in result.tail
-    assert result.outcome["figures"] == {"a": {"value": 1.0}}, "the figures that were measured before the limit are stored"
+    assert result.outcome["figures"] == {"a": {"value": 1.0}}, "the figures that were measured before the limit must be stored"
 
 
-def test_check_stops_at_the_whole_limit(tmp_path: Path) -> None:
-    """A part that the limit of the whole check ends does not count as timed out. A part without enough time is not started."""
+def test_check_stops_at_its_total_time_limit(tmp_path: Path) -> None:
+    """A part that the check's own limit ends is not reported as timed out. A part without enough time does not start."""
     slow = script(
         tmp_path, "slow", outcome_script({"a": {"value": 1.0}}, "import time\nopen('there', 'w')\ntime.sleep(600)"), limit_s=300
     )
@@ -426,7 +426,7 @@ def test_interrupted_test_part_reports_earlier_failures(tmp_path: Path) -> None:
     assert result.tail.startswith("First of what failed: test_some.test_a") and "'this' == 'that'" in result.tail
 
 
-def test_journal_continues_after_a_failed_piece(tmp_path: Path) -> None:
+def test_journal_continues_after_a_failed_part(tmp_path: Path) -> None:
     journal = Journal("as it is", tmp_path / "out.json")
     for name in ("one", "two"):
         with journal.apart(name):
@@ -439,7 +439,7 @@ def test_journal_continues_after_a_failed_piece(tmp_path: Path) -> None:
 
 
 def test_tests_fail_at_once_on_a_lost_device(tmp_path: Path) -> None:
-    """The device is a double whose calls all fail from one test on, as after an illegal address."""
+    """From the test test_lost on, all calls of the fake device fail, like those of a GPU after an illegal address."""
     (tmp_path / "test_some.py").write_text(LOST)
     command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.lost_device", "-p", "no:cacheprovider", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

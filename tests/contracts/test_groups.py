@@ -1,4 +1,4 @@
-"""`make test` runs every group, each test file is in one group, and the run fails if a group has failed."""
+"""`make test` runs every group of tests, each test file is in exactly one group, and the run fails if a group fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_run_continues_after_a_failed_group(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_run_writes_output_and_summary_of_groups(tmp_path: Path) -> None:
-    """The output is written while a group runs, so that an interrupted group leaves its output."""
+    """The output is written while a group runs, so that the output of an interrupted group is not lost."""
     look = f"import pathlib; print(pathlib.Path({str(tmp_path / 'one-at-a-time.txt')!r}).read_text().upper())"
     says = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {look!r}])"
     commands = {"one, at a time": [sys.executable, "-c", says], "another": [sys.executable, "-c", "raise SystemExit(3)"]}
@@ -39,7 +39,7 @@ def test_run_writes_output_and_summary_of_groups(tmp_path: Path) -> None:
 
 
 def test_failure_is_printed_before_the_run_ends(tmp_path: Path) -> None:
-    """The second test ends the process like an interruption of the nightly run."""
+    """The second test ends the process abruptly, like an interruption of the nightly run."""
     file = tmp_path / "test_two.py"
     file.write_text("import os\ndef test_one():\n    assert 1 + 1 == 3, 'sums'\ndef test_two():\n    os._exit(7)\n")
     command = [

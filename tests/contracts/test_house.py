@@ -13,7 +13,7 @@ def test_packages_import_without_a_cycle() -> None:
     assert not imports.circles(imports.house().packages())
 
 
-def test_only_the_compiling_process_reads_client_grammars() -> None:
+def test_only_the_compiling_process_imports_grammar_parsers() -> None:
     compiling = [f"services.worker.grammar.compile.{name}" for name in ("forking_compiler", "compiler_child")]
     files = imports.house().own()
     assert {name for name in files if compiling[0] in imports.reached(files, name)} == set(compiling[1:])

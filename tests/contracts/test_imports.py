@@ -1,4 +1,4 @@
-"""Modules import without forbidden packages, which the tests make unimportable."""
+"""Modules import successfully while packages that they must not need are blocked."""
 
 from __future__ import annotations
 

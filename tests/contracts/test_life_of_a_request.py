@@ -1,4 +1,4 @@
-"""The types and files that docs/design/life-of-a-request.md names exist, and each type is defined in the file of its row."""
+"""Each type that docs/design/life-of-a-request.md names is defined in the file of its row."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def test_page_names_no_type_twice() -> None:
         assert len(names) == len(set(names)), f"{PAGE.name}: {section}"
 
 
-# Names of the classes in a file, without a leading underscore, because the page leaves it out.
+# Returns the names of the classes in a file without a leading underscore, which the page omits.
 def _classes(file: Path) -> set[str]:
     return {node.name.lstrip("_") for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.ClassDef)}

@@ -1,4 +1,4 @@
-"""Every limit of services/shared/limits.py has a test: in one of the two walks over all limits, or named here."""
+"""Every limit of services/shared/limits.py has a test: one of two tests that iterate over all limits, or a test in ELSEWHERE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = [name for name in vars(limits) if name.isupper()]
 GATEWAY, KEYS = "tests/services/gateway/", "tests/services/gateway/keys/test_key_table.py"
 BODIES, LONG = GATEWAY + "http/test_body_budget.py", "tests/services/tokenizer/test_long_requests.py"
 SIZES = "tests/services/shared/test_json_schema.py"
-# Limits that neither walk covers, with the file of their test and a text in this file.
+# Limits that neither of the two tests covers → file of their test, and a text in this file.
 ELSEWHERE = {
     "MAX_LOGPROB_VALUES": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_LOGPROB_VALUES"),
     "MAX_REPEATED_LOGPROB_VALUES": (

@@ -1,4 +1,4 @@
-"""`make env` installs the extra `protos`, `make dev-env` adds `dev`. Torch comes from its CPU index if the index is reached."""
+"""`make env` installs the extra `protos`, and `make dev-env` also `dev`. Without a GPU, torch comes from its CPU index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = "https://torch.example/cpu"
-# A fake Python: makes an environment, reaches an index unless UNREACHED is 1, and records the calls of pip.
+# A fake Python: creates an environment, reaches the index unless UNREACHED is 1, and records the calls of pip.
 STUB = """#!/bin/sh
 case "$*" in
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
@@ -31,7 +31,7 @@ def test_extras_separate_server_and_tests() -> None:
     ("goal", "extras"), [("env", ["protos"]), ("run", ["protos"]), ("bench", ["protos"]), ("test", ["protos", "dev"])]
 )
 def test_make_installs_the_extras_of_a_goal(goal: str, extras: list[str], tmp_path: Path) -> None:
-    """On a clean clone, whose environment is at another place here."""
+    """Runs make as on a clean clone, with the environment in another folder."""
     asked = ["make", "-n", goal, f"VENV={tmp_path / 'venv'}"]
     said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     installed = [line.rpartition(" -e ")[2] for line in said.splitlines() if " -m pip install " in line]
@@ -66,16 +66,16 @@ def test_torch_comes_from_the_cpu_index_when_the_index_is_reached(
     subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
     installed, *removed = log.read_text().splitlines()
     assert [line.split()[-1] for line in removed] == ([] if gpu else ["triton"]), (
-        "triton, which only GPUs need, is removed without a GPU"
+        "triton must be removed exactly on machines without a GPU"
     )
     assert (f"--extra-index-url {INDEX}" in installed) == used and installed.endswith("-e .[protos]")
     assert ready.exists()
     if not (gpu or index == "" or system != "Linux"):
         assert "timeout=3" in log.with_suffix(".asked").read_text(), (
-            "the index is tried with a short timeout, because pip would retry for minutes"
+            "the index must be tried with a short timeout, because pip would retry for minutes"
         )
 
 
 def without_nvidia() -> str:
-    """Returns PATH without the folders that have nvidia-smi."""
+    """Returns PATH without the folders that contain nvidia-smi."""
     return os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if not (Path(each) / "nvidia-smi").exists())

@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md has all metrics of the code, and the chart uses only metrics that exist."""
+"""docs/reference/metrics.md has all metrics of the code, and the chart uses only existing metrics."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rootstock"
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 COLLECTORS = {"Collector", "Readings"}
-SILENT = {"Scrapes"}  # has no series: it records the times of scrapes
+SILENT = {"Scrapes"}  # collectors without series; Scrapes only records the times of scrapes
 DIRECT = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
 KINDS = {"Readings", "LabelledHistogram"}  # base classes of collectors
-# Series of Prometheus itself, of exporters that may exist, and of the chart's recording rules for its values.
+# Prefixes of series that come from Prometheus, from optional exporters or from the chart's recording rules.
 PROMETHEUS = ("kubelet_volume_stats_", "process_", "python_", "up", "ALERTS", "kube_", "DCGM_", "rootstock:max_replicas")
 
 
@@ -78,7 +78,7 @@ def test_metric_names_are_unique_and_documented() -> None:
 
 
 def collecting(tree: ast.Module) -> Iterator[str]:
-    """Yields the classes that are collectors or that create metrics of the Prometheus library."""
+    """Yields the classes that are collectors or create metrics of prometheus_client."""
     library = any(isinstance(node, ast.ImportFrom) and node.module == "prometheus_client" for node in tree.body)
     for node in tree.body:
         if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""The seeded faults name code and tests that exist."""
+"""The code excerpts and tests that the seeded faults name exist."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests.mutants.areas import AREAS, FAULTS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def places(path: str, text: str) -> int:
+def occurrences(path: str, text: str) -> int:
     file = ROOT / path
     return file.read_text().count(text) if file.is_file() else 0
 
 
 def test_each_fault_matches_the_code_once() -> None:
-    assert {fault.name: count for fault in FAULTS if (count := places(fault.path, fault.right)) != 1} == {}
+    assert {fault.name: count for fault in FAULTS if (count := occurrences(fault.path, fault.right)) != 1} == {}
     assert [fault.name for fault in FAULTS if fault.right == fault.wrong] == []
 
 

@@ -1,4 +1,4 @@
-"""tests/night.py: which cases a `by_day` mark selects."""
+"""Tests of tests/night.py: the cases that the mark `by_day` selects."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def day(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def selected(cases: list[Case]) -> list[Case]:
-    """Returns the cases that stay. Every other case is reported to pytest."""
+    """Returns the selected cases, and checks that all others are reported to pytest as deselected."""
     deselected: list[Any] = []
     config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items)))
     items: list[Any] = [*cases]
@@ -85,7 +85,7 @@ def test_by_day_selects_one_in_n_rounded_up(one_in: int, monkeypatch: pytest.Mon
     assert selected(cases) == cases
 
 
-def test_by_day_leaves_tests_without_a_mark() -> None:
+def test_by_day_selects_all_tests_without_a_mark() -> None:
     cases = [Case("test", index) for index in range(9)]
     assert selected(cases) == cases
 
@@ -119,12 +119,12 @@ def test_by_day_selects_all_cases_on_a_gpu(folder: str, monkeypatch: pytest.Monk
 
 
 def test_by_day_selects_the_same_cases_after_renames(tmp_path: Path) -> None:
-    """Collects one module twice, with other names of the file, the class, the tests and the cases."""
+    """Collects a module and a copy of it whose file, class, tests and cases have other names."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name in ("old", "new"):
         (tmp_path / f"test_file_{name}.py").write_text(MODULE.format(name))
     day, by_night = ([line.replace("new", "old") for line in collected(tmp_path, nightly)] for nightly in ("", "1"))
-    assert day[: len(day) // 2] == day[len(day) // 2 :], "the renamed module selects the same cases"
+    assert day[: len(day) // 2] == day[len(day) // 2 :], "both modules must select the same cases"
     assert len(day) == 2 * (8 + 1 + 3) and len(by_night) == 2 * (15 + 3 + 3)
 
 

@@ -1,4 +1,4 @@
-"""Each proto field, enum value and method is recorded. Earlier versions can read the forms of enums and sampling fields.
+"""Rules for the protos: public_names.json has each field, enum value and method, and earlier versions can read new messages.
 
 tests/contracts/test_public_names.py checks that a recorded field keeps its number, type and label.
 """

@@ -1,4 +1,4 @@
-"""A public name in public_names.json stays in the code until it is removed from this file too."""
+"""The code has every public name in public_names.json. A name may be removed only together with its record."""
 
 from __future__ import annotations
 

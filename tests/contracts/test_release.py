@@ -1,4 +1,4 @@
-"""`python -m release` writes complete artifacts and pushes nothing. A fake program builds the images in these tests."""
+"""`python -m release` writes complete artifacts and pushes nothing. In these tests, a fake program builds the images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rootstock_llm.services import __version__
 from tests.chart.dockerfile import read
 
 WHEEL, CHART = f"rootstock_llm-{__version__}-py3-none-any.whl", f"rootstock-{__version__}.tgz"
-# A program in place of buildah or docker: records the call and, where the call names an archive, writes the archive.
+# A program that replaces buildah or docker. It records each call, and writes the archive if the call names one.
 BUILDER = """#!/bin/sh
 echo "$@" >> "$CALLS"
 for word in "$@"; do
@@ -64,7 +64,7 @@ def test_wheel_has_every_file_of_the_services_and_the_generated_modules(artifact
 
 
 def test_wheel_runs_the_client_and_imports_the_services_when_installed(artifacts: Path, tmp_path: Path) -> None:
-    """The environment has the dependencies of this one, but not its editable installation."""
+    """The new environment has this environment's packages except its editable installation of the project."""
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
@@ -118,11 +118,11 @@ def test_images_are_written_to_archives_and_pushed_to_no_registry(
 
 
 def without_buildah() -> str:
-    """Returns PATH without the folders that have buildah."""
+    """Returns PATH without the folders that contain buildah."""
     return os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if not (Path(each) / "buildah").exists())
 
 
-def test_release_refuses_a_folder_that_has_files(tmp_path: Path) -> None:
+def test_release_refuses_a_folder_with_files(tmp_path: Path) -> None:
     (tmp_path / "old.whl").write_text("")
     with pytest.raises(ReleaseRefused, match=r"is not empty\. Remove its files"):
         release(tmp_path, (), (), isolated=False, allow_changes=True)

@@ -1,4 +1,4 @@
-"""Bodies, filters, messages, the core and the pages have the fields, ranges, defaults and neutral values of one table."""
+"""One table defines the sampling parameters. Bodies, filters, messages, core and pages have its ranges and defaults."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ WIRE_TYPES: dict[Kind, tuple[int, ...]] = {
 OTHERS = frozenset(
     ("cache_salt", "extra_key", "guided_choice", "logprob_token_ids", "logprobs", "priority", "request_id", "rid", "routing_key")
 ) | {"top_logprobs"}
-NOT_SAMPLED = frozenset(("logprobs", "grammar", "embedding", "score"))  # fields of the message
+NOT_SAMPLED = frozenset(("logprobs", "grammar", "embedding", "score"))  # fields of the message that are no sampling parameters
 
 
 def limits_of(field: FieldInfo) -> dict[str, Any]:
-    """Returns the limits that pydantic enforces."""
+    """Returns the limits of a field that pydantic enforces."""
     found: dict[str, Any] = {}
     for limit in field.metadata:
         for kind, name in (("Ge", "ge"), ("Gt", "gt"), ("Le", "le"), ("MinLen", "min_length"), ("MaxLen", "max_length")):
             if isinstance(limit, getattr(annotated_types, kind)):
                 found[kind] = getattr(limit, name)
-        assert not isinstance(limit, annotated_types.Lt), "upper ends of ranges are inclusive"
+        assert not isinstance(limit, annotated_types.Lt), "upper limits of ranges must be inclusive"
     return found
 
 
@@ -130,7 +130,7 @@ def test_neutral_and_default_values_are_within_the_range() -> None:
         values = [value for value in (row.default, *row.neutral) if value is not None]
         assert not [row.fault(value) for value in values if row.fault(value)], row.wire
         if row in SCALARS and row.neutral:
-            assert row.default == row.neutral[0], f"{row.wire}: the default is a neutral value"
+            assert row.default == row.neutral[0], f"{row.wire}: the default must be the first neutral value"
 
 
 def descriptor_of(row: SamplingParameter) -> FieldDescriptor:

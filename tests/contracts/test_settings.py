@@ -51,7 +51,7 @@ def test_configuration_page_is_up_to_date() -> None:
 
 @pytest.fixture(scope="module")
 def ran() -> dict[str, dict[str, Any]]:
-    """Output of each service as `python -m services.NAME`, by name and command line. One process runs all services."""
+    """Output of `python -m rootstock_llm.services.NAME`, by service and command line. One process runs all command lines."""
     done = subprocess.run(
         [sys.executable, "-c", COMMAND_LINES, json.dumps([list(SERVICES), [line.split() for line in LINES]])],
         cwd=ROOT,

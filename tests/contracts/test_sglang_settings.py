@@ -1,4 +1,4 @@
-"""docs/reference/sglang-settings.md has a row for each worker setting that SGLang has too, and each row names a setting."""
+"""docs/reference/sglang-settings.md has a row for each worker setting that SGLang also has, and no other rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ARGUMENTS = set(NAMES.split())
 
 
 def rows(heading: str) -> list[list[str]]:
-    """Cells of the table under a heading of the page."""
+    """Returns the cells of the table below a heading of the page, by row."""
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")][2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
@@ -68,14 +68,14 @@ SAME = {cells[0].strip("`"): cells[1:] for cells in rows("Settings of the same n
 OTHER = {cells[0].strip("`"): cells[1:] for cells in rows("Settings of another name")}
 
 
-def test_table_has_each_setting_that_sglang_names_alike() -> None:
+def test_table_has_each_setting_with_sglangs_name() -> None:
     assert set(SAME) == ARGUMENTS & set(WorkerSettings.model_fields)
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_table_names_a_setting_of_the_worker(name: str) -> None:
     assert name in ARGUMENTS or re.fullmatch("SGLANG_[A-Z_]+", name), (
-        "the name is an argument or an environment variable of SGLang"
+        "the name must be an argument or an environment variable of SGLang"
     )
     assert OTHER[name][0].strip("`") in WorkerSettings.model_fields
 

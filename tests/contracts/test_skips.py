@@ -1,4 +1,4 @@
-"""No test is skipped silently. A skip that tests/skips.py does not list is a failure, and a listed skip is reported."""
+"""No test is skipped silently. A skip that tests/skips.py does not list fails, and a listed skip is in the summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SKIPS = {
 
 
 def pytest_of(folder: Path, source: str, path: str = "tests/test_one.py") -> subprocess.CompletedProcess[str]:
-    """Runs this file under this repository's conftest, with an empty PATH."""
+    """Runs pytest on this source with the repository's conftest and an empty PATH."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = needs(program, ...): x\n")
     (folder / path).parent.mkdir(parents=True)

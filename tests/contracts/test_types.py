@@ -20,7 +20,7 @@ def overrides_of(*settings: str) -> list[dict[str, Any]]:
 
 def test_own_packages_are_checked_strictly() -> None:
     assert MYPY["strict"] is True
-    assert MYPY["packages"] == ["rootstock_llm", "release"]  # the first has links to services and kernels
+    assert MYPY["packages"] == ["rootstock_llm", "release"]  # rootstock_llm has links to services and kernels
     assert MYPY["exclude"] == ["^rootstock_llm/protos/"]
 
 

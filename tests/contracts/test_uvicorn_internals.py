@@ -1,6 +1,6 @@
 """Lists the internals of uvicorn that the gateway uses. uvicorn does not document these attributes and may rename them.
 
-Before you change the pin in pyproject.toml, read uvicorn's changes of the methods that are listed here.
+Before you change the pin in pyproject.toml, read uvicorn's changes to the attributes that are listed here.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ USED: Mapping[type, frozenset[str]] = {
     ServerState: frozenset(("connections", "tasks")),
     uvicorn.Config: frozenset(("http_protocol_class",)),
 }
-# uvicorn's class by the class of ours that extends it, for `self` and `super()`
+# Gateway's class → uvicorn's class that it extends. In such a class, attributes of `self` and `super()` may be uvicorn's.
 EXTENDED = {"Connection": HttpToolsProtocol, "ReadingFlow": FlowControl, "HttpServer": uvicorn.Server}
-# uvicorn's class by the expression in front of the attribute, per file
+# File → expression in front of an attribute → uvicorn's class of its value
 EXPRESSIONS: Mapping[str, Mapping[str, type]] = {
     f"{HTTP}/connection.py": {
         "cycle": RequestResponseCycle,
@@ -80,7 +80,7 @@ def members(kind: type) -> set[str]:
 
 
 def uses_in(path: str, text: str) -> Iterator[tuple[type, str]]:
-    """Yields uvicorn's class and the name for each use of one of its attributes, and for each method that overrides one."""
+    """Yields (uvicorn's class, name) for each use of one of its attributes, and for each override of one of its methods."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (kind := EXPRESSIONS[path].get(ast.unparse(node.value))) is not None:

@@ -1,4 +1,4 @@
-"""The wheel, the chart, the images and the client have the version in `services.__version__`."""
+"""The wheel, the chart, the images and the command-line client have the version in `services.__version__`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = ("docs/tutorials/first-cluster.md", "docs/how-to/kubernetes/install-gpu.
 IMAGE_TAG = re.compile(r"(?:rootstock/(?:\w+|\$\w+|\{[\w,]+\})|\bservice|\bworker):(\d+\.\d+\.\d+)")
 
 
-def test_wheel_takes_the_version_from_the_constant() -> None:
+def test_wheel_has_the_version_of_the_constant() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert pyproject["project"]["dynamic"] == ["version"]
     assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "services.__version__"}

@@ -1,4 +1,4 @@
-"""The worker's settings are the only source of defaults: every field of SchedulerConfig is bound to the setting of its name."""
+"""The worker's settings are the only source of defaults. Each field of SchedulerConfig gets the value of its setting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTROL = "services/worker/__main__.py"
 TRACING = "services/shared/observe/tracing.py"
 TLS = "services/shared/tls/mutual_tls.py"
 
-# Fields of SchedulerConfig without a setting, and the file that gives each value.
+# Fields of SchedulerConfig without a setting → file that determines the value.
 FIELDS_WITHOUT_A_SETTING = {
     "num_pages": MODEL,
     "page_size": MODEL,
@@ -47,9 +47,9 @@ FIELDS_WITHOUT_A_SETTING = {
     "bos_token_id": ENGINE,
     "random_seed": BINDING,
 }
-# Fields that are computed from their setting and other values; tests/services/worker/test_engine_config.py has a test of each.
+# Fields that are computed from their setting and other values. tests/services/worker/test_engine_config.py tests each of them.
 COMPUTED = {"max_prefill_tokens", "chunked_prefill_size", "enable_mixed_chunk", "enable_radix_cache"}
-# Settings that are no field of SchedulerConfig, and the file that reads each.
+# Settings without a field of SchedulerConfig → file that reads the setting.
 SETTINGS_ELSEWHERE = {
     "host": MAIN,
     "port": MAIN,
@@ -132,7 +132,7 @@ SETTINGS_ELSEWHERE = {
     "disaggregation_transfer_backend": PEERS,
     "fake_step_s": ENGINE,
 }
-# Settings of SETTINGS_ELSEWHERE that a simulation also uses.
+# Settings in SETTINGS_ELSEWHERE that the simulator also uses.
 SIMULATED_ELSEWHERE = {"page_size", "context_len", "enable_overlap"}
 
 
@@ -145,14 +145,14 @@ def calls(tree: ast.Module, name: str) -> list[ast.Call]:
 
 
 def attributes(node: ast.AST, owner: str) -> set[str]:
-    """Returns the names of attributes of the variable `owner` that the node reads."""
+    """Returns the names of the attributes that the node reads from the variable `owner`."""
     found = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
     return {each.attr for each in found if isinstance(each.value, ast.Name) and each.value.id == owner}
 
 
 @pytest.fixture(scope="module")
 def binding() -> dict[str, ast.expr]:
-    """Expression of each field in the call of SchedulerConfig."""
+    """Returns the expression of each field in the worker's call of SchedulerConfig."""
     (call,) = calls(tree_of(BINDING), "SchedulerConfig")
     assert not call.args and all(keyword.arg for keyword in call.keywords), "the call must pass every field as a keyword argument"
     return {str(keyword.arg): keyword.value for keyword in call.keywords}
@@ -170,12 +170,12 @@ def test_every_field_is_bound_to_the_setting_of_that_name(binding: dict[str, ast
     assert [name for name, settings in read.items() if settings and settings != {name}] == []
     plain = {name for name, value in binding.items() if ast.unparse(value) == f"settings.{name}"}
     assert {name for name, settings in read.items() if settings} - plain == COMPUTED, (
-        "a field equals its setting or is listed in COMPUTED"
+        "each field must equal its setting or be listed in COMPUTED"
     )
 
 
 def test_constant_fields_are_bound_to_constants(binding: dict[str, ast.expr]) -> None:
-    """tests/services/worker/test_engine_config.py checks the values that come from the model and its tokenizer."""
+    """The values that come from the model and its tokenizer are tested in tests/services/worker/test_engine_config.py."""
     constants = [name for name, owner in FIELDS_WITHOUT_A_SETTING.items() if owner == BINDING]
     assert constants and all(ast.unparse(binding[name]).isupper() for name in constants)
 
@@ -183,7 +183,7 @@ def test_constant_fields_are_bound_to_constants(binding: dict[str, ast.expr]) ->
 def test_every_setting_has_a_reader(binding: dict[str, ast.expr]) -> None:
     bound = set(binding) - set(FIELDS_WITHOUT_A_SETTING)
     assert not bound & set(SETTINGS_ELSEWHERE)
-    read = bound | set(SETTINGS_ELSEWHERE) | {CONFIG}  # load() reads CONFIG before there are settings
+    read = bound | set(SETTINGS_ELSEWHERE) | {CONFIG}  # load() reads CONFIG before it creates the settings
     assert read == set(WorkerSettings.model_fields), "a setting has no reader, or a listed name is no setting"
 
 
@@ -219,7 +219,8 @@ def range_of(name: str) -> Range | None:
 @pytest.mark.parametrize("name", RANGES)
 def test_tunable_has_the_range_of_the_setting(name: str) -> None:
     setting = range_of(name)
-    # As a setting, max_running_requests may also be 0: the device's memory decides at the start. The tunable needs a number.
+    # The setting max_running_requests may be 0, so that the worker chooses the number at its start. The tunable must be 1 or
+    # more.
     assert RANGES[name] == (Range(1) if name == "max_running_requests" else setting)
 
 

@@ -1,4 +1,4 @@
-"""A worker's messages are texts for people. The gateway forwards them unread and decides only by fields and codes."""
+"""A worker's messages are only for readers. The gateway forwards them unparsed and decides by fields and codes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 GATEWAY = Path(__file__).resolve().parents[2] / "services" / "gateway"
 READER = GATEWAY / "dispatch" / "refusals.py"
-CUT = "why_of"  # in services/shared/field_refusal.py; removes the field that the message repeats
+CUT = "why_of"  # function of services/shared/field_refusal.py; removes the field's name from the beginning of a message
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -23,7 +23,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yields each assignment's target with its value. Tuples are split into their items."""
+    """Yields (target, value) of an assignment. Tuples are split into their items."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         for part, its in zip(target.elts, value.elts, strict=True):
             yield from pairs(part, its)
@@ -33,10 +33,10 @@ def pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.exp
         yield target, value
 
 
-class Words:
-    """Finds the expressions of one module that are a message or contain one.
+class MessageNames:
+    """Finds the expressions of one module that contain a worker's message.
 
-    The analysis is by name: a variable, parameter or function that is bound to a message once counts as a message everywhere.
+    The analysis uses names only: a variable, parameter or function that has a message once counts as a message everywhere.
     """
 
     def __init__(self, tree: ast.AST) -> None:
@@ -48,7 +48,7 @@ class Words:
             before = len(self._names)
             self._names |= set(self._bound())
 
-    def are(self, node: ast.AST | None) -> bool:
+    def contain(self, node: ast.AST | None) -> bool:
         match node:
             case ast.Attribute(attr="message", ctx=ast.Load()):
                 return True
@@ -57,21 +57,21 @@ class Words:
             case ast.Call(func=ast.Name(id=name)) if name in self._names:
                 return True
             case ast.Call(func=ast.Name(id=name), args=args) if name in ("str", "repr", CUT):
-                return any(map(self.are, args))
+                return any(map(self.contain, args))
             case ast.Call(func=ast.Attribute(value=value)):
-                return self.are(value)
+                return self.contain(value)
             case ast.Name(id=name):
                 return name in self._names
             case ast.NamedExpr(value=value) | ast.Starred(value=value) | ast.FormattedValue(value=value):
-                return self.are(value)
+                return self.contain(value)
             case ast.Subscript(value=value):
-                return self.are(value)
+                return self.contain(value)
             case ast.BoolOp(values=values) | ast.JoinedStr(values=values):
-                return any(map(self.are, values))
+                return any(map(self.contain, values))
             case ast.BinOp(left=left, right=right):
-                return self.are(left) or self.are(right)
+                return self.contain(left) or self.contain(right)
             case ast.IfExp(body=body, orelse=orelse):
-                return self.are(body) or self.are(orelse)
+                return self.contain(body) or self.contain(orelse)
         return False
 
     def _bound(self) -> Iterator[str]:
@@ -86,40 +86,40 @@ class Words:
                     bindings = [(target, value)]
                 case ast.Call(func=ast.Name(id=name)) if name in self._functions:
                     yield from self._parameters(self._functions[name], node)
-            yield from (target.id for target, value in bindings if isinstance(target, ast.Name) and self.are(value))
+            yield from (target.id for target, value in bindings if isinstance(target, ast.Name) and self.contain(value))
         for name, function in self._functions.items():
-            if any(isinstance(node, ast.Return) and self.are(node.value) for node in ast.walk(function)):
+            if any(isinstance(node, ast.Return) and self.contain(node.value) for node in ast.walk(function)):
                 yield name
 
     def _parameters(self, function: Function, call: ast.Call) -> Iterator[str]:
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
-        yield from (name for name, value in zip(names, call.args, strict=False) if self.are(value))
-        yield from (each.arg for each in call.keywords if each.arg and self.are(each.value))
+        yield from (name for name, value in zip(names, call.args, strict=False) if self.contain(value))
+        yield from (each.arg for each in call.keywords if each.arg and self.contain(each.value))
 
 
-def looks(tree: ast.AST) -> list[int]:
-    """Returns the lines that use the content of a message. Lines that only test whether a message exists do not count."""
-    words = Words(tree)
+def content_uses(tree: ast.AST) -> list[int]:
+    """Returns the numbers of lines that use the content of a message. A test whether a message is empty does not count."""
+    words = MessageNames(tree)
 
-    def looks_into(node: ast.AST) -> bool:
+    def uses_content(node: ast.AST) -> bool:
         match node:
-            case ast.Call(func=ast.Attribute(value=value)) if words.are(value):
+            case ast.Call(func=ast.Attribute(value=value)) if words.contain(value):
                 return True
             case ast.Call(
                 func=ast.Attribute(value=ast.Constant(value=str()) | ast.Name(id="re" | "json" | "fnmatch")), args=args
             ):
-                return any(map(words.are, args))
+                return any(map(words.contain, args))
             case ast.Call(func=ast.Name(id="len" | "ord" | "list" | "tuple" | "set" | "sorted" | "int" | "float"), args=args):
-                return any(map(words.are, args))
+                return any(map(words.contain, args))
             case ast.Compare(left=left, comparators=others):
-                return any(map(words.are, (left, *others)))
-            case ast.Subscript(value=value, slice=part) if words.are(value):
+                return any(map(words.contain, (left, *others)))
+            case ast.Subscript(value=value, slice=part) if words.contain(value):
                 return not (isinstance(part, ast.Slice) and part.lower is None and part.step is None)
             case ast.For(iter=value) | ast.comprehension(iter=value) | ast.Match(subject=value):
-                return words.are(value)
+                return words.contain(value)
         return False
 
-    return sorted({getattr(node, "lineno", 0) for node in ast.walk(tree) if looks_into(node)})
+    return sorted({getattr(node, "lineno", 0) for node in ast.walk(tree) if uses_content(node)})
 
 
 def test_readers_of_worker_messages_import_no_regex() -> None:
@@ -132,19 +132,19 @@ def test_readers_of_worker_messages_import_no_regex() -> None:
 
 
 def test_gateway_does_not_interpret_worker_messages() -> None:
-    found = {str(path.relative_to(GATEWAY)): looks(ast.parse(path.read_text())) for path in GATEWAY.rglob("*.py")}
+    found = {str(path.relative_to(GATEWAY)): content_uses(ast.parse(path.read_text())) for path in GATEWAY.rglob("*.py")}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-LOOKS = {
+USES = {
     "a method": "finish.message.partition(': ')",
     "a method of a name": "text = finish.message[:9]\ntext.partition(': ')",
     "of one of several names": "code, text = finish.error, finish.message[:9]\ntext.startswith('a')",
-    "of what may be it": "text = finish.message or 'none'\ntext.lower()",
+    "of an alternative": "text = finish.message or 'none'\ntext.lower()",
     "of a copy": "first = finish.message\nlast = first\nlast.split()",
     "of an annotated name": "text: str = finish.message\ntext.strip()",
     "of a name within": "if text := finish.message:\n    text.find('a')",
-    "what is in it": "'too long' in finish.message",
+    "a containment test": "'too long' in finish.message",
     "its equal": "finish.message == 'gone'",
     "a character": "finish.message[0]",
     "its rest": "text = finish.message\ntext[3:]",
@@ -158,24 +158,24 @@ LOOKS = {
     "by a parameter": "def of(words):\n    return words.split()\nof(finish.message)",
     "by a keyword": "def of(*, words):\n    return words == 'a'\nof(words=finish.message)",
     "by a result": "def why(finish):\n    return finish.message\nwhy(finish).split()",
-    "of what is made of it": "f'{finish.message}!'.split()",
-    "what the cut leaves": f"{CUT}(finish.message, finish.field, None).split()",
+    "of a text that contains it": "f'{finish.message}!'.split()",
+    "of the message without its field": f"{CUT}(finish.message, finish.field, None).split()",
     "a copy by str": "str(finish.message).lower()",
 }
 PASSES_ON = {
     "whole": "fail(finish.message)",
-    "its beginning": "text = finish.message[:MAX]\nfail(text or 'It failed.')",
+    "a prefix": "text = finish.message[:MAX]\nfail(text or 'It failed.')",
     "in a text": "text = finish.message\nfail(f'{own}: {text}')",
-    "whether it is there": "if finish.message:\n    fail(finish.message)",
+    "a test for emptiness": "if finish.message:\n    fail(finish.message)",
     "beside a code": "code, text = finish.error, finish.message[:9]\nif code == 1:\n    fail(text)",
-    "with the cut": f"text = {CUT}(finish.message, finish.field, None)[:9]\nfail(text)",
+    "the message without its field": f"text = {CUT}(finish.message, finish.field, None)[:9]\nfail(text)",
     "another's field": "finish.field.partition('.')",
 }
 
 
 def test_looks_finds_each_use_of_a_messages_content() -> None:
-    assert [name for name, source in LOOKS.items() if not looks(ast.parse(source))] == []
+    assert [name for name, source in USES.items() if not content_uses(ast.parse(source))] == []
 
 
 def test_looks_ignores_forwarded_messages() -> None:
-    assert [name for name, source in PASSES_ON.items() if looks(ast.parse(source))] == []
+    assert [name for name, source in PASSES_ON.items() if content_uses(ast.parse(source))] == []

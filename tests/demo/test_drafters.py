@@ -1,4 +1,4 @@
-"""Vocabulary of the demo model's drafters."""
+"""Tests the vocabulary of the demo model's EAGLE-3 draft head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def test_eagle3_vocabulary_has_the_tokens_of_each_task(tasks: ModuleType) -> None:
-    """If the vocabulary lacks a token, the head cannot draft past it."""
+    """The draft head cannot draft a token that its vocabulary lacks, nor the tokens after it."""
     tokenizer, held = AutoTokenizer.from_pretrained(DEMO), load_file(DEMO.parent / "demo-eagle3/model.safetensors")
     known = held["t2d"].tolist()
     assert (held["d2t"] + torch.arange(len(held["d2t"]))).tolist() == [token for token, has in enumerate(known) if has]

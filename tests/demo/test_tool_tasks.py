@@ -39,7 +39,7 @@ def test_training_text_equals_the_chat_template(tool_tasks: ModuleType, tokenize
         assert taught == read
 
 
-def test_held_out_tool_words_do_not_occur_in_training(tool_tasks: ModuleType) -> None:
+def test_training_data_lacks_the_held_out_words(tool_tasks: ModuleType) -> None:
     def words(held_out: bool) -> set[str]:
         drawn = (tool_tasks.scene(Random(seed), held_out=held_out) for seed in range(SCENES))
         found = (part for scene in drawn for tool in scene.tools for name, _ in tool.parameters for part in name.split("_"))
@@ -48,7 +48,7 @@ def test_held_out_tool_words_do_not_occur_in_training(tool_tasks: ModuleType) ->
     assert not words(True) & words(False)
 
 
-def test_answer_contains_the_last_result(tool_tasks: ModuleType) -> None:
+def test_final_answer_contains_the_last_tool_result(tool_tasks: ModuleType) -> None:
     rng, seen = Random(2), {"one": 0, "chain": 0}
     for kind in seen:
         for _ in range(SCENES // 4):

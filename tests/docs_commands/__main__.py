@@ -1,7 +1,7 @@
 """python -m tests.docs_commands [PAGE ...] [--list] [--nightly]: runs the commands of README.md and docs/ as written there.
 
-Each page runs from top to bottom in a fresh checkout, one page after the other, because pages name port 8000. A block without a
-mark is a failure, and so is a block that fails. tests/docs_commands/blocks.py explains the marks.
+Each page runs from top to bottom in a fresh checkout. Pages run one after another, because all of them use port 8000. The run
+fails if a block fails or has no mark. tests/docs_commands/blocks.py explains the marks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.docs_commands.page_run import PORT, BlockFailed, PageRun, port_is_fre
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", metavar="PAGE", type=Path, help="files, as docs/how-to/keys.md; all if none is named")
-    parser.add_argument("--list", action="store_true", help="print each block with its mark, and run nothing")
-    parser.add_argument("--nightly", action="store_true", help="run blocks that are marked as nightly too")
+    parser.add_argument("pages", nargs="*", metavar="PAGE", type=Path, help="files such as docs/how-to/keys.md; default: all")
+    parser.add_argument("--list", action="store_true", help="print each block with its mark instead of running it")
+    parser.add_argument("--nightly", action="store_true", help="also run blocks with the mark nightly")
     arguments = parser.parse_args()
     chosen = [path.resolve() for path in arguments.pages] or pages()
     if missing := [str(path) for path in chosen if not path.is_relative_to(ROOT) or not path.is_file()]:
-        parser.error(f"no page of this repository: {missing[0]}")
+        parser.error(f"{missing[0]} is not README.md or a page of docs/")
     by_page = {path: list(blocks_of(path.read_text(), str(path.relative_to(ROOT)))) for path in chosen}
     faults = [fault for blocks in by_page.values() for fault in faults_of(blocks)]
     if arguments.list:
@@ -34,7 +34,7 @@ def main() -> int:
         print(*faults, sep="\n", end="\n" if faults else "")
         return int(bool(faults))
     if not port_is_free():
-        print(f"port {PORT}, which the pages name, is used by another process. End that process first.", file=sys.stderr)
+        print(f"port {PORT}, which the pages use, is used by another process. End this process first.", file=sys.stderr)
         return 1
     failed = [fault for blocks in by_page.values() if blocks for fault in _run_page(blocks, arguments.nightly)]
     print("", *failed, f"{len(failed)} block(s) failed" if failed else "all blocks passed", sep="\n")
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _run_page(blocks: Sequence[Block], nightly: bool) -> list[str]:
-    """Returns the failures. A page's blocks build on each other, so the first failure ends the page."""
+    """Runs a page and returns its failures. The first failure ends the page, because its blocks build on each other."""
     wrong = [f"{block.place} {fault}" for block in blocks if block.mark in ("cluster", "skip") and (fault := read_only(block))]
     if not any(block.mark in ("run", "nightly") for block in blocks):
         return wrong

@@ -4,10 +4,10 @@
 | --- | --- |
 | `<!-- run -->` | The block runs by day, in the order of its page. |
 `<!-- nightly -->` | The block runs only with `--nightly`: it takes minutes, or needs programs that README does not list. |
-| `<!-- cluster -->` | The block is for a cluster. Its shell or YAML is read here; tests/cluster and tests/chart run such steps. |
+| `<!-- cluster -->` | The block is for a cluster. Only its shell or YAML syntax is checked; tests/cluster tests such steps. |
 `<!-- output -->` | The lines that the previous block prints. `…` matches any text. |
-| `<!-- output: KIND -->` | A text that no block prints: one of KINDS. |
-| `<!-- skip: REASON -->` | The block cannot run: one of REASONS. |
+| `<!-- output: KIND -->` | A text that no block prints. KIND is one of KINDS. |
+| `<!-- skip: REASON -->` | The block cannot run. REASON is one of REASONS. |
 
 Options of `run` and `nightly` follow a colon and are separated by `; `. OPTIONS describes them.
 """
@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MARKS = ("run", "nightly", "cluster", "output", "skip")
 KINDS = ("diagram", "formula", "format", "example")
 REASONS = ("needs a GPU", "needs a cloud account", "needs a public domain")
-OPTIONS = {  # by the words that an option begins with
-    "with make run": "the command of a server, which is started before the block and serves the blocks behind it too",
-    "serves": "the block is a server: it is ready when its gateway is, and serves the blocks behind it",
-    "input": "a text that the block reads from stdin",
-    "by": "the interpreter of a Python block, also of an indented one; else .venv/bin/python",
-    "ends after": "seconds after which the block gets Ctrl-C; it then has to have printed something",
+OPTIONS = {  # first words of an option → meaning of the option
+    "with make run": "flags of a server that is started before the block; it keeps running for the later blocks",
+    "serves": "the block is a server; it counts as ready when its gateway is ready, and keeps running for the later blocks",
+    "input": "text that the block reads from stdin",
+    "by": "interpreter of a Python block, which may be indented; the default is .venv/bin/python",
+    "ends after": "seconds after which the block gets Ctrl-C; it must have printed something by then",
 }
 MARK = re.compile(r" {0,3}<!-- (\w+)(?:: (.+?))? -->\s*")
 FENCE = re.compile(r"( {0,9})(`{3,}|~{3,})\s*(\w*)")
@@ -40,10 +40,10 @@ class Block:
     page: str  # path below the repository
     line: int  # number of the first line, from 1
     language: str  # word after the fence; empty for an indented block
-    text: str  # without its indentation and fence
-    mark: str  # empty if the block has no mark
-    detail: str  # text behind the mark's colon
-    options: Mapping[str, str] = field(default_factory=dict)  # text behind an option's words, by these words
+    text: str  # without indentation and fence
+    mark: str  # one of MARKS; empty if the block has no mark
+    detail: str  # text after the mark's colon
+    options: Mapping[str, str] = field(default_factory=dict)  # by the first words of an option: its remaining text
 
     @property
     def place(self) -> str:
@@ -55,7 +55,7 @@ def pages() -> list[Path]:
 
 
 def blocks_of(text: str, page: str) -> Iterator[Block]:
-    """Yields the fenced and the indented blocks from top to bottom."""
+    """Yields the fenced and the indented blocks of a page from top to bottom."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -76,7 +76,7 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
 
 
 def _options(detail: str) -> Mapping[str, str]:
-    """Returns the options by their first words. An option with an unknown beginning is returned under its whole text."""
+    """Returns the options by their first words. The key of an unknown option is its whole text."""
     found = {}
     for option in filter(None, detail.split("; ")):
         words = next((words for words in OPTIONS if option == words or option.startswith(f"{words} ")), option)
@@ -85,11 +85,11 @@ def _options(detail: str) -> Mapping[str, str]:
 
 
 def _end_of_fence(lines: list[str], begin: int, fence: str) -> int:
-    """Returns the index after the closing fence. Raises ValueError if the fence stays open."""
+    """Returns the index of the line after the closing fence. Raises ValueError if there is no closing fence."""
     for at in range(begin + 1, len(lines)):
         if lines[at].strip().startswith(fence) and not lines[at].strip(fence[0] + " "):
             return at + 1
-    raise ValueError(f"the fence of line {begin + 1} is not closed")
+    raise ValueError(f"the code fence of line {begin + 1} is not closed")
 
 
 def _is_indented(lines: list[str], at: int) -> bool:
@@ -98,7 +98,7 @@ def _is_indented(lines: list[str], at: int) -> bool:
 
 
 def _end_of_indented(lines: list[str], begin: int) -> int:
-    """Returns the index after the last indented line. Blank lines between indented lines belong to the block."""
+    """Returns the index after the block's last line. Blank lines between indented lines belong to the block."""
     end = begin
     for at in range(begin, len(lines)):
         if lines[at].strip() and not lines[at].startswith(INDENT):
@@ -108,21 +108,21 @@ def _end_of_indented(lines: list[str], begin: int) -> int:
 
 
 def faults_of(blocks: list[Block]) -> Iterator[str]:
-    """Yields a sentence for each block of a page whose mark is missing or wrong."""
+    """Yields a message for each block of a page whose mark is missing or wrong."""
     for before, block in zip([None, *blocks], blocks, strict=False):
         unknown = sorted(block.options.keys() - OPTIONS.keys())
         if block.mark not in MARKS:
-            yield f"{block.place} has no mark of {', '.join(MARKS)}"
+            yield f"{block.place} has no mark; marks are: {', '.join(MARKS)}"
         elif block.mark == "skip" and block.detail not in REASONS:
-            yield f"{block.place} is skipped because it '{block.detail}'; reasons are: {', '.join(REASONS)}"
+            yield f"{block.place} is skipped for the unknown reason '{block.detail}'; reasons are: {', '.join(REASONS)}"
         elif block.mark == "output" and block.detail not in ("", *KINDS):
-            yield f"{block.place} is output of the kind '{block.detail}'; kinds are: {', '.join(KINDS)}"
+            yield f"{block.place} is output of the unknown kind '{block.detail}'; kinds are: {', '.join(KINDS)}"
         elif (
             block.mark == "output"
             and not block.detail
             and (before is None or before.mark not in ("run", "nightly", "cluster", "skip"))
         ):
-            yield f"{block.place} is the output of no block; name its kind: {', '.join(KINDS)}"
+            yield f"{block.place} is the output of no block; if no block prints it, name its kind: {', '.join(KINDS)}"
         elif block.mark == "cluster" and block.detail:
             yield f"{block.place}: 'cluster' takes no options"
         elif unknown:

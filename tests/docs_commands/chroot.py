@@ -1,9 +1,10 @@
-"""python -m tests.docs_commands.chroot FOLDER [--nightly]: README and docs on a Debian with the packages that README asks for.
+"""python -m tests.docs_commands.chroot FOLDER [--nightly]: runs README and docs on a Debian with only the packages of README.
 
-Makes a Debian below FOLDER with debootstrap, clones this checkout's commit into it, runs README from top to bottom with Debian's
-Python, and then all pages. It takes root, debootstrap, and the downloads of `make run`: a quarter of an hour. With `--nightly` it
-also runs the nightly blocks, `make test` among them. The machine's pip configuration is copied, and the folders that it names are
-mounted. Nothing outside FOLDER changes, and mounts end with the command.
+1. Installs a Debian in FOLDER with debootstrap, and clones this checkout's commit into it.
+2. Runs README from top to bottom with Debian's Python, then all pages. --nightly includes nightly blocks, such as `make test`.
+
+It needs root and debootstrap, and takes a quarter of an hour with the downloads of `make run`. The machine's pip configuration is
+copied, and the folders that it names are mounted. Nothing outside FOLDER changes, and the mounts end with the command.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ PIP_FILES = ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
 COPIED = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.crt")
 KEPT = re.compile(
     r"PIP_\w+|\w+_proxy|TORCH_INDEX|SSL_CERT_FILE|REQUESTS_CA_BUNDLE", re.IGNORECASE
-)  # variables that are passed to the command
+)  # environment variables that the command in the chroot gets
 
 
 def packages() -> list[str]:
-    """Returns the Debian packages that README asks for before its first command."""
+    """Returns the Debian packages that README names before its first command."""
     before = (ROOT / "README.md").read_text().partition("make run\n")[0].rpartition("## Run it")[2]
     named = re.findall(r"`([a-z0-9][a-z0-9.+-]+)`", before)
     if "build-essential" not in named:
@@ -59,7 +60,7 @@ def make_debian(root: Path) -> None:
 
 
 def folders_of_pip() -> Iterator[str]:
-    """Yields the folders of this machine that pip's configuration and environment name."""
+    """Yields this machine's folders that pip's configuration files and environment variables name."""
     texts = [value for name, value in os.environ.items() if name.startswith("PIP_")]
     for name in map(os.path.expanduser, PIP_FILES):
         parser = configparser.ConfigParser(interpolation=None)
@@ -68,11 +69,12 @@ def folders_of_pip() -> Iterator[str]:
     for word in " ".join(texts).split():
         path = Path(word.removeprefix("file://"))
         if path.is_absolute() and path.is_dir():
-            yield str(path if path.name != "simple" else path.parent)  # the files are next to an index named simple
+            # An index in the folder `simple` refers to files in the parent of this folder.
+            yield str(path if path.name != "simple" else path.parent)
 
 
 def run_in(root: Path, command: str) -> int:
-    """Runs a shell command in the clone's folder, with its own mounts and process namespace, and returns the status."""
+    """Runs a shell command in the clone's folder with its own mount and process namespaces. Returns the exit status."""
     mounts = [f"mount --rbind /dev {root}/dev", f"mount -t tmpfs tmpfs {root}/dev/shm" if os.path.isdir("/dev/shm") else "true"]
     mounts += [f"mount -t sysfs -o ro sysfs {root}/sys"]
     for folder in sorted(set(folders_of_pip())):
@@ -87,13 +89,13 @@ def run_in(root: Path, command: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder that does not exist yet; it takes 8 GB")
-    parser.add_argument("--nightly", action="store_true", help="run README's blocks that are marked as nightly too")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="new folder; it needs 8 GB")
+    parser.add_argument("--nightly", action="store_true", help="also run blocks with the mark nightly")
     arguments = parser.parse_args()
     if not is_permitted():
-        parser.error("root and Debian's package debootstrap are needed")
+        parser.error("this command needs root and Debian's package debootstrap")
     if arguments.folder.exists():
-        parser.error(f"{arguments.folder} exists; name another folder")
+        parser.error(f"{arguments.folder} exists; name a new folder")
     root = arguments.folder.resolve() / "debian"
     root.mkdir(parents=True)
     make_debian(root)

@@ -1,4 +1,4 @@
-"""Runs a page from top to bottom in a fresh folder that is a checkout of the repository."""
+"""Runs the blocks of a page from top to bottom in a fresh checkout of the repository."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.docs_commands.blocks import ROOT, Block
 from tests.interrupts import hear_interrupts
 
 PORT = 8000
-BLOCK_S = 600.0  # by day; nightly blocks have NIGHTLY_S
-NIGHTLY_S = 3 * 3600.0
+BLOCK_S = 600.0  # time limit of a block in seconds
+NIGHTLY_S = 3 * 3600.0  # time limit of a nightly block in seconds
 START_S = 300.0
 STOP_S = 60.0
 NOT_COPIED = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build")
-MASKS = {  # words that differ from run to run
+MASKS = {  # texts that differ from run to run → their replacement
     r"\b(chatcmpl|cmpl|resp|file|batch|msg|conv)[-_][\w-]+": "ID",
     r"\b[\d.,]+ (ms|s|min)\b": "TIME",
     r"\brsk-[\w-]+": "SECRET",
@@ -34,7 +34,7 @@ MASKS = {  # words that differ from run to run
 
 
 class BlockFailed(Exception):
-    """Raised if a block fails, or prints other lines than its page shows."""
+    """Raised if a block fails, or if its output lacks the lines that the page shows."""
 
 
 def port_is_free() -> bool:
@@ -63,7 +63,11 @@ class PageRun:
         self._temporary.cleanup()
 
     def run(self, block: Block) -> bool:
-        """Returns whether the block ran or was compared. Raises BlockFailed."""
+        """Runs the block, or compares an output block with the last output. Returns False if there was nothing to do.
+
+        Raises:
+            BlockFailed: the block failed, or the output differs.
+        """
         if block.mark == "output":
             return self._compare(block)
         self._printed = ""
@@ -117,7 +121,7 @@ class PageRun:
             out.seek(0)
             self._printed = out.read().decode(errors="replace")
         if (process.returncode > 0 and process.returncode != 128 + signal.SIGINT) or not self._printed:
-            raise BlockFailed(f"{block.place} printed nothing, or failed:\n{block.text}\n{self._printed[-4000:]}")
+            raise BlockFailed(f"{block.place} failed or printed nothing before Ctrl-C:\n{block.text}\n{self._printed[-4000:]}")
 
     def _started(self, block: Block, out: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -132,12 +136,12 @@ class PageRun:
         )
 
     def _serve(self, command: str, block: Block) -> None:
-        """Starts the server of the command, unless it runs already, and stops the page's former server."""
+        """Starts the server of the command unless it is running. Stops another server of the page first."""
         if self._serving == command and self._server is not None and self._server.poll() is None:
             return
         self._stop_server()
         if not port_is_free():
-            raise BlockFailed(f"{block.place} needs port {PORT}, which another process uses. End that process first.")
+            raise BlockFailed(f"{block.place} needs port {PORT}, which another process uses. End this process first.")
         log = self.folder / "build" / "server.log"
         log.parent.mkdir(exist_ok=True)
         argv = ["bash", "--norc", "-euo", "pipefail", "-c", command]
@@ -168,11 +172,15 @@ class PageRun:
         _wait_or_kill(server)
 
     def _compare(self, block: Block) -> bool:
-        """Returns whether there was an output to compare. Raises BlockFailed if the output lacks the page's lines."""
+        """Compares the last output with the page. Returns False for an output that no block prints.
+
+        Raises:
+            BlockFailed: the output lacks lines that the page shows.
+        """
         if block.detail or not self._printed:
             return False
         if not is_printed(block.text, self._printed):
-            raise BlockFailed(f"{block.place} shows\n{block.text}\nand its block printed\n{self._printed[-4000:]}")
+            raise BlockFailed(f"{block.place} shows\n{block.text}\nbut the block before it printed\n{self._printed[-4000:]}")
         return True
 
 
@@ -186,7 +194,7 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_printed(shown: str, printed: str) -> bool:
-    """Returns whether the text of a page is part of the output, with or without masked words. `…` matches any text."""
+    """Returns whether the output contains the page's text, either exactly or after masking (MASKS). `…` matches any text."""
     return any(_is_part(change(shown), change(printed)) for change in (lined, masked))
 
 
@@ -214,7 +222,7 @@ def _is_ready() -> bool:
 
 
 def make_checkout(folder: Path) -> None:
-    """Copies the repository's files with their times. The environment and the compiled kernels are linked."""
+    """Copies the repository's files with their modification times. Links the environment and the compiled kernels."""
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
     if (ROOT / ".venv").exists():
         (folder / ".venv").symlink_to((ROOT / ".venv").resolve())
@@ -225,7 +233,7 @@ def make_checkout(folder: Path) -> None:
 
 
 def read_only(block: Block) -> str:
-    """Returns the syntax fault of a block that cannot run here, or an empty text."""
+    """Checks the syntax of a block that cannot run here. Returns the fault, or "" if there is none."""
     if block.language == "yaml":
         return _read_yaml(block.text)
     if block.language in ("js", "promql"):

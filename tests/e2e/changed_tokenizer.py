@@ -1,4 +1,4 @@
-"""A system whose tokenizer is restarted with other flags, so that formats and chat template change under the same model."""
+"""Restarts a system's tokenizer with other flags, so that tests of formats and chat templates can share one system."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class ChangedTokenizer:
         self._flags: tuple[str, ...] = ()
 
     def set(self, *flags: str) -> System:
-        """Restarts the tokenizer with these additional flags. Does nothing if the tokenizer has the same flags already."""
+        """Restarts the tokenizer with these additional flags, unless it already has them."""
         if flags != self._flags:
             system, name = self.system, "tokenizer"
             system.kill(name)
-            wait_until(lambda: system.status("/readiness") != 200, 60, "the gateway to miss the tokenizer")
+            wait_until(lambda: system.status("/readiness") != 200, 60, "the gateway to lose the tokenizer")
             system.children[name].command = Command(name, [*self._argv, *flags])
             system.start(name)
             system.wait_ready()

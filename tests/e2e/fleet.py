@@ -1,7 +1,7 @@
-"""A fleet of real processes: several of each service, and Redis. A test can kill, stop or restart each of them.
+"""A fleet of real processes: several of each service, and Redis. A test can kill, stop or restart each process.
 
-Services reach Redis through a proxy that can add delay. The worker `far_worker` can be partitioned: it runs in a network
-namespace if this process may create one, and is reached through a proxy otherwise.
+Services reach Redis through a proxy that can add delay. Tests can cut the connection to the worker `far_worker`. It runs in a
+network namespace if this process may create one, and otherwise behind a proxy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.e2e.system import DEMO, START_S, wait_until
 SIZES = {"gateways": 2, "tokenizers": 2, "detokenizers": 2, "workers": 4}
 SETTINGS = {
     **SIZES,
-    "dtype": "float32",  # so that a token does not depend on the other requests of its step
+    "dtype": "float32",  # in float32, a request's tokens do not depend on the other requests of a step
     "num_threads": 1,
     "max_total_tokens": 12_288,
     "log_level": "info",
@@ -72,7 +72,7 @@ class Fleet:
         self.children = {name: Child(part.command, log_dir) for name, part in self.parts.items()}
 
     def _add_redis_proxy(self, port: int, target: int) -> None:
-        """Makes Redis listen on `target`, and a proxy on `port`, to which all services connect."""
+        """Moves Redis to the port `target`, and adds a proxy on `port`, to which all services connect."""
         argv = self.parts["redis"].command.argv
         argv[argv.index("--port") + 1] = str(target)
         hosts = (HOST, self._namespace.near) if self._namespace else (HOST,)
@@ -80,9 +80,9 @@ class Fleet:
         self.redis = redis.Redis(HOST, target, socket_timeout=5)
 
     def _isolate_far_worker(self, redis_port: int, far_port: int) -> None:
-        """Puts the last worker into a network namespace or behind a proxy, and appends the flags with its address.
+        """Puts the last worker into a network namespace or behind a proxy, and adds flags for the new addresses.
 
-        If a flag is given twice, a service uses the last value.
+        The added flags override earlier ones, because a service uses the last value of a flag.
         """
         part = self.parts[self.far_worker]
         argv, port = part.command.argv, part.health
@@ -133,7 +133,7 @@ class Fleet:
         wait_until(lambda: not any(self.is_alive(name) for name in self.children), 60, "the end of every process")
 
     def restore(self) -> None:
-        """Undoes every fault of a test: delay, partition, stopped and ended processes, and the memory limit of Redis."""
+        """Ends all faults that a test has caused: delay, partition, stopped and ended processes, and Redis' memory limit."""
         self.redis_proxy.delay_s = 0.0
         self.redis_proxy.release()
         self.join()
@@ -170,7 +170,7 @@ class Fleet:
         self.children[name].signal(signal.SIGCONT)
 
     def cut(self) -> None:
-        """Partitions far_worker: no packet or byte passes, and open connections stay open."""
+        """Partitions far_worker: no byte reaches it or comes from it, and its connections stay open."""
         if self._namespace:
             self._namespace.cut()
         elif self._far_proxy:
@@ -179,7 +179,7 @@ class Fleet:
     def join(self) -> None:
         """Ends the partition and waits until far_worker is reachable.
 
-        This can take seconds, because the kernel caches failed look-ups of the address.
+        This can take seconds, because the kernel caches failed look-ups of its link address.
         """
         if self._namespace:
             self._namespace.join()
@@ -208,7 +208,7 @@ class Fleet:
         return serving and (name not in self.urls or self._has_peers(name))
 
     def _is_reachable(self, name: str) -> bool:
-        """Returns whether a TCP connection gets a reply. A refused connection is a reply, too."""
+        """Returns whether a connection attempt is accepted or refused. Only a partitioned process does neither."""
         with socket.socket() as connection:
             connection.settimeout(1)
             error = connection.connect_ex((self._host(name), self.parts[name].health))
@@ -222,7 +222,7 @@ class Fleet:
             return False
 
     def is_listening(self, gateway: str) -> bool:
-        """Whether the gateway's HTTP port responds with any status."""
+        """Whether the gateway's HTTP port responds, whatever the status."""
         try:
             with urllib.request.urlopen(f"{self.urls[gateway]}/health", timeout=5) as response:
                 return int(response.status) == 200
@@ -246,7 +246,7 @@ class Fleet:
     # Metrics, memory and logs
 
     def metric(self, name: str, metric: str, **labels: str) -> float:
-        """Returns the sum of a process's samples that have these labels; 0 if no sample has them."""
+        """Returns the sum of a process's samples of a metric with these labels; 0 if there is no such sample."""
         return sum(value for sample, found, value in self._samples(name) if sample == metric and labels.items() <= found.items())
 
     def _samples(self, name: str) -> list[tuple[str, dict[str, str], float]]:
@@ -274,10 +274,10 @@ class Fleet:
         return {what: value for what, value in in_use.items() if value}
 
     def wait_quiet(self, within_s: float) -> float:
-        """Waits until the fleet is idle and returns the seconds until then. A failure names the gauges that are not zero."""
+        """Waits until the fleet is idle and returns the seconds that it took. A failure names the gauges that are not 0."""
         begun = time.monotonic()
         while held := self.busy():
-            assert time.monotonic() - begun < within_s, f"still in use after {within_s} s: {held}"
+            assert time.monotonic() - begun < within_s, f"the fleet is not idle after {within_s} s; gauges: {held}"
             time.sleep(0.02)
         return time.monotonic() - begun
 

@@ -1,4 +1,4 @@
-"""Requests of every kind whose result in a fleet without faults is always the same, and the compared parts of a response."""
+"""Requests of every kind with a repeatable result, and the parts of their responses that tests compare."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The parts of a response that must equal those of an undisturbed fleet."""
+    """The parts of a response that must be equal with and without faults of the fleet."""
 
-    choices: tuple[tuple[str, str, int], ...]  # by index: text, finish reason, number of tokens with log probabilities
+    choices: tuple[tuple[str, str, int], ...]  # by choice index: text, finish reason, number of tokens with log probabilities
     prompt_tokens: int
-    completion_tokens: int  # tokens of the whole response, also if a choice moved to another worker
+    completion_tokens: int  # output tokens of all choices, including tokens from a worker that a choice has left
 
 
 class BadAnswer(Exception):
-    """Raised if a response is an error or incomplete. The text names the fault."""
+    """Raised if a response is an error or incomplete. The message names the fault."""
 
 
 def answer_of(status: int, content: bytes, streamed: bool) -> Answer:
@@ -57,18 +57,18 @@ def answer_of(status: int, content: bytes, streamed: bool) -> Answer:
     usage: dict[str, int] = {}
     for event in events:
         if "error" in event:
-            raise BadAnswer(f"error event: {event['error']}")
+            raise BadAnswer(f"the stream has an error event: {event['error']}")
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             index, said = choice["index"], choice.get("delta") or choice.get("message") or choice
             texts.setdefault(index, []).append(said.get("text") or said.get("content") or "")
             if choice.get("finish_reason"):
                 if index in reasons:
-                    raise BadAnswer(f"choice {index} ended twice")
+                    raise BadAnswer(f"choice {index} has two finish reasons")
                 reasons[index] = choice["finish_reason"]
             logprobs[index] = logprobs.get(index, 0) + len((choice.get("logprobs") or {}).get("content") or ())
     if texts.keys() != reasons.keys():
-        raise BadAnswer(f"choices {sorted(texts.keys() - reasons.keys())} have no end")
+        raise BadAnswer(f"choices {sorted(texts.keys() - reasons.keys())} have no finish reason")
     choices = tuple(("".join(texts[index]), reasons[index], logprobs[index]) for index in sorted(texts))
     return Answer(choices, usage["prompt_tokens"], usage["completion_tokens"])
 
@@ -77,7 +77,7 @@ def _events(content: bytes) -> list[dict[str, Any]]:
     events = [piece[6:] for piece in content.split(b"\n\n") if piece.startswith(b"data: ")]
     if not events or events[-1] != b"[DONE]":
         last = events[-1][:300].decode(errors="replace") if events else "nothing"
-        raise BadAnswer(f"the stream has no end; its last event: {last}")
+        raise BadAnswer(f"the stream has no [DONE]; its last event: {last}")
     return [orjson.loads(event) for event in events[:-1]]
 
 

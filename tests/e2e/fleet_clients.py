@@ -1,7 +1,8 @@
-"""Many concurrent clients of a fleet, on an event loop in its own thread, behind an imitated Kubernetes Service.
+"""Many concurrent clients of a fleet, with a load balancer that behaves like a Kubernetes Service.
 
-The load balancer sends to ready gateways only. If a gateway refuses the connection, the balancer tries another gateway, because
-nothing was sent yet. It never repeats a request that was sent, so that its client sees every later fault.
+The clients run on an event loop in its own thread. The load balancer uses only ready gateways. If a gateway refuses a connection,
+the balancer tries another one, because no byte of the request was sent. It never repeats a request that was sent, so the client
+gets every later fault.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ CUT = (
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its result. When the request has ended, exactly one of `answer` and `error` is set. Times are monotonic."""
+    """A request and its result. After its end, exactly one of `answer` and `error` is set. Times are monotonic."""
 
     case: Case
-    gateway: str = ""
+    gateway: str = ""  # name of the gateway that received the request
     sent_at: float = 0.0
-    first_at: float = 0.0  # time of the first byte; 0 if no byte was received
-    ended_at: float = 0.0
-    longest_pause_s: float = 0.0
+    first_at: float = 0.0  # time of the first received byte; 0 if there was none
+    ended_at: float = 0.0  # 0 while the request runs
+    longest_pause_s: float = 0.0  # longest time between two received pieces
     answer: Answer | None = None
     error: str = ""
 
 
 @dataclass
 class Wave:
-    """Requests that were started together."""
+    """Requests of one call of Clients."""
 
     exchanges: list[Exchange]
     _done: Future[None] = field(repr=False)
 
     def num_begun(self) -> int:
-        """Returns the number of requests whose first byte was received."""
+        """Returns the number of requests that have received a byte."""
         return sum(exchange.first_at > 0 for exchange in self.exchanges)
 
     def num_ended(self) -> int:
@@ -96,9 +97,10 @@ class Clients:
         self._loop.close()
 
     def wave(self, cases: Sequence[Case], concurrency: int | None = None, key: str = "") -> Wave:
-        """Sends all cases in the background, at most `concurrency` at once or, if it is None, all at once.
+        """Sends all cases in the background.
 
         Args:
+            concurrency: largest number of requests in flight; None for no limit.
             key: API key of the clients; "" for no key.
         """
         exchanges = [Exchange(case) for case in cases]
@@ -131,7 +133,7 @@ class Clients:
         return Wave(exchanges, self._call(run()))
 
     def arrive(self, cases: Sequence[Case], every_s: float, key: str = "") -> Wave:
-        """Sends a case every `every_s` seconds, whether earlier requests have ended or not."""
+        """Sends a case every `every_s` seconds, even if earlier requests still run."""
         exchanges = [Exchange(case) for case in cases]
 
         async def client(number: int, exchange: Exchange) -> None:
@@ -144,7 +146,11 @@ class Clients:
         return Wave(exchanges, self._call(run()))
 
     def leave(self, cases: Sequence[Case], after_s: Callable[[int], float]) -> None:
-        """Sends all cases at once; the client of case `index` disconnects after after_s(index) seconds. Waits for all."""
+        """Sends all cases at once and waits until all clients have disconnected.
+
+        Args:
+            after_s: returns the seconds after which the client of the case with this index disconnects.
+        """
 
         async def client(index: int, case: Case) -> None:
             exchange = Exchange(case)
@@ -163,7 +169,7 @@ class Clients:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _open(self) -> None:
-        """Opens a session with a connection for each request: a server may close an idle connection that is being reused."""
+        """Opens a session with one connection per request, because a server may close an idle connection while it is reused."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=2)
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout)
         self._probing = [asyncio.create_task(self._probe(name)) for name in self._gateways]
@@ -195,7 +201,7 @@ class Clients:
         await asyncio.gather(*(client() for _ in range(concurrency)))
 
     async def _send(self, exchange: Exchange, key: str) -> None:
-        """Sends a request and records its result. A fault of the fleet becomes the exchange's error and does not raise."""
+        """Sends a request and records its result. A fault of the fleet is stored as the exchange's error, not raised."""
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         exchange.sent_at = time.monotonic()
         try:
@@ -235,21 +241,21 @@ class Clients:
 
 
 def check(exchanges: Sequence[Exchange], expected: Mapping[Case, Answer], may_be_cut: str = "") -> str:
-    """Checks that every response equals that of the undisturbed fleet.
+    """Checks that every response equals the response of a fleet without faults.
 
     Args:
-        may_be_cut: name of a gateway that may close its clients' connections; "" for none. All other faults fail the check.
+        may_be_cut: name of a gateway that may close connections early; "" for none. All other faults fail the check.
 
     Returns:
         A line with counts and pauses.
 
     Raises:
-        AssertionError: a response differs. The text has the number of each kind of fault and an example of it.
+        AssertionError: a response differs. The message has the number of each kind of fault and an example of it.
     """
     failed: dict[str, list[Exchange]] = {}
     cut = 0
     for exchange in exchanges:
-        assert exchange.ended_at, "every exchange has ended"
+        assert exchange.ended_at, "every exchange must have ended"
         if may_be_cut and exchange.gateway == may_be_cut and exchange.error.startswith(CUT):
             cut += 1
         elif exchange.error:
@@ -257,7 +263,8 @@ def check(exchanges: Sequence[Exchange], expected: Mapping[Case, Answer], may_be
         elif exchange.answer != expected[exchange.case]:
             failed.setdefault(f"{exchange.case.kind}: another answer", []).append(exchange)
     pauses = sorted(exchange.longest_pause_s for exchange in exchanges)
-    line = f"{len(exchanges)} requests, longest pause {pauses[-1]:.2f} s, median of the longest {pauses[len(pauses) // 2]:.2f} s"
+    median = pauses[len(pauses) // 2]
+    line = f"{len(exchanges)} requests, longest pause of each request: at most {pauses[-1]:.2f} s, median {median:.2f} s"
     line += f", {cut} cut off" if may_be_cut else ""
     assert not failed, f"{line}\n{_describe(failed, expected)}"
     return line

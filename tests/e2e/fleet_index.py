@@ -1,4 +1,4 @@
-"""Checks the prefix index in Redis against itself, against the workers' own counts and against the gateways' mirrors."""
+"""Checks the prefix index in Redis: it is consistent, and equals the workers' block counts and the gateways' mirrors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def index_faults(fleet: Fleet) -> list[str]:
     faults: list[str] = []
     known = {bytes(member).decode() for member in fleet.redis.smembers(prefix_index.workers_key(MODEL))}
     if missing := set(fleet.workers) - known:
-        faults.append(f"workers that the index does not know: {sorted(missing)}")
+        faults.append(f"the index lacks the workers {sorted(missing)}")
     for worker in sorted(known):
         lease = fleet.redis.get(prefix_index.lease_key(worker))
         if lease is None:
-            faults.append(f"{worker} has no lease")
+            faults.append(f"{worker} has no lease in Redis")
             continue
         generation = int(lease)
         if str(generation).encode() not in fleet.redis.smembers(prefix_index.generations_key(worker)):
-            faults.append(f"{worker}'s generation is not among those that a sweeper would find")
+            faults.append(f"the generation of {worker} is not in the set that the sweeper reads")
         faults += _block_faults(fleet, worker, generation)
     copies = {name: fleet.metric(name, "rootstock_gateway_index_blocks") for name in fleet.urls}
     if len(set(copies.values())) != 1:
@@ -32,7 +32,7 @@ def index_faults(fleet: Fleet) -> list[str]:
 
 
 def _block_faults(fleet: Fleet, worker: str, generation: int) -> list[str]:
-    """Returns the inconsistencies of one worker: the reverse index must name a block exactly if the block names the worker."""
+    """Returns the inconsistencies of one worker. The reverse index must name exactly the blocks that name the worker."""
     field = prefix_index.owner_field(worker, generation)
     blocks = sorted(fleet.redis.smembers(prefix_index.own_key(worker, generation)))
     with fleet.redis.pipeline(transaction=False) as pipeline:
@@ -40,9 +40,9 @@ def _block_faults(fleet: Fleet, worker: str, generation: int) -> list[str]:
             pipeline.hexists(prefix_index.block_key(MODEL, block), field)
         named = pipeline.execute()
     unnamed = len(blocks) - sum(named)
-    faults = [f"{unnamed} of {len(blocks)} blocks of {worker} do not name it"] if unnamed else []
+    faults = [f"{unnamed} of {len(blocks)} blocks in the reverse index of {worker} do not name this worker"] if unnamed else []
     below = [tier for tier in BlockTier if tier is not BlockTier.DEVICE]
     count = len(blocks) + sum(fleet.redis.scard(prefix_index.own_key(worker, generation, tier)) for tier in below)
     if (held := fleet.metric(worker, "rootstock_worker_index_held_blocks")) != count:
-        faults.append(f"{worker} holds {held:.0f} blocks, and the index has {count}")
+        faults.append(f"{worker} reports {held:.0f} blocks, and the index has {count}")
     return faults
