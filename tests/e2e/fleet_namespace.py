@@ -1,4 +1,4 @@
-"""A network namespace with one virtual cable to this machine. When the cable is cut, packets are dropped silently."""
+"""A network namespace with one virtual cable to this machine. A test can cut the cable, which then drops packets silently."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from functools import cache
 
 PREFIX = "rootstock-"
 PREFIX_BITS = 30  # four addresses: network, near end, far end, broadcast
-NOBODY = "02:00:00:00:00:01"  # a link-layer address that no interface has, so that packets to it are dropped
+UNUSED_MAC = "02:00:00:00:00:01"  # link-layer address that no interface has, so that packets to it are dropped
 
 
 class Namespace:
-    """A network namespace of this process, with the addresses `near` and `far` at the ends of its cable. Needs `is_permitted`.
+    """A network namespace and a virtual cable to it. The cable's ends have the addresses `near` (this machine) and `far`.
 
-    `other` is a second address of the near end. After lose_other(), the far side cannot reach this address; `near` still works.
+    `other` is a second address of the near end. After lose_other(), the far side can reach `near` but not `other`. Creating the
+    namespace needs the rights that is_permitted() checks.
     """
 
     def __init__(self) -> None:
         tag = os.getpid() & 0x3FFF
         self.name = f"{PREFIX}{os.getpid()}"
         self._cable, self._far_cable = f"rsn{tag}", f"rsf{tag}"
-        block = f"198.18.{tag >> 6}"  # range for benchmarks of networks, RFC 2544
+        block = f"198.18.{tag >> 6}"  # address range for network benchmarks, RFC 2544
         self.near, self.far = f"{block}.{(tag & 63) * 4 + 1}", f"{block}.{(tag & 63) * 4 + 2}"
         self.other = f"198.19.{tag >> 6}.{(tag & 63) * 4 + 1}"
 
@@ -43,7 +44,7 @@ class Namespace:
         _ip("netns", "del", self.name)
 
     def argv(self, command: list[str]) -> list[str]:
-        """Returns the command that runs `command` on the far side, with the same process id."""
+        """Returns a command that runs `command` in the namespace. The process keeps its id."""
         return ["ip", "netns", "exec", self.name, *command]
 
     def cut(self) -> None:
@@ -55,14 +56,14 @@ class Namespace:
 
     def lose_other(self) -> None:
         """Silently drops all packets from the far side to `other`."""
-        _ip("-n", self.name, "neigh", "replace", self.other, "lladdr", NOBODY, "dev", self._far_cable, "nud", "permanent")
+        _ip("-n", self.name, "neigh", "replace", self.other, "lladdr", UNUSED_MAC, "dev", self._far_cable, "nud", "permanent")
 
     def find_other(self) -> None:
         _ip("-n", self.name, "neigh", "del", self.other, "dev", self._far_cable)
 
 
 def _remove_orphans() -> None:
-    """Removes the namespaces that killed processes have left. A cable disappears together with its far end."""
+    """Removes namespaces whose creating process was killed. The kernel removes a cable together with its far end."""
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
         owner = name.removeprefix(PREFIX)

@@ -13,7 +13,8 @@ class TcpProxy:
     """Forwards (host, port) of each of `hosts` to HOST:`target`, on an event loop in its own thread.
 
     Any thread may set `delay_s`, which delays each piece of data in both directions, and call hold() and release(). Between
-    these calls, no byte passes and connections stay open; after release(), the withheld bytes arrive, as after a partition.
+    hold() and release(), no byte passes, and connections stay open. After release(), the withheld bytes arrive, as after a
+    partition.
     """
 
     def __init__(self, port: int, target: int, hosts: tuple[str, ...] = (HOST,)) -> None:
@@ -54,7 +55,7 @@ class TcpProxy:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forwards a connection. Closes it if the target refuses a connection, as a process that has just died does."""
+        """Forwards a connection. If the target refuses the connection because its process has ended, closes it."""
         try:
             far_reader, far_writer = await asyncio.open_connection(HOST, self._target)
         except OSError:

@@ -1,4 +1,4 @@
-"""Faults in the bytes of a body or a request head: values that no client intends, invalid JSON and invalid HTTP."""
+"""Strategies for broken bytes of a body or a request head: hostile values, invalid JSON and invalid HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-RAW = "\x00raw:"  # the rest of such a string is inserted into the JSON text without quoting
+RAW = "\x00raw:"  # prefix of a string whose rest becomes part of the JSON text without quotes
 HOSTILE = (
     *(None, True, False, 0, -1, 1 << 31, 1 << 63, 1 << 64, -(1 << 63) - 1, 1e308, 5e-324, -0.0, 0.5, float("nan"), float("inf")),
     *("", " ", "\x00", "\ud800", "\udfff\ud800", "e\u0301", "\U0001f468\u200d\U0001f469", "\u202e", "x" * 3000, "s0", "$$ANY$$"),
@@ -96,7 +96,7 @@ def raw_heads() -> st.SearchStrategy[bytes]:
 
 
 def dumped(body: Any) -> bytes:
-    """Returns the body as JSON text that may be invalid: it keeps infinities, lone surrogates and RAW texts."""
+    """Returns the body as JSON text, which is invalid if the body has infinities, lone surrogates or RAW strings."""
     text = json.dumps(body)
     begin, end = '"' + json.dumps(RAW)[1:-1], '"'
     while (at := text.find(begin)) >= 0:
@@ -111,7 +111,7 @@ def spoil(body: dict[str, Any], wounds: list[tuple[int, Any]]) -> Any:
     """Returns a copy of the body with a few changed or added values.
 
     Args:
-        wounds: position and new value of each change. Values are counted from the outermost one; the last position adds a member.
+        wounds: (index of a value, new value) per change. The body itself has index 0; the last index adds a member.
     """
     copy = json.loads(json.dumps(body))
     for number, value in wounds:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for requests of an unknown client: valid, nearly valid and broken, from the OpenAPI document."""
+"""Hypothesis strategies for random requests: valid, nearly valid and broken ones, from the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SCHEMAS = st.sampled_from(
 )
 BY_HAND: Mapping[
     str, st.SearchStrategy[Any]
-] = {  # strategies for fields whose values, if drawn from the schema, would mostly be refused
+] = {  # strategies for fields whose schema allows mostly values that the gateway refuses
     "model": st.just(MODEL),
     "messages": st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=20)}), min_size=1
@@ -124,20 +124,20 @@ METHODS = st.sampled_from(["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DE
 
 @dataclass(frozen=True)
 class Sent:
-    """A request of an unknown client."""
+    """A random request."""
 
     method: str
     target: str  # path and query, quoted
     headers: tuple[tuple[str, str], ...]
     body: bytes | None  # None: the request has no body
-    stays: bool = True  # False: the client disconnects before the response
+    stays: bool = True  # False: the client disconnects without reading the response
 
 
 STAYS = st.sampled_from([True] * 9 + [False])
 
 
 class Cases:
-    """Strategies for all paths of an OpenAPI document, as /openapi.json has it."""
+    """Strategies for requests to all paths of the gateway's OpenAPI document."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
@@ -158,7 +158,7 @@ class Cases:
         return st.one_of(nearly, nearly, nearly, nearly, *whole)
 
     def _forms(self, path: str) -> st.SearchStrategy[Sent]:
-        """Generates multipart forms: valid, with other fields, or broken."""
+        """Generates multipart forms: valid ones, ones with unknown fields, and broken ones."""
         field = "--x\r\ncontent-disposition: form-data; name={}\r\n\r\n{}\r\n".format
         names = st.sampled_from(['"purpose"', '"file"', '"file"; filename="a"', '"expires_after[seconds]"', "a", '"a'])
         values = st.one_of(st.sampled_from(["batch", "3600", "--x", "--x--"]), st.text(max_size=20))
@@ -175,7 +175,7 @@ class Cases:
         return st.one_of(st.just(()), st.lists(st.tuples(HEADERS, VALUES), max_size=3, unique_by=lambda each: each[0]).map(tuple))
 
     def elsewhere(self) -> st.SearchStrategy[Sent]:
-        """Generates requests with any method and any path."""
+        """Generates requests with any method to any path, existing or not."""
         known = st.sampled_from(list(map(_filled, self._document["paths"])))
         text = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).map(quote)
         paths = st.one_of(known, st.builds(str.__add__, known, text), text.map("/".__add__))
@@ -184,7 +184,7 @@ class Cases:
         return st.builds(Sent, METHODS, targets, self.headers(), body)
 
     def _whole(self, path: str, mode: GenerationMode) -> st.SearchStrategy[Sent]:
-        """Generates requests of schemathesis: valid for the schema if the mode is POSITIVE, and invalid otherwise."""
+        """Generates requests by schemathesis. They follow the schema if the mode is POSITIVE, and break it otherwise."""
 
         def sent(case: Any) -> Sent:
             headers = tuple((name, value) for name, value in (case.headers or {}).items() if _is_sane(str(value)))
@@ -194,7 +194,7 @@ class Cases:
         return self._schema[path]["POST"].as_strategy(generation_mode=mode).map(sent)
 
     def _bodies(self, path: str) -> st.SearchStrategy[bytes]:
-        """Generates bodies from a minimal valid one: with random members, with changed values or with broken bytes."""
+        """Generates bodies from a minimal valid body, with random members, changed values or broken bytes."""
         name = self._document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schema = name.rpartition("/")[2]
         good, bad = (self._drawn(path, schema, mode) for mode in GenerationMode)
@@ -225,7 +225,7 @@ class Cases:
         return self._values[key]
 
     def _document_of_fields(self) -> dict[str, Any]:
-        """Returns a document with an operation for each member of each body, whose schema is only that member."""
+        """Returns an OpenAPI document with one operation per member of each body. The schema of its body is this member's."""
         paths: dict[str, Any] = {}
         for schema, definition in self._document["components"]["schemas"].items():
             for name, value in definition.get("properties", {}).items():
@@ -243,7 +243,7 @@ def _filled(path: str) -> str:
 
 
 def _member(body: Any, name: str) -> Any:
-    """Returns the member of a body. An invalid body may be no object; then returns the body itself, or None for bytes."""
+    """Returns a member of the body. If an invalid body is no object, returns the body itself, or None if it is bytes."""
     return body[name] if isinstance(body, dict) and name in body else None if isinstance(body, bytes | NotSet) else body
 
 

@@ -1,4 +1,4 @@
-"""Sends the requests of an unknown client and returns the faults of the responses."""
+"""Sends random requests and returns the faults of the responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.e2e.fuzz_cases import Sent
 from tests.services.gateway.documented import Answered, Documented
 
 DEADLINE_S = 20.0  # deadline of a request, set by the gateway's flags
-ANSWER_S = DEADLINE_S + 10.0  # opening a session waits up to 10 s more for its worker
+ANSWER_S = DEADLINE_S + 10.0  # seconds until a response must arrive; opening a session may wait 10 s longer for its worker
 AT_ONCE = 4
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 _FAILED = re.compile(rb'data: \{("error":|"type":"(response.failed|error)")')
@@ -26,13 +26,19 @@ OF_HEADS = {100, 200, 204, 400, 401, 404, 405, 408, 413, 431, 503}
 class Fuzzer:
     """Sends requests to one gateway from AT_ONCE threads.
 
-    `answered` counts responses by status. "stream" counts streams that ended with an error, and "left" clients that disconnected.
+    `answered` counts responses by status. Its key "stream" counts streams that ended with an error, and "left" counts clients
+    that
+    disconnected.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
-        """Opens the clients, which send `key` as their API key; "" for no key."""
+        """Opens the HTTP clients.
+
+        Args:
+            key: API key of the clients; "" for no key.
+        """
         shown = {"authorization": f"Bearer {key}"} if key else {}
-        self._clients: SimpleQueue[httpx.Client] = SimpleQueue()  # only one thread uses a client at a time
+        self._clients: SimpleQueue[httpx.Client] = SimpleQueue()  # idle clients; a thread takes one for each request
         for _ in range(AT_ONCE):
             self._clients.put(httpx.Client(base_url=url, headers=shown, timeout=ANSWER_S, verify=False))
         self._port = httpx.URL(url).port
@@ -82,7 +88,7 @@ class Fuzzer:
         self.answered["left"] += 1
 
     def raw_faults(self, data: bytes) -> list[str]:
-        """Sends raw bytes and returns the faults: an open connection, a reply that is not HTTP, a status that is not allowed."""
+        """Sends raw bytes and returns the faults: an open connection, a reply that is not HTTP, or an unexpected status."""
         with socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S) as connection:
             received = b""
             try:
@@ -93,7 +99,7 @@ class Fuzzer:
             except (ConnectionResetError, BrokenPipeError):
                 pass
             except TimeoutError:
-                return ["the connection stays open"]
+                return [f"the gateway did not close the connection within {ANSWER_S:.0f} s"]
         statuses = [int(status) for status in STATUS_LINE.findall(received)]
         self.answered.update(map(str, statuses))
         faults = [f"{status}: {received[:300]!r}" for status in statuses if status not in OF_HEADS]

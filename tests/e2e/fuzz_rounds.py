@@ -1,4 +1,4 @@
-"""Rounds of fuzzing: requests to every path, requests with any method and path, and raw bytes of a connection."""
+"""Fuzzing rounds: requests to every path, requests with any method and path, and connections with raw bytes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def rounds(
     examples: int,
     heads: int,
 ) -> None:
-    """Sends random requests and raw connections, and fails at the first fault.
+    """Sends random requests and opens connections with raw bytes. Fails at the first fault.
 
     Args:
         faults: sends requests at once and returns the faults of their responses.
-        raw_faults: sends the bytes of a connection and returns the faults.
+        raw_faults: sends raw bytes on a connection and returns the faults.
         number: seed of all random values.
-        examples: number of examples for each path; an example is up to AT_ONCE requests.
-        heads: number of raw connections.
+        examples: number of examples per path; an example is up to AT_ONCE requests.
+        heads: number of connections with raw bytes.
 
     Raises:
-        AssertionError: a response has a fault. The text has the smallest example that hypothesis found.
+        AssertionError: a response has a fault. The message has the smallest example that hypothesis found.
     """
     for requests in (*map(cases.requests, cases.posts), cases.elsewhere()):
-        _look(number, examples, st.lists(requests, min_size=1, max_size=AT_ONCE), faults)
-    _look(number, heads, raw_heads(), raw_faults)
+        _check(number, examples, st.lists(requests, min_size=1, max_size=AT_ONCE), faults)
+    _check(number, heads, raw_heads(), raw_faults)
 
 
-def _look(number: int, examples: int, strategy: st.SearchStrategy[Any], faults: Callable[[Any], list[str]]) -> None:
+def _check(number: int, examples: int, strategy: st.SearchStrategy[Any], faults: Callable[[Any], list[str]]) -> None:
     @seed(number)
     @settings(
         max_examples=examples,
@@ -48,8 +48,8 @@ def _look(number: int, examples: int, strategy: st.SearchStrategy[Any], faults: 
         suppress_health_check=list(HealthCheck),
     )
     @given(strategy)
-    def look(sent: Any) -> None:
+    def check(sent: Any) -> None:
         found = faults(sent)
         assert not found, (found, sent)
 
-    look()
+    check()

@@ -1,4 +1,4 @@
-"""Runs the launcher as a process, reads the output, and finds the processes that the launcher starts."""
+"""Runs the launcher as a process, reads its output, and finds the processes that it starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ class Launcher:
         after: Sequence[str] = (),
         checkout: Path = ROOT,
     ) -> None:
-        """Starts the launcher. The flags of `after` come last and win. Runs the code of `checkout`."""
+        """Starts the launcher.
+
+        Args:
+            flags: flags of the launcher, added to those of this class.
+            after: last flags, which override earlier ones.
+            checkout: folder of the code that runs.
+        """
         self.folder, self.port = folder, port or free_ports(1)[0]
         self.logs = folder / "run" / str(self.port)
         argv = [sys.executable, "-m", "rootstock_llm.services.local", "--port", str(self.port), "--num-threads", "1", *flags]
@@ -56,21 +62,21 @@ class Launcher:
         self.output += self.process.communicate(timeout=60)[0]
 
     def read_until(self, text: str) -> str:
-        """Returns the whole output so far, whose last line has the text."""
+        """Reads the output until a line contains the text, and returns the whole output so far."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output += line
             if text in line:
                 return self.output
-        raise AssertionError(f"{text!r} was never printed:\n{self.output}")
+        raise AssertionError(f"the launcher ended without printing {text!r}:\n{self.output}")
 
     def read_all(self) -> str:
-        """Returns the whole output of a launcher that ends by itself."""
+        """Waits until the launcher ends by itself, and returns its whole output."""
         self.output += self.process.communicate(timeout=240)[0]
         return self.output
 
     def child(self, name: str) -> psutil.Process | None:
-        """Returns the process of that name. None if no such process runs at present."""
+        """Returns the running process with this name in the launcher's plan, or None."""
         for process in psutil.Process(self.process.pid).children():
             try:
                 if self._name_of(process) == name and process.status() != psutil.STATUS_ZOMBIE:
@@ -80,17 +86,21 @@ class Launcher:
         return None
 
     def _name_of(self, process: psutil.Process) -> str:
-        """Returns the name of a process in the launcher's plan; "" before the process has its own command line."""
+        """Returns the name of a process in the launcher's plan; "" while a new process still has the launcher's command line."""
         argv = process.cmdline()
         if "--worker-id" in argv:
             return str(argv[argv.index("--worker-id") + 1])
-        if "server" in " ".join(argv[:1]):  # Redis replaces its command line; only the state store's has a folder
+        if "server" in " ".join(argv[:1]):  # Redis replaces its command line; only the state store has a folder
             return "state" if Path(process.cwd()).is_relative_to(self.folder / "state") or "--dir" in argv else "redis"
         service = next((word.removeprefix(SERVICES) for word in argv if word.startswith(SERVICES)), "")
-        return "" if service == "local" else service  # forked, before the exec of its program
+        return "" if service == "local" else service  # a forked process before its exec
 
     def wait_for(self, name: str, besides: int = 0) -> psutil.Process:
-        """Waits until a process of that name has an id other than `besides`."""
+        """Waits until a process with this name runs, and returns it.
+
+        Args:
+            besides: id of a process that does not count, such as a killed one.
+        """
 
         def is_there() -> bool:
             found = self.child(name)
@@ -106,7 +116,7 @@ class Launcher:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def curl(self) -> str:
-        """Returns the printed command in the form that a user pastes."""
+        """Returns the curl command that the launcher has printed, as a user pastes it."""
         return next(line.strip() for line in self.output.splitlines() if line.startswith("  curl "))
 
     def urls(self) -> list[str]:
@@ -114,7 +124,7 @@ class Launcher:
 
 
 def paste(command: str, env: Mapping[str, str] | None = None) -> str:
-    """Returns the output of the command in a shell."""
+    """Runs a command in a shell and returns its output."""
     done = subprocess.run(["sh", "-c", command], env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, (command, done.stderr)
     return done.stdout

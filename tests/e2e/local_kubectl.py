@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Imitates kubectl for one store on this machine, for the commands of docs/how-to/kubernetes/backup.md.
+"""Imitates kubectl for one state store on this machine: only the commands in docs/how-to/kubernetes/backup.md.
 
-These are `exec`, `scale`, `wait`, `apply`, `delete` and `rollout`.
+These are `exec`, `scale`, `wait`, `apply`, `delete` and `rollout`; any other command fails.
 
-KUBECTL_STORE names a JSON file with `command` and `env` of the store's container, and with `paths`: its paths and their
-replacements. Pods are files in the folder `pods` next to it. A command that the page does not use fails.
+KUBECTL_STORE names a JSON file with `command` and `env` of the store's container, and with `paths`, a map from paths in the
+container to paths on this machine. Each pod is a file in the folder `pods` next to the JSON file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import NoReturn
 import yaml
 
 STORE_POD, STATEFUL_SET = "rootstock-state-0", "rootstock-state"
-TOLD = Path(os.environ["KUBECTL_STORE"])
-STORE = json.loads(TOLD.read_text())
-PODS = TOLD.parent / "pods"
+STORE_FILE = Path(os.environ["KUBECTL_STORE"])
+STORE = json.loads(STORE_FILE.read_text())
+PODS = STORE_FILE.parent / "pods"
 ENV = {**os.environ, **STORE["env"]}
 WITHIN_S = 60.0
 
@@ -44,7 +44,7 @@ def main(words: list[str]) -> None:
             assert pod_file(pod.removeprefix("pod/")).exists()
         case "apply", "-f", path:
             made = yaml.safe_load(Path(path).read_text())
-            assert made["kind"] == "Pod" and not pod_file(STORE_POD).exists(), "two pods would write to one volume"
+            assert made["kind"] == "Pod" and not pod_file(STORE_POD).exists(), "only one pod may use the volume"
             pod_file(made["metadata"]["name"]).touch()
         case "delete", "pod", pod:
             pod_file(pod).unlink()
@@ -59,18 +59,18 @@ def pod_file(name: str) -> Path:
 
 
 def here(word: str) -> str:
-    """Returns the word with paths of this machine, each replaced once."""
+    """Replaces the container's paths in a word by paths on this machine."""
     return re.sub("|".join(map(re.escape, STORE["paths"])), lambda match: STORE["paths"][match[0]], word)
 
 
 def run_in(pod: str, command: list[str]) -> NoReturn:
-    assert pod_file(pod).exists(), f"pod {pod} does not run"
+    assert pod_file(pod).exists(), f"the pod {pod} does not run"
     os.execvpe(command[0], [here(word) for word in command], ENV)
 
 
 def start() -> None:
-    assert not list(PODS.iterdir()), "two pods would write to one volume"
-    with (TOLD.parent / "store.log").open("ab") as log:
+    assert not list(PODS.iterdir()), "only one pod may use the volume"
+    with (STORE_FILE.parent / "store.log").open("ab") as log:
         process = subprocess.Popen(STORE["command"], env=ENV, stdout=log, stderr=log, start_new_session=True)
     pod_file(STORE_POD).write_text(str(process.pid))
 

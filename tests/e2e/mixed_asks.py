@@ -1,4 +1,4 @@
-"""Requests of every kind, and the parts of their responses that do not depend on time, queue or cache."""
+"""Requests of every kind, and the parts of their responses that do not depend on time, queueing or cached prefixes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = ["stone", "garden", "lantern", "naïve", "日本語", "coral", "3,", "4,
 
 @dataclass(frozen=True)
 class Ask:
-    """Requests that are sent in sequence: each one after the response to the previous one."""
+    """One or more requests. Each one is sent after the response to the previous one."""
 
     kind: str
     posts: tuple[tuple[str, dict[str, Any]], ...]
@@ -34,10 +34,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Essence:
-    """The comparable parts of some responses."""
+    """The parts of the responses to an Ask that tests compare."""
 
-    exact: list[Any]  # must be equal
-    numbers: list[float]  # must be close
+    exact: list[Any]  # values that must be equal
+    numbers: list[float]  # values that must be close
 
 
 def plain(rng: random.Random, index: int) -> Ask:
@@ -54,7 +54,7 @@ def hot(rng: random.Random, index: int) -> Ask:
 
 
 def repeated(rng: random.Random, index: int) -> Ask:
-    """Returns a request with a repetitive prompt, whose repetition DRY penalizes."""
+    """Returns a request with a repetitive prompt and the DRY penalty against repetitions."""
     return chat("repeated", f"Repeat: {'coral garden ' * 6}", rng, max_tokens=50, temperature=0.7, seed=index, dry_multiplier=0.8)
 
 
@@ -128,7 +128,7 @@ KINDS = [plain, plain, long_prompt, grammar, grammar, logprobs, sampled, penaliz
 
 
 def asks_of(makers: Sequence[Callable[[random.Random, int], Ask]], rounds: int) -> list[Ask]:
-    """Returns a request of each maker in every round. The number of the round is the seed."""
+    """Returns one Ask of each maker per round. The number of the round is the seed."""
     return [make(random.Random(seed), seed) for seed in range(rounds) for make in makers]
 
 
@@ -154,7 +154,11 @@ NUMBERS = {"logprob", "token_logprobs", "embedding", "top_logprobs", "scores"}
 
 
 def _gather(value: Any, key: str, exact: list[Any], numbers: list[float]) -> None:
-    """Collects the parts of a response. Floats below a key of NUMBERS are numbers; other values outside VARYING are exact."""
+    """Adds the parts of a response to `exact` and `numbers`.
+
+    Floats below a key in NUMBERS are added to `numbers`. All other values, except those below a key in VARYING, are added to
+    `exact`.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             if name not in VARYING and not name.startswith("spec_"):
@@ -171,7 +175,7 @@ def _gather(value: Any, key: str, exact: list[Any], numbers: list[float]) -> Non
 
 
 async def ask_all(system: System, asks: list[Ask], at_once: int, apart_s: float = 0) -> list[list[Any]]:
-    """Sends the requests, at most `at_once` in parallel and `apart_s` seconds apart. Returns responses in their order."""
+    """Sends all asks, at most `at_once` in parallel and `apart_s` seconds apart. Returns the responses in the asks' order."""
     limit = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(base_url=system.url, timeout=120, limits=httpx.Limits(max_connections=100)) as http:
 

@@ -1,6 +1,6 @@
-"""Responses of a deterministic system without other flags to mixed requests, for bitwise comparison in several test files.
+"""Responses of a deterministic system to mixed requests. Several test files compare other systems with them bitwise.
 
-The first pytest process that needs the responses sends the requests and writes a file, which the other processes read.
+The first pytest process that needs the responses computes them and writes a file, which the other processes read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.e2e.system import System
 
 
 class PlainAnswers:
-    """Reads or computes the responses, in a folder that all pytest processes of the run share."""
+    """Reads the responses from a folder that all pytest processes of the run share, or computes them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,17 +1,17 @@
-"""A tiny checkpoint that recites chosen texts: the request's prompt selects one of them, whatever else it contains.
+"""A tiny checkpoint that outputs given texts. A selector token in the prompt chooses the text; the rest of the prompt is ignored.
 
     texts = ["Hello.", '<tool_call>\\n{"name": "read"}\\n</tool_call>']
     write_reciting_model(folder, texts, chat_template=template)
-    prompt = f"Recite {selector(1)}"  # anywhere in the prompt; the last selector counts
+    prompt = f"Recite {selector(1)}"  # if the prompt has several selectors, the last one counts
 
-Each text is cut into pieces, and each piece of each text is a separate token. A special token of the vocabulary, such as
-`<think>`, stays that token and follows a token without text. The folder's decoder drops the number that makes a piece unique.
+Each text is cut into pieces, and each piece of each text is a separate, numbered token. The tokenizer's decoder drops the number.
+A special token of the vocabulary, such as `<think>`, is not numbered and follows a numbered token without text.
 
 The model is a GPT-2 with one layer and without an MLP. Its attention finds the last numbered token, because the score grows with
 a flag of such tokens and with the position. The value that it reads there is the code of the next token. If a special token
-comes next, the value contains two codes, and the special token removes the first one. Weights need float32.
+comes next, the value contains two codes, and the special token removes the first one. The weights need float32.
 
-Chat templates, tools and reasoning work as for any model. Output under a grammar does not: no grammar knows the pieces.
+Chat templates, tools and reasoning work as for any model. Grammars do not work, because they cannot match numbered pieces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FLAG, SPECIAL, SINE, COSINE = (
     CODE + 2 * at for at in range(4)
 )  # pairs of a value and its negative, so that the mean of the stream is 0
 MAX_POSITIONS = 4096
-LONGEST_PIECE = 6  # characters, if a text is cut at random
+LONGEST_PIECE = 6  # largest number of characters of a piece if a text is cut at random
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -54,14 +54,14 @@ def selector(text: int | str) -> str:
 def write_reciting_model(
     folder: Path, texts: Sequence[str | Sequence[str]], chat_template: str = PLAIN_TEMPLATE, seed: int = 7
 ) -> None:
-    """Writes config, weights and tokenizer of a model that recites each of the texts.
+    """Writes config, weights and tokenizer of a model that can output each of the texts.
 
     Args:
         folder: created if it does not exist.
-        texts: a text is cut at random; a sequence is a text in the pieces of its tokens. The model stops
-            behind each of them, by itself or at the first token of STOPS that the text holds.
+        texts: each item is a text, which is cut at random, or the sequence of its pieces. The output ends after the text, or at
+            its first token of STOPS.
         chat_template: Jinja source.
-        seed: chooses the cuts.
+        seed: seed of the random cuts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = _Vocabulary(texts, random.Random(seed))
@@ -87,14 +87,14 @@ def write_reciting_model(
 
 @dataclass(frozen=True)
 class _Step:
-    """A numbered token and its successors."""
+    """A numbered token, and the special token after it."""
 
     token: str
-    special: str  # special token between this numbered token and the next one, or empty
+    special: str  # special token between this numbered token and the next one; "" if there is none
 
 
 class _Vocabulary:
-    """All tokens: special ones, single characters for prompts, then the numbered ones of each text."""
+    """All tokens: special tokens, then single characters for prompts, then the numbered tokens of each text."""
 
     def __init__(self, texts: Sequence[str | Sequence[str]], chooser: random.Random) -> None:
         self.chains = [list(_steps(index, _pieces(text, chooser))) for index, text in enumerate(texts)]
@@ -107,7 +107,7 @@ class _Vocabulary:
 
 
 def _pieces(text: str | Sequence[str], chooser: random.Random) -> Iterator[str]:
-    """Yields the text in pieces. Each special token is a piece."""
+    """Yields the pieces of a text. Each special token is a piece of its own."""
     for given in [text] if isinstance(text, str) else text:
         while given:
             starts = {mark: at for mark in MARKS if (at := given.find(mark)) >= 0}
@@ -125,7 +125,8 @@ def _pieces(text: str | Sequence[str], chooser: random.Random) -> Iterator[str]:
 def _steps(index: int, pieces: Iterator[str]) -> Iterator[_Step]:
     """Yields the numbered tokens of a text in order.
 
-    The first one is the selector. No special token follows it directly, because a prompt may end with one.
+    The first numbered token is the selector. A prompt may end with a special token after the selector, so the text's own special
+    tokens never follow the selector directly.
     """
     token, parts = selector(index), [*pieces, END]
     for count, piece in enumerate(["", *parts] if parts[0] in MARKS else parts, 1):
@@ -196,12 +197,12 @@ def _pair(rows: np.ndarray, row: int, at: int, value: float) -> None:
 
 
 def _attention() -> dict[str, np.ndarray]:
-    """Returns weights with which every head attends to the last flagged token and reads its share of the code."""
+    """Returns weights with which every head attends to the last numbered token and reads its share of the code."""
     per_head = WIDTH // HEADS
     query, key = np.zeros(WIDTH), np.zeros((WIDTH, WIDTH))
     for head in range(HEADS):
         flag, sine = head * per_head, head * per_head + 1
-        query[flag], query[sine] = 4e5, 1e5  # weights in the score; neighbouring positions differ by more than 20
+        query[flag], query[sine] = 4e5, 1e5  # weights in the score; the scores of neighbouring positions differ by more than 20
         key[FLAG, flag] = key[SINE, sine] = 1
     reading = np.zeros((WIDTH, WIDTH))
     reading[:CODE, :CODE] = np.eye(CODE) / 6

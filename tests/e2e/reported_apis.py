@@ -1,4 +1,4 @@
-"""A request and a reader of the response for every API that generates, so that one test covers all APIs, streamed and whole."""
+"""Request bodies and response readers for every API that generates, so that one test covers all APIs, streamed and whole."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _STATUSES = {"completed": "stop", "incomplete": "length"}
 
 @dataclass(frozen=True)
 class Answer:
-    """The parts of a response for which each API has its own name."""
+    """The parts of a response that all APIs have under different names."""
 
     text: str
-    end: str | None  # stop, length or tool_calls, or None if the API names no end
+    end: str | None  # finish reason: stop, length or tool_calls; None if the API reports none
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()  # name and arguments of each call
-    matched: Any = None  # stop token or stop string in the response
+    matched: Any = None  # stop token or stop string that the response reports
 
 
 def body_of(path: str, prompt: str = QUESTION, model: str = "demo", most: int = 40, **sampling: Any) -> Json:
     """Returns a request.
 
     Args:
-        most: Limit of tokens.
-        sampling: Fields with the names of sampling parameters.
+        most: Largest number of output tokens.
+        sampling: Sampling parameters by their field names.
     """
     user = [{"role": "user", "content": prompt}]
     return {
@@ -52,7 +52,11 @@ def body_of(path: str, prompt: str = QUESTION, model: str = "demo", most: int = 
 
 
 def tools_of(path: str, parameters: Any, name: str = "read", strict: bool = False) -> Json:
-    """Returns the fields that offer one function. Without parameters if they are `...`."""
+    """Returns the body's fields that offer one function.
+
+    Args:
+        parameters: JSON schema of the parameters; `...` for a function without this field.
+    """
     given = {} if parameters is ... else {"input_schema" if path == MESSAGES else "parameters": parameters}
     function = {"name": name, **({"strict": True} if strict else {}), **given}
     if path == CHAT:
@@ -65,7 +69,7 @@ def forced(path: str) -> Json:
 
 
 def with_schema(body: Json, path: str, schema: Json) -> Json:
-    """Returns the body with a schema for the answer's text."""
+    """Returns the body with a JSON schema for the output text."""
     if path == GENERATE:
         return {**body, "sampling_params": {**body["sampling_params"], "json_schema": json.dumps(schema)}}
     field: Json = {
@@ -78,7 +82,7 @@ def with_schema(body: Json, path: str, schema: Json) -> Json:
 
 
 def field_of(path: str, tool: int = 0) -> str:
-    """Returns the name that the API gives to a function's schema."""
+    """Returns the field name under which the API reports errors of a function's schema."""
     return f"tools[{tool}].{ {CHAT: 'function.parameters', MESSAGES: 'input_schema', RESPONSES: 'parameters'}[path] }"
 
 
@@ -93,7 +97,7 @@ def ask(system: System, path: str, body: Json, stream: bool = False) -> Answer:
 
 
 def read(path: str, content: str, stream: bool) -> Answer:
-    """Returns the parts of a whole answer, or of all events of a stream."""
+    """Returns the parts of a whole response, or of all events of a stream."""
     if not stream:
         return _WHOLE[path](json.loads(content))
     lines = [line[6:] for line in content.splitlines() if line.startswith("data: ") and line != "data: [DONE]"]
@@ -181,7 +185,7 @@ def _message_stream(events: Sequence[Json]) -> Answer:
 
 
 def _response_stream(events: Sequence[Json]) -> Answer:
-    """Checks that the deltas have the texts of the whole response, which is in the last event, and returns its parts."""
+    """Returns the parts of the whole response in the last event, after checking that the deltas have the same texts."""
     whole = _response(events[-1]["response"])
     for kind, text in (
         ("output_text", whole.text),

@@ -1,4 +1,4 @@
-"""Chats in every form and order that an API allows, and a strict chat template that shows few of them as they are."""
+"""Chats in every form and order that an API allows, and a strict chat template that refuses or misrenders most of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from tests.e2e.reported_apis import CHAT, MESSAGES, RESPONSES, Json
 from tests.services.tokenizer.test_history import CHATS, NO_OBJECTS
 
-# A template that concatenates content, reads parts only in user messages and iterates over arguments. It allows one call per
-# turn, and one system message at the beginning, followed by alternating user and assistant messages.
+# A strict template. Content must be a string, except in user messages, where it may be parts. Arguments must be an object. It
+# allows
+# one call per turn, and one system message at the beginning, followed by alternating user and assistant messages.
 STRICT = """{% if messages[0].role == 'system' %}<s>{{ messages[0].content + '|' }}{% set rest = messages[1:] %}{% else %}
 {% set rest = messages %}{% endif %}{% set ns = namespace(n=0) %}{% for m in rest %}
 {% if m.role not in ['user', 'assistant', 'tool'] %}{{ raise_exception('Unknown role ' + m.role) }}{% endif %}
@@ -64,7 +65,7 @@ TURNS: dict[str, list[Json]] = {
     ],
     "an assistant turn first": [{"role": "assistant", "content": "Hello"}, ASKED],
     "two user turns": [ASKED, ASKED],
-    "thinking to go on from": [
+    "thinking to continue": [
         ASKED,
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}]},
     ],
@@ -107,7 +108,7 @@ BODIES: dict[str, tuple[str, Json]] = {
         {"input": [{"role": "system", "content": "Two."}, ASKED], "instructions": "One.", "max_output_tokens": 2},
     ),
 }
-# Words in the names of the chats of each row. A chat without any of these words belongs to the last row.
+# Row of the table in test_reported_inputs.py → words in the names of its chats. A chat without such a word is in the last row.
 ROWS = {
     "A1": ("content", "a call alone", "reasoning", "thinking", "an empty assistant turn"),
     "A2": ("empty",),
@@ -119,7 +120,7 @@ ROWS = {
 
 
 def bodies_of(row: str) -> Sequence[str]:
-    """Returns the names of the bodies of a row."""
+    """Returns the names of a row's request bodies."""
     if ROWS[row]:
         return [name for name in BODIES if any(word in name for word in ROWS[row])]
     named = {name for words in ROWS.values() for name in BODIES if any(word in name for word in words)}

@@ -19,7 +19,7 @@ CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 HARMONY = "<|channel|>commentary to=functions.read<|message|>"
 HERMES = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
 CODER = "<tool_call>\n<function=read>\n<parameter=path>\na\n</parameter>\n</function>\n</tool_call>"
-# A call of each format up to its arguments, and the rest of the call. The arguments are JSON.
+# By format: the text of a call before its arguments, and the text after them. The arguments are JSON.
 JSON_CALLS = {
     "hermes": ('<tool_call>\n{"name": "read", "arguments": ', "}\n</tool_call>"),
     "llama3_json": ('{"name": "read", "parameters": ', "}"),
@@ -40,15 +40,15 @@ OPEN = {'{"path": "a': {"path": "a"}, '{"path": "a", "list": [1, 2': {"path": "a
 
 @dataclass(frozen=True)
 class Output:
-    """An output of a model, and the parts of it that a client must get."""
+    """An output of a model, and the parts that a client must get."""
 
     row: str  # row of the table in test_reported_inputs.py
-    family: str  # format of calls that the tokenizer parses
+    family: str  # tool format that the tokenizer is set to
     text: str  # the output
-    calls: Calls  # name and arguments of each call in the output
-    beside: str = ""  # text of the output outside the calls
-    reasoning: str = ""  # reasoning in the output
-    opens: bool = False  # the prompt ends with the mark that opens reasoning
+    calls: Calls  # name and arguments of each expected call
+    beside: str = ""  # expected text outside of calls
+    reasoning: str = ""  # expected reasoning
+    opens: bool = False  # whether the prompt ends with the mark that opens reasoning
 
 
 def _in_reasoning() -> Sequence[Output]:
@@ -131,7 +131,7 @@ def _damaged() -> Sequence[Output]:
 
 OUTPUTS: Sequence[Output] = (*_in_reasoning(), *_without_closing_marks(), *_empty(), *_damaged())
 FAMILY_ROWS = sorted({(output.family, output.row) for output in OUTPUTS})
-# By format: a template's instruction that describes calls without marks, and such a call.
+# By format without marks around calls: the instruction in a model's chat template, and a call in this format.
 IN_WORDS = {
     "llama3_json": (
         'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.',

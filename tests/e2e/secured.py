@@ -1,4 +1,4 @@
-"""The whole system with TLS between all processes and Redis servers. Its certificates can be replaced while it runs."""
+"""The whole system with mutual TLS between all processes and Redis servers. Tests can replace certificates while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REDIS_HOST = "localhost"  # the name in the certificate of Redis
 
 
 def role_of(name: str) -> str:
-    """Returns the role of a part: gateway-1 is a gateway; prefill-0 and decode-0 are workers."""
+    """Returns the certificate role of a process: `gateway` for gateway-1, `worker` for prefill-0 and decode-0."""
     role = name.partition("-")[0]
     return role if role in (*ROLES, *REDIS) else "worker"
 
@@ -23,13 +23,15 @@ def role_of(name: str) -> str:
 class SecuredSystem(System):
     """A system whose connections all use mutual TLS.
 
-    `mounted` has the certificate files by role; both Redis servers use the role `redis`. `token` is the file with the
-    token that all services share. `health_ports` has the health ports, which have no TLS, by part.
+    Attributes:
+        mounted: certificate files by role. Both Redis servers have the role `redis`.
+        token: file with the token that all services share.
+        health_ports: health port of each process, which has no TLS.
     """
 
     def __init__(self, folder: Path, authority: Authority, **settings: Any) -> None:
         program = shutil.which("redis-server")
-        assert program, "Debian's redis-server is needed, because the bundled one has no TLS"
+        assert program, "this test needs Debian's redis-server, because the bundled one has no TLS"
         super().__init__(folder / "logs", redis_server=program, **settings)
         self.authority = authority
         self.mounted = {
@@ -60,7 +62,7 @@ class SecuredSystem(System):
         return (REDIS_HOST,) if role == "redis" else (f"rootstock-{role}",)
 
     def renew(self, signer: Authority, *authorities: Authority) -> None:
-        """Replaces all certificates by ones of `signer`, and the authorities that the processes trust."""
+        """Replaces all certificates by new ones from `signer`, and the trusted authorities by `authorities`."""
         for role, mounted in self.mounted.items():
             mounted.put(signer.signed(*self.names(role)), *authorities)
 

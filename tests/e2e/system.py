@@ -31,7 +31,7 @@ class System:
     """A context manager that starts the processes of a system and ends them on exit.
 
     Args:
-        env: variables that are added to the environment of every process.
+        env: additional environment variables of every process.
         settings: settings of LocalSettings.
     """
 
@@ -77,7 +77,7 @@ class System:
     def wait_ready(self) -> None:
         def ready() -> bool:
             dead = [name for name, child in self.children.items() if child.exit_code is not None]
-            assert not dead, f"{dead} ended: {self.children[dead[0]].last_lines(20)}"
+            assert not dead, f"{dead} ended before the system was ready: {self.children[dead[0]].last_lines(20)}"
             return self.status("/readiness") == 200
 
         wait_until(ready, START_S, "the system to be ready")
@@ -87,7 +87,7 @@ class System:
         self.wait_ended(name)
 
     def start(self, name: str) -> None:
-        """Restarts a process after its end. A killed process occupies its ports until its memory is freed."""
+        """Restarts a process that has ended or was killed. Waits for its end, because its ports are in use until then."""
         self.wait_ended(name)
         self.children[name].start()
 
@@ -104,7 +104,13 @@ class System:
             return 0
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 120, key: str = "") -> tuple[int, dict[str, Any]]:
-        """Posts a JSON body with an API key, if one is given, and returns the status and the JSON body, also of an error.
+        """Posts a JSON body.
+
+        Args:
+            key: API key; "" for no key.
+
+        Returns:
+            Status and JSON body of the response, which may be an error.
 
         Raises:
             OSError: the gateway sent no response.
@@ -118,12 +124,12 @@ class System:
             return error.code, json.loads(error.read())
 
     def metric(self, name: str, metric: str, **labels: str) -> float:
-        """Returns the sum of a metric of a process over the samples that have these labels."""
+        """Returns the sum of a process's samples of a metric with these labels."""
         with urllib.request.urlopen(self.parts[name].metrics_url, timeout=60) as response:
             families = text_string_to_metric_families(response.read().decode())
             samples = [sample for family in families for sample in family.samples if sample.name == metric]
             values = [sample.value for sample in samples if labels.items() <= sample.labels.items()]
-        assert values, f"{name} has no metric {metric}"
+        assert values, f"{name} reports no sample of {metric} with the labels {labels}"
         return sum(values)
 
     def resident_mb(self, name: str) -> float:
@@ -132,13 +138,17 @@ class System:
         return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
 
     def log(self, name: str) -> str:
-        """Returns the log of a process, or the gateways' access log for the name "access"."""
+        """Returns the log of a process. The name "access" stands for the gateways' access log."""
         path = self.access_log if name == "access" else self.children[name].log
         return path.read_text(errors="replace")
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
-    """Waits for a condition and returns the seconds until it was true. Fails after `seconds`."""
+    """Waits until the condition is true and returns the seconds that it took. Fails after `seconds`.
+
+    Args:
+        what: the awaited state, for the message.
+    """
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds, f"waited {seconds} s for {what}"
@@ -147,7 +157,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> floa
 
 
 def processes_with(marker: str) -> list[str]:
-    """Returns the command lines of the processes whose environment has the NAME=VALUE of `marker`."""
+    """Returns the command lines of the processes whose environment contains `marker`, a NAME=VALUE."""
     name, value = marker.split("=")
     out = []
     for process in psutil.process_iter():

@@ -1,4 +1,4 @@
-"""Agents with the official Python clients: two tool calls in sequence, and an answer that contains their results."""
+"""Agents with the official Python clients: two tool calls in sequence, and a final answer with the second result."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def over_chat(system: System, question: str) -> tuple[list[str], str]:
             made.append(call.function.name)
             told = result(call.function.name, json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
-    raise AssertionError("the agent has no answer after its limit of requests")
+    raise AssertionError(f"the agent has no final answer after {MOST_TURNS} requests")
 
 
 def over_responses(system: System, question: str) -> tuple[list[str], str]:
-    """Runs an agent over /v1/responses. Each request has the whole conversation, because no response is stored."""
+    """Runs an agent over /v1/responses. Responses are not stored, so each request has the whole conversation."""
     client = openai.OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0)
     tools: Any = [
         {"type": "function", "name": name, "description": text, "parameters": schema(parameter), "strict": False}
@@ -74,7 +74,7 @@ def over_responses(system: System, question: str) -> tuple[list[str], str]:
             made.append(call.name)
             told = result(call.name, json.loads(call.arguments))
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": told})
-    raise AssertionError("the agent has no answer after its limit of requests")
+    raise AssertionError(f"the agent has no final answer after {MOST_TURNS} requests")
 
 
 def over_messages(system: System, question: str) -> tuple[list[str], str]:
@@ -95,7 +95,7 @@ def over_messages(system: System, question: str) -> tuple[list[str], str]:
         made += [call.name for call in calls]
         told = [{"type": "tool_result", "tool_use_id": call.id, "content": result(call.name, call.input)} for call in calls]  # type: ignore[arg-type]
         messages.append({"role": "user", "content": told})
-    raise AssertionError("the agent has no answer after its limit of requests")
+    raise AssertionError(f"the agent has no final answer after {MOST_TURNS} requests")
 
 
 @pytest.mark.parametrize("loop", [over_chat, over_responses, over_messages])

@@ -1,4 +1,4 @@
-"""Background responses over two gateways. The gateway that runs them is killed, or stopped for longer than its leases last."""
+"""Background responses over two gateways. One gateway is killed, or stopped for longer than its leases last."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.e2e.system import System, wait_until
 from tests.night import NIGHTLY
 
 RESPONSES, TOKENS = 20, 900 if NIGHTLY else 450
-END = "response.incomplete"  # the responses end at max_output_tokens
+END = "response.incomplete"  # last event of each response, which ends at max_output_tokens
 FLAGS = "--background-lease-s 2"
-PATIENCE_S = 120.0  # for thousands of tokens on a machine that also runs other tests
+PATIENCE_S = 120.0  # time limit for thousands of tokens on a machine that also runs other tests
 
 
 def asked(number: int) -> dict[str, Any]:
-    """Returns the body of a request. Odd numbers give a sampled response with a seed, even numbers a greedy one."""
+    """Returns the body of request `number`: sampled with a seed if the number is odd, greedy if it is even."""
     chance = {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0.0}
     body = {"ignore_eos": True, "seed": number, **chance}
     extra = {name: body[name] for name in ("ignore_eos", "seed")}
@@ -37,7 +37,7 @@ by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROO
 
 
 class Follower:
-    """A client that reads a stream to its end. After an error, the client continues after the last event at the next gateway."""
+    """A client that reads a response's stream to its end. After an error, it resumes at the next gateway after the last event."""
 
     def __init__(self, clients: Sequence[OpenAI], response_id: str) -> None:
         self._clients = clients
@@ -53,7 +53,7 @@ class Follower:
 
     def join(self) -> None:
         self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive(), f"the stream of {self._id} has no end"
+        assert not self._thread.is_alive(), f"the stream of {self._id} did not end in time"
 
     def _follow(self) -> None:
         turn = 0
@@ -88,10 +88,10 @@ def test_gateway_takes_over_background_responses_when_the_other_is_lost(tmp_path
 
         wait_until(lambda: begun_streams() >= RESPONSES / 4, PATIENCE_S, "the first text of a quarter of the streams")
         ended = [each for each in followers.values() if each.events and each.events[-1].type == END]
-        assert len(ended) < RESPONSES / 2, "fewer than half of the streams have ended before the fault"
+        assert len(ended) < RESPONSES / 2, "at least half of the streams must still run at the fault"
         system.children["gateway-0"].signal(fault)
         if fault is signal.SIGSTOP:
-            time.sleep(4)  # longer than the leases of this gateway
+            time.sleep(4)  # longer than the stopped gateway's leases last
             system.children["gateway-0"].signal(signal.SIGCONT)
         for number, follower in followers.items():
             follower.join()

@@ -1,4 +1,4 @@
-"""Runs the commands of docs/how-to/kubernetes/backup.md on a real Redis that has the chart's own arguments."""
+"""Runs the commands of docs/how-to/kubernetes/backup.md on a real Redis with the arguments that the chart sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.chart.release import merged, render
 from tests.chart.variants import VARIANTS
 from tests.e2e.system import ROOT, System, wait_until
 
-pytestmark = pytest.mark.needs("redis-server")  # Debian installs Redis' tools with it
+pytestmark = pytest.mark.needs("redis-server")  # its Debian package also installs redis-cli
 PAGE = (ROOT / "docs/how-to/kubernetes/backup.md").read_text()
 KUBECTL = Path(__file__).with_name("local_kubectl.py")
 PASSWORD = "letters"
@@ -34,7 +34,7 @@ COMMAND_S = 120.0
 
 
 def blocks(heading: str, language: str) -> list[str]:
-    """Returns the code blocks of one section, without their indentation."""
+    """Returns the code blocks of a section of the page, without their indentation."""
     section = re.split(r"^## ", PAGE, flags=re.M)
     (text,) = [each for each in section if each.startswith(f"{heading}\n")]
     found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", text, re.M | re.S)
@@ -43,7 +43,7 @@ def blocks(heading: str, language: str) -> list[str]:
 
 
 class Store:
-    """The store's pod as processes of this machine. kubectl and redis-cli are on the PATH of `run`."""
+    """The state store's pod as processes on this machine. run() has kubectl (local_kubectl.py) and redis-cli on its PATH."""
 
     def __init__(self, folder: Path) -> None:
         (self.port,) = free_ports(1)
@@ -111,18 +111,18 @@ def client(store: Store, tmp_path: Path) -> Iterator[OpenAI]:
 
 def answered(client: OpenAI, text: str, **more: Any) -> Response:
     response = client.responses.create(model="demo", input=text, max_output_tokens=8, **more)
-    assert response.store, "the response is stored"
+    assert response.store, "the response must be stored"
     return response
 
 
 def finished_batch(client: OpenAI) -> tuple[str, bytes, str]:
-    """Returns the id of the batch's input file, the content of the file and the batch's id."""
+    """Runs a batch to its end. Returns the id and the content of its input file, and the batch's id."""
     body = {"model": "demo", "prompt": "Count from 3 on: ", "max_tokens": 4}
     line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
     content = json.dumps(line).encode() + b"\n"
     file = client.files.create(file=("lines.jsonl", content), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 60, "the batch to be over")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 60, "the batch to end")
     return file.id, content, batch.id
 
 
@@ -164,7 +164,7 @@ def test_page_restores_response_file_and_batch_into_an_empty_volume(store: Store
 
 
 def is_stored(client: OpenAI, response: Response) -> bool:
-    """Returns False for an unknown response, and while the gateway does not reach the store."""
+    """Whether the gateway returns the response. False if it is unknown or the gateway does not reach the store."""
     try:
         return client.responses.retrieve(response.id).output_text == response.output_text
     except (openai.NotFoundError, openai.InternalServerError):
@@ -188,7 +188,7 @@ def test_nightly_backup_writes_a_whole_file_and_keeps_seven(store: Store) -> Non
     assert kept[-1].read_bytes().startswith(b"REDIS")
 
 
-def test_nightly_backup_fails_when_the_store_does_not_answer(store: Store) -> None:
+def test_nightly_backup_fails_when_the_store_is_unreachable(store: Store) -> None:
     (text,) = blocks("Back up every night", "yaml")
     job, *_ = yaml.safe_load_all(text)
     script = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]["command"][-1]

@@ -1,4 +1,4 @@
-"""A batch over two gateways, while processes are killed in sequence. Every line has exactly one result."""
+"""A batch over two gateways while one process after another is killed: each line gets exactly one result."""
 
 from __future__ import annotations
 

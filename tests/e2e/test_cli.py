@@ -1,4 +1,4 @@
-"""`rootstock` against whole systems: every example of every --help, and `status --watch` while a worker is killed."""
+"""The command `rootstock` on whole systems: every example of every --help, and `status --watch` while a worker is killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.e2e.system import ROOT, System, wait_until
 from tests.night import NIGHTLY
 
 FAKE = "--executor fake"
-LOST_S = 3.0 if NIGHTLY else 30.0  # by day, other tests slow down the machine
+LOST_S = 3.0 if NIGHTLY else 30.0  # time limit until a loss is shown; longer by day, when other tests slow down the machine
 SHELL = f'rootstock() {{ {sys.executable} -m rootstock_llm.services.cli "$@"; }}; set -euo pipefail; '
 
 
@@ -40,7 +40,7 @@ def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_help_examples_succeed(system: System, capsys: pytest.CaptureFixture[str]) -> None:
-    # These need files or a control port. A test of docs/reference/cli.md runs `serve`, which is a server.
+    # The excluded commands need files or a control port and have their own tests. A test of docs/reference/cli.md runs `serve`.
     for command in COMMANDS.keys() - {"batch", "keys", "control", "sim", "serve"}:
         found = examples(command, capsys)
         assert found and all(f"rootstock {command}" in line for line in found)
@@ -75,7 +75,7 @@ def test_control_help_examples_succeed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def asked_of_the_demo() -> dict[str, str]:
-    """Returns each question to the demo model in README, docs/, chart, CLI and playground, with its right answer."""
+    """Returns the right answer to each question to the demo model in README, docs/, chart, CLI and playground."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "services" / "gateway" / "playground").glob("*.html")]
     pages += [ROOT / "charts" / "rootstock" / "templates" / "NOTES.txt", ROOT / "services" / "cli" / "commands.py"]
     text = "\n".join(page.read_text() for page in pages)
@@ -116,7 +116,7 @@ def test_batch_commands_submit_wait_for_and_fetch_a_batch(
 
 
 def typed(line: str, system: System, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Runs a line in a shell that has `rootstock` and the server's URL in ROOTSTOCK_URL."""
+    """Runs a line in a shell with the command `rootstock` and with the server's URL in ROOTSTOCK_URL."""
     environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}
     words = ["bash", "--norc", "-c", SHELL + line]
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -149,7 +149,7 @@ class Watch:
             self._lines.append(line)
 
     def states(self) -> dict[str, str]:
-        """Returns the state of each worker in the last printed line."""
+        """Returns the state of each worker in the last line that the command has printed."""
         told: dict[str, Any] = json.loads(self._lines[-1]) if self._lines else {}
         return {worker["name"]: worker["state"] for worker in told.get("workers", ())}
 
@@ -163,18 +163,18 @@ def test_status_watch_shows_a_killed_worker_within_three_seconds(system: System)
     watch = Watch(system.url)
     try:
         names = ["worker-0", "worker-1", "worker-2"]
-        wait_until(lambda: watch.states() == dict.fromkeys(names, "ready"), 60, "all to be shown as ready")
+        wait_until(lambda: watch.states() == dict.fromkeys(names, "ready"), 60, "all workers to be shown as ready")
         system.kill("worker-1")
         wait_until(lambda: watch.states().get("worker-1") == "lost", LOST_S, "the loss to be shown")
         assert {watch.states()[name] for name in ("worker-0", "worker-2")} == {"ready"}
         system.start("worker-1")
-        wait_until(lambda: watch.states() == dict.fromkeys(names, "ready"), 60, "it to be shown as ready again")
+        wait_until(lambda: watch.states() == dict.fromkeys(names, "ready"), 60, "the restarted worker to be shown as ready")
     finally:
         watch.end()
 
 
 def test_bench_writes_results_outside_a_checkout(system: System, tmp_path: Path) -> None:
-    """The results file is in the working directory, and bench finds its program on the path."""
+    """bench writes its results to the working directory and finds its program on PATH."""
     words = [sys.executable, "-m", "rootstock_llm.services.cli", "bench", "--num-requests", "2", "--output-len", "4", "--json"]
     environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}
     command = [*words, "--output-file", "results.jsonl"]

@@ -1,5 +1,7 @@
-"""Deterministic workers in a whole system return the same ids and bitwise equal log probabilities for a request alone, in a batch
-and when its worker is killed."""
+"""Deterministic workers in a whole system return equal token ids and bitwise equal log probabilities for equal requests.
+
+A request runs alone, runs in a batch, and moves to another worker because its worker is killed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def answer(system: System, text: str, kind: dict[str, Any]) -> list[tuple[float, int]]:
-    """Returns (log probability, id) of each token. JSON has all digits of a float."""
+    """Returns (log probability, id) of each output token. The floats are exact, because JSON has all their digits."""
     params = {"max_new_tokens": NEW_TOKENS, "ignore_eos": kind not in GRAMMARS, **kind}
     status, body = system.post("/generate", {"text": text, "sampling_params": params, "return_logprob": True})
     assert status == 200, body
@@ -56,22 +58,24 @@ def all_at_once(
 
 def test_deterministic_results_stay_equal_when_batched_or_moved(system: System) -> None:
     alone = [answer(system, text, kind) for text in TEXTS for kind in KINDS]
-    assert len({str(one) for one in alone}) > len(alone) // 2, "seeds and prompts give different answers"
+    assert len({str(one) for one in alone}) > len(alone) // 2, "different seeds and prompts must give different outputs"
     with ThreadPoolExecutor(len(alone)) as pool:
         assert [one.result() for one in all_at_once(system, pool)] == alone
         running = all_at_once(system, pool)
-        wait_until(lambda: system.metric("worker-1", "sglang:num_running_reqs") > 0, 60, "its requests to run")
+        wait_until(lambda: system.metric("worker-1", "sglang:num_running_reqs") > 0, 60, "requests to run on worker-1")
         system.kill("worker-1")
         assert [one.result() for one in running] == alone
-    assert system.metric("gateway", MOVED) > 0, "some requests of the killed worker have moved"
+    assert system.metric("gateway", MOVED) > 0, "some requests of the killed worker must move"
     assert system.metric("gateway", "rootstock_gateway_moves_to_other_numerics_total") == 0
     system.start("worker-1")
     system.wait_ready()
 
 
 def test_deterministic_results_stay_equal_with_draft_tokens(system: System, tmp_path: Path) -> None:
-    """A worker drafts by n-grams, and some draft tokens are right. The requests include grammars, a predicted output and disabled
-    drafting."""
+    """A worker drafts by n-grams, and verification accepts some draft tokens.
+
+    The requests include grammars, a predicted output and disabled drafting.
+    """
     kinds = KINDS + GRAMMARS
     alone = [answer(system, text, kind) for text in TEXTS for kind in kinds]
     corpus = tmp_path / "corpus.jsonl"
@@ -96,7 +100,7 @@ def test_deterministic_results_stay_equal_with_draft_tokens(system: System, tmp_
 
 
 def check_prediction(guessing: System) -> None:
-    """Checks that a right prediction is accepted and counted in the usage of all choices, and that the text stays the same."""
+    """Checks that a right prediction is accepted, is counted in the usage of all choices, and does not change the text."""
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Count from 3 to 20."}], "temperature": 0.0, "n": 2}
     _, plain = guessing.post("/v1/chat/completions", chat)
     said = plain["choices"][0]["message"]["content"]

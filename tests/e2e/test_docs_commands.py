@@ -1,4 +1,4 @@
-"""Runs the commands of the README by day. By night, runs those of all pages, on this machine and on a fresh Debian."""
+"""Runs the commands of the README by day. By night, runs the commands of all pages, on this machine and on a fresh Debian."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from tests.night import NIGHTLY
 
 PASSED = "all blocks passed"
 LATER = pytest.mark.skipif(not NIGHTLY, reason="takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1")
-# Pages name port 8000, which is free in the test's own network namespace.
+# The pages use port 8000, which is always free in a new network namespace.
 ALONE = ("unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "docs")
 
 
 def in_network_namespace(*command: str) -> list[str]:
-    """Returns the command in its own network namespace, or unchanged if none can be created: port 8000 must then be free."""
+    """Returns a command that runs in its own network namespace.
+
+    If this process may not create one, returns the command unchanged. Port 8000 must then be free.
+    """
     try:
         subprocess.run([*ALONE, "true"], check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.CalledProcessError):
@@ -28,7 +31,7 @@ def in_network_namespace(*command: str) -> list[str]:
 
 
 def end_of(*command: str) -> str:
-    """Returns the last line that the command prints. If the command fails, returns the last 20,000 characters of its output."""
+    """Runs a command. Returns the last line of its output or, if it fails, the last 20,000 characters."""
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     return done.stdout[-20_000:] if done.returncode else done.stdout.splitlines()[-1]
 
@@ -45,8 +48,8 @@ def test_commands_of_all_pages_succeed() -> None:
 
 @LATER
 @pytest.mark.timeout(6 * 3600)
-def test_commands_of_the_night_succeed() -> None:
-    """Runs on the network of the machine, because some commands install packages."""
+def test_nightly_commands_succeed() -> None:
+    """Uses the machine's network, because some commands install packages."""
     others = [str(page) for page in sorted((ROOT / "docs").rglob("*.md"))]  # README's commands run in the chroot
     assert end_of(sys.executable, "-m", "tests.docs_commands", "--nightly", *others) == PASSED
 

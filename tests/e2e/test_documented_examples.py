@@ -1,5 +1,7 @@
-"""Sends each example of /openapi.json to a running system. Ids in the examples are replaced by the ids of objects that earlier
-examples have created."""
+"""Sends each example of /openapi.json to a running system.
+
+The ids in an example are replaced by ids of objects that earlier examples have created.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 
 from tests.e2e.system import System
 
-# Permitted refusals: the demo model gives no vectors, and a batch or response may end before it is cancelled.
+# Operation → permitted refusal. The demo model gives no vectors, and a batch or response may end before it is cancelled.
 ELSE_THAN_200 = {
     "post /v1/embeddings": (400, "unsupported_model"),
     "post /encode": (400, "unsupported_model"),
@@ -42,7 +44,7 @@ def document(client: httpx.Client) -> dict[str, Any]:
 
 
 def in_order(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Returns (method, path, operation): operations that create objects come first, then readers, then deletions."""
+    """Returns (method, path, operation) of all operations: first those that create objects, then readers, then deletions."""
     found = [
         (method, path, item[method])
         for path, item in document["paths"].items()
@@ -50,7 +52,7 @@ def in_order(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
         if method in item
     ]
     rank = {"get": 1, "post": 2, "put": 2}
-    removed = sorted((each for each in found if each[0] == "delete"), key=lambda each: -len(each[1]))  # items before owners
+    removed = sorted((each for each in found if each[0] == "delete"), key=lambda each: -len(each[1]))  # items first
     others = [each for each in found if each[0] != "delete"]
     return [*sorted(others, key=lambda each: rank[each[0]] if "{" in each[1] else 0), *removed]
 
@@ -70,7 +72,7 @@ def test_openapi_examples_are_served(client: httpx.Client, document: dict[str, A
     wrong = []
     for method, path, operation in in_order(document):
         if "200" not in operation["responses"]:
-            continue  # the operation refuses every request
+            continue  # an operation that this gateway always refuses
         answer = send(client, method, path, operation, ids)
         if method == "post" and path in MAKES:
             ids[MAKES[path]] = answer.json()["id"]

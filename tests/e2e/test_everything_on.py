@@ -1,4 +1,4 @@
-"""Mixed requests with all features in a pool that is far too small get the same results as one by one in a plain system."""
+"""Mixed requests with all features in a tiny KV pool get the same results as one at a time in a system without flags."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FLAGS = (
     " --max-prompt-logprob-tokens 256 --eviction-policy priority --no-consecutive-prefill-overlap"
     " --schedule-conservativeness 0.3"
 )
-TOLERANCE = 2e-4  # float32: other chunks and other requests in a step change the last digits
+TOLERANCE = 2e-4  # largest difference of numbers; in float32, chunks and other requests of a step change the last digits
 ROUNDS = 5 if NIGHTLY else 3
 ASKS = asks_of(KINDS, ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def expected(exact_system: System) -> list[Essence]:
-    """Results of the requests, one at a time, in a system without flags."""
+    """Results of the requests in a system without flags, one request at a time."""
     return [essence(answers) for answers in asyncio.run(ask_all(exact_system, ASKS, 1))]
 
 
@@ -47,7 +47,7 @@ def least_urgent_first() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("order", "apart_s"), [(shuffled(1), 0), (least_urgent_first(), 0.01)], ids=["at once", "one urgent after the other"]
+    ("order", "apart_s"), [(shuffled(1), 0), (least_urgent_first(), 0.01)], ids=["at once", "by rising priority"]
 )
 def test_mixed_requests_get_the_results_of_a_plain_system(
     crowded: System, expected: list[Essence], order: list[int], apart_s: float
@@ -63,7 +63,7 @@ def same(got: Essence, wanted: Essence) -> bool:
 
 
 def test_crowded_worker_retracts_preempts_and_evicts(crowded: System) -> None:
-    """In the test above, retraction, preemption, eviction and prefix hits occurred, and the worker had no error."""
+    """During the test above, the worker retracted, preempted, evicted and reused prefixes, and had no error."""
     for counter, least in (
         ("sglang:num_retracted_requests_total", 20),
         ("rootstock_worker_preempted_requests_total", 1),
@@ -72,6 +72,6 @@ def test_crowded_worker_retracts_preempts_and_evicts(crowded: System) -> None:
     ):
         assert crowded.metric("worker-0", counter) >= least, counter
     gauges = ("sglang:num_used_tokens", "sglang:num_running_reqs", "sglang:num_queue_reqs", "rootstock_worker_sessions")
-    wait_until(lambda: not any(crowded.metric("worker-0", gauge) for gauge in gauges), 60, "everything to be free")
+    wait_until(lambda: not any(crowded.metric("worker-0", gauge) for gauge in gauges), 60, "all KV pages to be free")
     assert crowded.metric("worker-0", "sglang:num_aborted_requests_total") == 0
-    assert '"level":"error"' not in crowded.log("worker-0"), "the worker logs no failed step and no broken invariant"
+    assert '"level":"error"' not in crowded.log("worker-0"), "the worker must log no failed step and no broken invariant"

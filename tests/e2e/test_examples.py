@@ -1,4 +1,4 @@
-"""The programs of examples/ print right answers of a running system."""
+"""The programs of examples/ print the right answers when they call a running system."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tests.e2e.system import DEMO, System
 
 COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
-# Largest difference of log probabilities: in float32, cache state and other requests in a step change the last digits.
+# Largest difference of log probabilities. In float32, cached prefixes and other requests of a step change the last digits.
 TOLERANCE = 2e-4
 BATCH = 16
 
@@ -65,7 +65,7 @@ class TestLogprobs:
         for entry in entries:
             likeliest = [other.logprob for other in entry.top_logprobs]
             assert len(likeliest) == 3 and likeliest == sorted(likeliest, reverse=True)
-            assert entry.logprob == likeliest[0] <= 0, "a greedy token has the largest log probability"
+            assert entry.logprob == likeliest[0] <= 0, "a greedy token must have the largest log probability"
             assert sum(map(math.exp, likeliest)) <= 1 + 1e-4
 
     def test_completion_logprobs_are_equal_when_streamed(self, client: openai.OpenAI) -> None:
@@ -90,7 +90,7 @@ class TestLogprobs:
             assert whole.text.startswith("Count from 3") is echo
 
     def test_echo_returns_the_logprobs_of_the_same_tokens_as_output(self, client: openai.OpenAI) -> None:
-        """The log probabilities are computed once for sampled tokens, and once for the same tokens as a prompt."""
+        """Compares the log probabilities of sampled tokens with those of the same tokens in a prompt."""
         extra = {"return_token_ids": True, "ignore_eos": True}
         first: Any = client.completions.create(
             model="demo", prompt="Count from 3", logprobs=2, max_tokens=40, temperature=0, extra_body=extra
@@ -146,10 +146,10 @@ class TestSeeds:
         alone = [[asyncio.run(sampled(system, [request], "alone"))[0] for request in requests] for _ in range(2)]
         texts = [[text for text, _ in answers] for answers in (*together, *alone)]
         assert texts == [texts[0]] * 4
-        assert len(set(texts[0])) == BATCH, "different seeds and prompts give different texts"
-        assert all(cached == 0 for _, cached in alone[0][:1]), "the first request of a cache salt has no cached prefix"
+        assert len(set(texts[0])) == BATCH, "different seeds and prompts must give different texts"
+        assert all(cached == 0 for _, cached in alone[0][:1]), "the first request with a cache salt must have no cached prefix"
         assert all(cached >= 16 for answers in (together[1], alone[1]) for _, cached in answers), (
-            "the repeated requests find a cached prefix"
+            "repeated requests must have a cached prefix"
         )
 
     def test_choice_i_samples_with_seed_plus_i(self, client: openai.OpenAI) -> None:
@@ -234,7 +234,7 @@ def tokens(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options
 
 @pytest.fixture(scope="module")
 def ids(client: openai.OpenAI) -> list[int]:
-    """Token ids that the model chooses without a bias."""
+    """Token ids that the model outputs greedily without a logit bias."""
     return tokens(client)
 
 

@@ -272,7 +272,7 @@ class TestOutputs:
                 assert parsed(recited(system, path, stream, text)) == ((("read", {"path": "a"}),), "", "", "tool_calls")
 
     @of("D1")
-    def test_answer_ends_at_the_end_of_sequence_of_each_file(self, reciting: ChangedTokenizer, path: str, stream: bool) -> None:
+    def test_output_ends_at_the_end_of_sequence_of_each_file(self, reciting: ChangedTokenizer, path: str, stream: bool) -> None:
         for text in ENDED:
             answer = recited(reciting.set(), path, stream, text, tools=False)
             assert (answer.text, answer.end) == ("Hello there.", "stop")
