@@ -261,14 +261,14 @@ class TestSteering:
         assert choice.message.content == "3, 4, 5" and choice.finish_reason == "stop"
         assert choice.stop_reason == r"\d, 5"  # type: ignore[attr-defined]
 
-    def test_min_tokens_suppresses_the_end(self, client: openai.OpenAI, ids: list[int]) -> None:
+    def test_min_tokens_suppresses_the_end_of_sequence(self, client: openai.OpenAI, ids: list[int]) -> None:
         full = tokens(client, max_tokens=60)
-        assert len(full) < 60, "without min_tokens, the output ends by itself"
+        assert len(full) < 60, "without min_tokens, the output must end by itself"
         longer = tokens(client, {"min_tokens": len(full) + 4}, max_tokens=60)
         assert len(longer) >= len(full) + 4 and longer[: len(full) - 1] == full[:-1]
 
     def test_penalties_reduce_repetition(self, client: openai.OpenAI) -> None:
-        """A prompt with repeated words, with and without a penalty."""
+        """Compares the outputs of a prompt with repeated words, with and without a penalty."""
         options: dict[str, Any] = {"model": "demo", "prompt": "coral, coral, coral,", "max_tokens": 40, "temperature": 0}
         texts = [
             client.completions.create(**options, extra_body=extra).choices[0].text
@@ -278,9 +278,9 @@ class TestSteering:
         assert plain > max(penalized, dry)
 
 
-def test_health_generate_makes_a_token_only_when_the_worker_is_idle(system: System) -> None:
+def test_health_generate_computes_a_token_only_when_the_worker_is_idle(system: System) -> None:
     made = [system.metric("worker-0", "sglang:num_requests_total")]
-    for idle_s in (2.5, 0):  # the gateway probes a worker that has sent nothing for 2 s
+    for idle_s in (2.5, 0):  # the gateway probes only a worker that has sent nothing for 2 s
         time.sleep(idle_s)
         assert httpx.get(f"{system.url}/health_generate", timeout=60).status_code == 200
         made.append(system.metric("worker-0", "sglang:num_requests_total"))

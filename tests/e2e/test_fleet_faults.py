@@ -1,6 +1,6 @@
-"""A fleet under concurrent streams (200 by night, 60 by day). Each test causes one fault while the streams run.
+"""A fleet with concurrent streams (200 by night, 60 by day). Each test causes one fault while the streams run.
 
-No request fails, every text equals the text of a run without faults, and the fleet is idle afterwards.
+No request may fail, every text must equal the text of a run without faults, and the fleet must be idle afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.e2e.fleet_cases import Answer, Case, make_cases
 from tests.e2e.fleet_clients import Clients, Wave, check
 from tests.night import NIGHTLY
 
-# Concurrent streams, generated requests, and KV tokens per worker. By day, a smaller pool would not hold the streams.
+# Number of concurrent streams, number of generated requests, and KV tokens per worker.
 STREAMS, NUM_CASES, POOL_TOKENS = (200, 96, 12_288) if NIGHTLY else (60, 33, 3_840)
 RESTARTED_BY_NIGHT_ONLY = (
     "state",
@@ -27,9 +27,9 @@ RESTARTED_BY_NIGHT_ONLY = (
     "gateway-1",
     "tokenizer-1",
     "detokenizer-1",
-)  # by day, the restart test restarts one other process of each kind
-QUIET_S = 60.0  # limit until the fleet must be idle: usually it is idle after a second; with a leak it never is
-# For faults that resemble those of a daily test.
+)  # processes that the restart test skips by day; it then restarts only one process of each kind
+QUIET_S = 60.0  # time limit until the fleet must be idle; it usually takes a second
+# Marks faults that are similar to a fault of a test that also runs by day.
 by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 
 Expected = Mapping[Case, Answer]
@@ -41,7 +41,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield started
 
 
-pytestmark = pytest.mark.timeout(900)  # for a restart of all processes on a slow machine
+pytestmark = pytest.mark.timeout(900)  # seconds; a restart of all processes takes long on a slow machine
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def clients(running: Fleet) -> Iterator[Clients]:
 
 @pytest.fixture(scope="module")
 def expected(clients: Clients) -> Expected:
-    """Results of a fleet without faults under a low load."""
+    """Results of all requests in a fleet without faults under a low load."""
     exchanges = clients.ask(make_cases(NUM_CASES, seed=5), concurrency=12)
     assert not (failed := [exchange.error for exchange in exchanges if exchange.error]), failed[:3]
     answers = {exchange.case: exchange.answer for exchange in exchanges if exchange.answer is not None}
-    assert len(answers) > NUM_CASES // 2, "more than half of the cases are distinct"
+    assert len(answers) > NUM_CASES // 2, "more than half of the cases must be distinct"
     return answers
 
 
@@ -71,7 +71,7 @@ def draw_cases(expected: Expected, seed: int) -> list[Case]:
 
 
 def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault: Callable[[Wave], None], cut: str = "") -> bool:
-    """Starts all streams, causes the fault while they run, and checks the results and that the fleet becomes idle.
+    """Starts all streams and causes the fault while they run. Then checks the results, and that the fleet becomes idle.
 
     Args:
         what: name of the fault in the printed line.
@@ -79,12 +79,15 @@ def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault
         cut: name of a gateway that may close its clients' connections; "" for none.
 
     Returns:
-        True, so that a test can assert it. Any other outcome raises AssertionError.
+        Always True, so that a test can assert the call.
+
+    Raises:
+        AssertionError: a result is wrong, or the fleet is not idle in time.
     """
     begun = time.monotonic()
     wave = clients.wave(draw_cases(expected, seed=len(what)))
     wave.wait_begun(STREAMS // 2)
-    assert wave.num_ended() < STREAMS // 2, "more than half of the streams still run"
+    assert wave.num_ended() < STREAMS // 2, "more than half of the streams must still run at the fault"
     fault(wave)
     line = check(wave.wait(), expected, cut)
     quiet_s = fleet.wait_quiet(QUIET_S)
@@ -94,7 +97,7 @@ def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault
 
 @by_night
 def test_fleet_returns_equal_results_under_load(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """Results do not depend on the load, on the other requests of a step, or on the gateway and worker of a request."""
+    """Results must not depend on the load, on the other requests of a step, or on the gateway and worker of a request."""
     assert survive(fleet, clients, expected, "undisturbed", lambda wave: None)
 
 
@@ -110,7 +113,7 @@ def test_fleet_survives_the_kill_of_a_process(fleet: Fleet, clients: Clients, ex
 
 @by_night
 def test_fleet_survives_a_stopped_worker(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """The worker's requests move to other workers. Their late output from the stopped worker must be ignored."""
+    """The stopped worker's requests move to other workers. When it continues, its late output must be ignored."""
 
     def fault(wave: Wave) -> None:
         fleet.stop("worker-1")
@@ -144,22 +147,22 @@ def test_fleet_survives_a_stopped_redis(fleet: Fleet, clients: Clients, expected
 
 
 def test_fleet_survives_the_kill_of_a_gateway(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """Only clients of the killed gateway see closed connections, and workers free all pages of its requests."""
+    """Only the connections of the killed gateway's clients break, and the workers free all pages of its requests."""
     assert survive(fleet, clients, expected, "SIGKILL gateway-1", lambda wave: fleet.kill("gateway-1"), cut="gateway-1")
 
 
 def test_fleet_is_idle_when_clients_have_disconnected(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """Each client disconnects at some moment between the request and the last byte of the response."""
+    """Each client disconnects at a random time before the last byte of its response."""
     rng = random.Random(11)
     waits = [rng.uniform(0.01, 3.0) for _ in range(STREAMS)]
     clients.leave(draw_cases(expected, seed=11), lambda index: waits[index])
     quiet_s = fleet.wait_quiet(QUIET_S)
     print(f"the fleet was idle {quiet_s:.2f} s after the last disconnect")
-    assert not fleet.busy(), "the fleet stays idle"
+    assert not fleet.busy(), "the fleet must stay idle"
 
 
 def test_fleet_serves_during_a_restart_of_all_processes(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """Under load, each process ends after SIGTERM and is started again, as in a rolling update."""
+    """Under load, each process in turn gets SIGTERM, ends and is restarted, as in a rolling update."""
     names = [name for name in fleet.children if NIGHTLY or name not in RESTARTED_BY_NIGHT_ONLY]
     done = threading.Event()
     wave = clients.keep_asking(list(expected), clients=24 if NIGHTLY else 4, until=done, rest_s=1.0)
@@ -169,7 +172,7 @@ def test_fleet_serves_during_a_restart_of_all_processes(fleet: Fleet, clients: C
             fleet.term(name)
             fleet.start(name)
             fleet.wait_ready(name)
-            print(f"{name}: {time.monotonic() - begun:.1f} s, {wave.num_ended() - ended} requests ended meanwhile")
+            print(f"{name}: {time.monotonic() - begun:.1f} s, {wave.num_ended() - ended} requests completed meanwhile")
     finally:
         done.set()
     print(check(wave.wait(), expected))

@@ -1,5 +1,7 @@
-"""A fleet scales from no worker to four and back while requests wait. Nine clients keep their share when a tenth one sends fifty
-times as many requests. Workers use the fake executor, whose steps take a set time."""
+"""A fleet scales from zero workers to four and back while requests wait. Clients keep their fair share despite a greedy one.
+
+Workers use the fake executor, whose steps take a fixed time.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ from tests.e2e.system import wait_until
 from tests.night import NIGHTLY
 
 SMALL = {"gateways": 1, "tokenizers": 1, "detokenizers": 1, "dtype": "auto"}
-SLOTS = 16  # requests that the only worker of the `shared` fleet runs at once
-MODEST = 9
-ARRIVALS, EVERY_S = 9, 0.6  # requests of each modest client and seconds between them: nine clients use half of the worker
-LATE_S = 1.5  # time after the last request in which its response must arrive
+SLOTS = 16  # concurrent requests of the only worker of the `shared` fleet
+MODEST = 9  # number of modest clients
+ARRIVALS, EVERY_S = 9, 0.6  # requests per modest client, and seconds between two of them; nine clients need half of the worker
+LATE_S = 1.5  # seconds after the last request in which responses count as in time
 TOKENS = 30
 FAIR_SHARE = 0.9
-GREED = 200  # concurrent requests of the greedy client, about fifty times those of a modest one
+GREED = 200  # concurrent requests of the greedy client, about fifty times as many as those of a modest client
 
 
 def completion(number: int, max_tokens: int) -> Case:
-    """Returns a request that runs for `max_tokens` steps."""
+    """Returns a request that takes `max_tokens` decode steps."""
     body = {"model": MODEL, "prompt": [100 + number % 900] * 8, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
     return Case("completion", COMPLETIONS, orjson.dumps(body))
 
@@ -48,7 +50,7 @@ def usable(fleet: Fleet) -> float:
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[Fleet]:
-    """A fleet without workers, whose gateway has the addresses of four."""
+    """A fleet whose gateway has the addresses of four workers. None of them runs."""
     flags = {"worker_flags": "--executor fake --fake-step-s 0.02", "gateway_flags": "--grace-s 30"}
     down = tuple(f"worker-{index}" for index in range(4))
     with Fleet(tmp_path, down=down, workers=4, **SMALL, **flags) as started:
@@ -69,7 +71,7 @@ def test_fleet_scales_from_zero_to_four_workers_and_to_zero(empty: Fleet) -> Non
         fleet.start("worker-0")
         all_answered(first.wait(), tokens)
 
-        second = send(160)  # more than one worker runs at once
+        second = send(160)  # more requests than one worker runs at once
         for name in ("worker-1", "worker-2", "worker-3"):
             fleet.start(name)
         fleet.wait_ready(*fleet.workers)
@@ -80,7 +82,7 @@ def test_fleet_scales_from_zero_to_four_workers_and_to_zero(empty: Fleet) -> Non
         assert all(served.values()), f"a worker served no request: {served}"
 
         last = send(40)
-        time.sleep(0.2)  # some requests run, and none has ended
+        time.sleep(0.2)  # long enough for some requests to start, and too short for one to end
         for name in fleet.workers:
             fleet.term(name)
         late = send(4)
@@ -105,7 +107,7 @@ def shared(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_modest_clients_keep_a_fair_share_despite_a_greedy_client(shared: Fleet) -> None:
-    """The modest clients send at a fixed rate. The greedy client costs them at most a tenth of the responses in time."""
+    """The modest clients send at a fixed rate. With the greedy client, at least nine tenths of their responses stay in time."""
     with Clients(shared.urls) as clients:
         alone = served_to_the_modest(clients)
         over = threading.Event()
@@ -117,7 +119,7 @@ def test_modest_clients_keep_a_fair_share_despite_a_greedy_client(shared: Fleet)
     print(f"{MODEST} modest clients: {alone} responses in time without the greedy client, {beside} with it")
     assert beside >= FAIR_SHARE * alone
     assert not [exchange.error for exchange in greedy.exchanges if exchange.error], (
-        "requests of the greedy client wait and succeed"
+        "requests of the greedy client must wait and succeed"
     )
 
 

@@ -19,7 +19,7 @@ from tests.night import NIGHTLY
 
 SOAK_S = 1800.0
 FAULT_EVERY_S = 10.0
-FAULT_S = 4.0  # from a fault to its repair
+FAULT_S = 4.0  # seconds from a fault to its repair
 SAMPLE_S = 1.0
 MAX_GROWTH = 0.05  # share by which resident memory may grow after the first third of the soak
 MAX_MORE_FILES = 5
@@ -36,11 +36,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield started
 
 
-Fault = tuple[str, Callable[[], None], Callable[[], None]]  # name, function that causes it, function that repairs it
+Fault = tuple[str, Callable[[], None], Callable[[], None]]  # name, function that causes the fault, function that repairs it
 
 
 def faults_of(fleet: Fleet) -> list[Fault]:
-    """Returns the faults of all processes except SURVIVORS."""
+    """Returns the faults of Redis and of all processes that are not in SURVIVORS."""
 
     def killed(name: str) -> Fault:
         return f"SIGKILL {name}", lambda: fleet.kill(name), lambda: fleet.start(name)
@@ -99,9 +99,9 @@ def test_fleet_does_not_leak_under_random_faults(fleet: Fleet) -> None:
 
 
 def alone(fleet: Fleet, clients: Clients, cases: list[Case]) -> None:
-    """Lets the survivors serve all requests while the second tokenizer and detokenizer are down.
+    """Sends all requests while the second tokenizer and detokenizer are down, so that the survivors serve all of them.
 
-    The memory for this load is then in use before the soak and does not count as growth.
+    The survivors then have the memory for this load before the soak, and it does not count as growth.
     """
     twins = ("tokenizer-1", "detokenizer-1")
     for name in twins:
@@ -119,7 +119,7 @@ def soak(fleet: Fleet, rng: random.Random, memory: dict[str, list[float]]) -> No
     end = time.monotonic() + SOAK_S
     while time.monotonic() < end:
         begun = time.monotonic()
-        order = order or rng.sample(faults, len(faults))  # each fault once before any is repeated
+        order = order or rng.sample(faults, len(faults))  # each fault occurs once before one is repeated
         name, begin, repair = order.pop()
         begin()
         watch(fleet, memory, begun + FAULT_S)

@@ -1,4 +1,4 @@
-"""A worker with one running request and two queued ones: order by priority, refusals, and requests that are not disturbed."""
+"""A worker that runs one request and queues two: order by priority, and refusals that do not affect accepted requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rootstock_llm.services.local.ports import free_ports
 from tests.e2e.system import System, wait_until
 
 FLAGS = "--enable-priority-scheduling --max-running-requests 1 --max-queued-requests 2"
-LONG = 600  # tokens of a request that runs longer than a test needs
+LONG = 600  # output tokens of a request that runs longer than its test
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,17 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def slow_down(system: System, seconds: float | None) -> None:
-    """Makes the worker wait after each step, so that a running request outlasts a test. None restores full speed."""
+    """Makes the worker wait after each step, so that a running request outlasts its test.
+
+    Args:
+        seconds: duration of the wait; None restores full speed.
+    """
     admin = f"http://127.0.0.1:{system.parts['gateway'].settings.admin_port}"
     httpx.post(f"{admin}/slow_down", json={"forward_sleep_time": seconds}, timeout=60).raise_for_status()
 
 
 class Crowd:
-    """Requests in threads. `ended` has the names of requests in the order in which their responses were complete."""
+    """Runs requests in threads. `ended` has the names of the completed requests in order of completion."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -41,7 +45,7 @@ class Crowd:
         self._threads: list[threading.Thread] = []
 
     def ask(self, name: str, priority: int, max_tokens: int, until: Callable[[], bool]) -> None:
-        """Starts a request and returns when the condition is true, for example when the request runs or is queued."""
+        """Starts a request and waits until the condition `until` is true, for example until the request runs or is queued."""
         thread = threading.Thread(target=self._ask, args=(name, priority, max_tokens))
         self._threads.append(thread)
         thread.start()
@@ -107,11 +111,11 @@ def test_worker_metrics_count_routing_keys(system: System) -> None:
 
     threads = [threading.Thread(target=ask, args=("first", LONG))]
     threads[0].start()
-    wait_until(gauge(system, "running", 1), 60, "the first to run")
+    wait_until(gauge(system, "running", 1), 60, "the first request to run")
     threads += [threading.Thread(target=ask, args=(key, 4)) for key in ("first", "second")]
     for thread in threads[1:]:
         thread.start()
-    wait_until(gauge(system, "queue", 2), 60, "the others to wait")
+    wait_until(gauge(system, "queue", 2), 60, "two requests to be queued")
     assert (keys("num_unique_running_routing_keys"), keys("routing_keys_active")) == (1, 2)
     assert (keys("routing_key_running_req_count", gt="0", le="1"), keys("routing_key_running_req_count")) == (1, 1)
     assert (keys("routing_key_all_req_count", gt="0", le="1"), keys("routing_key_all_req_count", gt="1", le="2")) == (1, 1)
@@ -124,7 +128,7 @@ def test_worker_metrics_count_routing_keys(system: System) -> None:
 class TestFull:
     @pytest.fixture
     def full(self, system: System) -> Iterator[System]:
-        """A system with one running and two queued requests. After the test, the worker is set to full speed."""
+        """A system with one running and two queued requests. After the test, restores the worker's full speed."""
         crowd = Crowd(system)
         slow_down(system, 0.5)
         try:
@@ -135,7 +139,7 @@ class TestFull:
         finally:
             slow_down(system, None)
         crowd.join()
-        assert sorted(crowd.ended) == ["runs", "waits 1", "waits 2"], "the earlier requests end normally"
+        assert sorted(crowd.ended) == ["runs", "waits 1", "waits 2"], "the accepted requests must complete"
 
     def test_request_gets_503_with_retry_after_when_the_worker_is_full(self, full: System) -> None:
         for path, body in (("/v1/completions", {"model": "demo", "prompt": "x"}), ("/generate", {"text": "x"})):
@@ -150,17 +154,17 @@ class TestFull:
     def test_health_responds_without_queueing_when_the_worker_is_full(self, full: System) -> None:
         for path in ("/health", "/health_generate", "/readiness", "/v1/models"):
             assert httpx.get(full.url + path, timeout=60).status_code == 200
-        assert gauge(full, "queue", 2)() and gauge(full, "running", 1)(), "the worker was full during the health check"
+        assert gauge(full, "queue", 2)() and gauge(full, "running", 1)(), "the worker must be full during the health check"
 
     def test_client_gets_a_completion_after_retries(self, full: System) -> None:
-        """The official client retries because of the retry-after header."""
+        """The official client retries after the time in the header retry-after."""
         slow_down(full, None)
         with openai.OpenAI(base_url=f"{full.url}/v1", api_key="none", max_retries=30, timeout=60) as client:
             answer = client.completions.create(model="demo", prompt="x", max_tokens=2)
         assert answer.choices[0].finish_reason in ("length", "stop"), json.dumps(answer.model_dump())
 
 
-def test_worker_refuses_every_request_at_once_when_none_may_wait(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_worker_refuses_every_request_immediately_when_the_queue_length_is_0(tmp_path_factory: pytest.TempPathFactory) -> None:
     flags = {"worker_flags": "--max-queued-requests 0", "gateway_flags": "--queue-timeout-s 600"}
     with System(tmp_path_factory.mktemp("closed"), **flags) as running:
         for path, body in {

@@ -1,4 +1,4 @@
-"""Fuzzing of the whole system: responses are as documented, no process hangs or ends, and no memory or request leaks.
+"""Fuzzing of the whole system: each response is as documented, no process hangs or ends, and no memory or request leaks.
 
 By day, one round with a fixed seed runs. With ROOTSTOCK_TEST_NIGHTLY=1, rounds with random seeds run for 20 minutes; the seeds
 are printed.
@@ -24,12 +24,12 @@ from tests.e2e.system import System, wait_until
 from tests.night import NIGHTLY
 
 LASTS_S = 20 * 60.0 if NIGHTLY else 0.0  # 0: a single round
-EXAMPLES, HEADS = (50, 300) if NIGHTLY else (16, 100)  # per round: examples for each path, and raw connections
+EXAMPLES, HEADS = (50, 300) if NIGHTLY else (16, 100)  # per round: examples per path, and connections with raw bytes
 WARM_UP_SEED, DAY_SEED = 1, 2
-SPARE_MB = 50.0
-SETTLE_S = 60.0
+SPARE_MB = 50.0  # MiB by which a process's memory may grow
+SETTLE_S = 60.0  # time limit for requests to end and memory to shrink
 GATEWAY = f"--request-timeout-s {DEADLINE_S} --tokenize-timeout-s {DEADLINE_S} --queue-timeout-s {DEADLINE_S}"
-WORKER = "--context-len 256 --max-total-tokens 8192"  # a small KV pool is soon written in full and then stops growing
+WORKER = "--context-len 256 --max-total-tokens 8192"  # small, so that the warm-up fills the KV pool
 IDLE = {
     "gateway": ("rootstock_gateway_requests_in_flight", "rootstock_gateway_bodies_waiting"),
     "tokenizer": ("rootstock_tokenizer_in_flight", "rootstock_tokenizer_held_bytes"),
@@ -38,7 +38,7 @@ IDLE = {
 
 
 def seeds() -> Iterator[int]:
-    """Yields seeds without end: random ones by night, and consecutive ones by day."""
+    """Yields an endless sequence of seeds: random by night, consecutive by day."""
     yield from (random.randrange(1 << 32) for _ in count()) if NIGHTLY else count(DAY_SEED)
 
 
@@ -79,8 +79,8 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
 
 
 def test_fuzzed_responses_are_as_documented(fuzzed: Fuzzed) -> None:
-    """The fixture fails at a response with a fault. The test checks that many requests were served and many refused."""
-    assert min(fuzzed.answered["200"], fuzzed.answered["400"]) > 2 * EXAMPLES, "many requests are served and many are refused"
+    """The fixture fails at a wrong response. The test checks that many requests were served and many were refused."""
+    assert min(fuzzed.answered["200"], fuzzed.answered["400"]) > 2 * EXAMPLES, "too few requests were served or refused"
     assert fuzzed.system.status("/health_generate") == 200
 
 
@@ -91,7 +91,7 @@ def test_fuzzing_ends_no_process_and_leaves_no_request(fuzzed: Fuzzed) -> None:
 
 
 def test_access_log_contains_no_text_of_clients(fuzzed: Fuzzed) -> None:
-    """Each string in the log is an id or one of a fixed set, for any body, path, query and header."""
+    """For any body, path, query and header, each string in the access log is an id or one of a fixed set."""
     lines = [json.loads(line) for line in fuzzed.system.log("access").splitlines()]
     assert len(lines) > 4 * EXAMPLES
     documented = set(Fuzzer(fuzzed.system.url).document["paths"]) | {"other"}
@@ -112,7 +112,7 @@ def test_fuzzing_does_not_leak_memory(fuzzed: Fuzzed) -> None:
         return all(after[name] <= fuzzed.before[name] + SPARE_MB for name in after)
 
     try:
-        wait_until(settled, SETTLE_S, "memory to be as before")
+        wait_until(settled, SETTLE_S, "memory to shrink to its size before the rounds")
     finally:
         print(after)
-    assert set(after) == set(fuzzed.pids), "every process is measured"
+    assert set(after) == set(fuzzed.pids), "every process must be measured"

@@ -1,4 +1,4 @@
-"""API keys with permitted models and an expiry, made by `rootstock keys`, against the whole system."""
+"""API keys with permitted models and an expiry, created by `rootstock keys` and used on a whole system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gateway, tokenizer and detokenizer run in little memory and without torch."""
+"""Gateway, tokenizer and detokenizer need less than 200 MB of memory each, and no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make run`: the output, and the results of the printed commands."""
+"""`make run`: its output, and the results of the commands that it prints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OUTPUT = Path(__file__).with_name("make_run_output.txt")
 LAST = "Ctrl-C stops everything."
 KEY = "a-key-of-this-test"
 TOKEN = "a-token-of-this-test"
-BY_TIME = re.compile(r"^  \S+ +\d+ s  .*\n", re.MULTILINE)  # a progress line that appears only if a phase takes seconds
+BY_TIME = re.compile(r"^  \S+ +\d+ s  .*\n", re.MULTILINE)  # a progress line; printed only if a phase takes seconds
 MASKS = {  # parts of the output that differ between runs
     r"after +[\d.]+ s": "after TIME s",
     r"processes in [\d.]+ s": "processes in TIME s",
@@ -48,7 +48,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
         seen += line
         if text in line:
             return seen
-    raise AssertionError(f"{text!r} was never printed:\n{seen}")
+    raise AssertionError(f"the process ended without printing {text!r}:\n{seen}")
 
 
 def masked(output: str, folder: Path) -> str:
@@ -72,13 +72,13 @@ def test_make_run_serves_and_ctrl_c_ends_all_processes(redis: str) -> None:
         assert f"port {port} is taken" in second.communicate(timeout=60)[0]
         assert second.returncode != 0
     finally:
-        os.killpg(process.pid, signal.SIGINT)  # the signal of a terminal at Ctrl-C
+        os.killpg(process.pid, signal.SIGINT)  # the signal that a terminal sends at Ctrl-C
         process.communicate(timeout=60)
     assert not processes_with(f"ROOTSTOCK_TEST_MARKER={marker}")
 
 
 def test_output_of_a_start_equals_the_recorded_file(tmp_path: Path) -> None:
-    """With ROOTSTOCK_WRITE_OUTPUT=1, the test writes the recorded file."""
+    """With ROOTSTOCK_WRITE_OUTPUT=1, the test writes make_run_output.txt instead of comparing it."""
     with Launcher(tmp_path, "--admin-port", str(free_ports(1)[0])) as launcher:
         launcher.read_until(LAST)
     said = masked(launcher.output, tmp_path)
@@ -88,7 +88,7 @@ def test_output_of_a_start_equals_the_recorded_file(tmp_path: Path) -> None:
 
 
 def vectors_of(folder: Path) -> None:
-    """Removes the vocabulary projection from a copy of the demo model, which then gives embeddings only."""
+    """Removes the LM head from a copy of the demo model, so that the model only gives embeddings."""
     tensors = load_file(DEMO / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((DEMO / "config.json").read_text()) | {"architectures": ["Qwen3Model"]}
@@ -106,7 +106,7 @@ def keys_file(folder: Path) -> Path:
 
 
 def tls_flags(folder: Path, *names: str) -> list[str]:
-    """Returns flags with a certificate for these names, in a folder whose name has a space."""
+    """Returns TLS flags with a new certificate for these names. The folder's name has a space, which tests the quoting."""
     made = folder / "my files"
     made.mkdir()
     signed = Authority(folder / "authority").signed(*names)
@@ -116,7 +116,7 @@ def tls_flags(folder: Path, *names: str) -> list[str]:
 
 
 def answer_of(launcher: Launcher, env: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Returns the response to the printed curl command."""
+    """Runs the curl command that the launcher has printed, and returns the response."""
     answer = json.loads(paste(launcher.curl(), env))
     assert "error" not in answer, answer
     return dict(answer)
@@ -127,7 +127,7 @@ def status_of(url: str) -> int:
         return int(response.status)
 
 
-def test_pasted_commands_answer_when_name_ports_and_gateways_are_others(tmp_path: Path) -> None:
+def test_pasted_commands_succeed_with_other_model_name_ports_and_gateways(tmp_path: Path) -> None:
     admin_port = free_ports(1)[0]
     flags = ("--served-model-name", "it's a name", "--gateways", "2", "--admin-port", str(admin_port))
     with Launcher(tmp_path, *flags) as launcher:
@@ -138,7 +138,7 @@ def test_pasted_commands_answer_when_name_ports_and_gateways_are_others(tmp_path
         assert f"  admin API    http://127.0.0.1:{admin_port}/get_load\n" in text
         urls = [url for url in launcher.urls() if not url.endswith(("/v1", "/v1/chat/completions"))]
         assert len(urls) == 8 and {status_of(url) for url in urls} == {200}, (
-            "the printed URLs: two pages, the admin API and five metrics endpoints respond"
+            "all printed URLs must respond: two pages, the admin API and five metrics endpoints"
         )
         bases = [url for url in launcher.urls() if url.endswith("/v1")]
         assert len(bases) == 2 and {status_of(f"{url}/models") for url in bases} == {200}
@@ -167,7 +167,7 @@ def test_pasted_commands_send_the_key_and_the_token(key: str, tmp_path: Path) ->
         assert "3, 4, 5, 6, 7, 8, 9" in str(answer_of(launcher, {"ROOTSTOCK_API_KEY": KEY}))
         admin = next(line.removeprefix("  admin API ").strip() for line in text.splitlines() if line.startswith("  admin API "))
         assert "worker-0" in paste(admin)
-        assert KEY not in text and TOKEN not in text, "the output has neither the API key nor the token"
+        assert KEY not in text and TOKEN not in text, "the output must contain neither the API key nor the token"
 
 
 @pytest.mark.needs("openssl")
@@ -182,7 +182,7 @@ def test_pasted_command_trusts_the_certificate_when_the_gateway_has_tls(name: st
 
 
 def own_certificate(folder: Path) -> list[str]:
-    """The certificate is self-signed for 127.0.0.1, as a user makes one."""
+    """Returns TLS flags with a self-signed certificate for 127.0.0.1, created by the command that users type."""
     files = (
         "-keyout",
         f"{folder}/tls.key",
@@ -199,7 +199,7 @@ def own_certificate(folder: Path) -> list[str]:
     return ["--gateway-flags", f"--tls-cert-file {folder}/tls.crt --tls-key-file {folder}/tls.key"]
 
 
-def test_pasted_command_asks_for_an_embedding_when_the_model_gives_nothing_else(tmp_path: Path) -> None:
+def test_pasted_command_requests_an_embedding_when_the_model_has_no_lm_head(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(DEMO, tmp_path / "vectors"))
     vectors_of(folder)
     with Launcher(tmp_path, "--model", str(folder)) as launcher:
@@ -251,8 +251,8 @@ def test_start_fails_with_one_sentence_when_the_model_does_not_fit_into_memory(t
     assert text.startswith(f"cannot serve: {folder}: the weights take 8796.09 GB for each of 1 workers, and ")
 
 
-def test_terminal_names_cost_and_package_without_a_compiler(tmp_path: Path) -> None:
-    """The checkout has no compiled kernels."""
+def test_output_names_the_slowdown_and_the_package_without_a_compiler(tmp_path: Path) -> None:
+    """Runs a checkout without compiled kernels on a PATH without a compiler."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for path in ROOT.iterdir():
@@ -270,7 +270,7 @@ def test_terminal_names_cost_and_package_without_a_compiler(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("setting", ["log-dir", "state-dir"])
-def test_start_fails_with_one_sentence_when_a_folder_cannot_be_made(setting: str, tmp_path: Path) -> None:
+def test_start_fails_with_one_sentence_when_a_folder_cannot_be_created(setting: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with Launcher(tmp_path, after=(f"--{setting}", str(tmp_path / "file"))) as launcher:
         text = launcher.read_all()

@@ -1,4 +1,4 @@
-"""Mutual TLS on all connections between processes and to both Redis servers: refused connections and replaced certificates."""
+"""Mutual TLS between all processes and to both Redis servers: connections without it fail, and certificates can be replaced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = ("tokenizer", "detokenizer", *WORKERS, *GATEWAYS)
 
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[SecuredSystem]:
-    """A system with two gateways that call each other, a prefill worker whose KV is read, and control services."""
+    """A system with every kind of connection: two gateways, a prefill and a decode worker, and control services."""
     (admin_port,) = free_ports(1)
     flags = {"gateway_flags": "--disaggregation-min-tokens 24", "admin_port": admin_port, "max_total_tokens": 8192}
     roles = {"prefill_workers": 1, "decode_workers": 1, "gateways": 2}
@@ -42,7 +42,10 @@ def system(tmp_path: Path) -> Iterator[SecuredSystem]:
 
 
 class Streams:
-    """Clients of one gateway: STREAMS threads, each with one request after the other until exit. `failed` has the faults."""
+    """Clients of one gateway: STREAMS threads that each send one request after another until exit.
+
+    `failed` has the faults of requests.
+    """
 
     def __init__(self, system: SecuredSystem) -> None:
         self._system = system
@@ -63,7 +66,7 @@ class Streams:
             assert not thread.is_alive()
 
     def more(self, count: int, what: str) -> None:
-        """Waits until `count` more requests have ended."""
+        """Waits until `count` more requests have completed. `what` describes the state, for the message."""
         enough = self.ended + count
         wait_until(lambda: self.ended >= enough or bool(self.failed), 90, f"{count} answers {what}")
         assert not self.failed, self.failed[:3]
@@ -72,7 +75,7 @@ class Streams:
         turn = 0
         while not self._over.is_set():
             turn += 1
-            text = f"{number}.{turn} " + "count from 3 to 9, " * 40  # long enough for a prefill worker
+            text = f"{number}.{turn} " + "count from 3 to 9, " * 40  # long enough that the gateway uses the prefill worker
             asked = {"model": "demo", "prompt": text, "max_tokens": 40, "stream": True, "ignore_eos": True}
             request = urllib.request.Request(
                 f"{self._system.url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
@@ -90,7 +93,7 @@ class Streams:
 
 
 def listening(system: SecuredSystem, name: str) -> set[int]:
-    """Returns the ports on which a process listens."""
+    """Returns the TCP ports on which a process listens."""
     found = psutil.Process(system.children[name].pid).net_connections("inet")
     return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
 
@@ -123,7 +126,7 @@ def port_of(system: SecuredSystem, name: str, flag: str = "--port") -> int:
 
 
 def served_over_tls(system: SecuredSystem) -> dict[str, tuple[int, str]]:
-    """Returns (port, role) of each gRPC server that uses TLS."""
+    """Returns (port, certificate role) of each gRPC server that uses TLS."""
     ports = {name: (port_of(system, name), role_of(name)) for name in PARTS if role_of(name) != "gateway"}
     ports |= {f"{name}'s peers": (port_of(system, name, "--peer-port"), "gateway") for name in GATEWAYS}
     return ports | {f"{name}'s control": (port_of(system, name, "--control-port"), "worker") for name in WORKERS}
@@ -135,7 +138,7 @@ def test_connections_are_refused_without_certificate_and_token(system: SecuredSy
     assert code == 200
     tls, health = served_over_tls(system), set(system.health_ports.values())
     answering = {port for name in PARTS for port in listening(system, name) if plain(port) is grpc.StatusCode.OK}
-    assert answering == health, "only the ports of health probes serve gRPC without TLS"
+    assert answering == health, "only the ports of health probes may serve gRPC without TLS"
     for port in health:
         with grpc.insecure_channel(f"{HOST}:{port}") as channel:
             generate = channel.stream_stream("/rootstock.v1.Worker/Generate", worker_pb2.GenerateRequest.SerializeToString, bytes)
@@ -165,7 +168,7 @@ def test_connections_are_refused_without_certificate_and_token(system: SecuredSy
 
 
 def operated(system: SecuredSystem, role: str) -> subprocess.CompletedProcess[str]:
-    """Runs an operation of the control CLI with the certificate of that role."""
+    """Runs an operation of the control CLI with the certificate of this role."""
     words = ["--address", f"{HOST}:{port_of(system, 'prefill-0', '--control-port')}", "GetInternalState"]
     env = dict(os.environ, ROOTSTOCK_MTLS_TOKEN_FILE=str(system.token))
     for name, path in zip(("CERT", "KEY", "CA"), system.mounted[role].paths, strict=True):
@@ -185,9 +188,9 @@ def connected(system: SecuredSystem) -> bool:
 
 
 def test_certificates_and_authority_are_replaced_while_requests_run(system: SecuredSystem, tmp_path: Path) -> None:
-    """Replaces all certificates and the authority step by step, then restarts processes, so that others reconnect.
+    """Replaces all certificates and the authority step by step. Then restarts processes, so that others must reconnect.
 
-    No request fails.
+    No request may fail.
     """
     new = Authority(tmp_path / "new")
     wait_until(lambda: connected(system), 60, "all connections")
@@ -201,7 +204,7 @@ def test_certificates_and_authority_are_replaced_while_requests_run(system: Secu
             system.kill(name)
             system.start(name)
             wait_until(lambda: connected(system), START_S, f"connections to {name}")
-            streams.more(STREAMS, f"after {name} is another one")
+            streams.more(STREAMS, f"after a restart of {name}")
         wait_until(lambda: system.metric("gateway-0", "rootstock_gateway_index_up") == 1, 60, "the index")
     assert not streams.failed, streams.failed[:3]
     for name in PARTS:

@@ -1,4 +1,4 @@
-"""The official client, unmodified: the same text streamed and whole, and usage that counts the actual tokens."""
+"""The official OpenAI client: a streamed response has the text of a whole one, and usage counts the output tokens."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def completion_both_ways(client: openai.AsyncOpenAI, rng: random.Random, t
 def check_text(
     choice: Any, completion_tokens: int, text: str, chosen: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Checks that the text is the decoded tokens up to the stop string, without any part of it, and that usage counts them."""
+    """Checks that the text is the decoded tokens before the stop string, and that usage counts the tokens."""
     ids = choice.token_ids
     assert completion_tokens == len(ids) <= chosen["max_tokens"]
     decoded = tokenizer.decode(ids, skip_special_tokens=True)
@@ -124,7 +124,7 @@ def check_text(
 
 
 async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the number of prompts if all pass the check; otherwise raises the first failure."""
+    """Runs the check for all prompts and returns their number. Raises the first failure."""
     client = client_of(system)
     limit = asyncio.Semaphore(16)
 
@@ -141,7 +141,7 @@ async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 def test_stream_equals_whole_response_and_usage_counts_tokens(
     exact_system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Runs in float32: in bfloat16 a draw can depend on the other requests of a step and on the cache."""
+    """Runs in float32, because in bfloat16, a sampled token can depend on the other requests of a step and on cached prefixes."""
     assert asyncio.run(each_of(exact_system, check, tokenizer)) == NUM_PROMPTS
 
 
@@ -153,7 +153,7 @@ def test_usage_equals_the_retokenized_count(system: System, question: str, token
     assert answer.choices[0].finish_reason == "stop"
     again = tokenizer(answer.choices[0].message.content, add_special_tokens=False).input_ids
     assert answer.usage is not None
-    assert answer.usage.completion_tokens == len(again) + 1, "usage counts the text's tokens and the end-of-turn token"
+    assert answer.usage.completion_tokens == len(again) + 1, "usage must count the text's tokens and the end-of-turn token"
 
 
 def test_n_choices_models_and_errors(system: System) -> None:
@@ -175,7 +175,7 @@ def test_n_choices_models_and_errors(system: System) -> None:
     assert long.value.code == "context_length_exceeded"
 
 
-def test_stop_string_may_be_a_special_token_when_special_tokens_are_shown(system: System) -> None:
+def test_stop_string_may_be_a_special_token_when_special_tokens_are_not_skipped(system: System) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}
     shown = {**body, "ignore_eos": True, "skip_special_tokens": False, "stop": "<|im_end|>", "max_tokens": 200}
     status, answer = system.post("/v1/chat/completions", shown)

@@ -1,5 +1,7 @@
-"""Separate prefill and decode workers in whole systems. A decode worker reads the same KV that it would have computed, and every
-response is right when a process is lost. Workers are deterministic, so that a system of one worker is compared bitwise."""
+"""Separate prefill and decode workers in whole systems. Results equal those of one worker, even if a process is lost.
+
+Workers are deterministic, so that the comparison with a system of one worker is bitwise.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from tests.night import NIGHTLY
 
 ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 1)
 CROWD = "--retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
-PAGE = 16  # tokens
+PAGE = 16  # tokens per KV page
 ROUNDS = 24 if NIGHTLY else 1  # rounds of each kind of loss
 TRIES = 12
 AT_ONCE = 6
 
 
-def apart(folder: Path, prefill: int = 1, decode: int = 1, worker_flags: str = "", **settings: Any) -> System:
+def separate_system(folder: Path, prefill: int = 1, decode: int = 1, worker_flags: str = "", **settings: Any) -> System:
     flags = f"--deterministic --page-size {PAGE} {worker_flags}"
     more = {"gateway_flags": "--disaggregation-min-tokens 24", "log_level": "info"}
     return System(folder, prefill_workers=prefill, decode_workers=decode, worker_flags=flags, **(more | settings))
@@ -45,27 +47,27 @@ def workers(system: System) -> float:
 
 
 def test_mixed_requests_get_the_results_of_one_worker(tmp_path: Path, plain_answers: PlainAnswers) -> None:
-    assert WorkerSettings.model_fields["page_size"].default == PAGE, "PAGE is the default page size"
+    assert WorkerSettings.model_fields["page_size"].default == PAGE, "PAGE must be the default page size"
     expected = plain_answers.of(ASKS)
-    with apart(tmp_path, worker_flags=CROWD) as system:
+    with separate_system(tmp_path, worker_flags=CROWD) as system:
         wait_until(lambda: workers(system) == 2, 120, "both workers")
         order = random.Random(7).sample(range(len(ASKS)), len(ASKS))
         answers = asyncio.run(ask_all(system, [ASKS[index] for index in order], 10))
         wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
         assert wrong == []
         assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="shm") > 0
-        # Not handed over: short prompts, and scores, embeddings and an echo without output, which end with their prompt.
+        # Scores, embeddings and an echo without output end with their prompt, so they are not handed over. Nor are short prompts.
         generating = [ask for ask in ASKS if ask.kind not in ("score", "embedding", "echo")]
         assert pulled(system) > 0
         assert system.metric("gateway", "rootstock_gateway_handovers_total") >= len(generating) / 3
-        assert system.metric("prefill-0", "rootstock_worker_sessions") == 0, "sessions exist on decode workers only"
+        assert system.metric("prefill-0", "rootstock_worker_sessions") == 0, "only decode workers may have sessions"
         assert system.metric("prefill-0", "rootstock_worker_rooms_expired_total") == 0
         for name in ("prefill-0", "decode-0"):
-            assert '"level":"error"' not in system.log(name), "the worker logs no failed step and no broken invariant"
+            assert '"level":"error"' not in system.log(name), "a worker must log no failed step and no broken invariant"
 
 
 def bodies(count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns requests with random prompts of different lengths that have no common prefix."""
+    """Returns requests with random prompts of different lengths and without a common prefix."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(4, 1200) for _ in range(rng.randrange(40, 260))] for _ in range(count)]
     return [
@@ -89,15 +91,15 @@ def ids_of(answer: dict[str, Any]) -> list[int]:
 
 @pytest.mark.needs("openssl")
 def test_decode_worker_reads_whole_pages_once_over_tls(tmp_path: Path) -> None:
-    """Each whole page is read once, some while the prompt is still computed.
+    """The decode worker reads each whole page of a prompt once, some pages while the prompt is still computed.
 
-    The decode worker computes the rest of the last page and the output.
+    It computes the tokens after the last whole page, and the output.
     """
     certificate, key, authority = Authority(tmp_path / "authority").files("workers")
     tls = f"--disaggregation-tls-cert-file {certificate} --disaggregation-tls-key-file {key}"
     tls += f" --disaggregation-tls-ca-file {authority} --disaggregation-shm-dir ''"
     asked = bodies(12, 1)
-    with apart(tmp_path / "apart", worker_flags=f"--chunked-prefill-size 64 {tls}") as system:
+    with separate_system(tmp_path / "apart", worker_flags=f"--chunked-prefill-size 64 {tls}") as system:
         wait_until(lambda: workers(system) == 2, 120, "both workers")
         for body in asked:
             status, answer = system.post("/v1/completions", body)
@@ -108,7 +110,7 @@ def test_decode_worker_reads_whole_pages_once_over_tls(tmp_path: Path) -> None:
         assert system.metric("decode-0", "rootstock_worker_refused_pulls_total") == 0
         read = system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="tls")
         assert read == system.metric("prefill-0", "rootstock_worker_kv_served_bytes_total") > 0
-        assert read % pulled(system) == 0, "the read bytes are a whole number of bytes per token, so no page is read twice"
+        assert read % pulled(system) == 0, "the bytes per token must be a whole number; a page that is read twice breaks this"
         wait_until(lambda: system.metric("prefill-0", "rootstock_worker_rooms") == 0, 60, "the KV reservations to end")
         prefill = system.metric("prefill-0", "sglang:prompt_tokens_total")
         assert prefill == sum(len(body["prompt"]) for body in asked)
@@ -116,13 +118,17 @@ def test_decode_worker_reads_whole_pages_once_over_tls(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with apart(tmp_path_factory.mktemp("fleet"), 1, 2, "--disaggregation-hold-s 2", gateways=2) as system:
+    with separate_system(tmp_path_factory.mktemp("fleet"), 1, 2, "--disaggregation-hold-s 2", gateways=2) as system:
         wait_until(lambda: workers(system) == 3, 120, "all workers")
         yield system
 
 
 async def _answers(system: System, asked: list[dict[str, Any]], url: str = "") -> list[httpx.Response]:
-    """Sends all requests to a gateway and returns the responses. The default of `url` is the first gateway."""
+    """Sends all requests at once and returns the responses.
+
+    Args:
+        url: URL of the gateway; "" for the first one.
+    """
     limit = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(base_url=url or system.url, timeout=150) as http:
 
@@ -136,7 +142,7 @@ async def _answers(system: System, asked: list[dict[str, Any]], url: str = "") -
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("who", ["prefill-0", "decode-0"])
 def test_results_stay_equal_when_a_worker_is_lost(fleet: System, who: str, how: signal.Signals) -> None:
-    """The worker is lost at a random moment, while requests are queued, computed, reserved, read and decoded."""
+    """The worker is lost at a random time. Requests are then in all states: queued, computed, reserved, read and decoded."""
     for turn in range(ROUNDS):
         asked = bodies(18, 100 + turn)
         expected = [ids_of(answer.json()) for answer in asyncio.run(_answers(fleet, asked))]
@@ -155,11 +161,11 @@ def test_results_stay_equal_when_a_worker_is_lost(fleet: System, who: str, how: 
         else:
             fleet.start(who)
         wait_until(lambda: workers(fleet) == 3, 120, "all workers")
-        wait_until(lambda: rests(fleet), 60, "all pages to be free")
+        wait_until(lambda: is_idle(fleet), 60, "all pages to be free")
 
 
 def test_workers_free_pages_and_other_clients_are_served_when_a_gateway_is_lost(fleet: System) -> None:
-    """The clients of the killed gateway lose their connections, and the workers free all pages."""
+    """Only the clients of the killed gateway lose their connections, and the workers free all pages of its requests."""
     for turn in range(ROUNDS):
         asked = bodies(8, 300 + turn)
         expected = [ids_of(answer.json()) for answer in asyncio.run(_answers(fleet, asked))]
@@ -175,10 +181,10 @@ def test_workers_free_pages_and_other_clients_are_served_when_a_gateway_is_lost(
             return answers
 
         assert [ids_of(answer.json()) for answer in asyncio.run(under_loss())] == expected
-        wait_until(lambda: rests(fleet), 60, "all pages to be free")
+        wait_until(lambda: is_idle(fleet), 60, "all pages to be free")
         fleet.start("gateway-1")
         url = fleet.parts["gateway-1"].url
-        wait_until(lambda: is_ready(url), 60, "the restarted gateway")  # noqa: B023
+        wait_until(lambda: is_ready(url), 60, "the restarted gateway to be ready")  # noqa: B023
 
 
 def is_ready(url: str) -> bool:
@@ -188,8 +194,8 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def rests(system: System) -> bool:
-    """Whether no worker has a KV reservation, a running read or a running request."""
+def is_idle(system: System) -> bool:
+    """Whether no worker has a KV reservation, a KV read in progress or a running request."""
     try:
         for name in ("prefill-0", "decode-0", "decode-1"):
             if any(
@@ -198,34 +204,34 @@ def rests(system: System) -> bool:
                 return False
             if system.metric(name, "sglang:kv_used_tokens"):
                 return False
-    except (OSError, AssertionError):  # the worker is not up yet, or has no such metric yet
+    except (OSError, AssertionError):  # a restarted worker does not respond yet, or does not have the metric yet
         return False
     return True
 
 
 def test_kv_reservation_expires_when_decode_workers_are_stopped(fleet: System) -> None:
-    """KV reservations expire if both decode workers are stopped. The prefill worker then finishes the requests.
+    """If both decode workers are stopped, KV reservations expire, and the prefill worker completes the requests.
 
-    If the gateway leaves a decode worker before the handover, no reservation exists. The test then repeats the request.
+    A request has no reservation if the gateway gives up its decode worker before the handover. The test then sends another one.
     """
 
-    def rooms(what: str) -> float:
+    def reservations(what: str) -> float:
         return fleet.metric("prefill-0", f"rootstock_worker_rooms{what}")
 
     asyncio.run(_answers(fleet, bodies(1, 8)))
     for number in range(9, 9 + TRIES):
-        wait_until(lambda: workers(fleet) == 3 and rests(fleet), 120, "all workers, with at least one turn of their loops")
-        expired = rooms("_expired_total")
+        wait_until(lambda: workers(fleet) == 3 and is_idle(fleet), 120, "all workers to be connected and idle")
+        expired = reservations("_expired_total")
         for name in ("decode-0", "decode-1"):
             fleet.children[name].signal(signal.SIGSTOP)
         try:
             answers = asyncio.run(_answers(fleet, bodies(1, number)))
             assert answers[0].status_code == 200
-            wait_until(lambda: not rooms(""), 60, "the KV reservations to end")
+            wait_until(lambda: not reservations(""), 60, "the KV reservations to end")
         finally:
             for name in ("decode-0", "decode-1"):
                 fleet.children[name].signal(signal.SIGCONT)
-        wait_until(lambda: rests(fleet), 60, "all pages to be free")
-        if rooms("_expired_total") > expired:
+        wait_until(lambda: is_idle(fleet), 60, "all pages to be free")
+        if reservations("_expired_total") > expired:
             return
-    raise AssertionError("no KV reservation has expired")
+    raise AssertionError(f"no KV reservation has expired in {TRIES} attempts")

@@ -1,4 +1,4 @@
-"""A decode worker that cannot reach its prefill worker while gateways reach both: no request fails and all results are right."""
+"""A decode worker cannot reach its prefill worker, but gateways reach both: no request fails, and all results are right."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import pytest
 from tests.e2e import fleet_namespace
 from tests.e2e.fleet_namespace import Namespace
 from tests.e2e.system import System, wait_until
-from tests.e2e.test_prefill_decode import PAGE, apart, bodies, ids_of, pulled, workers
+from tests.e2e.test_prefill_decode import PAGE, bodies, ids_of, pulled, separate_system, workers
 from tests.night import NIGHTLY
 
-CUT_AFTER_S = 0.3  # seconds from sending the requests to the cut; by then, some are computed, some are read and some decode
-# Requests that are sent after the cut is repaired. While recent reads were slower than computing, the gateway sends only one
-# prompt in 16 through the prefill worker. 64 requests contain four of these.
+CUT_AFTER_S = 0.3  # seconds from sending the requests to the cut; requests are then in all states of prefill, read and decode
+# Number of requests after the repair of the cut. The failed reads make the gateway send only one prompt in 16 to the prefill
+# worker.
+# 64 requests contain four such prompts.
 AFTER = 64
 
 pytestmark = [
@@ -33,12 +34,14 @@ pytestmark = [
 def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
     """Starts a system whose decode worker is in a network namespace.
 
-    The prefill worker listens on `other`, which the gateway reaches locally. The gateway connects to the decode worker from
-    `near`. The loss of `other` therefore cuts only the reads of the decode worker. The flags are appended to the commands,
-    because the last value of a flag counts.
+    The prefill worker listens on the address `other`, which the gateway reaches locally. The gateway connects to the decode
+    worker
+    from `near`. So the loss of `other` cuts only the decode worker's reads. The addresses are set by flags that are appended to
+    the
+    commands, because a service uses the last value of a flag.
     """
     with Namespace() as namespace:
-        system = apart(folder, worker_flags="--chunked-prefill-size 64 --disaggregation-shm-dir ''")
+        system = separate_system(folder, worker_flags="--chunked-prefill-size 64 --disaggregation-shm-dir ''")
         at = {"prefill-0": namespace.other, "decode-0": namespace.far}
         for name, host in at.items():
             part = system.parts[name]
@@ -84,8 +87,8 @@ def test_decode_worker_computes_prompts_when_the_prefill_worker_is_unreachable(t
         assert asyncio.run(under_the_cut()) == expected
         read, handed_over = pulled(system), handovers(system)
         assert asyncio.run(answers(system, asked, "still cut")) == expected
-        assert pulled(system) == read, "no KV is read during the cut"
-        assert handovers(system) > handed_over, "the gateway, which reaches both workers, still hands requests over"
+        assert pulled(system) == read, "no KV may be read during the cut"
+        assert handovers(system) > handed_over, "the gateway reaches both workers, so it must still hand requests over"
         refused = "rootstock_worker_refused_pulls_total"
         wait_until(lambda: system.metric("decode-0", refused) > 0, 60, "the decode worker to count a refused read")
 
@@ -94,6 +97,6 @@ def test_decode_worker_computes_prompts_when_the_prefill_worker_is_unreachable(t
             assert asyncio.run(answers(system, asked, f"after {turn}")) == expected
             if pulled(system) > read:
                 break
-        assert pulled(system) > read, "KV is read again after the cut"
+        assert pulled(system) > read, "KV must be read after the repair"
         for name in ("prefill-0", "decode-0"):
-            assert '"level":"error"' not in system.log(name), "the workers log no failed step and no broken invariant"
+            assert '"level":"error"' not in system.log(name), "a worker must log no failed step and no broken invariant"

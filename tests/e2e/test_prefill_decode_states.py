@@ -1,7 +1,7 @@
 """Separate prefill and decode workers: each process is killed or stopped in each state of a request.
 
 A test brings a request into a state by slowing down workers (docs/reference/control.md) or by stopping a prefill worker during a
-read. Metrics show that the state is reached. Only requests of a killed gateway fail, and all pages are freed.
+read. Metrics show that the request is in the state. Only requests of a killed gateway may fail, and all pages must be freed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import pytest
 
 from rootstock_llm.services.local.ports import free_ports
 from tests.e2e.system import System, wait_until
-from tests.e2e.test_prefill_decode import PAGE, apart, bodies, ids_of, is_ready, rests, workers
+from tests.e2e.test_prefill_decode import PAGE, bodies, ids_of, is_idle, is_ready, separate_system, workers
 from tests.night import NIGHTLY
 
-HOLD_S = 4.0
-READ_S = 10.0  # limit of a read from a stopped worker
-FREE_S = 1.0  # time after the last deadline in which the pages must be free
+HOLD_S = 4.0  # seconds for which a prefill worker reserves KV that no decode worker has read
+READ_S = 10.0  # time limit of a KV read, which a stopped worker exceeds
+FREE_S = 1.0  # seconds after the last deadline until all pages must be free
 PREFILL, DECODE = ("prefill-0",), ("decode-0", "decode-1")
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 STATES = ("queued", "computing", "held", "pulling", "published", "decoding")
 CELLS = [(state, who, how) for state in STATES for who in ("prefill", "decode", "gateway") for how in (KILL, STOP)]
 OF_THE_DAY = [("computing", "prefill", KILL), ("pulling", "decode", KILL)]
 SLOW_S = 2.0
-TRIES = 5  # attempts to reach a state, for example to stop a worker during a read
-SHORT, LONG = 12, 250  # prompt tokens of the other requests and of the tested one
+TRIES = 5  # attempts to bring a request into a state, for example to stop a worker during a read
+SHORT, LONG = 12, 250  # prompt tokens of the other requests, and of the tested request
 
-pytestmark = pytest.mark.timeout(900)  # for a restart of a worker on a slow machine
+pytestmark = pytest.mark.timeout(900)  # seconds; a restart of a worker takes long on a slow machine
 salts = count()
 
 
@@ -77,19 +77,19 @@ class Fleet:
     def is_whole(self) -> bool:
         return workers(self.system) == 3 and all(is_ready(self.system.parts[name].url) for name in ("gateway-0", "gateway-1"))
 
-    def rests(self) -> bool:
-        return rests(self.system)
+    def is_idle(self) -> bool:
+        return is_idle(self.system)
 
     def restore(self) -> None:
-        """Restarts or continues all processes, waits until they are connected, and sets full speed."""
+        """Restarts ended processes and continues stopped ones, waits until all are connected, and restores full speed."""
         for name in (*PREFILL, *DECODE, "gateway-0", "gateway-1"):
             if self.system.children[name].exit_code is not None:
                 self.system.start(name)
             else:
                 self.signal(name, signal.SIGCONT)
-        wait_until(self.is_whole, 90, "all of them")
+        wait_until(self.is_whole, 90, "all processes to be connected")
         self.slow((*PREFILL, *DECODE), 0.0)
-        wait_until(self.rests, 60, "all pages to be free")
+        wait_until(self.is_idle, 60, "all pages to be free")
 
     def close(self) -> None:
         self._clients.shutdown(cancel_futures=True)
@@ -99,9 +99,9 @@ class Fleet:
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     flags = f"--disaggregation-hold-s {HOLD_S} --chunked-prefill-size 64"
     more = {"gateways": 2, "admin_port": free_ports(1)[0]}
-    with apart(tmp_path_factory.mktemp("states"), 1, 2, flags, **more) as system:
+    with separate_system(tmp_path_factory.mktemp("states"), 1, 2, flags, **more) as system:
         made = Fleet(system)
-        wait_until(made.is_whole, 60, "all of them")
+        wait_until(made.is_whole, 60, "all processes to be connected")
         yield made
         made.close()
 
@@ -119,13 +119,17 @@ def body(seed: int, length: int, tokens: int) -> dict[str, Any]:
 
 
 class Case:
-    """A tested request, sent through one or several gateways, the other running requests, and all expected token ids."""
+    """The tested request, the other requests that run at the same time, and the expected token ids of all of them.
+
+    Args:
+        through: gateways; each of them gets the tested request once.
+    """
 
     def __init__(self, fleet: Fleet, through: tuple[str, ...] = ("gateway-0",)) -> None:
         self.fleet = fleet
         self._asked, self._others = body(5, LONG, 24), [body(10, SHORT, 30), body(11, SHORT, 30), body(12, LONG, 8)]
         self._expected, *self._of_others = [self._alone(each) for each in (self._asked, *self._others)]
-        wait_until(fleet.rests, 60, "an idle fleet")
+        wait_until(fleet.is_idle, 60, "the fleet to be idle")
         self._before = {name: fleet.of(name, "rootstock_worker_pulled_tokens_total") for name in DECODE}
         self._handed = fleet.handovers()
         self._through = through
@@ -141,13 +145,13 @@ class Case:
         self._answers = {name: self.fleet.ask({**self._asked, "cache_salt": f"{next(salts)}"}, name) for name in self._through}
 
     def begin_beside(self, *others: int) -> None:
-        """Starts other requests and returns when they run, each on a different worker."""
+        """Starts other requests and waits until each runs on a different worker."""
         running = (*PREFILL, *DECODE)
         for other in others:
             before = sum(map(self._runs, running))
             self._beside.append((self.fleet.ask(self._others[other]), self._of_others[other]))
-            wait_until(lambda: sum(map(self._runs, running)) > before, 60, "another request")  # noqa: B023
-        assert max(map(self._runs, running)) == 1, "each request runs on a different worker"
+            wait_until(lambda: sum(map(self._runs, running)) > before, 60, "another request to run")  # noqa: B023
+        assert max(map(self._runs, running)) == 1, "each request must run on a different worker"
 
     def _runs(self, name: str) -> float:
         return self.fleet.of(name, "sglang:num_running_reqs")
@@ -156,7 +160,7 @@ class Case:
         return self.fleet.of(name, "rootstock_worker_pulled_tokens_total") - self._before[name]
 
     def reader(self) -> str:
-        """Returns the decode worker that has the request or prefetches its pages."""
+        """Waits for the decode worker that runs the request or reads its pages early, and returns its name."""
 
         def has_it(name: str) -> bool:
             of = self.fleet.of
@@ -170,11 +174,11 @@ class Case:
         """Brings the request into the state.
 
         Returns:
-            The decode worker that has or will have the request; for a queued request, any decode worker.
+            Name of the decode worker that has or will get the request. For a queued request, any decode worker.
         """
         fleet, of = self.fleet, self.fleet.of
         if state in ("queued", "computing"):
-            if state == "queued":  # the request waits because other requests occupy all workers
+            if state == "queued":  # other requests occupy all workers
                 fleet.slow(DECODE, SLOW_S)
                 self.begin_beside(0, 1)
             fleet.slow(PREFILL, SLOW_S if state == "queued" else SLOW_S / 2)
@@ -185,7 +189,7 @@ class Case:
                 return DECODE[0]
             self.begin()
             self._wait_for_its_first_chunk()
-            assert of("prefill-0", "sglang:num_running_reqs") >= 1, "the prompt is still being computed"
+            assert of("prefill-0", "sglang:num_running_reqs") >= 1, "the prefill worker must still compute the prompt"
             return self.reader()
         fleet.slow(DECODE, SLOW_S if state != "decoding" else 0.2)
         self.begin_beside(0, 1)
@@ -208,25 +212,25 @@ class Case:
         return sum(map(self.pulled, DECODE)) >= LONG // PAGE * PAGE * len(self._answers)
 
     def _wait_for_its_first_chunk(self) -> None:
-        """Waits until the prefill worker computes the request.
+        """Waits until the prefill worker has computed the request's first chunk.
 
-        A gateway whose load data is old may send the prompt to an idle decode worker. The request is then sent again.
+        A gateway with outdated loads may send the prompt to an idle decode worker. The request is then repeated.
         """
         for _ in range(TRIES):
-            wait_until(lambda: self._has_a_room() or self._is_answered(), 60, "its first chunk")
-            if self._has_a_room():
+            wait_until(lambda: self._has_reservation() or self._has_ended(), 60, "the first chunk of the prompt")
+            if self._has_reservation():
                 return
-            self._begin_again()
-        raise AssertionError(f"{TRIES} requests in a row did not use the prefill worker")
+            self._repeat()
+        raise AssertionError(f"none of {TRIES} requests used the prefill worker")
 
-    def _has_a_room(self) -> bool:
+    def _has_reservation(self) -> bool:
         return self.fleet.of("prefill-0", "rootstock_worker_rooms") >= 1
 
-    def _is_answered(self) -> bool:
+    def _has_ended(self) -> bool:
         return all(answer.done() for answer in self._answers.values())
 
-    def _begin_again(self) -> None:
-        """Checks the responses and sends the request again."""
+    def _repeat(self) -> None:
+        """Checks the responses and repeats the request."""
         for answer in self._answers.values():
             assert answer.result().status_code == 200, answer.result().text
             assert ids_of(answer.result().json()) == self._expected
@@ -235,7 +239,10 @@ class Case:
         self.begin()
 
     def _stop_prefill_worker_during_a_read(self) -> str:
-        """Stops the prefill worker during a read and returns the reader. Repeats the request if the read ended too early."""
+        """Stops the prefill worker during a read and returns the reading decode worker.
+
+        If the read ends before the worker stops, repeats the request.
+        """
         fleet = self.fleet
 
         def readers() -> list[str]:
@@ -247,9 +254,9 @@ class Case:
             if found := readers():
                 return found[0]
             fleet.signal("prefill-0", signal.SIGCONT)
-            self._begin_again()
+            self._repeat()
             wait_until(self._is_handed_over, 60, "the handover")
-        raise AssertionError(f"{TRIES} reads in a row ended before the prefill worker stopped")
+        raise AssertionError(f"all {TRIES} reads ended before the prefill worker stopped")
 
     def end(self, lost_gateway: str = "") -> None:
         """Checks that all responses have the expected token ids."""
@@ -283,10 +290,10 @@ def test_results_stay_equal_when_a_process_is_lost_in_each_state(fleet: Fleet, s
 
 
 def assert_free(fleet: Fleet, lost: set[str], lost_at: float) -> None:
-    """Waits until the surviving workers are idle. The limit is the last deadline of a reservation or of a read."""
+    """Waits until the surviving workers are idle. They must be idle at the last deadline of a reservation or a read."""
     survivors = [name for name in (*PREFILL, *DECODE) if name not in lost]
     answered_at = time.monotonic()
-    until = max(lost_at + SLOW_S + READ_S, answered_at + HOLD_S) + FREE_S  # a read may begin after its worker's pause
+    until = max(lost_at + SLOW_S + READ_S, answered_at + HOLD_S) + FREE_S  # a slowed-down worker may begin its read SLOW_S later
 
     def is_free() -> bool:
         kept = ("rootstock_worker_rooms", "rootstock_worker_quarantined_tokens", "rootstock_worker_importing_requests")
@@ -308,4 +315,4 @@ def test_expired_kv_reservation_is_refused_once_and_the_prompt_is_computed(fleet
     case.end()
     assert fleet.of(reader, "rootstock_worker_refused_pulls_total") == refused[reader] + 1
     assert case.pulled(reader) == 0
-    wait_until(fleet.rests, 60, "all pages to be free")
+    wait_until(fleet.is_idle, 60, "all pages to be free")

@@ -1,6 +1,6 @@
-"""A model with random weights under random schemas: every output at temperature 1 parses and satisfies its schema.
+"""A model with random weights under random schemas: each output at temperature 1 is JSON that satisfies its schema.
 
-Every schema limits the length of its output, so that each response must also end by itself.
+Each schema limits the length of its output, so each output must also end by itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.night import NIGHTLY
 
 NUM_SCHEMAS = 200 if NIGHTLY else 60
 IN_FLIGHT = 32
-MAX_TOKENS = 3500  # much longer than any likely output under these schemas
-DEPTH = 3
+MAX_TOKENS = 3500  # far more than any likely output under these schemas has
+DEPTH = 3  # largest nesting depth of a schema
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 NAMES = ["a", "b", "name", "naïve 世界", 'quo"te', "a\\b", "line\nend", "x_1", "$ref", "🙂"]
 PATTERNS = ["^[a-z]{1,6}$", r"^\d{2,4}-[A-F]{1,3}$", '^["\\\\/\\n]{1,3}$', "^.{3,5}$", r"^(?:on|off)\s?$", "^é{2,4}[^a-z]?$"]
@@ -90,7 +90,7 @@ def _union(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _tagged(rng: random.Random, depth: int) -> dict[str, Any]:
-    """Returns a union of two kinds of objects that differ in a constant."""
+    """Returns a union of two object schemas with different constants in one property."""
     bodies = [{"kind": {"const": kind}, "value": make_schema(rng, depth - 1)} for kind in ("a", "b")]
     return {"oneOf": [{"type": "object", "properties": body, "required": ["kind", "value"]} for body in bodies]}
 
@@ -102,7 +102,7 @@ def schemas() -> list[dict[str, Any]]:
 
 
 def write_random_model(folder: Path) -> Path:
-    """Writes a model of the demo's shape, with its tokenizer and with untrained weights."""
+    """Writes a model with the demo model's shape and tokenizer and with untrained weights."""
     torch.manual_seed(5)
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM
@@ -120,14 +120,14 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 class Interviewer:
-    """Sends one request for each schema, half of them streamed. Owns the limit of concurrent requests."""
+    """Sends one request per schema, every second one streamed. Limits the number of concurrent requests."""
 
     def __init__(self, client: openai.AsyncOpenAI) -> None:
         self._client = client
         self._limit = asyncio.Semaphore(IN_FLIGHT)
 
     async def answer(self, index: int, schema: dict[str, Any]) -> tuple[str, str | None]:
-        """Returns text and finish reason."""
+        """Returns the text and the finish reason of a response."""
         options: dict[str, Any] = {
             "model": "senseless",
             "messages": [{"role": "user", "content": f"Question {index}"}],
@@ -163,12 +163,12 @@ def test_outputs_end_and_satisfy_random_schemas(system: System) -> None:
     for (text, _), schema in zip(given, schemas(), strict=True):
         validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
         errors = [error.message for error in validator.iter_errors(json.loads(text))]
-        assert not errors, f"{json.dumps(schema)} allowed {text}: {errors[0]}"
-    assert len({text for text, _ in given}) > NUM_SCHEMAS / 2, "different schemas give different answers"
+        assert not errors, f"the output {text} breaks the schema {json.dumps(schema)}: {errors[0]}"
+    assert len({text for text, _ in given}) > NUM_SCHEMAS / 2, "different schemas must give different outputs"
 
 
 def test_random_model_writes_no_json_without_a_schema(system: System) -> None:
-    """The JSON in the test above is therefore due to the grammar."""
+    """So the grammar causes the JSON in test_outputs_end_and_satisfy_random_schemas."""
     body = {"model": "senseless", "prompt": "JSON", "max_tokens": 50, "temperature": 1, "seed": 1, "n": 8}
     status, answer = system.post("/v1/completions", body)
     assert status == 200
@@ -189,7 +189,7 @@ def _tools(index: int) -> list[dict[str, Any]]:
 
 
 def test_forced_calls_have_valid_arguments(system: System) -> None:
-    """The model was never trained on calls. Cases: required, named and non-parallel calls, whole and streamed."""
+    """The untrained model gets required, named and non-parallel calls, whole and streamed."""
     found = asyncio.run(_calls(system))
     for index, (calls, reason) in enumerate(found):
         assert reason == "tool_calls" and calls and (index % 3 or len(calls) == 1)
@@ -197,7 +197,7 @@ def test_forced_calls_have_valid_arguments(system: System) -> None:
         for name, arguments in calls:
             assert name == "tool_1" or index % 3 != 1
             errors = list(jsonschema.Draft202012Validator(schemas_of[name]).iter_errors(json.loads(arguments)))
-            assert not errors, f"{schemas_of[name]} allowed {arguments}: {errors[0].message}"
+            assert not errors, f"the arguments {arguments} break the schema {schemas_of[name]}: {errors[0].message}"
     assert len({json.dumps(calls) for calls, _ in found}) > NUM_CALLERS / 2
 
 

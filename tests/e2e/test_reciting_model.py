@@ -1,4 +1,4 @@
-"""The reciting model writes its texts through the whole system, streamed and whole, in the chosen pieces."""
+"""The reciting model (reciting_model.py) outputs its texts through the whole system, streamed and whole, in the given pieces."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_chat_recites_the_selected_text(client: openai.OpenAI, text: int) -> Non
     assert whole.finish_reason == chunks[-1].finish_reason == "stop"
 
 
-def test_stream_has_the_chosen_pieces(client: openai.OpenAI) -> None:
+def test_stream_has_the_given_pieces(client: openai.OpenAI) -> None:
     chunks = [choice for chunk in client.chat.completions.create(stream=True, **chat(1)) for choice in chunk.choices]
     ends = list(itertools.accumulate(len(chunk.delta.content or "") for chunk in chunks))
-    assert set(ends) <= {0, *itertools.accumulate(map(len, TEXTS[1]))}, "every chunk ends at the end of a piece"
+    assert set(ends) <= {0, *itertools.accumulate(map(len, TEXTS[1]))}, "every chunk must end at the end of a piece"
 
 
 def test_completions_recite_every_text_with_special_tokens(client: openai.OpenAI) -> None:

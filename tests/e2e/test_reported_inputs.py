@@ -1,6 +1,6 @@
-"""Inputs that users of inference servers reported as failing, on every API that accepts them, whole and streamed.
+"""Inputs that failed on other inference servers, by their issue reports. Each is sent to every API, whole and streamed.
 
-Each row is a kind of input. The ids of the cases name the row.
+A row is a kind of input. The ids of the test cases have the name of the row.
 
     A1  an assistant message without text         A2  empty lists and objects in a message
     A3  arguments that are not an object          A4  text parts in each role
@@ -70,16 +70,16 @@ from tests.e2e.reported_chats import BODIES, ROWS, STRICT, bodies_of
 from tests.e2e.reported_outputs import FAMILY_ROWS, IN_WORDS, OUTPUTS, READ, Output
 from tests.e2e.system import DEMO, ROOT, System, wait_until
 
-PARALLEL = 12  # requests at a time
+PARALLEL = 12  # number of concurrent requests
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 SMALL = {"type": "integer", "minimum": 0, "maximum": 9}
-WITH_STOPS = (CHAT, COMPLETIONS, GENERATE)  # with stop_token_ids
+WITH_STOPS = (CHAT, COMPLETIONS, GENERATE)  # APIs with the field stop_token_ids
 ZOD = json.loads((ROOT / "tests" / "grammar" / "zod_schemas.json").read_text())["schemas"]
 GENERATED = (
     *("z.uuid()", "z.iso.date()", "z.ipv4()", "z.cidrv4()", "z.nanoid()", "z.ulid()", "z.int().multipleOf(5)", "z.boolean()"),
     *('z.record(z.enum(["a", "b"]), z.number())', "z.e164()", 'z.literal(["a", 1, true])'),
 )
-# Tools that agents send together with functions, and that this server does not have.
+# Hosted tools, which agents send together with functions. This server does not offer them.
 HOSTED = {
     CHAT: [{"type": "custom", "custom": {"name": "a"}}],
     RESPONSES: [{"type": "web_search"}, {"type": "local_shell"}, {"type": "image_generation"}, {"type": "custom", "name": "a"}],
@@ -89,20 +89,20 @@ T = TypeVar("T")
 
 
 def of(row: str, paths: Sequence[str] = EVERY) -> Any:
-    """Returns the cases of a row: two for each API, whole and streamed."""
+    """Returns a parametrization with the cases of a row: whole and streamed for each API."""
     cases = [(path, stream) for path in paths for stream in (False, True)]
     ids = [f"{row}-{path}-{'streamed' if stream else 'whole'}" for path, stream in cases]
     return pytest.mark.parametrize(("path", "stream"), cases, ids=ids)
 
 
 def faults_of(cases: Sequence[T], fault_of: Callable[[T], str]) -> list[str]:
-    """Returns the faults of all cases. The function returns an empty text for a case without a fault."""
+    """Runs `fault_of` for all cases in parallel and returns the faults. It returns "" for a case without a fault."""
     with ThreadPoolExecutor(PARALLEL) as pool:
         return [fault for fault in pool.map(fault_of, cases) if fault]
 
 
 def bare_folder(folder: Path) -> Path:
-    """Writes the demo model with vocab.json and merges.txt in place of tokenizer.json, and without a chat template."""
+    """Writes the demo model without a chat template, and with vocab.json and merges.txt instead of tokenizer.json."""
     folder.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (folder / name).symlink_to(DEMO / name)
@@ -118,7 +118,7 @@ def bare_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokenizer]:
-    """A model folder without tokenizer.json and chat template. A setting gives it a strict template."""
+    """A system with a model folder without tokenizer.json and chat template. A flag sets the strict template."""
     folder = tmp_path_factory.mktemp("bare")
     template = folder / "strict.jinja"
     template.write_text(STRICT)
@@ -130,7 +130,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokenizer]
 
 @pytest.fixture
 def closed(bare: ChangedTokenizer) -> Iterator[System]:
-    """The system, whose worker accepts no request during the test (queue length 0)."""
+    """The system with a queue length of 0 during the test, so that its worker accepts no request."""
     system = bare.set()
     settings = system.parts["gateway"].settings
     assert settings is not None
@@ -139,11 +139,11 @@ def closed(bare: ChangedTokenizer) -> Iterator[System]:
         assert httpx.post(url, json={"server_args": {name: value}}).status_code == 200
         if not value:
             yield system
-    wait_until(lambda: post(system, GENERATE, body_of(GENERATE, most=1)).status_code == 200, 60, "the worker to take requests")
+    wait_until(lambda: post(system, GENERATE, body_of(GENERATE, most=1)).status_code == 200, 60, "the worker to accept requests")
 
 
 class TestChats:
-    """Histories, switches and templates."""
+    """Chat histories, thinking switches and chat templates."""
 
     @STREAMED
     @pytest.mark.parametrize("row", ROWS)
@@ -159,7 +159,7 @@ class TestChats:
 
     @of("A7", (CHAT, RESPONSES))
     def test_thinking_switch_reaches_the_template(self, bare: ChangedTokenizer, path: str, stream: bool) -> None:
-        """The template reads only the switch `think`."""
+        """The template's only switch for thinking is `think`."""
         for name in ("think", "enable_thinking", "thinking"):
             response = post(bare.set(), path, {**body_of(path, most=2), name: True}, stream)
             if name == "think":
@@ -168,7 +168,7 @@ class TestChats:
                 error = response.json()["error"]
                 assert (response.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
 
-    def test_unread_thinking_switch_is_accepted_from_a_general_field(self, bare: ChangedTokenizer) -> None:
+    def test_general_thinking_field_is_accepted_when_the_template_ignores_it(self, bare: ChangedTokenizer) -> None:
         for path, switch in (
             (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
             (MESSAGES, {"thinking": {"type": "disabled"}}),
@@ -176,7 +176,7 @@ class TestChats:
             response = post(bare.set(), path, {**body_of(path, most=2), **switch})
             assert response.status_code == 200, response.text
 
-    def test_refusal_names_the_message_when_no_form_renders(self, bare: ChangedTokenizer) -> None:
+    def test_refusal_names_the_message_when_the_template_renders_no_form_of_it(self, bare: ChangedTokenizer) -> None:
         user = {"role": "user", "content": "Hi"}
         messages = [user, {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function"}]}, user]
         response = post(bare.set(), CHAT, {"model": "demo", "messages": messages})
@@ -194,7 +194,7 @@ class TestChats:
 
     @of("G5")
     def test_chat_is_refused_with_the_remedy_without_a_template(self, bare: ChangedTokenizer, path: str, stream: bool) -> None:
-        """Completions are served. The other tests of this class show that the setting is the remedy."""
+        """Completions are still served. The other tests of this class set --chat-template, which is the remedy."""
         response = post(bare.set("--chat-template", ""), path, body_of(path), stream)
         if path in CHATS:
             assert response.status_code == 400 and "--chat-template" in response.text, response.text
@@ -209,12 +209,12 @@ RECITING = (
 )
 ENDED = ("Hello there.", "Hello there.<|return|> And more.")  # one text for each end-of-sequence token
 TEXTS = (*(output.text for output in OUTPUTS), *ENDED, *(call for _, call in IN_WORDS.values()))
-MOST = 400  # tokens, more than any output has
+MOST = 400  # largest number of output tokens; more than any text has
 
 
 @pytest.fixture(scope="module")
 def reciting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokenizer]:
-    """A model that writes TEXTS. The config files and the tokenizer name different end-of-sequence tokens."""
+    """A system with a reciting model of TEXTS. Its config files and tokenizer name different end-of-sequence tokens."""
     folder = tmp_path_factory.mktemp("reciting")
     write_reciting_model(folder / "model", TEXTS, RECITING)
     tokenizer = load_tokenizer(folder / "model")
@@ -227,7 +227,7 @@ def reciting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokeni
 
 
 def recited(system: System, path: str, stream: bool, text: str, opens: bool = False, tools: bool = True) -> Answer:
-    """Returns the answer that has this text of TEXTS."""
+    """Returns the response whose output is this text of TEXTS."""
     body = body_of(path, f"{'OPENED ' if opens else ''}{selector(TEXTS.index(text))}", "model", MOST)
     body |= tools_of(path, READ) if tools else {}
     return ask(
@@ -241,7 +241,7 @@ def parsed(answer: Answer) -> tuple[Any, ...]:
 
 
 class TestOutputs:
-    """Calls and reasoning that a model writes in a broken form, and the ends of outputs."""
+    """Outputs whose calls or reasoning break the model's format, and ends of outputs."""
 
     @pytest.mark.parametrize(("family", "row"), FAMILY_ROWS, ids=[f"{row}-{family}" for family, row in FAMILY_ROWS])
     def test_calls_are_parsed_when_the_output_breaks_the_format(self, reciting: ChangedTokenizer, family: str, row: str) -> None:
@@ -279,13 +279,13 @@ class TestOutputs:
 
 
 class TestSchemas:
-    """Schemas of functions and of answers, for the demo model."""
+    """Schemas of functions and of output texts, on the demo model."""
 
     @of("C1", CHATS)
     def test_forced_call_has_no_arguments_when_the_function_has_no_parameters(
         self, system: System, path: str, stream: bool
     ) -> None:
-        """The function may be strict or not. The schema of an open object also gives an empty object."""
+        """The function is strict or not. A schema that permits any object also gives an empty object."""
 
         def fault(case: tuple[Any, bool]) -> str:
             answer = ask(
@@ -342,10 +342,10 @@ def objects(**properties: Any) -> dict[str, Any]:
 
 
 class TestClients:
-    """Requests as clients of other servers send them, for the demo model."""
+    """Requests in forms that clients of other servers send, on the demo model."""
 
     @of("E1")
-    def test_http_1_0_gets_no_chunks(self, system: System, path: str, stream: bool) -> None:
+    def test_http_1_0_response_is_not_chunked(self, system: System, path: str, stream: bool) -> None:
         body = body_of(path, temperature=0)
         connection = http.client.HTTPConnection(HOST, system.port, timeout=60)
         connection._http_vsn, connection._http_vsn_str = 10, "HTTP/1.0"  # type: ignore[attr-defined]
@@ -362,7 +362,7 @@ class TestClients:
         assert greedy.text and ask(system, path, body_of(path, temperature=1, top_p=0), stream) == greedy
 
     @of("E3", CHATS)
-    def test_hosted_tools_are_left_out(self, system: System, path: str, stream: bool) -> None:
+    def test_hosted_tools_are_ignored(self, system: System, path: str, stream: bool) -> None:
         for hosted in HOSTED[path]:
             offered = tools_of(path, SCHEMA)
             body = {**body_of(path), "tools": [hosted, *offered["tools"]]}

@@ -1,4 +1,4 @@
-"""/v1/score of whole systems equals transformers, samples nothing, shares the query and frees everything when it is aborted."""
+"""/v1/score equals transformers, samples no token, computes a shared query once, and frees all pages if it is aborted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JSON = {"content-type": "application/json"}
 
 @dataclass(frozen=True)
 class Scorer:
-    """A running system with transformers' model of the same checkpoint."""
+    """A running system, and transformers' model of the same checkpoint."""
 
     system: System
     model: Any
@@ -54,7 +54,7 @@ class Scorer:
 
     @property
     def num_used(self) -> float:
-        """Tokens of KV that running requests use."""
+        """Number of KV tokens that running requests use."""
         return self.system.metric("worker-0", "sglang:kv_used_tokens")
 
 
@@ -86,8 +86,8 @@ def test_scores_equal_transformers(scorer: Scorer, softmax: bool, item_first: bo
     assert answer["object"] == "scoring"
 
 
-def test_scores_of_texts_are_of_the_joined_text(scorer: Scorer) -> None:
-    """Query and item are tokenized together, so a token may reach over the boundary."""
+def test_scores_of_texts_equal_those_of_the_joined_text(scorer: Scorer) -> None:
+    """Query and item are tokenized together, so a token may contain the end of the query and the beginning of the item."""
     query, items = "Is the sky blue? The answer is", [" yes", " no", "n't known, they say"]
     status, answer = scorer.post(query=query, items=items)
     assert status == 200, answer
@@ -106,7 +106,7 @@ def test_items_share_the_pages_of_a_query(scorer: Scorer) -> None:
     assert answer["usage"]["completion_tokens"] == 0
     for number in (0, 31, 63):
         assert answer["scores"][number] == scorer.expected(query + items[number])
-    assert scorer.system.metric("worker-0", "sglang:generation_tokens_total") == before, "the worker samples no token"
+    assert scorer.system.metric("worker-0", "sglang:generation_tokens_total") == before, "the worker must sample no token"
 
 
 def test_prompt_of_a_score_fills_the_context(scorer: Scorer) -> None:
@@ -119,11 +119,11 @@ def test_prompt_of_a_score_fills_the_context(scorer: Scorer) -> None:
 
 
 def test_abort_frees_the_pages_of_a_score(scorer: Scorer) -> None:
-    """No two of the items share a page, so the request computes hundreds of thousands of tokens."""
+    """The items share no page, so the request computes hundreds of thousands of tokens and still runs at the abort."""
     query, items = ids(900, 4), [[3 + number, *ids(20, number)] for number in range(1024)]
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(scorer.post, query=query, items=items, item_first=True, rid="long")
-        wait_until(lambda: scorer.num_used > 0, 60, "the worker to compute")
+        wait_until(lambda: scorer.num_used > 0, 60, "the worker to compute the request")
         wait_until(lambda: scorer.system.post("/abort_request", {"rid": "long"})[1]["aborted"] > 0, 60, "the abort")
         status, answer = pending.result(60)
     assert (status, answer["error"]["code"]) == (400, "aborted")
@@ -133,7 +133,7 @@ def test_abort_frees_the_pages_of_a_score(scorer: Scorer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_request_with_max_tokens_0_samples_no_token(scorer: Scorer, stream: bool) -> None:
-    """The log probabilities of the prompt are transformers', and the worker samples nothing."""
+    """The log probabilities of the prompt equal those of transformers, and the worker samples no token."""
     prompt, labels = ids(40, 5), {"return_logprob": True, "logprob_start_len": 0, "stream": stream}
     before = scorer.system.metric("worker-0", "sglang:generation_tokens_total")
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, **labels}

@@ -41,7 +41,7 @@ def generate(http: httpx.Client, **body: Any) -> Any:
 
 
 def events(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """Returns the events of a stream without an error."""
+    """Returns the events of a stream, which must have no error."""
     found = []
     with http.stream("POST", "/generate", json={"sampling_params": GREEDY, "stream": True, **body}) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -72,7 +72,7 @@ class TestGenerate:
         last: dict[int, dict[str, Any]] = {}
         for event in events(http, text=list(self.PROMPTS), sampling_params=sampling, return_logprob=True, top_logprobs_num=2):
             before = last.get(event["index"], {"output_ids": []})["output_ids"]
-            assert event["output_ids"][: len(before)] == before, "an event has all ids so far, not only the new ones"
+            assert event["output_ids"][: len(before)] == before, "an event must have all ids so far, not only the new ones"
             last[event["index"]] = event
         assert [last[index]["text"] for index in range(6)] == [answer["text"] for answer in whole]
         assert [last[index]["output_ids"] for index in range(6)] == [answer["output_ids"] for answer in whole]
@@ -95,7 +95,7 @@ class TestGenerate:
 
         def ask() -> None:
             body = {"text": "Count", "rid": "endless", "sampling_params": {**GREEDY, "max_new_tokens": 3500}}
-            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:  # the gateway may not listen yet
+            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:  # it may not listen yet
                 answers.append(client.post(f"{system.parts['gateway-1'].url}/generate", json=body))
 
         thread = threading.Thread(target=ask)
@@ -110,11 +110,11 @@ class TestGenerate:
         assert answer.status_code == 200
         assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
         assert 0 < len(answer.json()["output_ids"]) < 3500
-        wait_until(lambda: used(system) == 0, 60, "its pages to be free")
+        wait_until(lambda: used(system) == 0, 60, "the request's pages to be free")
 
 
 class Talk:
-    """A session as its client sees it. `contexts` has the whole context after each turn by the turn's rid."""
+    """A client's session. `contexts` has the whole context after each turn, by the turn's rid."""
 
     def __init__(self, http: httpx.Client, session: str) -> None:
         self.http = http
@@ -129,7 +129,7 @@ class Talk:
         return self.http.post("/generate", json=body)
 
     def turn(self, name: str, ids: list[int], context: list[int], **params: Any) -> dict[str, Any]:
-        """Sends a turn and checks that its output is that of context and `ids` without a session."""
+        """Sends a turn and checks that its output equals that of a request without a session for `context` and `ids`."""
         answer = self.ask(name, ids, **params)
         assert answer.status_code == 200, answer.text
         turn: dict[str, Any] = answer.json()
@@ -148,7 +148,7 @@ class TestSessions:
         talk = Talk(http, "growing")
         talk.turn("t1", FIRST, [])
         second = talk.turn("t2", SECOND, talk.contexts["t1"], rid="t1")
-        assert second["meta_info"]["cached_tokens"] >= 48, "the first turn is cached"
+        assert second["meta_info"]["cached_tokens"] >= 48, "the KV of the first turn must be cached"
         talk.turn("t3", THIRD, talk.contexts["t2"])
         talk.turn("branch", THIRD, talk.contexts["t1"], rid="t1")
         talk.turn("offset", THIRD, talk.contexts["t2"][:20], rid="t2", offset=20)
@@ -191,18 +191,18 @@ class TestSessions:
             wait_until(lambda: used(system) == 0, 60, "the turn's pages to be free")
         assert system.metric("worker-0", "rootstock_worker_session_tokens") == held
         answer = talk.ask("t2", SECOND, rid="half")
-        assert answer.status_code == 400, "an interrupted turn is not stored"
+        assert answer.status_code == 400, "the session must not store an interrupted turn"
         talk.turn("t2", SECOND, talk.contexts["t1"])
 
     def test_closed_sessions_free_everything(self, http: httpx.Client, system: System) -> None:
         for name in ("growing", "replaced", "structured", "deserted"):
             assert http.post("/close_session", json={"session_id": name}).status_code in (200, 400)
         gauges = ("rootstock_worker_sessions", "rootstock_worker_session_tokens", "sglang:num_used_tokens")
-        wait_until(lambda: not any(system.metric("worker-0", gauge) for gauge in gauges), 60, "sessions to be gone")
+        wait_until(lambda: not any(system.metric("worker-0", gauge) for gauge in gauges), 60, "all sessions to be freed")
 
 
 def leave_in_mid_turn(system: System, session: dict[str, str]) -> None:
-    """Disconnects after the first events of a long turn."""
+    """Starts a long turn and disconnects after its first events."""
     params = {**GREEDY, "max_new_tokens": 3000}
     body = {"input_ids": SECOND, "rid": "half", "stream": True, "sampling_params": params, "session_params": session}
     data = json.dumps(body).encode()

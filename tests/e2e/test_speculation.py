@@ -1,5 +1,8 @@
-"""Drafting saves steps and changes no output. Mixed requests with draft tokens in a pool that is far too small are compared
-bitwise with a system that has no drafter and a large pool. Both are deterministic."""
+"""Drafting saves steps and does not change outputs.
+
+Mixed requests with draft tokens in a tiny KV pool are compared bitwise with those of a system without a drafter and with a large
+pool. Both systems are deterministic.
+"""
 
 from __future__ import annotations
 
@@ -42,4 +45,4 @@ def test_mixed_requests_get_bitwise_equal_results_with_drafting(
         accepted = system.metric("worker-0", "rootstock_worker_accepted_tokens_total")
         assert 0 < accepted < system.metric("worker-0", "rootstock_worker_drafted_tokens_total")
         assert system.metric("worker-0", "sglang:num_retracted_requests_total") > 0
-        assert '"level":"error"' not in system.log("worker-0"), "the worker logs no failed step and no broken invariant"
+        assert '"level":"error"' not in system.log("worker-0"), "the worker must log no failed step and no broken invariant"

@@ -1,4 +1,4 @@
-"""The launcher restarts a process that ends during the start. If the process cannot run, the launcher names the cause."""
+"""A process ends while the launcher starts the system. The launcher restarts it or, if it cannot run, names the cause."""
 
 from __future__ import annotations
 
