@@ -22,10 +22,10 @@ LAST = "Ctrl-C stops everything."
 
 
 def wait_until_ready(launcher: Launcher, name: str) -> None:
-    """Waits for a process while a worker is stopped, after which the launcher prints the other worker and the gateway."""
+    """Waits until a process is ready. A stopped worker keeps the launcher waiting, so it prints nothing about later processes."""
     if name in ("worker-1", "gateway"):
         said = "a step may take" if name == "worker-1" else '"listening"'
-        wait_until(lambda: said in launcher.log(name), 120, f"{name} to be up")
+        wait_until(lambda: said in launcher.log(name), 120, f"{name} to be ready")
     else:
         launcher.read_until(f"  {name} ")
 
@@ -33,7 +33,7 @@ def wait_until_ready(launcher: Launcher, name: str) -> None:
 @pytest.mark.by_day(one_in=4, seed=17)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", KINDS)
-def test_start_answers_the_first_question_when_a_process_is_killed(name: str, phase: str, tmp_path: Path) -> None:
+def test_start_completes_the_first_question_when_a_process_is_killed(name: str, phase: str, tmp_path: Path) -> None:
     with Launcher(tmp_path, "--workers", "2") as launcher:
         if phase == "just started":
             victim = launcher.wait_for(name)
@@ -56,7 +56,7 @@ def test_start_answers_the_first_question_when_a_process_is_killed(name: str, ph
             assert f"{name} was killed by SIGKILL" in text and "The process is restarted." in text
         assert ANSWER in text, text
         assert "Traceback" not in text
-        wait_until(lambda: launcher.child(name) is not None, 60, f"{name} to be there")
+        wait_until(lambda: launcher.child(name) is not None, 60, f"{name} to be restarted")
 
 
 def test_start_names_the_cause_when_a_process_ends_twice(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_start_names_the_cause_when_a_process_ends_twice(tmp_path: Path) -> None
     ],
     ids=["unknown flag", "range", "type", "pair", "launcher's"],
 )  # fmt: skip
-def test_start_refuses_wrong_flags_before_any_process(flags: tuple[str, ...], fault: str, tmp_path: Path) -> None:
+def test_start_refuses_wrong_flags_before_it_starts_a_process(flags: tuple[str, ...], fault: str, tmp_path: Path) -> None:
     with Launcher(tmp_path, *flags) as launcher:
         text = launcher.read_all()
     assert launcher.process.returncode and text.startswith("cannot serve: ") and text.count("\n") == 1
@@ -126,7 +126,7 @@ def test_start_names_the_fault_once_when_a_service_refuses_the_model(
 
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
-    """A cgroup whose processes may take 120 MiB together, of either version of cgroups."""
+    """A memory cgroup, of version 1 or 2, whose processes may use 120 MiB together."""
     for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         group = Path(root) / f"rootstock-test-{os.getpid()}"
         try:

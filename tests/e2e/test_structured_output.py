@@ -1,5 +1,7 @@
-"""Structured output through the whole system with OpenAI's unmodified client: outputs satisfy their grammar, and neither a bad
-grammar nor the death of its compiler affects other requests."""
+"""Structured output through the whole system with OpenAI's client: outputs satisfy their grammars.
+
+Neither a bad grammar nor a killed grammar compiler affects other requests.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def is_person(text: str) -> bool:
     return True
 
 
-Kind = tuple[dict[str, Any], Callable[[str], object]]  # fields of a request, and a check of the text
+Kind = tuple[dict[str, Any], Callable[[str], object]]  # fields of a request, and a function that checks the output
 KINDS: dict[str, Kind] = {
     "json_schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, is_person),
     "json_object": ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
@@ -59,7 +61,7 @@ def client(system: System) -> Iterator[openai.OpenAI]:
 
 
 def chat(client: openai.OpenAI, **options: Any) -> list[Any]:
-    """Returns the choices of a response that is not streamed."""
+    """Sends a request without streaming and returns the choices."""
     values = {"model": "demo", "messages": ADA, "max_tokens": 400, **options}
     return list(client.chat.completions.create(**values).choices)
 
@@ -70,7 +72,7 @@ def streamed(client: openai.OpenAI, **options: Any) -> str:
 
 
 class TestEveryKind:
-    """Each kind of constraint. Half of the kinds are tested with sampled choices, the other half with batches of prompts."""
+    """Tests of each kind of constraint. Half of the kinds run with sampled choices, the other half with batches of prompts."""
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_constraint_holds_for_whole_and_streamed_output(self, client: openai.OpenAI, kind: str) -> None:
@@ -105,8 +107,8 @@ class TestEveryKind:
 
 
 @pytest.mark.parametrize("stop_ids", [[], [0, 7]], ids=["no-stop-ids", "stop-ids"])
-def test_answer_has_no_stop_reason_when_a_grammar_ends(system: System, stop_ids: list[int]) -> None:
-    """No stop token ends the output, so no API names one."""
+def test_response_has_no_stop_reason_when_a_grammar_ends(system: System, stop_ids: list[int]) -> None:
+    """The end of the grammar ends the output, so no API may report a stop token."""
     more = {"temperature": 0, "stop_token_ids": stop_ids} if stop_ids else {"temperature": 0}
     grammar = {**more, "regex": "ab{2}"}
     _, generated = system.post("/generate", {"text": "Hi", "sampling_params": {**grammar, "max_new_tokens": 9}})
@@ -131,7 +133,7 @@ class Address(BaseModel):
 
 
 class Customer(BaseModel):
-    """A model as users write it: nested, with optional values, literals and bounded lists."""
+    """A typical pydantic model of a user: nested, with optional values, literals and bounded lists."""
 
     name: Annotated[str, Field(max_length=10, description="Family name last.")]
     kind: Literal["person", "company"]
@@ -140,12 +142,12 @@ class Customer(BaseModel):
 
 
 class TestPydantic:
-    def test_parse(self, client: openai.OpenAI) -> None:
+    def test_parse_returns_the_pydantic_model(self, client: openai.OpenAI) -> None:
         answer = client.chat.completions.parse(model="demo", messages=ADA, response_format=Customer, temperature=0)
         parsed = answer.choices[0].message.parsed
         assert isinstance(parsed, Customer) and 1 <= len(parsed.addresses) <= 2
 
-    def test_stream_helper(self, client: openai.OpenAI) -> None:
+    def test_stream_helper_returns_the_pydantic_model(self, client: openai.OpenAI) -> None:
         with client.chat.completions.stream(
             model="demo", messages=ADA, response_format=Customer, temperature=1, seed=4
         ) as stream:
@@ -165,7 +167,7 @@ ROUTES = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 
 
 def ask_for_call(system: System, route: str, parameters: Any, strict: bool, **more: Any) -> tuple[int, dict[str, Any]]:
-    """Requests a forced call of the function `f`, without parameters if they are `...`."""
+    """Requests a forced call of the function `f`. If `parameters` is `...`, the function has no such field."""
     given = {} if parameters is ... else {"input_schema" if route == "/v1/messages" else "parameters": parameters}
     function = {"name": "f", "strict": strict, **given}
     body: dict[str, Any] = {"model": "demo", "temperature": 1, **more}
@@ -181,7 +183,7 @@ def ask_for_call(system: System, route: str, parameters: Any, strict: bool, **mo
 
 
 def arguments_of(route: str, answer: dict[str, Any]) -> Any:
-    """Returns the arguments of the first call."""
+    """Returns the arguments of the first call in a response."""
     if route == "/v1/chat/completions":
         return json.loads(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
     if route == "/v1/messages":
@@ -233,12 +235,13 @@ def schema(**properties: Any) -> dict[str, Any]:
     return {"guided_json": {"type": "object", "properties": properties}}
 
 
-# One example for each component that refuses a grammar; tests/grammar has every reason.
+# Case → fields of a request, and part of the refusal. There is one case per component that refuses; tests/grammar has all
+# reasons.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not": (schema(a={"not": {"type": "null"}}), "json_schema: #/properties/a/not: this keyword is not supported"),
     "unknown keyword": (schema(**{"a/b": {"maxLenght": 3}}), "#/properties/a~1b/maxLenght: this keyword is not supported"),
     "two schemas at once": (schema(a={"allOf": [{}, {}]}), "#/properties/a/allOf: supported with a single schema only"),
-    "nothing satisfies it": ({"guided_json": {"$ref": "#"}}, "json_schema: #"),
+    "unsatisfiable schema": ({"guided_json": {"$ref": "#"}}, "json_schema: #"),
     "regex": ({"regex": "(a"}, "position 2: a group is not closed"),
     "look-ahead": ({"regex": "(?=a)b"}, "pattern: no text satisfies the pattern"),
     "ebnf": ({"ebnf": 'root ::= "a'}, "ebnf"),
@@ -248,12 +251,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"structural_tag": {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}},
         "not: this keyword is not supported",
     ),
-    "nothing to choose from": ({"guided_choice": []}, "guided_choice"),
-    "two at once": ({"regex": "a", "ebnf": 'root ::= "a"'}, "both constrain"),
+    "empty choice": ({"guided_choice": []}, "guided_choice"),
+    "two constraints": ({"regex": "a", "ebnf": 'root ::= "a"'}, "both constrain"),
 }
 
 
-IN_A_STREAM = ["not", "regex", "ebnf", "structural tag", "nothing to choose from", "two at once"]
+IN_A_STREAM = ["not", "regex", "ebnf", "structural tag", "empty choice", "two constraints"]
 
 
 class TestRefusals:
@@ -269,21 +272,21 @@ class TestRefusals:
     @pytest.mark.by_day(one_in=2, seed=8)
     @pytest.mark.parametrize("case", IN_A_STREAM)
     def test_bad_grammar_gets_400_before_the_stream_begins(self, client: openai.OpenAI, case: str) -> None:
-        """The gateway refuses some of these, and the worker refuses others, one for each kind of grammar."""
+        """The gateway refuses some of these grammars, and the worker refuses others. Each kind of grammar is tested."""
         extra, message = REFUSED[case]
         with pytest.raises(openai.BadRequestError, match=re.escape(message)) as refusal:
             client.chat.completions.create(model="demo", messages=ADA, stream=True, extra_body=extra)
         assert refusal.value.type == "invalid_request_error"
 
-    def test_refused_requests_leave_the_worker_idle(self, system: System, client: openai.OpenAI) -> None:
+    def test_worker_is_idle_after_refused_requests(self, system: System, client: openai.OpenAI) -> None:
         for extra, _ in REFUSED.values():
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(model="demo", prompt="hi", n=3, extra_body=extra)
-        wait_until(lambda: held(system) == 0, 60, "an idle worker")
+        wait_until(lambda: held(system) == 0, 60, "the worker to be idle")
 
 
 def held(system: System) -> float:
-    """Returns the tokens in use plus the running and queued requests of the worker; 0 if it is idle."""
+    """Returns the worker's used KV tokens plus its running and queued requests; 0 if the worker is idle."""
     names = ("sglang:num_used_tokens", "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:num_grammar_queue_reqs")
     return sum(system.metric("worker-0", name) for name in names)
 
@@ -311,7 +314,7 @@ class TestTogether:
         structured = [
             {**options, "temperature": 1, "seed": seed} for seed in range(2) for _, (options, _) in sorted(KINDS.items())
         ]
-        # New grammars, so that they compile while the plain requests run.
+        # These grammars are new, so that they compile while the plain requests run.
         structured += [{"extra_body": {"regex": f"[a-z]{{3,{n}}}\\d"}, "temperature": 1} for n in range(10, 16)]
         together = [request for pair in zip(structured, plain * 4, strict=False) for request in pair]
         texts = asyncio.run(all_at_once(system, together))
@@ -330,14 +333,18 @@ async def all_at_once(system: System, requests: list[dict[str, Any]]) -> list[st
 
 
 def compilers(system: System) -> list[psutil.Process]:
-    """Returns the process that forks compilers, followed by its children."""
+    """Returns the process that forks grammar compilers, followed by the running compilers."""
     worker = psutil.Process(system.children["worker-0"].pid)
     forkers = [process for process in worker.children() if any("compiler_child" in part for part in process.cmdline())]
     return forkers + [child for forker in forkers for child in forker.children()]
 
 
 def kill_in_the_middle(system: System, victim: int) -> bool:
-    """Kills the forking process (victim 0) or the compiler (victim 1). Returns False if no compilation runs."""
+    """Kills the process that forks compilers (victim 0) or a running compiler (victim 1).
+
+    Returns:
+        False if no compilation runs, so that nothing was killed.
+    """
     found = compilers(system)
     if len(found) > 1:
         found[victim].kill()
@@ -350,7 +357,7 @@ def slow_to_compile(marker: str) -> dict[str, Any]:
 
 
 class TestCompilerKilled:
-    @pytest.mark.parametrize("victim", [0, 1], ids=["the process that forks", "the fork"])
+    @pytest.mark.parametrize("victim", [0, 1], ids=["forking process", "compiler"])
     def test_service_continues_when_a_compiler_is_killed(self, system: System, client: openai.OpenAI, victim: int) -> None:
         assert chat(client, temperature=0, extra_body={"regex": f"[ab]{{2}}{victim}"})
         slow = slow_to_compile(f"victim{victim}")
@@ -370,7 +377,7 @@ class TestCompilerKilled:
             assert json.loads(answer) in slow["enum"]
         again = chat(client, temperature=0, extra_body={"regex": f"[ab]{{3}}{victim}"})
         assert re.fullmatch(f"[ab]{{3}}{victim}", again[0].message.content)
-        wait_until(lambda: held(system) == 0, 60, "an idle worker")
+        wait_until(lambda: held(system) == 0, 60, "the worker to be idle")
 
     def test_compiler_processes_end_after_compilation(self, system: System, client: openai.OpenAI) -> None:
         assert chat(client, temperature=0, extra_body={"regex": "[cd]{2}"})

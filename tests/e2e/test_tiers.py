@@ -1,5 +1,7 @@
-"""KV tiers in whole systems. The pool is far too small, so mixed requests read their prefixes from host memory and, after a
-restart of the worker, from files. The system is deterministic and is compared bitwise with a system that has a large pool."""
+"""KV tiers in whole systems. The KV pool is tiny, so mixed requests read their prefixes from host memory or from files.
+
+The worker reads from files after a restart. The system is deterministic and is compared bitwise with one that has a large pool.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ POOL_TOKENS = 768
 
 
 def read_from(system: System) -> tuple[float, float]:
-    """Returns the tokens that the worker has read from host memory and from files."""
+    """Returns the numbers of tokens whose KV the worker has read from host memory and from files."""
     return system.metric("worker-0", "sglang:load_back_tokens_total"), system.metric("worker-0", "sglang:prefetched_tokens_total")
 
 
@@ -33,11 +35,9 @@ def test_mixed_requests_get_bitwise_equal_results_from_every_tier(tmp_path: Path
             wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
             assert wrong == [], f"in turn {turn}"
             host, files = read_from(system)
-            read = (1, host, files)[
-                turn
-            ]  # tokens that the turn must have read from a tier; in the first turn, the tiers are empty
-            assert read > 0, "turn 1 reads KV from host memory; turn 2, after the restart of the worker, from files"
-            assert '"level":"error"' not in system.log("worker-0"), "the worker logs no failed step and no broken invariant"
+            read = (1, host, files)[turn]  # tokens that the turn has read from its tier; in turn 0, the tiers are empty
+            assert read > 0, "turn 1 must read KV from host memory, and turn 2, after the worker's restart, from files"
+            assert '"level":"error"' not in system.log("worker-0"), "the worker must log no failed step and no broken invariant"
             if turn == 1:
                 system.kill("worker-0")
                 system.start("worker-0")

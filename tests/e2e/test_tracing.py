@@ -1,4 +1,4 @@
-"""A request through all four services has one trace, and all their logs have its id."""
+"""A request through all four services is one trace, and the logs of all services have the trace's id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 from tests.e2e.system import System
 from tests.services.collector import CALLER, SAMPLED, TRACE, Collector, Received
 
-CLOCK_NS = 5_000_000  # tolerance between clock readings of processes on one machine
+CLOCK_NS = 5_000_000  # tolerated difference between clock readings of two processes, in nanoseconds
 PARENTS = {
     "tokenize": "POST /v1/chat/completions",
     "EncodeChat": "tokenize",

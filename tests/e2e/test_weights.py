@@ -1,4 +1,4 @@
-"""New weights reach a fleet worker by worker while responses are generated. No response mixes two model versions."""
+"""One worker after another loads new weights while responses are generated. No response mixes two model versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.e2e.system import DEMO, System, wait_until
 from tests.e2e.test_faults import open_stream
 
-STEP_S = 0.1  # pause between steps, so that a response lasts longer than the change of weights on the other worker
+STEP_S = 0.1  # pause between steps in seconds; a response then takes longer than the other worker's load of new weights
 
 
 def control_of(system: System, name: str) -> str:
@@ -21,7 +21,7 @@ def control_of(system: System, name: str) -> str:
 
 
 def train(folder: Path) -> None:
-    """Replaces the model file by other weights of the same shape. A process that has the old file open keeps its contents."""
+    """Replaces the model file by one with other weights. A process that has opened the old file still reads the old weights."""
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-2] ^= 0x40
     (folder / "new").write_bytes(data)
@@ -29,7 +29,7 @@ def train(folder: Path) -> None:
 
 
 def renew(address: str) -> tuple[str, str]:
-    """Makes a worker load the weights in its folder. Returns the revisions before and after."""
+    """Makes a worker load the weights in its folder. Returns the model's revisions before and after."""
     with grpc.insecure_channel(address) as channel:
         control = control_pb2_grpc.ControlStub(channel)
         before = control.GetInternalState(control_pb2.GetInternalStateRequest(), timeout=60).revision
@@ -47,7 +47,7 @@ def test_response_ends_with_an_error_when_the_model_version_is_gone(tmp_path: Pa
                 slow = control_pb2.SlowDownRequest(step_delay_s=STEP_S)
                 control_pb2_grpc.ControlStub(channel).SlowDown(
                     slow, timeout=60, wait_for_ready=True
-                )  # the worker may still be starting
+                )  # retries, because the worker may still be starting
         stream = open_stream(system, 400)
         stream.settimeout(60)
         assert stream.recv(4096)
@@ -57,7 +57,7 @@ def test_response_ends_with_an_error_when_the_model_version_is_gone(tmp_path: Pa
         before, after = renew(control_of(system, second))
         assert before and after and before != after
         system.kill(first)
-        wait_until(lambda: system.metric("gateway", "rootstock_gateway_queue_length") == 1, 60, "the wait for the old weights")
+        wait_until(lambda: system.metric("gateway", "rootstock_gateway_queue_length") == 1, 60, "the request to be queued")
         system.start(first)  # with the new weights
         data = b""
         while chunk := stream.recv(65536):

@@ -18,6 +18,6 @@ def always(controller: DraftController, slots: Numbers, most: Numbers) -> Number
 
 
 def now_and_then() -> Callable[[DraftController, Numbers, Numbers], Numbers]:
-    """Returns a replacement of DraftController.choose that drafts in every third step."""
+    """Returns a replacement of DraftController.choose that drafts only in every third step."""
     steps = count()
     return lambda controller, slots, most: always(controller, slots, most) if next(steps) % 3 == 0 else np.zeros_like(most)

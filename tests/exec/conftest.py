@@ -1,7 +1,7 @@
-"""Selects the kernels of the executor tests: our C++ kernels, and with the mark `on_both_kernels` torch's reference kernels, too.
+"""Selects the kernels of the executor tests: our C++ kernels, and with the mark `on_both_kernels` also torch's reference kernels.
 
-tests/kernels compares both kernel sets operation by operation, so most executor tests need only one. Suites that
-compare with transformers, and the most important cases of all other suites, run with both.
+tests/kernels compares both kernel sets operation by operation, so most executor tests run with one. Files that compare with
+transformers, and the most important tests of other files, run with both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.exec.sampling import sample_kernels
 
 @pytest.fixture(scope="module")
 def kernel_name(request: pytest.FixtureRequest) -> str:
-    """Returns the value of build_host_executor's parameter `kernels`."""
+    """Value of build_host_executor's parameter `kernels`: "cpp" or "torch"."""
     name: str = getattr(request, "param", "cpp")
     return name
 

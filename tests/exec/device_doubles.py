@@ -1,6 +1,7 @@
-"""Doubles of a GPU for machines without one.
+"""Test doubles that replace a GPU on machines without one.
 
-GraphDouble detects launches that a real CUDA graph would replay wrongly. StepGuard detects calls that make the host wait.
+GraphDouble detects launches that a real CUDA graph would replay wrongly. StepGuard detects calls that make the host wait for the
+device.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ class HostWaits(AssertionError):
 
 
 class Watch:
-    """The launches that are being recorded. Calls inside a kernel are not recorded."""
+    """Records launches for GraphDouble. Calls inside a kernel are not recorded."""
 
     def __init__(self) -> None:
         self.inside_kernel = 0
         self.launches: list[Launch] | None = None
         self.made: set[int] = set()
-        self.outside: list[StorageWeakRef] = []  # memory that launches use and that existed before the run
+        self.outside: list[StorageWeakRef] = []  # memory that launches use and that existed before the recording
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.launches is not None:
             self.launches.append((name, *map(self._seen, args), *sorted((key, self._seen(v)) for key, v in kwargs.items())))
 
     def _seen(self, value: Any) -> Any:
-        """Returns a comparable form of a value: a tensor's shape, and its address unless it was made in this run."""
+        """Returns a comparable form of an argument.
+
+        For a tensor, it has shape, strides, dtype and, unless the recorded work has allocated the tensor, its address.
+        """
         if isinstance(value, Tensor):
             made = value.untyped_storage().data_ptr() in self.made
             if not made and value.numel():
@@ -63,7 +67,7 @@ class StepGuard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if not self._watch.inside_kernel and (name in WAITS or (name == "__getitem__" and _by_mask(args[1]))):
-            raise HostWaits(f"{name} on the step's way")
+            raise HostWaits(f"a step calls {name}, so the host waits for the device")
         return func(*args, **(kwargs or {}))
 
 
@@ -92,7 +96,7 @@ def _aliases(out: Tensor, args: Any) -> bool:
 
 
 class WatchedKernels:
-    """Wraps an object whose methods count as kernels: a launch has the method's name and arguments, whatever runs inside."""
+    """Wraps an object and records each call of its methods as one launch, with the method's name and arguments."""
 
     def __init__(self, kernels: Any, watch: Watch) -> None:
         self._kernels, self._watch = kernels, watch
@@ -119,11 +123,11 @@ class WatchedKernels:
 
 
 class ReplayedOtherwise(AssertionError):
-    """Raised if the captured launches differ from those that the code makes at the replay."""
+    """Raised if the code launches other kernels or arguments at a replay than were captured."""
 
 
 class GraphDouble:
-    """Runs the work again at each replay and compares its launches with the captured ones."""
+    """Replaces a CUDA graph: runs the captured work again at each replay, and compares its launches with the captured ones."""
 
     def __init__(self, work: Callable[[], None], watch: Watch) -> None:
         self._work, self._watch = work, watch
@@ -135,9 +139,9 @@ class GraphDouble:
         launches = self._launches()
         for number, (was, now) in enumerate(zip(self._captured, launches, strict=False)):
             if was != now:
-                raise ReplayedOtherwise(f"launch {number}: captured {was}, would be {now}")
+                raise ReplayedOtherwise(f"launch {number} was captured as {was}; at the replay it is {now}")
         if len(launches) != len(self._captured):
-            raise ReplayedOtherwise(f"captured {len(self._captured)} launches, would be {len(launches)}")
+            raise ReplayedOtherwise(f"{len(self._captured)} launches were captured; at the replay there are {len(launches)}")
 
     def _launches(self) -> list[Launch]:
         self._watch.launches, self._watch.made, self._watch.outside = [], set(), []
@@ -170,7 +174,7 @@ class ForgetfulGraph:
 
 
 class ForgetfulMemory:
-    """Stores only the addresses of a capture and no reference to the memory, as a real graph does."""
+    """Replaces graph memory whose captures reference only addresses, like real graphs, and do not keep the memory allocated."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -182,14 +186,14 @@ class ForgetfulMemory:
         return ForgetfulGraph()
 
     def freed(self) -> int:
-        """Returns the number of captured addresses whose memory has been freed."""
+        """Returns the number of captured addresses whose memory was freed."""
         return sum(ref.expired() for ref in self.named)
 
 
 class InlineStreams(HostStreams):
-    """Streams that run work when it is launched, and collected work when its value is requested, as those of a GPU.
+    """Streams that imitate a GPU: they run launched work immediately, and collected work when its value is requested.
 
-    Host and device memory are separate, so that values that were not copied cannot be read.
+    Host and device memory are separate, so that a value can be read on the host only after a copy.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Executors over tiny checkpoints, built in the same way for a CPU and a GPU."""
+"""Builds executors of tiny checkpoints in the same way for a CPU and a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRAPH_ROWS, STEP_TOKENS = 16, 512
 
 
 def options_for(device: str, **changes: Any) -> DeviceOptions:
-    """Returns options for the device. Without a GPU, torch computes kernel by kernel."""
+    """Returns DeviceOptions for a device. On a CPU, torch's reference kernels run without graphs."""
     on_gpu = device.startswith("cuda")
     plain = DeviceOptions(
         device=device,
@@ -41,13 +41,13 @@ def executor_of(
 
     Args:
         folder: folder of the model.
-        device: torch's name of the device.
-        page_size: tokens of a page.
-        max_slots: slots.
-        num_pages: pages of the pool.
-        context_len: context in tokens.
+        device: torch device, such as "cuda".
+        page_size: tokens per KV page.
+        max_slots: number of slots.
+        num_pages: pages of the KV pool.
+        context_len: context length in tokens.
         dtype: dtype of weights and KV.
-        check_relay: a decode of a slot without a sampled token raises.
+        check_relay: whether decoding a slot without a sampled token raises.
         options: further fields of DeviceOptions.
     """
     executor, _ = build_device_executor(

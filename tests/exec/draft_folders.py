@@ -40,7 +40,15 @@ def _layer(config: Any, place: str, attended: int) -> dict[str, tuple[int, ...]]
 
 
 def write_eagle3(folder: Path, target: Path, draft_vocab: int, prefix: str = "", place: str = "midlayer") -> None:
-    """Writes a head for a target of three layers."""
+    """Writes a random EAGLE-3 head for a target model with three layers.
+
+    Args:
+        folder: folder of the head.
+        target: folder of the target model.
+        draft_vocab: number of tokens that the head can draft.
+        prefix: prefix of all tensor names.
+        place: name of the head's layer in the tensor names.
+    """
     config = AutoConfig.from_pretrained(str(target))
     hidden = config.hidden_size
     shapes = {
@@ -73,7 +81,7 @@ def write_eagle3(folder: Path, target: Path, draft_vocab: int, prefix: str = "",
 
 
 def add_mtp(target: Path, deepseek: bool) -> None:
-    """Adds an MTP layer to the checkpoint of the target."""
+    """Adds a random MTP layer to the target's checkpoint, in DeepSeek's format if `deepseek`."""
     config = AutoConfig.from_pretrained(str(target))
     hidden, behind = config.hidden_size, f"model.layers.{config.num_hidden_layers}"
     place = behind if deepseek else "mtp.layers.0"

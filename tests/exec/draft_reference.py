@@ -1,4 +1,4 @@
-"""Draft tokens for a whole text, computed by plain torch and by transformers' model of the target."""
+"""Computes the expected draft tokens after a text, by plain torch and by transformers' model of the target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.exec.draft_folders import LAYERS
 
 
 def small_guesses(folder: Path, text: Sequence[int], count: int) -> list[int]:
-    """Returns the draft tokens of a draft model that is a separate decoder."""
+    """Returns the greedy draft tokens of a separate draft model after the text."""
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     ids = list(text)
     with torch.inference_mode():
@@ -30,9 +30,8 @@ def small_guesses(folder: Path, text: Sequence[int], count: int) -> list[int]:
 class HeadReference:
     """Computes the draft tokens of an EAGLE-3 head or of an MTP layer."""
 
-    target: Path
-    # folder of a head. None for the MTP layer of the target's checkpoint
-    eagle3: Path | None
+    target: Path  # folder of the target model
+    eagle3: Path | None  # folder of the EAGLE-3 head; None for the MTP layer in the target's checkpoint
 
     def __post_init__(self) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(str(self.target), dtype=torch.float32)
@@ -63,7 +62,10 @@ class HeadReference:
                 self._tensors[renamed[start] + name.removeprefix(start) if start else name] = tensor
 
     def guesses(self, text: Sequence[int], count: int) -> list[int]:
-        """Returns draft tokens. Entries 0 .. n - 2 use the target's states, later entries the head's own states."""
+        """Returns `count` draft tokens after a text of n tokens.
+
+        The head's first n - 1 inputs use the target's hidden states, later inputs use the head's own hidden states.
+        """
         with torch.inference_mode():
             states = self._states(text)
             found: list[int] = []

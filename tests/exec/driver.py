@@ -1,4 +1,4 @@
-"""Drives an executor with hand-made plans in place of a scheduler."""
+"""Drives an executor with plans that a test makes instead of a scheduler."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Mask
 
 @dataclass
 class Sequence:
-    """A request with slot, pages (in order) and results."""
+    """A request, its slot and KV pages, and its results."""
 
     prompt: list[int]
     slot: int
     params: SamplingParams
-    pages: list[int] = field(default_factory=list)
-    computed: int = 0
-    named_pages: int = 0
+    pages: list[int] = field(default_factory=list)  # page numbers in the order of the tokens
+    computed: int = 0  # tokens whose KV is computed
+    named_pages: int = 0  # pages that a plan has already added to the slot's page table
     output: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     embedding: np.ndarray | None = None
     label_logprobs: np.ndarray | None = None
     stop_token_ids: tuple[int, ...] = ()
-    admitted: bool = False
-    num_prompt_tokens: int = -1  # tokens of `prompt` that the client sent; the rest is output of another worker. -1: all
+    admitted: bool = False  # whether a plan has admitted it to its slot
+    num_prompt_tokens: int = -1  # number of the client's tokens in `prompt`, before output of another worker; -1: all tokens
 
     @property
     def tokens(self) -> list[int]:
@@ -50,7 +50,10 @@ def i32(values: list[int]) -> np.ndarray:
 
 
 def _prompt_scores(row: int, sequence: Sequence, count: int) -> tuple[int, int, int] | None:
-    """Returns (row, offset, next) as in a plan, None if the row predicts no wanted prompt token."""
+    """Returns (row, offset, next), entries of a plan's columns prompt_logprob_*.
+
+    None if the row predicts no prompt token whose log probability was requested.
+    """
     first, start, size = sequence.params.prompt_logprobs_from, sequence.computed, len(sequence.prompt)
     offset = max(0, first - 1 - start)
     if first < 0 or offset >= count or start + offset + 1 >= size:
@@ -66,10 +69,10 @@ class Driver:
         self.step_id = 0
 
     def plan(self, rows: list[tuple[Sequence, int]]) -> BatchPlan:
-        """Returns a plan.
+        """Returns the plan of a step.
 
         Args:
-            rows: (sequence, tokens to compute), extend rows first. A sequence after its prompt decodes.
+            rows: (sequence, number of tokens to compute), extend rows first. A sequence whose prompt is computed decodes.
         """
         extends = [sequence.computed < len(sequence.prompt) for sequence, _ in rows]
         assert extends == sorted(extends, reverse=True)
@@ -119,8 +122,8 @@ class Driver:
         """Runs one step and distributes its results.
 
         Args:
-            rows: as in plan().
-            masks: token masks by row.
+            rows: see plan().
+            masks: token masks by row number.
         """
         run = self.executor.forward(self.plan(rows))
         self.executor.sample(run, masks or {})

@@ -1,4 +1,4 @@
-"""Tiny embedding models on disk: weights by transformers, and the files by which sentence-transformers tells the pooling."""
+"""Writes tiny embedding models: transformers' files, and the files of sentence-transformers that define the pooling."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ LEGACY_SWITCHES = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_t
 class EmbeddingFolder:
     """A random embedding model, with or without the files of sentence-transformers."""
 
-    family: str
-    # name in sentence-transformers; empty for a folder without its files
-    pooling: str
-    options: dict[str, Any] = field(default_factory=dict)
-    normalize: bool = True
-    saved_as: str = "Model"
-    legacy: bool = True
+    family: str  # name of the architecture
+    pooling: str  # pooling by its name in sentence-transformers; "" for a folder without the files of sentence-transformers
+    options: dict[str, Any] = field(default_factory=dict)  # further fields of the model's config
+    normalize: bool = True  # whether the vectors are normalized
+    saved_as: str = "Model"  # suffix of the architecture's class in config.json
+    legacy: bool = True  # whether the pooling is stored by the switches of older sentence-transformers
 
     def build(self, folder: Path) -> Any:
-        """Returns transformers' model without a head, in float32 and evaluation mode."""
+        """Writes the model to `folder` and returns it as transformers' model without a head, in float32 and eval mode."""
         torch.manual_seed(11)
         config = getattr(transformers, f"{self.family}Config")(**{**SHAPE, "pad_token_id": 0, **self.options})
         model = getattr(transformers, self.family + self.saved_as)(config).to(torch.float32)

@@ -1,10 +1,11 @@
-"""A double of FlashInfer 0.6.4 for machines without a GPU.
+"""A test double that replaces FlashInfer 0.6.4 on machines without a GPU.
 
-It has the signatures and checks of the library's wrappers, detects waits of the host, and computes attention in plain torch from
-the device buffers that a kernel would read.
+It has the signatures and checks of the library's wrappers, detects host waits, and computes attention in plain torch from the
+device buffers that a kernel would read.
 
-On a CPU, memory that is allocated with a device argument stands for device memory, and memory that is allocated with pin_memory
-for pinned host memory. All other memory is pageable.
+Memory that is allocated with a device argument counts as device memory, and memory that is allocated with pin_memory as pinned
+host
+memory. All other memory counts as pageable.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ DEVICE_FUNCTIONS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.tens
 
 
 class HostWaits(Exception):
-    """Raised if the library would copy from the device to the host."""
+    """Raised for a call with which the library copies from the device to the host, so that the host waits."""
 
 
 class Ledger(TorchFunctionMode):
-    """Records which memory stands for device memory and for pinned memory.
+    """Records which memory counts as device memory and as pinned memory.
 
-    References this memory, so that no address is reused.
+    It keeps references to this memory, so that no address is reused.
     """
 
     def __init__(self) -> None:
@@ -61,12 +62,12 @@ class Ledger(TorchFunctionMode):
 
 
 class Library:
-    """The module that a back end imports."""
+    """Replaces the module flashinfer, which an attention backend imports."""
 
     def __init__(self, device: torch.device) -> None:
         self.ledger, self.device = Ledger(), device
-        self.pageable: list[str] = []  # names of columns that were copied from pageable memory
-        self.planned: list[str] = []  # one line per plan
+        self.pageable: list[str] = []  # names of columns that were copied to the device from pageable memory
+        self.planned: list[str] = []  # description of each plan
         self.plans = 0
         made = {"library": self}
         self.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (PrefillWrapper,), made)
@@ -75,7 +76,7 @@ class Library:
 
     def to_host(self, tensor: Tensor, what: str) -> Tensor:
         if self.ledger.on_device(tensor):
-            raise HostWaits(f"{what} is read on the host")
+            raise HostWaits(f"the library reads {what}, which is in device memory, on the host")
         return tensor
 
     def to_device(self, tensor: Tensor, what: str) -> Tensor:
@@ -94,12 +95,12 @@ def columns_checked(columns: dict[str, Tensor]) -> None:
 
 
 def lengths(kv_indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
-    assert bool(((last_page_len >= 1) & (last_page_len <= page_size)).all()), "a last page has 1 to page_size tokens"
+    assert bool(((last_page_len >= 1) & (last_page_len <= page_size)).all()), "a last page must have 1 to page_size tokens"
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + last_page_len
 
 
 class Wrapper:
-    """The common part of both wrappers."""
+    """Base class of PrefillWrapper and DecodeWrapper."""
 
     library: Library
 
@@ -113,7 +114,13 @@ class Wrapper:
         self._plan: SimpleNamespace | None = None
 
     def _schedule(self, needed: tuple[int, int]) -> None:
-        """Copies a schedule, which is only a number, from the host buffer to the device buffer."""
+        """Copies a plan's schedule to the device, after checking that the workspaces are large enough.
+
+        The schedule is only the number of the plan.
+
+        Args:
+            needed: (float bytes, int bytes) of workspace that the plan needs.
+        """
         library, host, device = self.library, self._pin_memory_int_workspace_buffer, self._int_workspace_buffer
         assert library.ledger.pinned(host) and library.ledger.on_device(device) and len(host) >= len(device)
         for size, buffer in zip(needed, (self._float_workspace_buffer, device), strict=True):
@@ -128,20 +135,20 @@ class Wrapper:
         plan = self._plan
         assert plan is not None, "plan info is not initialized"
         assert self._int_workspace_buffer[:8].view(torch.int64).item() == self._number, (
-            "the device buffer must have the schedule of this plan"
+            "the device buffer must have the schedule of the last plan"
         )
         k, v = pools
         assert self._kv_layout == "HND" and k.stride() == v.stride() and k.shape[2] == plan.page_size
         assert q.stride(-1) == 1 and q.shape == out.shape and out.is_contiguous() and (q.stride(0) * q.itemsize) % 16 == 0
         assert q.shape[1:] == (plan.heads, plan.dim) and k.shape[1] == plan.kv_heads and k.shape[3] == plan.dim
         if q.dtype != plan.dtype or k.dtype != plan.dtype or out.dtype != plan.dtype:
-            raise ValueError("not the planned dtype")
+            raise ValueError("q or the pool has another dtype than the plan")
         columns = [self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, self._paged_kv_indices_buf]
         if self._tensor_cores:
             columns.append(self._qo_indptr_buf)
         assert all(self.library.ledger.on_device(column) for column in columns)
         kv, last, indices, *ragged = (column.tolist() for column in columns)
-        qo = ragged[0] if ragged else list(range(len(kv)))  # the kernel for CUDA cores has one row per query
+        qo = ragged[0] if ragged else list(range(len(kv)))  # the kernel without tensor cores has one query token per row
         assert kv == plan.kv_indptr, "the device columns must equal the planned columns"
         assert len(q) == qo[-1], "q must have the planned number of tokens"
         for row in range(len(last)):
@@ -151,15 +158,15 @@ class Wrapper:
 
 
 def one_row(q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float, plan: SimpleNamespace) -> Tensor:
-    """Computes attention of one row.
+    """Computes the attention of one row.
 
     Args:
-        q: [t, H, D], the last t tokens of the sequence.
-        keys: [pages, G, S, D] of the sequence.
-        values: [pages, G, S, D] of the sequence.
-        length: tokens of the sequence.
+        q: [t, H, D], queries of the sequence's last t tokens.
+        keys: [pages, G, S, D], keys of the sequence.
+        values: [pages, G, S, D], values of the sequence.
+        length: number of tokens of the sequence.
         scale: factor of the scores.
-        plan: sizes and mask.
+        plan: the plan, with sizes and mask.
     """
     count, group = len(q), plan.heads // plan.kv_heads
     flat = [pool.transpose(0, 1).flatten(1, 2)[:, :length].float().repeat_interleave(group, 0) for pool in (keys, values)]

@@ -1,7 +1,13 @@
-"""Computes the scratch memory of a FlashInfer plan as (float bytes, int bytes), as its scheduler does (scheduler.cuh, 0.6.4).
+"""Computes the workspace of a FlashInfer plan like FlashInfer's scheduler (scheduler.cuh, 0.6.4).
 
-A shape has query heads, key/value heads, head size and page size. `qo` and `kv` are the indptr columns of tokens and of pages.
-`sms` is the number of multiprocessors. `graph` is whether the plan is for a CUDA graph.
+All functions return (float bytes, int bytes) and have these arguments:
+
+| argument | meaning |
+|---|---|
+| shape | query heads, key/value heads, head size, page size |
+| qo, kv | indptr columns of query tokens and of pages |
+| graph | whether the plan is for a CUDA graph |
+| sms | number of multiprocessors |
 """
 
 from __future__ import annotations
@@ -11,12 +17,12 @@ from itertools import pairwise
 Shape = tuple[int, int, int, int]
 
 
-# The number of pieces of at most `size` into which `total` is cut.
+# Returns the number of pieces of at most `size` that `total` is divided into.
 def cuts(total: int, size: int) -> int:
     return -(-total // size)
 
 
-# The sum of the sizes in bytes, each rounded up to a multiple of 16.
+# Returns the sum of the sizes in bytes, each rounded up to a multiple of 16.
 def aligned(sizes: list[int]) -> int:
     return sum(cuts(size, 16) * 16 for size in sizes)
 
@@ -71,7 +77,7 @@ def decode_bytes(kv: list[int], shape: Shape, graph: bool, sms: int, blocks_per_
 
     Args:
         kv: indptr of pages.
-        shape: see the module.
+        shape: query heads, key/value heads, head size, page size.
         graph: whether the plan is for a CUDA graph.
         sms: number of multiprocessors.
         blocks_per_sm: largest number of thread blocks that fit on a multiprocessor. The library gets it from the device.

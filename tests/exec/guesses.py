@@ -1,4 +1,4 @@
-"""A drafter for tests and benchmarks that knows the future text."""
+"""A drafter for tests and benchmarks that proposes known outputs with random errors."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from rootstock_llm.services.worker.exec.contracts.drafter import Computed
 
 
 class Guesses:
-    """A Drafter that knows complete texts and proposes their tokens with errors.
+    """A Drafter that has the complete texts of all requests and proposes their tokens with random errors.
 
-    `accepted` and `drafted` count tokens.
+    `drafted` counts the draft tokens, and `accepted` counts those that verification has accepted.
     """
 
     def __init__(self, texts: Sequence[Sequence[int]], errors: float, vocab_size: int, seed: int = 3) -> None:
-        """Starts without slots.
+        """Creates a drafter without slots.
 
         Args:
-            texts: complete texts; the drafter looks up the text of a slot by its beginning.
+            texts: complete texts; a slot's text is the one that begins with the slot's tokens.
             errors: share of wrong draft tokens.
-            vocab_size: tokens of the vocabulary.
-            seed: draws the errors.
+            vocab_size: number of tokens of the vocabulary.
+            seed: seed of the random errors.
         """
         self._known, self._errors, self._rng = [list(text) for text in texts], errors, random.Random(seed)
         self._vocab_size = vocab_size
@@ -30,14 +30,14 @@ class Guesses:
         self.accepted = self.drafted = 0
 
     def begin(self) -> None:
-        """Does nothing, because the drafter has no entries."""
+        """Does nothing, because this drafter computes nothing."""
 
     def admit(self, slot: SlotParams) -> None:
         self._texts[slot.slot] = slot.history.tolist()
 
     def set_tokens(self, slot: int, start: int, ids: Sequence[int]) -> None:
         text = self._texts[slot]
-        assert len(text) >= start, "reported tokens continue the known text without a gap"
+        assert len(text) >= start, "reported tokens must continue the known text without a gap"
         text[start:] = ids
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
@@ -59,7 +59,7 @@ class Guesses:
         self.accepted += len(tokens) - 1
 
     def computed(self, rows: Sequence[Computed]) -> None:
-        """Checks the reported positions: they end within the known text and include no rejected draft token."""
+        """Checks the positions of the computed rows: they must end within the known text and include no rejected draft token."""
         for row in rows:
             known = len(self._texts[row.slot])
             assert known - 1 <= row.start + row.count <= (known if row.from_plan else known - 1), (

@@ -1,4 +1,4 @@
-"""Executors on host streams over checkpoints in a folder, with our C++ kernels or with torch's reference kernels."""
+"""Builds executors on host streams, with our C++ kernels or with torch's reference kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 from tests.night import NIGHTLY
 
-# `kernel_name` is cpp if neither the test nor its module has this mark: see tests/exec/conftest.py.
+# Marks tests or modules that run with both kernel sets. Without a mark, kernel_name is cpp (tests/exec/conftest.py).
 KERNELS = ["cpp", "torch"]
 on_both_kernels = pytest.mark.parametrize("kernel_name", KERNELS, indirect=True, scope="module")
 on_both_by_night = pytest.mark.parametrize("kernel_name", KERNELS if NIGHTLY else KERNELS[:1], indirect=True, scope="module")
@@ -34,7 +34,7 @@ def build_host_executor(
     check_relay: bool = False,
     kernels: str = "cpp",
 ) -> tuple[DeviceExecutor, LoadedInfo]:
-    """Builds an executor as build_device_executor does. Every prompt of the tests fits into one step."""
+    """Builds an executor like build_device_executor does, with steps that are large enough for every prompt of the tests."""
     options = DeviceOptions(device="cpu", num_threads=num_threads, kernels=kernels)
     return build_device_executor(
         str(model_path), dtype, page_size, max_slots, num_pages, mem_fraction_static, context_len, options, progress, check_relay
@@ -42,6 +42,6 @@ def build_host_executor(
 
 
 def load_request(folder: Path, dtype: str, page_size: int, context_len: int | None) -> LoadRequest:
-    """Returns a request for the CPU, with one thread and our C++ kernels."""
+    """Returns a LoadRequest for the CPU, with one thread and our C++ kernels."""
     target = load_target(torch.device("cpu"), DeviceOptions(device="cpu"))
     return LoadRequest(folder, dtype, page_size, context_len, 1, lambda _: None, target)

@@ -1,4 +1,4 @@
-"""Streams of a slow device: results are junk until the code has waited for them."""
+"""Streams that imitate a slow device: a result is junk until the code has waited for it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def _junk_like(source: Tensor) -> Tensor:
 
 
 class _NumbersStayAway(TorchFunctionMode):
-    """Refuses torch.where with a number.
+    """Refuses torch.where with a Python number as an argument.
 
-    torch would copy the number to the device from unpinned memory, and the host would wait.
+    On a GPU, torch would copy the number from unpinned memory to the device, and the host would wait for the copy.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -33,7 +33,7 @@ class _NumbersStayAway(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         where = getattr(func, "__name__", "") == "where" and not self._watch.inside_kernel
         if where and any(isinstance(each, int | float) for each in args):
-            raise HostWaits("torch.where with a number during a step")
+            raise HostWaits("a step calls torch.where with a number, so the host waits for its copy")
         return func(*args, **(kwargs or {}))
 
 
@@ -48,27 +48,27 @@ class _Reached:
 class LateStreams(InlineStreams):
     """Streams that fill unfinished copies with junk.
 
-    - A copy to the host has junk until the host waits for a later mark. It stays junk if the copy stream did not follow the
+    - A copy to the host is junk until the host waits for a later mark. It stays junk if the copy stream did not wait for the
       computation of its source.
-    - An upload has junk until the forward stream follows the schedule stream.
+    - An upload is junk until the forward stream waits for the schedule stream.
 
-    Work that steps launch must not wait implicitly.
+    Work that a step launches must not make the host wait.
     """
 
     def __init__(self, watch: Watch | None = None) -> None:
-        """Starts without copies.
+        """Creates streams without copies.
 
         Args:
-            watch: sees where kernels begin and end, if they are torch's reference kernels.
+            watch: knows whether a kernel runs; needed if torch's reference kernels, which may wait, replace GPU kernels.
         """
         super().__init__()
         self._watch = watch or Watch()
-        self.waits = 0  # waits of the host for a copy that was not finished
-        self._copies: list[tuple[Tensor, Tensor]] = []  # unfinished copies and their final values
+        self.waits = 0  # number of times that the host has waited for an unfinished copy
+        self._copies: list[tuple[Tensor, Tensor]] = []  # unfinished copies to the host, with their final values
         self._made = 0
         self._copy_follows = True
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # upload buffers and their last written values
-        self._sent: list[int] = []  # buffers that the forward stream does not see yet
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # upload buffers, with their last written values
+        self._sent: list[int] = []  # indices of uploaded buffers for which the forward stream has not waited yet
 
     def launch(self, work: Callable[[], None]) -> None:
         with _NumbersStayAway(self._watch):
@@ -118,7 +118,7 @@ class LateStreams(InlineStreams):
         return _Reached(self, self._made + len(self._copies))
 
     def deliver(self, copies: int) -> None:
-        """Finishes the first `copies` copies."""
+        """Writes the final values of the first `copies` unfinished copies."""
         self.waits += self._made < copies
         while self._made < copies:
             host, value = self._copies.pop(0)

@@ -1,4 +1,7 @@
-"""Runs a request in random contexts: other requests, chunks, cached prefixes, retraction, other pages, and an earlier worker."""
+"""Runs a request in random contexts, which deterministic results must not depend on.
+
+A context has other requests, chunk sizes, cached prefixes, retractions, other page numbers, and output of an earlier worker.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +36,22 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class World:
-    """The sizes of a worker, and the ranges of random contexts."""
+    """The sizes of a worker, and the limits of random contexts."""
 
     page_size: int = 4
     vocab_size: int = 257
     context_len: int = 256
     max_slots: int = 16
     num_pages: int = 512
-    few_pages: int = 160  # fewer pages than all requests need
+    few_pages: int = 160  # size of a small KV pool, which has fewer pages than all requests need
     mates: int = 14  # largest number of other requests
-    turns: int = 40  # turns in which requests arrive
-    mate_prompts: tuple[int, ...] = (1, 3, 17, 40, 100)  # prompt tokens of other requests
-    mate_tokens: int = 40
-    chunks: tuple[int, ...] = (0, 0, 4, 8, 20, 64, 128)  # chunk sizes, 0 for no chunks
-    max_drafts: int = 0
-    adapts_drafts: bool = True
-    drafts_by_model: bool = False
+    turns: int = 40  # number of turns of the loop in which requests arrive
+    mate_prompts: tuple[int, ...] = (1, 3, 17, 40, 100)  # possible numbers of prompt tokens of other requests
+    mate_tokens: int = 40  # largest number of output tokens of other requests
+    chunks: tuple[int, ...] = (0, 0, 4, 8, 20, 64, 128)  # possible chunk sizes in tokens; 0: no chunks
+    max_drafts: int = 0  # largest number of draft tokens per row; 0: no drafting
+    adapts_drafts: bool = True  # whether the controller chooses the number of draft tokens
+    drafts_by_model: bool = False  # whether a draft model drafts, not n-grams
 
     def config(self, **given: Any) -> SchedulerConfig:
         sizes = {"page_size": self.page_size, "context_len": self.context_len, "vocab_size": self.vocab_size}
@@ -81,22 +84,22 @@ class Asked:
 
     prompt: tuple[int, ...]  # token ids
     params: SamplingParams
-    kept: tuple[int, ...] = ()  # output of an earlier worker
+    resumed: tuple[int, ...] = ()  # token ids that an earlier worker has output, which this worker continues
     prediction: tuple[int, ...] = ()  # token ids that the client expects as output
 
 
 @dataclass
 class Answer:
-    """The result of a request."""
+    """The results of a request, collected while it runs."""
 
     tokens: list[int] = field(default_factory=list)  # tokens sampled by this worker
-    logprobs: list[RowLogprobs] = field(default_factory=list)  # log probabilities of the tokens
-    scored: list[PromptLogprobs] = field(default_factory=list)  # requested log probabilities of the prompt
-    verified: Verified = NOTHING_VERIFIED
+    logprobs: list[RowLogprobs] = field(default_factory=list)  # log probabilities of the output tokens
+    scored: list[PromptLogprobs] = field(default_factory=list)  # requested log probabilities of prompt tokens
+    verified: Verified = NOTHING_VERIFIED  # counts of drafted and accepted tokens
     ended: bool = False
 
     def bits(self) -> tuple[object, ...]:
-        """Returns a value that is equal if ids and log probabilities have equal bits."""
+        """Returns a value that is equal for two results exactly if their ids and log probabilities are bitwise equal."""
         return tuple(
             (token, row.sampled.hex(), row.top_ids, tuple(value.hex() for value in row.top))
             for token, row in zip(self.tokens, self.logprobs, strict=True)
@@ -105,20 +108,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class Context:
-    """The configuration and the other requests of a run."""
+    """A run: configuration, tested request and other requests."""
 
     config: SchedulerConfig
-    overlap: bool
-    before: tuple[Asked, ...]  # requests that end before the others arrive
-    arrivals: tuple[tuple[int, Asked], ...]  # (turn, request) of the other requests
+    overlap: bool  # whether the loop overlaps host and device work
+    before: tuple[Asked, ...]  # requests that end before any other request arrives
+    arrivals: tuple[tuple[int, Asked], ...]  # (turn of the loop, other request that arrives in it)
     target: Asked  # the tested request
-    at: int  # turn in which the target arrives
+    at: int  # turn of the loop in which the tested request arrives
 
 
 class Turned:
-    """A scheduler and an executor whose turns the test runs. The executor may have served other schedulers before.
+    """A new scheduler on an executor, which may have served other schedulers before. The test runs each turn of the loop.
 
-    Masks after draft tokens are filled for a random number of positions, as in a step with limited time.
+    A grammar's masks after draft tokens are filled only for a random number of positions, as if the step's time were limited.
     """
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:
@@ -132,7 +135,7 @@ class Turned:
         handle = len(self._answers)
         answer = self._answers[handle] = Answer()
         prompt, prediction = (np.array(ids, dtype=np.int32) for ids in (asked.prompt, asked.prediction))
-        more: dict[str, Any] = {"output_ids": asked.kept, "prediction": prediction}
+        more: dict[str, Any] = {"output_ids": asked.resumed, "prediction": prediction}
         self._core.submit(Submit(0, handle, f"r{handle}", prompt, asked.params, **more), 0.0)
         return answer
 
@@ -182,7 +185,7 @@ class Turned:
 
 
 def targets(world: World, rng: random.Random, prompt_tokens: int, new_tokens: int) -> Iterator[Asked]:
-    """Yields requests with one prompt, one per kind of sampling."""
+    """Yields one request per kind of sampling, all with the same random prompt."""
     prompt = world.ids(rng, prompt_tokens)
     for kind in KINDS:
         yield Asked(prompt, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, top_logprobs=3, **kind))
@@ -199,10 +202,10 @@ def random_context(world: World, seed: int, target: Asked, output: Sequence[int]
     """Returns a random context.
 
     Args:
-        world: the ranges.
-        seed: draws the context.
+        world: limits of the context.
+        seed: seed of the random choices.
         target: the tested request.
-        output: the target's output without other requests. An earlier worker may have sampled a part of it.
+        output: the target's output without other requests. The context may give a part of it to an earlier worker.
     """
     rng = random.Random(seed)
     config = world.config(
@@ -215,30 +218,30 @@ def random_context(world: World, seed: int, target: Asked, output: Sequence[int]
     )
     text = target.prompt + tuple(output)
     before = [world.mate(rng) for _ in range(rng.randrange(1 + world.mates // 4))]
-    if rng.random() < 0.7:  # a hit of any number of pages, prompt or output
+    if rng.random() < 0.7:  # an earlier request caches any number of pages of the target's prompt and output
         cached = text[: rng.randint(1, len(text))] + world.ids(rng, rng.randrange(6))
         greedy = SamplingParams(max_new_tokens=rng.randint(1, 6), temperature=0.0)
         before.insert(rng.randint(0, len(before)), Asked(cached, greedy))
     arrivals = [(rng.randrange(world.turns), world.mate(rng)) for _ in range(rng.randrange(world.mates))]
-    kept = tuple(output[: rng.randrange(len(output))]) if rng.random() < 0.4 else ()
-    continued, at = replace(target, kept=kept), rng.randrange(world.turns)
+    resumed = tuple(output[: rng.randrange(len(output))]) if rng.random() < 0.4 else ()
+    continued, at = replace(target, resumed=resumed), rng.randrange(world.turns)
     return Context(config, rng.random() < 0.7, tuple(before), tuple(arrivals), continued, at)
 
 
 def strings(world: World, executor: Executor, target: Asked, seeds: range) -> set[tuple[object, ...]]:
-    """Returns the distinct answers (ids and bits, from the first token on) that the target gets in these contexts."""
+    """Returns the distinct results of the target in the contexts of these seeds, as values of Answer.bits."""
     reference = alone(world, executor, target)
-    said = {reference.bits()}
+    found = {reference.bits()}
     for seed in seeds:
         context = random_context(world, seed, target, reference.tokens)
-        answer, kept = answer_in(context, executor), len(context.target.kept)
-        assert len(answer.tokens) == target.params.max_new_tokens - kept
-        said.add(reference.bits()[:kept] + answer.bits())
-    return said
+        answer, num_resumed = answer_in(context, executor), len(context.target.resumed)
+        assert len(answer.tokens) == target.params.max_new_tokens - num_resumed
+        found.add(reference.bits()[:num_resumed] + answer.bits())
+    return found
 
 
 def answer_in(context: Context, executor: Executor) -> Answer:
-    """Runs all requests of a context. Returns the target's answer."""
+    """Runs all requests of a context and returns the target's result."""
     turned = Turned(context.config, executor, context.overlap)
     for asked in context.before:
         turned.submit(asked)

@@ -1,7 +1,8 @@
-"""Random traffic through the scheduler, with a real executor and then with the fake one.
+"""Runs random requests through the scheduler, with a real executor and then with the fake one.
 
-The results of the real executor are recorded, and the fake executor repeats its tokens. Both runs must have equal plans and
-results of equal shapes.
+The real executor's results are recorded, and the fake executor repeats them. Both runs must have equal plans, and results of
+equal
+shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MAX_SLOTS, POOL_TOKENS = 9, 640
 
 @dataclass
 class Recorder:
-    """Passes all calls to the executor and records the results by step."""
+    """Forwards all calls to the executor and records the results by step id."""
 
     executor: Executor
     results: dict[int, StepResult] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class Recorder:
 
 
 class Repeater(FakeExecutor):
-    """Repeats recorded results, and checks that they have the shapes of the fake model's results."""
+    """A fake executor that returns recorded results, after checking that its own results have the same shapes."""
 
     def __init__(self, config: SchedulerConfig, recorded: dict[int, StepResult]) -> None:
         slots, pages = config.max_running_requests, config.max_pages_per_request
@@ -89,7 +90,7 @@ class Repeater(FakeExecutor):
 
 
 class Turned(Engine):
-    """The harness's engine with any executor. It records the core's statistics after each turn."""
+    """The test engine of the core with any executor. It records the core's statistics after each turn."""
 
     def __init__(self, config: SchedulerConfig, overlap: bool, executor: Any) -> None:
         super().__init__(config, overlap)
@@ -98,7 +99,7 @@ class Turned(Engine):
 
     def _check_cached_pages(self, nodes: Sequence[TreeNode]) -> None:
         if isinstance(self.executor, Repeater):
-            super()._check_cached_pages(nodes)  # reads the memory of the fake executor
+            super()._check_cached_pages(nodes)  # only a fake executor has the memory that this check reads
 
     def turn(self) -> bool:
         busy = super().turn()
@@ -107,7 +108,7 @@ class Turned(Engine):
 
 
 def random_config(rng: random.Random, page_size: int) -> SchedulerConfig:
-    """Returns a configuration for an executor of MAX_SLOTS slots and POOL_TOKENS tokens."""
+    """Returns a random configuration for an executor with MAX_SLOTS slots and POOL_TOKENS KV tokens."""
     return pinned_config(
         num_pages=rng.choice((96, 160, 320, POOL_TOKENS)) // page_size,
         page_size=page_size,
@@ -129,7 +130,7 @@ def random_config(rng: random.Random, page_size: int) -> SchedulerConfig:
 
 
 def random_prompt(rng: random.Random) -> list[int]:
-    """Returns a prompt with one of few beginnings, so that prompts share prefixes."""
+    """Returns a random prompt that begins with one of a few prefixes, so that prompts share prefixes."""
     stem = [rng.randrange(6, 9)] * rng.randrange(1, 40)
     return stem + [rng.randrange(6, VOCAB) for _ in range(rng.randrange(0, 24))]
 
@@ -161,7 +162,7 @@ def random_params(rng: random.Random, prompt_len: int) -> dict[str, Any]:
 
 
 def drive(engine: Turned, seed: int, turns: int) -> Turned:
-    """Submits and aborts requests in every phase, and drains at random. One seed gives the same requests to any engine."""
+    """Submits and aborts requests at random times, and sometimes drains. One seed gives any engine the same requests."""
     rng = random.Random(seed)
     handle = 0
     for _ in range(turns):
@@ -181,6 +182,6 @@ def drive(engine: Turned, seed: int, turns: int) -> Turned:
         if rng.random() < 0.01:
             engine.drain()
         engine.turn()
-        assert engine.idle_turns < 3, "the scheduler is stuck with requests waiting"
+        assert engine.idle_turns < 3, "the scheduler must not stop planning while requests wait"
     engine.drain()
     return engine

@@ -1,4 +1,4 @@
-"""A sampler without a model: tests admit slots and sample rows of logits."""
+"""A sampler without a model, with which tests admit slots and sample rows of logits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def sample_kernels(name: str) -> SampleKernels:
 
 
 class Sampling:
-    """A sampler that gets the calls of a runner, in their order."""
+    """Calls a sampler in the order in which the executor's runner calls it."""
 
     def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels) -> None:
         """Creates a sampler.
 
         Args:
-            max_slots: slots.
-            vocab_size: tokens of the vocabulary.
-            kernels: kernels from sample_kernels().
+            max_slots: number of slots.
+            vocab_size: number of tokens of the vocabulary.
+            kernels: result of sample_kernels().
         """
         streams = InlineStreams()
         self.relay = torch.full((max_slots,), -1, dtype=torch.int64)
@@ -49,20 +49,20 @@ class Sampling:
         self.sampler.ring.release(self._mark)
 
     def sample(self, logits: Tensor, slots: I32, positions: I32, masks: Mapping[int, Words] | None = None) -> Outcome:
-        """Samples rows.
+        """Samples one token per row.
 
         Args:
             logits: float32[n, V].
             slots: int32[n].
             positions: int32[n], positions of the sampled tokens.
-            masks: uint32[ceil(V / 32)] by row.
+            masks: by row: uint32[ceil(V / 32)], bits of the permitted tokens.
         """
         inputs = self.sampler.step_inputs(torch.from_numpy(slots), torch.from_numpy(positions))
         batch = SampleBatch.of(logits, inputs, slots, np.arange(len(slots)))
         return self.sampler.outcome(self.sampler.launch(batch, masks or {}))
 
     def edited(self, logits: Tensor, slot: int, position: int) -> list[float]:
-        """Returns float32[V], the edited logits of the slot's row."""
+        """Returns the slot's logits, V numbers, after penalties, biases and filters."""
         self.sample(logits[None], np.array([slot], np.int32), np.array([position], np.int32))
         found: list[float] = self.sampler._edited[0].tolist()
         return found

@@ -1,4 +1,4 @@
-"""Faults that a change of the executor's parts could introduce. An assert of the product finds each of them."""
+"""Each fault below, which a change of the code could introduce, fails an assert of the product."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.exec.driver import Driver, Sequence
 from tests.exec.host_executors import load_request
 from tests.exec.tiny_models import MODELS
 
-Scenario = Callable[[Path], bool]  # returns whether its result is right
+Scenario = Callable[[Path], bool]  # runs the code on a model folder and returns whether the result is right
 PAGE = 4
 
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(_: Path) -> bool:
-    """Serves requests in chunks by the core and the fake executor."""
+    """Serves requests with chunked prompts by the core and the fake executor."""
     engine = make()
     engine.checked = False
     for handle in range(6):
@@ -48,7 +48,7 @@ def served(_: Path) -> bool:
 
 
 def computed(folder: Path) -> bool:
-    """Computes five tokens of one sequence by a decoder, loaded as a worker loads it."""
+    """Computes five tokens of one sequence by a decoder that is loaded like in a worker."""
     loaded = load_model(load_request(folder, "float32", PAGE, 32))
     pool = allocate(loaded.layers, 2, PAGE, loaded.dtype, loaded.kernels)
     positions = torch.arange(5, dtype=torch.int32)
@@ -60,7 +60,7 @@ def computed(folder: Path) -> bool:
 
 
 def embedded(_: Path) -> bool:
-    """Computes the mean over a prompt in three chunks."""
+    """Pools a prompt to its mean in three chunks."""
     pool = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False))
     driver = Driver(FakeExecutor(8, PAGE, 4, 8, 1000), PAGE)
     sequence = Sequence(list(range(12)), 0, SamplingParams(max_new_tokens=1, embedding=EmbeddingParams()))
@@ -74,7 +74,7 @@ def embedded(_: Path) -> bool:
 
 
 def repeated(_: Path) -> bool:
-    """Adds more tokens to a sequence than its first allocation holds."""
+    """Adds more tokens to the repetition index of DRY than its first allocation has memory for."""
     repeats = Repeats(DryParams(1.0), np.array([1, 2, 3] * 3))
     for token in [1, 2, 3] * 200:
         repeats.add(token)
@@ -84,7 +84,7 @@ def repeated(_: Path) -> bool:
 FAULTS: list[tuple[Fault, Scenario]] = [
     (
         Fault(
-            "page tables get one page for each update",
+            "a table update adds only one page",
             FakeExecutor._apply_table,
             "np.repeat(plan.table_slots, plan.table_counts)",
             "plan.table_slots",
@@ -94,7 +94,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "an extend row begins at another's token",
+            "an extend row begins at a token of another row",
             FakeExecutor.forward,
             "at += count",
             "at += 1",
@@ -104,7 +104,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "the core grows a table and tells no plan",
+            "the core adds pages to a table without recording them for a plan",
             KVMemory.grow,
             "self._record(slot, have, pages)",
             "pass",
@@ -114,7 +114,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "the values' projection is left out",
+            "the value projection is not loaded",
             WeightReader.stacked,
             "size, in_features)) for name, size in names]",
             "size, in_features)) for name, size in names[:2]]",
@@ -134,7 +134,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "a chunk's end is counted from the chunk",
+            "the end of a chunk is relative to the chunk, not to the prompt",
             EmbeddingPool.pool,
             "pooled.end = int(plan.starts[row]) + last",
             "pooled.end = last",
@@ -144,7 +144,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "room runs out unnoticed",
+            "the arrays do not grow when they are full",
             Repeats.add,
             "self._size == len(self._tokens)",
             "self._size > len(self._tokens)",
@@ -161,5 +161,5 @@ def test_scenario_passes_without_a_fault(scenario: Scenario, folder: Path) -> No
 
 
 @pytest.mark.parametrize(("fault", "scenario"), FAULTS, ids=[fault.name for fault, _ in FAULTS])
-def test_fault_trips_an_assert(fault: Fault, scenario: Scenario, folder: Path) -> None:
+def test_fault_fails_an_assert(fault: Fault, scenario: Scenario, folder: Path) -> None:
     assert re.search(fault.law, law_broken(fault, lambda: scenario(folder)))

@@ -1,4 +1,4 @@
-"""Our attention back ends give the results of the reference, for mixed batches and graphs, step after step."""
+"""Our attention backends compute the reference's results for mixed batches and graphs over several steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the import of triton, which reads it
 
 from rootstock_llm.kernels.contracts.ops import RaggedRows
 from rootstock_llm.kernels.reference import layers as reference
@@ -42,7 +42,7 @@ BACKENDS = {"triton": TritonAttention, "torch": lambda *_: KernelAttention(refer
 
 
 class Model:
-    """The filled pools of one layer, and the page table of all slots."""
+    """KV pools of one layer, filled at random, and the page tables of all slots."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         made = torch.Generator().manual_seed(0)
@@ -104,7 +104,7 @@ STEPS = {
 )
 @pytest.mark.parametrize("name", list(BACKENDS))
 def test_back_end_equals_the_reference_for_every_kind_of_step(name: str, dtype: torch.dtype, steps: list[str]) -> None:
-    """The same back end runs all steps, with and without a window, so state of an earlier step would show."""
+    """One backend runs all steps, with and without a window, so that leftover state of an earlier step is found."""
     model, backend = Model(DEVICE, dtype), BACKENDS[name](SHAPE, DEVICE)
     for step in (STEPS[step] for step in steps):
         batch = model.batch(*step)
@@ -117,7 +117,7 @@ def test_back_end_equals_the_reference_for_every_kind_of_step(name: str, dtype: 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("window", SHAPE.windows)
 def test_graph_reads_lengths_on_the_device(window: int) -> None:
-    """The launches for one step's columns serve later steps with the same addresses. Padding rows change nothing."""
+    """Launches that were captured for one step compute later steps with the same addresses. Padding rows have no effect."""
     model, backend = Model(DEVICE), TritonAttention(SHAPE, DEVICE)
     batch = model.batch([0, -1, -1, -1], [0] * 4, [1] * 4, 0, graph=4)
     qkv = model.queries(batch)
@@ -155,7 +155,7 @@ def test_graph_is_planned_for_the_longest_context() -> None:
     model.attended(backend, batch, model.queries(batch), 0)
     model.attended(backend, batch, model.queries(batch), 9)
     ((whole,), (windowed,)) = backend._launches[4, 0], backend._launches[4, 9]
-    assert whole.splits == 3, "640 positions have three splits of at least 256 positions"
+    assert whole.splits == 3, "640 positions must have three splits of at most 256 positions"
     assert windowed.splits == 1
 
 
@@ -169,7 +169,7 @@ def test_only_triton_can_be_captured() -> None:
 @pytest.mark.by_day(one_in=5, seed=35)
 @each_pair(shape=[(8, 4, 128), (8, 2, 128), (1, 71, 64), (1, 128, 576), (40, 1, 256)], itemsize=[2, 4], multiprocessors=[16, 132])
 def test_scratch_bounds_hold_for_every_plan(shape: tuple[int, int, int], itemsize: int, multiprocessors: int) -> None:
-    """A shape has KV heads, query heads per KV head, and the head size."""
+    """`shape` has the number of KV heads, query heads per KV head, and the head size."""
     kv_heads, group, head_dim = shape
     heads = HeadShape(kv_heads, group, head_dim, head_dim, itemsize)
     lanes, counters = scratch_bounds(heads, multiprocessors)
@@ -181,6 +181,6 @@ def test_scratch_bounds_hold_for_every_plan(shape: tuple[int, int, int], itemsiz
 
 
 def test_every_tile_fits_into_shared_memory() -> None:
-    """A Hopper multiprocessor has 227 KiB for the keys and values of all stages."""
+    """The keys and values of all pipeline stages must fit into the 227 KiB of a Hopper multiprocessor."""
     for (size, itemsize), blocks in DECODE_BLOCKS.items():
         assert blocks.num_stages * blocks.n * size * 2 * itemsize <= 227 * 1024

@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Named:
-    """A stand-in for a back end."""
+    """Replaces an attention backend; it has only a name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,7 +43,7 @@ def chosen(
 
 
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
-    """Installs a FlashInfer back end that needs no device. Its prepare() raises the failure."""
+    """Makes the FlashInfer backend available without a device. Its prepare() raises `failure`, if given."""
 
     def prepare(_: Any, log: Any) -> None:
         if failure is not None:

@@ -1,4 +1,4 @@
-"""Loading a wrong folder raises a ValueError with the reason."""
+"""Loading an invalid model folder raises a ValueError with the reason."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CASES: dict[str, dict[str, Any]] = {
     "vocabulary below zero": {"vocab_size": -3},
     "no hidden size": {"hidden_size": None},
     "no layers": {"num_hidden_layers": 0},
-    "heads do not divide": {"num_attention_heads": 5, "num_key_value_heads": 2},
+    "heads are no multiple of KV heads": {"num_attention_heads": 5, "num_key_value_heads": 2},
     "another architecture": {"architectures": ["GPT2LMHeadModel"]},
     "quantised": {"quantization_config": {"quant_method": "awq"}},
-    "another shape than the weights": {"intermediate_size": 100},
+    "shape differs from the weights": {"intermediate_size": 100},
 }
 
 
@@ -53,7 +53,7 @@ def test_load_refuses_a_wrong_config(folder: Path, tmp_path: Path, name: str) ->
 
 
 def test_load_refuses_quantised_tensors_when_the_config_does_not_name_them(tmp_path: Path) -> None:
-    """Some quantisation tools record the method in a separate file. Covers the registry's models and those of transformers."""
+    """Some quantisation tools write the method to a separate file. Tests our models and those of transformers."""
     for family, dtype in itertools.product(("qwen3", "gemma"), (torch.float8_e4m3fn, torch.int8)):
         path = tmp_path / f"{family}-{dtype}"
         {**MODELS, **SERVED}[family].build(path)

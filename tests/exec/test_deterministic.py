@@ -1,4 +1,4 @@
-"""Deterministic mode through executor and scheduler: the bits of a result depend only on the request."""
+"""Deterministic mode of executor and scheduler: the bits of a result depend only on the request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
 WORLD = World()
-CONTEXTS = 1000 if NIGHTLY else 24  # a third of them per kind of sampling
+CONTEXTS = 1000 if NIGHTLY else 24  # number of random contexts, a third per kind of sampling
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a model with heads of 64 numbers, for which bfloat16 has separate tiles on CPUs with dot products."""
+    """A model with a head size of 64, for which CPUs with bfloat16 dot products use other kernel tiles."""
     made = tmp_path_factory.mktemp("model")
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(made)
     return made
@@ -53,13 +53,13 @@ def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[Executor]
 
 @pytest.mark.by_day(one_in=3, seed=9)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_answer_has_equal_bits_in_any_context(executor: Executor, number: int) -> None:
+def test_result_has_equal_bits_in_any_context(executor: Executor, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     assert len(strings(WORLD, executor, target, range(number, CONTEXTS, 3))) == 1
 
 
-def test_answer_has_different_bits_without_the_mode(folder: Path) -> None:
-    """Sums of torch's linear layers depend on the number of rows on every CPU, those of our kernels only on some CPUs."""
+def test_result_has_different_bits_without_the_mode(folder: Path) -> None:
+    """Uses torch's linear layers, whose sums depend on the number of rows on every CPU. Those of our kernels do on some CPUs."""
     executor = made_of(folder, "float32", deterministic=False, kernels="torch")
     *_, target = targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
     assert any(len(strings(WORLD, executor, target, range(seed, seed + 1))) > 1 for seed in range(40))
@@ -96,7 +96,7 @@ def test_mean_embedding_has_equal_bits_for_any_chunk_size(tmp_path: Path) -> Non
 
 
 def test_fingerprint_depends_on_the_dtype(folder: Path) -> None:
-    """The machine is the same. Without deterministic mode, the fingerprint is empty."""
+    """On one machine, fingerprints of two dtypes differ. Without deterministic mode, the fingerprint is empty."""
     fingerprints = {}
     for dtype, deterministic in (("float32", True), ("bfloat16", True), ("float32", False)):
         options = DeviceOptions(device="cpu", num_threads=1, deterministic=deterministic)
@@ -111,7 +111,7 @@ def test_fingerprint_depends_on_the_dtype(folder: Path) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 def test_seed_decides_the_text(executor: Executor) -> None:
-    """The worker's gRPC server draws a seed for a request without one."""
+    """Only the seed determines the output. The worker's gRPC server chooses a seed for a request without one."""
     prompt = next(targets(WORLD, random.Random(7), 9, 1)).prompt
     texts = {
         tuple(

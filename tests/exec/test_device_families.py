@@ -1,4 +1,4 @@
-"""Models other than our decoder: equal tokens and vectors with our C++ kernels and with torch's reference kernels."""
+"""Models with special layers give equal tokens and vectors with our C++ kernels and with torch's reference kernels."""
 
 from __future__ import annotations
 

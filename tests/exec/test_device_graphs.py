@@ -1,6 +1,7 @@
 """The device executor with decode graphs, on a CPU.
 
-A double of graphs detects launches that a real replay would repeat wrongly. A guard detects host waits during a step. The tokens
+GraphDouble detects launches that a real graph would replay wrongly, and StepGuard detects host waits during a step. The tokens
+must
 equal those of the executor on host streams.
 """
 
@@ -52,7 +53,7 @@ PAGE_SIZE, SLOTS, PAGES = 4, 12, 400
 
 
 class CapturableTorch(KernelAttention):
-    """Attention in torch that counts as one kernel, so that its wrapper can watch the launches."""
+    """Attention in torch that can be captured in a graph. WatchedAttention records each of its calls as one launch."""
 
     captures = True
 
@@ -64,7 +65,7 @@ class CapturableTorch(KernelAttention):
 
 
 class Device:
-    """A device executor whose kernels and graphs are watched."""
+    """A device executor whose kernels and graphs are recorded and checked (device_doubles.py)."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class WatchedAttention(WatchedKernels):
     captures = True
 
 
-# Marks tests that run with one model only, because they do not depend on the model.
+# Marks tests that do not depend on the model, so that they run with only one.
 of_one_model = pytest.mark.parametrize("folder", ["qwen3"], indirect=True, scope="module")
 BOTH = ["qwen3", "mistral-window"]
 of_one_by_day = pytest.mark.parametrize("folder", BOTH if NIGHTLY else BOTH[:1], indirect=True, scope="module")
@@ -121,7 +122,7 @@ def cpu(folder: Path) -> Iterator[Executor]:
 
 
 class Guarded(Driver):
-    """A driver that launches steps under a guard and waits outside of it."""
+    """A driver that launches steps under StepGuard. It waits for results outside of the guard."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device.executor, PAGE_SIZE)
@@ -175,7 +176,7 @@ def sequences(count: int = len(ALL_KINDS)) -> list[Sequence]:
 
 
 def told(each: Sequence) -> tuple[list[object], list[float]]:
-    """Returns the exact values and the values that may differ by rounding."""
+    """Returns a sequence's results: values that must be equal, and numbers that may differ by rounding."""
     exact: list[object] = [each.output, *(p.top_ids for p in each.logprobs), *(p.top_ids.tolist() for p in each.prompt_logprobs)]
     close = [value for p in each.logprobs for value in (p.sampled, *p.top, *p.chosen)]
     close += [float(value) for p in each.prompt_logprobs for part in (p.values, p.top, p.chosen) for value in part.reshape(-1)]
@@ -197,7 +198,7 @@ def test_device_executor_equals_the_cpu_executor_for_all_features(device: Device
     ours = run_all(Guarded(device), sequences(), 24)
     assert same(ours, run_all(Driver(cpu, PAGE_SIZE), sequences(), 24))
     assert all(len(each.output) == 24 for each in ours) and ours[2].logprobs and ours[7].prompt_logprobs
-    assert device.graphs.replays > 40, "decode steps are replayed"
+    assert device.graphs.replays > 40, "decode steps must use graphs"
 
 
 @of_one_by_day
@@ -210,7 +211,7 @@ def test_graphs_serve_any_batch_up_to_the_largest_size(device: Device, cpu: Exec
 
 
 class Coming(HostArrival):
-    """An arrival whose groups are all queued."""
+    """The arrival of a load whose groups of layers are all queued. It records the waits."""
 
     def __init__(self, device: Device, groups: int, waits: list[tuple[int, int]]) -> None:
         super().__init__(groups)
@@ -222,7 +223,10 @@ class Coming(HostArrival):
 
 @of_one_model
 def test_graph_waits_for_a_whole_load_into_a_new_page(device: Device) -> None:
-    """Layers of a graph cannot wait for groups. A step without a graph waits layer by layer."""
+    """The layers of a graph cannot wait for groups of a load, so the step waits for the whole load first.
+
+    A step without a graph waits layer by layer.
+    """
     driver, waits, sequence = Guarded(device), list[tuple[int, int]](), Sequence([1, 2, 3], 1, greedy())
     runner = device.executor.runner
     layers = len(runner.passes.pool.keys)
@@ -232,7 +236,7 @@ def test_graph_waits_for_a_whole_load_into_a_new_page(device: Device) -> None:
     driver.prefill([sequence])
     assert waits == [(layer, before) for layer in range(layers)]
     driver.step([(sequence, 1)])
-    assert len(waits) == layers and device.graphs.replays > before, "the step does not wait, because its table has no new page"
+    assert len(waits) == layers and device.graphs.replays > before, "a step without a new page in its table must not wait"
     before = device.graphs.replays
     driver.step([(sequence, 1)])
     assert waits[layers:] == [(layers - 1, before)] and device.graphs.replays > before
@@ -241,7 +245,7 @@ def test_graph_waits_for_a_whole_load_into_a_new_page(device: Device) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_graph_forgets_grammar_masks_of_earlier_steps(device: Device) -> None:
+def test_graph_ignores_grammar_masks_of_earlier_steps(device: Device) -> None:
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
     masked, plain = Sequence([1, 2, 3], 1, greedy()), Sequence([1, 2, 3], 2, greedy())
@@ -254,7 +258,7 @@ def test_graph_forgets_grammar_masks_of_earlier_steps(device: Device) -> None:
 
 
 @of_one_model
-def test_graph_forgets_masks_when_losses_exceed_the_buffer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_clears_all_masks_when_too_many_rows_lose_theirs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_sampler, "MAX_LOSSES", -1)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -307,7 +311,7 @@ def test_steps_in_flight_relay_tokens_on_the_device(device: Device) -> None:
 
 @of_one_by_day
 def test_forced_tokens_replace_sampled_tokens_in_penalties(device: Device, cpu: Executor) -> None:
-    """After a jump, a slot continues with forced tokens in place of the sampled ones."""
+    """After a jump of its grammar, a slot continues with forced tokens instead of sampled ones."""
     outputs = []
     for executor in (device.executor, cpu):
         driver = Driver(executor, PAGE_SIZE)
@@ -324,7 +328,12 @@ def test_forced_tokens_replace_sampled_tokens_in_penalties(device: Device, cpu: 
 
 
 def jumped(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]:
-    """Decodes rows. One row with all kinds of sampling then continues with six forced tokens, `chunks` tokens at a time."""
+    """Decodes rows until one of them, with all kinds of sampling, gets six forced tokens.
+
+    Args:
+        chunks: numbers of forced tokens that the next steps compute.
+        beside: number of other rows.
+    """
     rows = sequences()[: beside + 1]
     driver.prefill(rows)
     driver.decode(rows, 3)
@@ -345,16 +354,16 @@ def test_known_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, chu
     steps = runner.stats.eager_steps
     ours = jumped(Guarded(device), chunks, beside=1)
     assert same(ours, jumped(Driver(cpu, PAGE_SIZE), chunks, beside=1))
-    assert runner.stats.eager_steps == steps + 1, "only the step with the prompts has no graph"
+    assert runner.stats.eager_steps == steps + 1, "only the step with the prompts may run without a graph"
     assert same(jumped(Guarded(device), [7], beside=4), jumped(Driver(cpu, PAGE_SIZE), [7], beside=4))
-    assert runner.stats.eager_steps == steps + 3, "11 tokens exceed the 8 rows of a graph"
+    assert runner.stats.eager_steps == steps + 3, "11 tokens, more than the 8 rows of a graph, must run without one"
 
 
 @of_one_model
 def test_start_measures_the_cost_of_a_step_without_a_graph(folder: Path) -> None:
-    """The cost is a share of the time of a step.
+    """The cost is measured as a share of the step's time.
 
-    From this share and the bytes of weights and KV follows the number of KV tokens that a graph may read again.
+    This share and the bytes of weights and KV determine how many KV tokens a graph may read a second time.
     """
     runner = Device(folder, eager_cost=None, max_graph_rows=3).executor.runner
     found = runner.graph_limits
@@ -374,7 +383,7 @@ def test_known_tokens_use_no_graph_when_rereads_exceed_the_limit(device: Device)
 
 @of_one_by_day
 def test_graph_samples_only_slots_when_rows_outnumber_slots(folder: Path, cpu: Executor) -> None:
-    """Two such graphs do not share their masks."""
+    """The masks of two such graphs must be separate."""
     device = Device(folder, slots=2, max_graph_rows=16)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -417,7 +426,7 @@ def test_unwritten_relay_fails_only_one_step(device: Device) -> None:
 
 @of_one_model
 def test_failed_readback_fails_only_one_step(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler records tokens of slots with penalties in later steps."""
+    """Slots with penalties must still get their tokens in later steps."""
     penalised = SamplingParams(64, temperature=0.0, frequency_penalty=0.5, dry=DryParams(0.5, allowed_length=1))
     driver, first, twin = Driver(device.executor, PAGE_SIZE), Sequence([1, 2, 3], 0, penalised), Sequence([1, 2, 3], 1, penalised)
 
@@ -471,7 +480,7 @@ def test_empty_plan_gives_an_empty_result(device: Device) -> None:
 
 
 class FailsAtThird(GraphMemoryDouble):
-    """A driver that captures two graphs and fails at the third."""
+    """Graph memory that captures two graphs and fails at the third, as a driver of a GPU may do."""
 
     def capture(self, work: Callable[[], None]) -> GraphDouble:
         if len(self.graphs) == 2:

@@ -1,4 +1,4 @@
-"""A device without enough memory: steps in pieces, requests that end, and memory that is released and resumed."""
+"""A device without enough memory: steps run in pieces, too large requests end, and memory is released and resumed."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def cpu(folder: Path) -> Iterator[Executor]:
 
 
 class Narrow:
-    """A model that has memory for `room` tokens per pass, and none for the slots in `too_large`."""
+    """A model with memory for `max_pass` tokens per forward pass, and without memory for the slots in `too_large`."""
 
-    def __init__(self, model: Any, room: int, too_large: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-        self._model, self._room, self._too_large = model, room, too_large
+    def __init__(self, model: Any, max_pass: int, too_large: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self._model, self._max_pass, self._too_large = model, max_pass, too_large
         self.refused = 0
 
     def forward(self, input_ids: torch.Tensor, rows: Any, pool: Any) -> None:
-        if len(input_ids) > self._room or self._too_large & set(rows.slots.tolist()):
+        if len(input_ids) > self._max_pass or self._too_large & set(rows.slots.tolist()):
             self.refused += 1
             raise torch.OutOfMemoryError(f"no memory for {len(input_ids)} tokens")
         self._model.forward(input_ids, rows, pool)
@@ -74,17 +74,17 @@ class Narrow:
         return getattr(self._model, name)
 
 
-def narrowed(executor: DeviceExecutor, room: int, too_large: set[int] | None = None) -> Narrow:
-    narrow = Narrow(executor.runner.passes.model, room, too_large or set())
+def narrowed(executor: DeviceExecutor, max_pass: int, too_large: set[int] | None = None) -> Narrow:
+    narrow = Narrow(executor.runner.passes.model, max_pass, too_large or set())
     executor.runner.passes.model = narrow
     return narrow
 
 
 @pytest.mark.by_day(one_in=3, seed=4)
-@pytest.mark.parametrize("room", [1, 3, 10])
-def test_step_is_computed_in_pieces_when_memory_is_short(folder: Path, cpu: Executor, room: int) -> None:
+@pytest.mark.parametrize("max_pass", [1, 3, 10])
+def test_step_is_computed_in_pieces_when_memory_is_short(folder: Path, cpu: Executor, max_pass: int) -> None:
     executor = built(folder)
-    narrow = narrowed(executor, room)
+    narrow = narrowed(executor, max_pass)
     ours = run_all(Driver(executor, PAGE_SIZE), sequences(), 8)
     assert same(ours, run_all(Driver(cpu, PAGE_SIZE), sequences(), 8))
     assert narrow.refused >= 10 and executor.runner.stats.pieces > 10
@@ -144,7 +144,7 @@ def test_kernel_error_fails_only_one_step(folder: Path) -> None:
 
 
 def test_sampling_error_fails_only_the_affected_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More steps fail than the rings have buffers, and the next step succeeds."""
+    """After more failed steps than the rings have buffers, the next step must succeed."""
     executor = built(folder)
     driver = Driver(executor, PAGE_SIZE)
 
@@ -188,7 +188,7 @@ def test_memory_can_be_released_and_resumed(folder: Path) -> None:
     held = [weakref.ref(model.model.embedding.weight), weakref.ref(executor.runner.passes.pool.keys[0])]
     del model
     executor.apply(ReleaseMemory(**both))
-    assert [each() for each in held] == [None, None], "the released weights and pool have no references"
+    assert [each() for each in held] == [None, None], "released weights and pool must have no references"
     with pytest.raises(ExecutorError, match="released"):
         driver.prefill([Sequence([1, 2], 2, greedy())])
     executor.apply(ResumeMemory(**both))
@@ -198,7 +198,7 @@ def test_memory_can_be_released_and_resumed(folder: Path) -> None:
 
 
 def test_resume_waits_on_the_forward_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another stream, the pool might be filled with zeros after a step has written keys."""
+    """On another stream, the pool could be filled with zeros after a step has written its KV."""
     executor, both = built(folder), {"kv": True, "weights": True}
     runner, calls = executor.runner, list[str]()
 
@@ -221,7 +221,7 @@ def test_resume_waits_on_the_forward_stream(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_failed_resume_releases_all_memory_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and pool fit into the memory, but the graphs do not."""
+    """In this case, weights and pool fit into the memory, but the graphs do not."""
     executor, both = built(folder), {"kv": True, "weights": True}
     operator = executor._operations
     executor.apply(ReleaseMemory(**both))
@@ -238,7 +238,7 @@ def test_failed_resume_releases_all_memory_again(folder: Path, monkeypatch: pyte
         with pytest.raises(OperationRefused, match="no memory for graphs"):
             executor.apply(ResumeMemory(**both))
     assert executor.runner.passes.pool is NO_POOL and isinstance(executor.runner.passes.model, NoModel)
-    assert [each() for each in made] == [None, None], "the memory of the failed resume has no references"
+    assert [each() for each in made] == [None, None], "the memory of a failed resume must have no references"
     executor.apply(ResumeMemory(**both))
     driver, sequence = Driver(executor, PAGE_SIZE), Sequence([1, 2, 3], 0, greedy())
     driver.prefill([sequence])
@@ -247,7 +247,7 @@ def test_failed_resume_releases_all_memory_again(folder: Path, monkeypatch: pyte
 
 
 def test_page_table_is_updated_when_a_step_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later step may be planned with these pages."""
+    """The scheduler may already have planned a later step with the pages of the failed step."""
     executor = built(folder)
     driver, ring, send = Driver(executor, PAGE_SIZE), executor.runner._ring, executor.runner._ring.send
 
@@ -271,22 +271,22 @@ def test_page_table_is_updated_when_a_step_fails(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-@pytest.mark.parametrize("room", [64, 16])
-def test_encoder_computes_each_prompt_in_one_pass(tmp_path: Path, room: int) -> None:
-    """The first prompt exceeds max_tokens, and in one case the memory of the device."""
+@pytest.mark.parametrize("max_pass", [64, 16])
+def test_encoder_computes_each_prompt_in_one_pass(tmp_path: Path, max_pass: int) -> None:
+    """The first prompt has more tokens than max_tokens; in one case, it also exceeds the device's memory."""
     FOLDERS["bert-mean"].build(tmp_path)
     cpu, _ = build_host_executor(str(tmp_path), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
     params, results = SamplingParams(1, embedding=EmbeddingParams()), []
     for executor in (built(tmp_path, max_tokens=8), cpu):
         if isinstance(executor, DeviceExecutor):
-            narrowed(executor, room)
+            narrowed(executor, max_pass)
         each = [Sequence(list(range(6, 6 + size)), slot, params) for slot, size in enumerate((30, 5, 7))]
         run = executor.forward(Driver(executor, PAGE_SIZE).plan([(one, len(one.prompt)) for one in each]))
         executor.sample(run, {})
         results.append(executor.wait(run))
         executor.close()
     ours, theirs = results
-    assert ours.faults == ({} if room > 30 else {0: RowFault.OUT_OF_MEMORY})
+    assert ours.faults == ({} if max_pass > 30 else {0: RowFault.OUT_OF_MEMORY})
     assert sorted(ours.embeddings) == [row for row in range(3) if row not in ours.faults]
     assert all(vector == pytest.approx(theirs.embeddings[row], abs=1e-5) for row, vector in ours.embeddings.items())
 
@@ -346,7 +346,7 @@ def test_build_refuses_unusable_devices(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_device_of_adds_the_index_of_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's set_device() requires an index."""
+    """torch's set_device() requires a device with an index."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,6 +1,6 @@
-"""The executor under random traffic: lengths, pages and finishes equal those of the fake executor.
+"""The executor with random requests: lengths, pages and finishes equal those of the fake executor.
 
-Tokens equal those of a model that computes each request separately. A CPU runs few steps, a GPU 2,000.
+Tokens equal those of transformers, which computes each request separately. A CPU runs few steps, a GPU runs 2,000.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tests.night import NIGHTLY
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 STEPS = 2000 if DEVICE != "cpu" else 300
-TURNS = 60  # scheduler turns of one random run, which ends with a complete drain
+TURNS = 60  # turns of the loop in one random run, after which all requests are completed
 KERNELS = ["auto"] if DEVICE != "cpu" else ["cpp", "torch"] if NIGHTLY else ["cpp"]
 PAGE_SIZES = (4, 1, 16)
-NEAR = 2e-3  # distance of two logits below which rounding may swap the tokens
+NEAR = 2e-3  # difference of two logits below which rounding may exchange the tokens
 COLUMNS = (
     *("mode", "num_extend", "slots", "starts", "num_tokens", "input_ids", "sample", "mask_rows"),
     *("prompt_logprob_rows", "prompt_logprob_offsets", "prompt_logprob_nexts"),
@@ -76,7 +76,7 @@ def test_executor_equals_the_fake_executor_under_random_traffic(executors: Calla
         count(ours, seen)
         seed += 1
     missing = [what for what in COVERED if not seen[what]]
-    assert not missing, f"the traffic never had: {missing}"
+    assert not missing, f"the random requests never caused: {missing}"
 
 
 COVERED = (
@@ -94,7 +94,7 @@ COVERED = (
 
 
 def count(engine: Turned, seen: Counter[str]) -> None:
-    """Counts the features that occurred in the traffic."""
+    """Adds the number of times that each feature of COVERED occurred."""
     stats = engine.core.stats()
     seen["retractions"] += stats.retractions_total
     seen["evictions"] += stats.evicted_pages_total
@@ -113,10 +113,10 @@ def assert_alike(ours: Turned, fake: Turned, seed: int) -> None:
             assert np.array_equal(getattr(mine, column), getattr(other, column)), (seed, mine.step_id, column)
         assert repr(mine.admitted) == repr(other.admitted), (seed, mine.step_id)
     assert len(ours.plans) == len(fake.plans), seed
-    assert ours.stats == fake.stats, f"seed {seed}: pages or counts differ"
+    assert ours.stats == fake.stats, f"seed {seed}: the core's statistics must be equal"
     assert ours.outputs == fake.outputs, seed
     assert repr(ours.finishes) == repr(fake.finishes), seed
-    assert set(ours.finishes) == set(ours.submitted), f"seed {seed}: each request ends once"
+    assert set(ours.finishes) == set(ours.submitted), f"seed {seed}: each request must end exactly once"
 
 
 def plain_requests(engine: Turned) -> list[int]:
@@ -132,7 +132,7 @@ def plain_requests(engine: Turned) -> list[int]:
 
 
 def check_tokens(engine: Turned, handle: int, model: Any, seed: int) -> int:
-    """Checks that each token is the most likely one of a model that computes only this request. Returns the number of tokens."""
+    """Checks that each output token is the most likely one in transformers' model. Returns the number of tokens."""
     output = engine.outputs.get(handle, [])
     if not output:
         return 0
@@ -141,5 +141,5 @@ def check_tokens(engine: Turned, handle: int, model: Any, seed: int) -> int:
         logits = model(torch.tensor([prompt + output[:-1]], device=DEVICE)).logits[0, len(prompt) - 1 :].float()
     lacking = logits.amax(dim=1) - logits[torch.arange(len(output)), torch.tensor(output, device=DEVICE)]
     assert logits.shape == (len(output), VOCAB)
-    assert float(lacking.max()) < NEAR, f"seed {seed}, request {handle}: token {int(lacking.argmax())} is not the likeliest"
+    assert float(lacking.max()) < NEAR, f"seed {seed}, request {handle}: token {int(lacking.argmax())} is not the most likely"
     return len(output)

@@ -1,6 +1,6 @@
-"""Draft tokens on a device: the host waits only for lengths, and ids and bits equal those of plain decoding on a CPU.
+"""Draft tokens on a device: the host waits only for lengths, and ids and bits equal those of a CPU without drafting.
 
-The tests cover all drafters, with and without graphs. LateStreams stands for the device.
+The tests cover all drafters, with and without graphs. LateStreams replaces the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SIZES = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_l
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a model with an MTP layer, and a folder with an EAGLE-3 head."""
+    """Folder of a model with an MTP layer. Its subfolder has an EAGLE-3 head."""
     made = tmp_path_factory.mktemp("model")
     MODEL.build(made / "target")
     add_mtp(made / "target", deepseek=False)
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made_of(folder: Path, algorithm: str = "none", **options: Any) -> DeviceExecutor:
-    """Builds an executor; on late streams if it drafts."""
+    """Builds an executor. If it drafts, it runs on LateStreams."""
     drafts = 0 if algorithm == "none" else WORLD.max_drafts
     draft = {"draft": "target", "eagle3": "eagle3"}.get(algorithm)
     given = DeviceOptions(
@@ -109,7 +109,7 @@ def test_answers_have_equal_bits_on_a_late_device(plain: DeviceExecutor, late: D
 def test_answers_have_equal_bits_for_each_drafter(
     folder: Path, plain: DeviceExecutor, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the draft model is the target itself, all its draft tokens are accepted, so it misses no token and no entry."""
+    """Includes a draft model that is the target itself. All its draft tokens must be accepted, or its KV lacks a token."""
     target = asked(0)
     executor = made_of(folder, algorithm)
     assert strings(WORLD, executor, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
@@ -121,14 +121,14 @@ def test_answers_have_equal_bits_for_each_drafter(
 
 
 def test_answers_have_equal_tokens_under_a_grammar(plain: DeviceExecutor, late: DeviceExecutor) -> None:
-    """The grammar forces some tokens. The row in flight is then void, and its text continues differently."""
+    """The grammar forces some tokens. The result of the row in flight is then discarded, and its text continues differently."""
     bound = asked(2)
     target = replace(bound, params=replace(bound.params, grammar=spec(1, NEW_TOKENS), top_logprobs=-1))
     expected = alone(World(), plain, target).tokens
     guesses = guess_with(late, plain, target, 0.3)
     for seed in range(CONTEXTS):
         context = random_context(WORLD, seed, target, expected)
-        assert answer_in(replace(context, overlap=True), late).tokens == expected[len(context.target.kept) :]
+        assert answer_in(replace(context, overlap=True), late).tokens == expected[len(context.target.resumed) :]
     assert guesses.accepted > 0
 
 
@@ -158,7 +158,7 @@ def test_step_waits_only_for_a_step_that_verifies(
 
 
 class Sized(WatchedAttention):
-    """Watched attention that checks rows and tokens against its shape."""
+    """Recorded attention that checks that each step fits into the rows and tokens of its shape."""
 
     def __init__(self, shape: AttentionShape, watch: Watch) -> None:
         super().__init__(CapturableTorch(reference), watch)
@@ -188,9 +188,9 @@ def with_graphs(folder: Path) -> DeviceExecutor:
 
 
 def test_verification_uses_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a slot has several rows of a graph, the sampling kernels are launched separately.
+    """In steps in which a slot has several rows, sampling is not part of the graph.
 
-    A step with more rows than a graph has logits for uses no graph.
+    A step with more rows than a graph has logits uses no graph.
     """
     monkeypatch.setattr(DraftController, "choose", always)
     target, executor = replace(asked(2), prompt=asked(2).prompt[:9]), with_graphs(folder)
@@ -202,17 +202,17 @@ def test_verification_uses_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch)
     before = replace(executor.runner.stats)
     assert alone(world, executor, target).tokens == expected.tokens and guesses.accepted > 0
     assert executor.runner.stats.graph_steps > before.graph_steps
-    assert executor.runner.stats.eager_steps == before.eager_steps + 1, "only the step of the prompt has no graph"
+    assert executor.runner.stats.eager_steps == before.eager_steps + 1, "only the step with the prompt may run without a graph"
     turned = Turned(world.config(), executor, overlap=True)
     crowd = [turned.submit(target) for _ in range(3)]
     turned.finish()
     assert [answer.tokens for answer in crowd] == [expected.tokens] * 3
-    assert executor.runner.attention.most > 8, "a step has more rows than slots and than a graph"  # type: ignore[attr-defined]
+    assert executor.runner.attention.most > 8, "a step must have more rows than slots and a graph have"  # type: ignore[attr-defined]
     torch_alone.close()
 
 
 def test_kept_states_are_in_the_order_of_the_plan(late: DeviceExecutor) -> None:
-    """A graph puts the last token of each row first, because it is sampled."""
+    """A graph computes the last token of each row first, because it is sampled. The kept states must have the plan's order."""
     plans = []
     forward = late.runner.forward
     turned = Turned(WORLD.config(), late, overlap=False)
@@ -247,7 +247,7 @@ def test_step_is_computed_without_draft_tokens_when_memory_is_short(
 
 
 def test_row_without_memory_replaces_the_length_of_the_previous_request(folder: Path) -> None:
-    """A step that is planned already continues after the row's planned tokens."""
+    """The next step is already planned and continues after the tokens that the failed row should have computed."""
     executor = made_of(folder, "ngram")
     driver, runner = Driver(executor, WORLD.page_size), executor.runner
     driver.prefill([Sequence(list(range(6, 46)), 0, greedy())])
@@ -263,7 +263,7 @@ def test_row_without_memory_replaces_the_length_of_the_previous_request(folder: 
 def test_answers_have_equal_bits_when_the_drafter_has_no_memory(
     folder: Path, plain: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Failed passes of the draft model and failed copies of states end no step."""
+    """Passes of the draft model and copies of hidden states fail at times. The steps must succeed without them."""
     target, executor = asked(1), made_of(folder, "eagle3")
     refused = []
 
@@ -291,7 +291,7 @@ def test_answers_have_equal_bits_when_the_drafter_has_no_memory(
 def test_committed_tokens_stay_when_the_next_step_fails(
     folder: Path, plain: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failed step's pages are in the table all the same, because a later step may be in flight."""
+    """The page table must still get the failed step's pages, because a later step in flight may use them."""
     target, executor = asked(1), made_of(folder, "ngram")
     guesses = guess_with(executor, plain, target, 0.0)
     monkeypatch.setattr(DraftController, "choose", always)
@@ -324,7 +324,7 @@ def test_committed_tokens_stay_when_the_next_step_fails(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_assembly_accepts_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The assembly fails at the first tensor, because the machine has no GPU."""
+    """On a machine without a GPU, the assembly of the executor gets as far as the first tensor on the device."""
     monkeypatch.setattr(build, "device_of", lambda name: torch.device("cuda", 0))
     loaded = load_model(load_request(folder / "target", "float32", WORLD.page_size, WORLD.context_len))
     parts = DeviceParts(LateStreams(), KernelSet(reference, sampling_twin), lambda _: KernelAttention(reference))

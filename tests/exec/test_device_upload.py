@@ -1,4 +1,4 @@
-"""The upload buffers: the positions of sections, and the reuse of a buffer."""
+"""The upload buffers: the alignment of their sections, and the reuse of a buffer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sections(*sizes: int) -> list[tuple[str, np.ndarray]]:
 
 @pytest.fixture(params=["apart", "shared"])
 def streams(request: pytest.FixtureRequest) -> Iterator[Streams]:
-    """Yields streams with separate memory of host and device, as on a GPU, or with shared memory."""
+    """Streams whose host and device memory is separate, as on a GPU, or shared, as on a CPU."""
     made: Streams = InlineStreams() if request.param == "apart" else HostStreams(1)
     yield made
     made.close()

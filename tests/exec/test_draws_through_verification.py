@@ -1,4 +1,4 @@
-"""Tokens from verified draft tokens follow the exact probabilities."""
+"""Tokens that are sampled by verifying draft tokens have the exact probabilities of sampling without drafting."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.night import NIGHTLY
 DRAWS = 100_000 if NIGHTLY else 12_500
 TOKENS, SLOTS, PAGE_SIZE, PAGES, DRAFTS = 125, 4, 16, 64, 3
 LOGITS = (1.5, 1.0, 0.0, -1.0, -2000.0)  # the probability of the last token is 0
-# Chi-square limits by degrees of freedom. A correct count exceeds them in one of a million tests.
+# Limits of the chi-square statistic by degrees of freedom. A correct sampler exceeds its limit in one of a million tests.
 MOST = {1: 23.93, 2: 27.63, 3: 30.66}
 
 
 class MostlyLikely(NgramDrafter):
-    """Proposes the most likely token, and sometimes an impossible one. `runs` has the tokens per verification."""
+    """Proposes the most likely token, and sometimes a token of probability 0. `runs` has the output tokens of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class MostlyLikely(NgramDrafter):
 
 
 def write_toy(folder: Path) -> None:
-    """Writes a model whose logits are the same after any text."""
+    """Writes a model with equal logits after any text."""
     config = LlamaConfig(
         vocab_size=5, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
@@ -53,13 +53,13 @@ def write_toy(folder: Path) -> None:
         model.model.embed_tokens.weight.zero_()[:, 0] = 1.0
         for linear in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
             linear.weight.zero_()
-        model.lm_head.weight.zero_()[:, 0] = torch.tensor(LOGITS) / 4  # a normed vector of one number in 16 is 4 there
+        model.lm_head.weight.zero_()[:, 0] = torch.tensor(LOGITS) / 4  # RMS norm makes the only non-zero number of the 16 a 4
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def probabilities(top_p: float) -> np.ndarray:
-    """Returns the probabilities of the draws: of the smallest set of likely tokens whose sum reaches top_p."""
+    """Returns the expected probabilities: those of the fewest most likely tokens whose sum reaches top_p, renormalized."""
     chances = np.exp(np.array(LOGITS))
     chances /= chances.sum()
     kept = np.cumsum(chances) - chances < top_p
@@ -71,9 +71,9 @@ def probabilities(top_p: float) -> np.ndarray:
 def test_draws_follow_the_exact_probabilities_with_draft_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_p: float
 ) -> None:
-    """Two tokens have a sum of 0.8403.
+    """The two most likely tokens have a total probability of 0.8403. The cases of top_p are just below and just above it.
 
-    Each index of a run is counted separately, both accepted draft tokens and their replacements.
+    Tokens are counted separately for each index in a step, with accepted draft tokens and replacements of rejected ones.
     """
     monkeypatch.setattr(DraftController, "choose", always)
     write_toy(tmp_path)
@@ -97,7 +97,7 @@ def test_draws_follow_the_exact_probabilities_with_draft_tokens(
     by_place = [np.bincount([run[place] for run in drafter.runs if len(run) > place], minlength=5) for place in range(most)]
     assert sum(counts.sum() for counts in by_place) == said.size and by_place[-1].sum() > DRAWS // 50
     for counts in (np.bincount(said.ravel(), minlength=5), *by_place):
-        assert not counts[expected == 0].any(), "tokens with probability 0 are never drawn"
+        assert not counts[expected == 0].any(), "a token with probability 0 must never be sampled"
         wanted = expected * counts.sum()
         drawn = expected > 0
         statistic = float((((counts - wanted) ** 2)[drawn] / wanted[drawn]).sum())

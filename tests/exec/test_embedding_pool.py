@@ -1,4 +1,4 @@
-"""Embeddings of a decoder model: equal to pooling over transformers' states, in chunks, in batches and during generation."""
+"""Embeddings of a decoder equal the pooled hidden states of transformers, in chunks, in batches and during generation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def executor(embedder: Embedder) -> Iterator[DeviceExecutor]:
 
 
 def driver(executor: DeviceExecutor, config: PoolingConfig) -> Driver:
-    """Returns a driver that pools with this config instead of the model's."""
+    """Returns a driver of an executor that pools with this config instead of the model's own."""
     executor.runner._embeddings = EmbeddingPool(config)
     return Driver(executor, 4)
 
@@ -91,7 +91,7 @@ def test_embedding_is_equal_for_any_chunk_size(
     indirect=("embedder",),
     embedder=EMBEDDERS,
     kind=KINDS,
-    case={  # normalize of the config, options of the request, whether the vector is normalised
+    case={  # normalize of the config, options of the request, whether the vector must be normalized
         "config-no": (False, {}, False),
         "config-yes": (True, {}, True),
         "request-no": (True, {"normalize": False}, False),
@@ -129,7 +129,7 @@ def test_embeddings_are_equal_in_a_batch_with_generation_and_reused_slots(
         for sequence in batch:
             expected = embedder.expected(sequence.prompt, kind, EmbeddingParams(), True)
             assert sequence.embedding is not None and sequence.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
-            assert sequence.output == [0], "an embedding row reports token 0"
+            assert sequence.output == [0], "an embedding row must report token 0"
     driving.decode([beside], 12)
     assert beside.output == alone.output
 

@@ -1,4 +1,4 @@
-"""Vectors equal the pooled hidden states of transformers, and the vectors of sentence-transformers."""
+"""Embeddings of encoders and decoders equal transformers' pooled hidden states and sentence-transformers' vectors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def texts() -> list[list[int]]:
 
 
 def pooled(model: Any, ids: list[int], pooling: str, normalize: bool) -> np.ndarray:
-    """Returns the vector that transformers computes."""
+    """Returns the vector of a text that transformers' model gives."""
     with torch.inference_mode():
         states = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
     vector = {"cls": states[0], "mean": states.mean(0), "lasttoken": states[-1]}[pooling]
@@ -78,7 +78,7 @@ def test_vectors_equal_transformers_when_texts_share_a_batch(name: str, tmp_path
         np.testing.assert_allclose(vector_of(sequence), expected, atol=1e-5)
 
 
-# Encoders with states that depend on other texts, or with fewer positions than rows of the table.
+# Configs of encoders that cannot be served: their states depend on other texts of a batch, or they have too few positions.
 UNSOUND: dict[str, dict[str, Any]] = {
     "fnet": {},
     "convbert": {"embedding_size": 64, "conv_kernel_size": 3, "head_ratio": 2},
@@ -99,7 +99,7 @@ def test_load_refuses_encoders_whose_vectors_depend_on_other_texts(tmp_path: Pat
 
 
 def test_load_detects_a_missing_head_when_the_config_names_one(tmp_path: Path) -> None:
-    """Qwen3-Embedding-8B is untied, has tensor names without a prefix, and no projection."""
+    """Qwen3-Embedding-8B has untied embeddings and tensor names without a prefix, but no LM head."""
     model = FOLDERS["qwen3-base-last"].build(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     changes = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
@@ -161,7 +161,7 @@ def test_vectors_are_cut_before_normalization(name: str, tmp_path: Path) -> None
     np.testing.assert_allclose(vector_of(cut), whole[:10] / np.linalg.norm(whole[:10]), atol=1e-5)
 
 
-def test_last_token_pooling_works_behind_cached_pages(tmp_path: Path) -> None:
+def test_last_token_pooling_works_after_a_cached_prefix(tmp_path: Path) -> None:
     model = FOLDERS["qwen3-last"].build(tmp_path)
     first, second = request(texts()[5], 0), request(texts()[5][:16] + texts()[2], 1)
     with serving(tmp_path) as (driver, info):

@@ -1,4 +1,4 @@
-"""The options that the engine gives to a GPU's executor if the settings leave rows and chunks to the device's memory."""
+"""The options with which the engine builds a GPU's executor if the settings do not fix the numbers of rows and chunk tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ H200_BYTES = 143_771 << 20
 
 
 class Asked(Exception):
-    """Raised in place of building the executor."""
+    """Raised instead of building the executor."""
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Yields the arguments of build_device_executor on a machine that seems to have an H200."""
+    """The arguments with which the engine calls build_device_executor. The machine appears to have an H200."""
     found: dict[str, Any] = {}
 
     def note(**arguments: Any) -> None:
@@ -49,7 +49,7 @@ def test_engine_reserves_activations_of_one_chunk(asked: dict[str, Any], caplog:
     assert (asked["max_slots"], asked["options"].max_tokens) == (256, 8192)
     assert "up to 256 requests run at once; long prompts are computed in pieces of 8192 tokens" in caplog.text
     build_engine(chunked_prefill_size=0)
-    assert asked["options"].max_tokens == 16384, "without chunks, a step may have max_prefill_tokens tokens"
+    assert asked["options"].max_tokens == 16384, "without chunks, steps must have memory for max_prefill_tokens tokens"
     build_engine(executor="cuda", chunked_prefill_size=2048, max_running_requests=5000 - 1000)
     assert (asked["max_slots"], asked["options"].max_tokens) == (4000, 4016)
 

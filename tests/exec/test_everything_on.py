@@ -1,4 +1,4 @@
-"""All features at once on the real executor, in a pool that is too small: each answer equals that of transformers."""
+"""All features at once on the real executor with a small KV pool: each output equals that of transformers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ GRAMMAR_LENGTH = 20
 
 
 class Reference:
-    """Computes requests with transformers, one at a time, in float32."""
+    """Computes requests by transformers, one at a time, in float32."""
 
     def __init__(self, folder: Path) -> None:
         self.model = MODELS["qwen3"].build(folder).eval()
 
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """Returns float32[n, V]; row i predicts the token after ids[: i + 1]."""
+        """Returns float32[n, V]; row i has the log probabilities of the token after ids[: i + 1]."""
         return self.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
 
     def answer(self, prompt: list[int], count: int, grammar_seed: int | None = None) -> list[int]:
@@ -185,7 +185,7 @@ def test_answers_equal_transformers_with_all_features(
         ]
         served.submit(handle, prompt, priority=handle // 7, **wishes[handle % 4])
         if handle % 7 == 6:
-            served.drain(turns=8)  # the next requests are more urgent
+            served.drain(turns=8)  # requests run before the next ones, which have a higher priority, arrive
     served.drain()
     for handle, prompt in enumerate(prompts):
         check(served, reference, handle, prompt)
@@ -227,7 +227,7 @@ def test_session_turn_continues_the_turn_before(folder: Path, reference: Referen
         context += added
         assert served.outputs[turn] == reference.answer(context, OUTPUTS)
         context += served.outputs[turn]
-    assert served.finishes[2].cached_tokens >= 48, "the earlier turns are cached"
+    assert served.finishes[2].cached_tokens >= 48, "the KV of earlier turns must be cached"
     branch = [10, 11, 12, 13, 14, *served.outputs[0], 40]
     served.submit(3, [40], session=SessionTurn("s", parent="r0"))
     served.drain()

@@ -1,4 +1,4 @@
-"""The executor's contract beyond numbers: failures, stale rows, loading errors, and the model's description."""
+"""The executor's contract apart from the computed values: failures, stale rows, loading errors, and the model's description."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_failed_step_fails_only_one_waiter(executor: DeviceExecutor) -> None:
 
 
 def test_mask_limits_the_row_of_the_plan(executor: DeviceExecutor) -> None:
-    """Masks are addressed by rows of the plan, including rows that do not sample. A row without a mask is sampled unmasked."""
+    """A mask's key is a row number of the plan, in which rows without sampling count. A row without a mask may get any token."""
     driver, words = Driver(executor, 4), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
     chunked = Sequence([1, 2, 3, 4, 5, 6, 7, 8], 0, greedy())
@@ -215,7 +215,7 @@ def test_stale_rows_change_no_page(folder: Path, start: int) -> None:
     executor, _ = build(folder, check=False)
     driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
     driver.prefill([sequence])
-    # Compared by bits, because unwritten memory may have NaN.
+    # The comparison is bitwise, because unwritten memory may contain NaN.
     before = [pool.view(torch.int32).clone() for pool in executor.runner.passes.pool.keys]
     row = {"slots": i32([6]), "starts": i32([start]), "num_tokens": i32([1]), "sample": np.array([True])}
     run = executor.forward(replace(driver.plan([]), num_extend=0, **row))

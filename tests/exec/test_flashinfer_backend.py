@@ -1,4 +1,4 @@
-"""The FlashInfer back end compared with the reference, through the library's double, and on a GPU through the library."""
+"""The FlashInfer backend compared with reference attention: by flashinfer_double.py, and on a GPU by FlashInfer itself."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tests.exec.host_executors import load_request
 from tests.exec.tiny_models import MODELS
 
 REAL = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
-# The machines of GPU checks have these modules compiled. All other modules need a library that may compile.
+# Machines of GPU checks have compiled modules for these values. Tests with other values need a library that may compile.
 HEAD_DIM, DTYPE = (128, torch.bfloat16) if REAL else (64, torch.float16)
 SHAPE = AttentionShape(8, 2, HEAD_DIM, 16, (0,), max_rows=12, max_tokens=96, max_context=200, max_pages=400)
-PAIRED = replace(SHAPE, num_heads=4)  # two query heads per key/value head: decode on CUDA cores
-Lengths = list[tuple[int, int]]  # (start, tokens) of each row
+PAIRED = replace(SHAPE, num_heads=4)  # two query heads per key/value head, so decode kernels do not use tensor cores
+Lengths = list[tuple[int, int]]  # per row: (number of earlier tokens, number of computed tokens)
 MIXED: Lengths = [(0, 7), (33, 17), (16, 16), (5, 1), (79, 1), (15, 1)]
 DECODE: Lengths = [(0, 1), (15, 1), (16, 1), (97, 1), (150, 1)]
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Returns a GPU for the library, and the CPU for its double."""
+    """A GPU if the real library is tested, the CPU for the double."""
     is_real = hasattr(request.node, "callspec") and request.node.callspec.params.get("module") == "flashinfer"
     return torch.device("cuda", 0) if is_real else torch.device("cpu")
 
@@ -60,7 +60,7 @@ def module(request: pytest.FixtureRequest) -> Any:
 
 @dataclass
 class Bench:
-    """Pools with noise, and a page table whose rows share no page and have no order."""
+    """Random KV pools, and a page table with random, distinct pages in all rows."""
 
     shape: AttentionShape
     device: torch.device
@@ -118,7 +118,7 @@ def backend_of(bench: Bench, module: Any, **options: Any) -> FlashInferAttention
 
 
 def uncompiled(library: Any, head_dim: int, dtype: torch.dtype, arch: str, windows: Sequence[int] = (0, 1)) -> int:
-    """Returns the number of missing modules that a back end of these sizes needs; 0 if the library may compile."""
+    """Returns the number of missing compiled modules that a backend of these sizes needs; 0 if the library may compile."""
     if os.environ.get("FLASHINFER_DISABLE_JIT") != "1":
         return 0
     kinds = {window > 0 for window in windows}
@@ -134,12 +134,12 @@ CASES = {
     "groups of four": SHAPE,
     "groups of two": PAIRED,
     "groups of three": replace(SHAPE, num_heads=3, num_kv_heads=1),
-    "a head each": replace(SHAPE, num_heads=2),
+    "groups of one": replace(SHAPE, num_heads=2),
     "groups of seven": replace(SHAPE, num_heads=7, num_kv_heads=1),
     "pages of one": replace(SHAPE, page_size=1, max_pages=1200),
     "pages of one, groups of two": replace(PAIRED, page_size=1, max_pages=1200),
     "pages of five": replace(SHAPE, page_size=5, max_pages=1200),
-    "the other head size": replace(SHAPE, head_dim=192 - HEAD_DIM),
+    "another head size": replace(SHAPE, head_dim=192 - HEAD_DIM),
     "two windows": replace(SHAPE, windows=(0, 24)),
     "two windows, groups of two": replace(PAIRED, windows=(0, 24)),
     "a window of one": replace(SHAPE, windows=(1,)),
@@ -180,7 +180,7 @@ def test_steps_equal_the_reference_for_both_dtypes(dtype: torch.dtype, device: t
     "shape", [SHAPE, PAIRED, replace(PAIRED, windows=(0, 24)), replace(SHAPE, windows=(0, 24), page_size=1, max_pages=1200)]
 )
 def test_graphs_of_fixed_buffers_follow_the_plan(shape: AttentionShape, device: torch.device, module: Any) -> None:
-    """A captured graph repeats the work of run() on the same addresses. With the double, each replay is a call of run()."""
+    """A captured graph repeats run() on the same addresses. With the double, each replay is another call of run()."""
     bench = Bench(shape, device)
     backend = backend_of(bench, module)
     for lengths in (DECODE[:3], DECODE[1:], DECODE[3:], [(199, 1)] * 4, [(0, 1)]):
@@ -191,7 +191,7 @@ def test_graphs_of_fixed_buffers_follow_the_plan(shape: AttentionShape, device: 
                 for window in shape.windows:
                     given = bench.given(backend, batch, 0.125, window)
                     assert_near(given[: len(lengths)], bench.wanted(lengths, 0.125, window))
-        mixed = bench.batch(MIXED, 3)  # runs between replays, with the same buffers
+        mixed = bench.batch(MIXED, 3)  # a step without a graph between the replays, which uses the same buffers
         backend.plan(mixed)
         assert_near(bench.given(backend, mixed, 0.125, 0), bench.wanted(MIXED, 0.125, 0))
 
@@ -242,7 +242,7 @@ def test_captured_graph_follows_the_plan(shape: AttentionShape) -> None:
     "shape", [SHAPE, PAIRED, replace(PAIRED, windows=(0, 24))], ids=["tensor cores", "CUDA cores", "windows"]
 )
 def test_later_steps_copy_nothing_from_pageable_memory(shape: AttentionShape, device: torch.device, double: Library) -> None:
-    """The double raises HostWaits if the host reads the device, in any step."""
+    """In any step, the double raises HostWaits if the host reads device memory."""
     bench = Bench(shape, device)
     backend = backend_of(bench, double, split_mixed=True)
     told: list[str] = []
@@ -316,7 +316,7 @@ def test_released_graphs_are_created_again(device: torch.device, double: Library
 
 
 def test_double_detects_misuse(device: torch.device, double: Library) -> None:
-    """The other tests would prove little with a double that accepts everything."""
+    """The other tests rely on the double to refuse wrong calls."""
     bench = Bench(SHAPE, device)
     backend = backend_of(bench, double)
     batch = bench.batch(MIXED, 3)
@@ -334,7 +334,7 @@ def test_double_detects_misuse(device: torch.device, double: Library) -> None:
     assert double.pageable == ["qo_indptr"]
     stale._int_workspace_buffer = wrapper._int_workspace_buffer
     stale._schedule((0, 0))
-    with pytest.raises(AssertionError, match="the schedule of this plan"):
+    with pytest.raises(AssertionError, match="the schedule of the last plan"):
         bench.given(backend, batch, 0.1, 0)
 
 
@@ -429,7 +429,7 @@ def test_scratch_memory_holds_every_plan(shape: AttentionShape) -> None:
             used_int = max(used_int, *(ints for _, ints in plans))
     assert used_float <= limits.float_bytes(shape, 132, 512) and used_int <= limits.int_bytes(shape, 132)
     if used_float > limits.MIN_FLOAT_BYTES:
-        assert used_float > 0.9 * limits.float_bytes(shape, 132, 512), "the bound exceeds the largest plan by at most a tenth"
+        assert used_float > 0.9 * limits.float_bytes(shape, 132, 512), "the bound must exceed the largest plan by at most a tenth"
 
 
 def test_larger_graph_allocates_more_scratch_memory(device: torch.device, double: Library) -> None:
@@ -447,7 +447,7 @@ def test_larger_graph_allocates_more_scratch_memory(device: torch.device, double
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
 def test_decoder_logits_equal_the_reference_attention(name: str, tmp_path: Path) -> None:
-    """A real model runs two steps: prompts, then one more token of each row and a new prompt."""
+    """Runs a real model for two steps: first with prompts, then with one more token per row and a new prompt."""
     tiny = MODELS[name]
     replace(tiny, options={**tiny.options, "head_dim": 64, "hidden_size": 128}).build(tmp_path, torch.float16)
     request = load_request(tmp_path, "float16", 16, None)

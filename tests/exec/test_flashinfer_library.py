@@ -1,6 +1,6 @@
-"""The back end through FlashInfer's own Python code, with compiled modules that are replaced by plain torch.
+"""The FlashInfer backend with FlashInfer's own Python code, whose compiled modules are replaced by plain torch.
 
-The tests need flashinfer and run on machines without a GPU.
+The tests need the package flashinfer and run only on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ INSTALLED = importlib.util.find_spec("flashinfer") is not None
 pytestmark = pytest.mark.skipif(not INSTALLED or torch.cuda.is_available(), reason="flashinfer is not installed, or has a GPU")
 
 CPU, HND, CAUSAL = torch.device("cpu"), 1, 1
-PLAN_ARGUMENTS = {"fa2": (19, 20), "fa3": (16,)}  # in 0.6 and in 0.7
+PLAN_ARGUMENTS = {"fa2": (19, 20), "fa3": (16,)}  # numbers of arguments of a plan in FlashInfer 0.6 and 0.7
 
 
 class Unpinned(TorchFunctionMode):
-    """Ignores pin_memory, because pinning needs a driver."""
+    """Ignores pin_memory, because pinning memory needs a GPU driver."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
@@ -44,12 +44,12 @@ def attend(
     """Computes attention of all rows.
 
     Args:
-        q: queries.
-        pools: keys and values.
+        q: [T, H, D], queries.
+        pools: key pool and value pool.
         columns: qo_indptr, kv_indptr, indices and last_page_len.
-        out: results.
-        causal: apply a causal mask.
-        window: largest distance of a key; below 0 for no window.
+        out: [T, H, D], receives the results.
+        causal: whether to apply a causal mask.
+        window: largest distance of a key from its query; below 0 for no window.
         scale: factor of the scores.
     """
     keys, values = pools
@@ -91,7 +91,7 @@ def decode_module(ran: set[str]) -> Any:
 
 @pytest.fixture
 def ran() -> set[str]:
-    """Returns a set of the kernels that the library starts."""
+    """Names of the kernels that the library has run in the test."""
     return set()
 
 
@@ -108,7 +108,7 @@ def library(monkeypatch: pytest.MonkeyPatch, ran: set[str]) -> Iterator[Any]:
 
 
 @pytest.mark.by_day(one_in=2, seed=52)
-@each_value(shape=steps.CASES, split_mixed={"two plans": True, "one plan": False})  # the double runs the other value
+@each_value(shape=steps.CASES, split_mixed={"two plans": True, "one plan": False})  # the double's test has the other pairs
 def test_steps_equal_the_reference_through_the_library(
     shape: AttentionShape, split_mixed: bool, library: Any, ran: set[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Checks that the prebuilt modules are the modules of the back end, and that the library finds them."""
+"""Tests that the prebuild compiles exactly the modules that the backend needs, and that FlashInfer finds them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_needed_modules_refuses_unsupported_head_sizes() -> None:
 
 
 class MissingJITCacheError(RuntimeError):
-    """The library's error, with the spec of the missing module."""
+    """Replaces FlashInfer's error for a missing module; it has the module's spec."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__("JIT compilation is disabled")
@@ -53,7 +53,7 @@ class MissingJITCacheError(RuntimeError):
 
 
 class Compiler:
-    """A double of the library. It has some modules and compiles others into its folder."""
+    """Replaces FlashInfer: it has the modules in `has`, and compiles others into its folder."""
 
     def __init__(self, folder: Path, has: set[str]) -> None:
         self._folder, self._has = folder, has
@@ -101,7 +101,7 @@ def test_command_lists_missing_modules(
 def test_command_lists_modules_that_wheels_lack_per_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """fa3 is for Hopper only. The check loads no module of a wheel."""
+    """The kernels fa3 exist only for Hopper. The check must not load the wheels' modules."""
     library = Compiler(tmp_path, set())
     wheels = {"8.0": {"decode_64_False", "decode_64_True", "fa2_64_False"}, "9.0a": {f"fa3_64_{each}" for each in (False, True)}}
     library.env.FLASHINFER_AOT_PROVIDERS = ("both",)
@@ -124,7 +124,7 @@ def test_command_lists_modules_that_wheels_lack_per_architecture(
 
 
 def test_uncompiled_counts_missing_modules_only_without_jit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The back end's tests then run with the modules that the machine has, and skip the others."""
+    """With JIT disabled, the backend's tests use this count to skip cases whose modules are missing."""
     library = Compiler(
         tmp_path, {f"{kernels}_128_{windowed}" for kernels in (DECODE, "fa2", "fa3") for windowed in (False, True)}
     )
@@ -142,7 +142,7 @@ def test_uncompiled_counts_missing_modules_only_without_jit(tmp_path: Path, monk
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Module]]:
-    """Yields the set of compiled modules that the library's Python code requests during the test."""
+    """The compiled modules that FlashInfer's Python code requests during the test."""
     module, found = importlib.import_module("flashinfer"), set()
     for part, name, place in (
         (module.prefill, "get_batch_prefill_module", 1),
@@ -167,7 +167,7 @@ library, ran = through_library.library, through_library.ran  # fixtures
 
 @NO_GPU
 def test_library_requests_only_known_modules(library: Any, asked: set[Module]) -> None:
-    """The steps and graphs are real, with different windows, and with groups for tensor cores and for CUDA cores."""
+    """Runs steps and graphs with different windows, and with head groups for kernels with and without tensor cores."""
     for shape in steps.CASES.values():
         for split_mixed in (False, True):
             steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
@@ -180,7 +180,7 @@ def test_library_requests_only_known_modules(library: Any, asked: set[Module]) -
 
 @NO_GPU
 def test_library_loads_a_prebuilt_module_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own code finds the file, which is empty. Only the loading is replaced."""
+    """FlashInfer's own code finds the prebuilt file. The file is empty, so only loading it is replaced."""
     module = importlib.import_module("flashinfer")
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     monkeypatch.setattr(module.jit.env, "FLASHINFER_AOT_DIR", tmp_path)

@@ -1,4 +1,4 @@
-"""The double has the signatures of an installed FlashInfer. They are read from its source, without an import."""
+"""The double has the signatures of an installed FlashInfer, which the tests read from its source without importing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.exec.flashinfer_double import DecodeWrapper, PrefillWrapper, fast_dec
 
 SPEC = importlib.util.find_spec("flashinfer")
 PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
-REPLACED = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")  # attributes that the back end sets
+REPLACED = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")  # private attributes that the backend replaces
 pytestmark = pytest.mark.skipif(SPEC is None, reason="flashinfer is not installed")
 
 CASES: dict[str, tuple[str, str, str, Callable[..., Any]]] = {
@@ -45,9 +45,9 @@ def functions(tree: ast.Module, owner: str, name: str) -> list[ast.FunctionDef]:
 
 
 def taken(tree: ast.Module, owner: str, name: str) -> tuple[list[str], set[str]]:
-    """Returns the names of positional parameters in order, and all parameter names.
+    """Returns the names of the positional parameters in order, and the names of all parameters.
 
-    If the function passes further arguments to _plan_impl, the names of the latter are included.
+    If the function forwards keyword arguments to _plan_impl, that function's parameters are included.
     """
     arguments = functions(tree, owner, name)[-1].args
     places = [argument.arg for argument in arguments.args]
@@ -64,7 +64,7 @@ def test_double_has_the_signature_of_the_library(file: str, owner: str, name: st
     parameters = inspect.signature(ours).parameters.values()
     own = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
     assert set(own) <= names
-    assert own[: min(8, len(places))] == places[:8], "the first eight parameters are passed by position"
+    assert own[: min(8, len(places))] == places[:8], "the first eight parameters, which are passed by position, must be equal"
 
 
 @pytest.mark.parametrize("file", ["prefill.py", "decode.py"])

@@ -1,4 +1,4 @@
-"""Folders whose config and tensors disagree are read as transformers reads them."""
+"""Model folders whose config and tensors disagree are loaded like transformers loads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def edit_config(folder: Path, removed: str = "", **changes: Any) -> None:
 
 
 def check(folder: Path) -> int:
-    """Compares the answer with that of transformers for the same folder. Returns the context length."""
+    """Checks that outputs equal those of transformers for the folder. Returns the context length."""
     torch.set_num_threads(1)
     (expected,) = greedy_answers(AutoModelForCausalLM.from_pretrained(folder).eval(), [PROMPT], NUM_NEW)
     executor, info = build_host_executor(str(folder), "auto", 16, 4, 64, 0.5, None, 1, lambda _: None)
@@ -40,7 +40,7 @@ def check(folder: Path) -> int:
 
 
 def test_load_uses_a_separate_head_when_the_config_has_tied_embeddings(tmp_path: Path) -> None:
-    """A model that was fine-tuned with both may have two tensors."""
+    """A fine-tuned model may have separate tensors for embedding and head although its config ties them."""
     MODELS["llama-untied"].build(tmp_path)
     edit_config(tmp_path, tie_word_embeddings=True)
     check(tmp_path)
@@ -75,7 +75,7 @@ def test_load_ignores_unneeded_index_entries_without_a_tensor(tmp_path: Path) ->
 
 
 def test_transformers_computes_a_registered_architecture_of_another_model_type(tmp_path: Path) -> None:
-    """EXAONE saves itself as LlamaForCausalLM, but its tensors have other names."""
+    """EXAONE's config names the architecture LlamaForCausalLM, but its tensors have other names."""
     torch.manual_seed(1)
     config = AutoConfig.for_model("exaone", **{**SHAPE, "pad_token_id": 0, "bos_token_id": 0})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -84,7 +84,7 @@ def test_transformers_computes_a_registered_architecture_of_another_model_type(t
 
 
 def test_load_accepts_a_head_named_decoder(tmp_path: Path) -> None:
-    """Ettin's decoders name their head so; their windows differ by layer."""
+    """Ettin's decoders have a head with this name, and windows that differ between layers."""
     torch.manual_seed(1)
     special = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1}
     config = ModernBertDecoderConfig(**{**SHAPE, **special, "local_attention": 32, "global_attn_every_n_layers": 2})

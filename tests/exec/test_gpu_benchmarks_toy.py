@@ -1,4 +1,4 @@
-"""The GPU benchmarks at toy size on a CPU: each runs, counts its tokens, and reports the figures that targets need."""
+"""The GPU benchmarks at toy size on a CPU: each runs and reports the figures that its targets need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from tests.night import NIGHTLY
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the import of triton, which reads it
 
 from tests.benchmarks.gpu.attention_batches import (
     EAGER_KINDS,
@@ -45,8 +45,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
     part.name: part.command[1] for part in all_parts(ROOT) if part.kind == BENCHMARK and part.command[1].startswith("tests.")
 }
-BY_NIGHT = ("bench-versus-transformers", "bench-overlap", "bench-graphs")  # a few seconds each
-NOT_IN_TOYS = ("qwen3-8b", "prompts")  # shapes and workloads that a toy run omits; bench-throughput has its own
+BY_NIGHT = ("bench-versus-transformers", "bench-overlap", "bench-graphs")  # benchmarks that take seconds, so run only by night
+NOT_IN_TOYS = ("qwen3-8b", "prompts")  # shapes and workloads that toy runs omit, except bench-throughput
 
 
 def toy(name: str, out: Path) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def test_benchmark_reports_figures_and_profiles(name: str, tmp_path: Path) -> No
     assert len(traces) == len(outcome["profiles"])
     for trace in traces:
         assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    assert not targets or outcome["profiles"], "a benchmark with targets stores profiles"
+    assert not targets or outcome["profiles"], "a benchmark with targets must store profiles"
 
 
 def test_timing_separates_prefill_and_decode() -> None:
-    """The first token of the last of three requests comes with the third step."""
+    """Prefill takes three steps, because the third request gets its first token in the third step."""
     timing = Timing(
         seconds=10.0, last_first_s=4.0, marks=[(1.0, 1), (2.0, 2), (4.0, 3), (4.5, 6), (5.0, 9), (7.0, 12), (10.0, 15)]
     )
@@ -86,20 +86,20 @@ def test_timing_separates_prefill_and_decode() -> None:
     setting = Setting("cpu", toy=True)
     with serving_of(Wanted("qwen3-8b", 2, 40), setting) as model:
         config = model.serving.core.config
-        assert config.adaptive_chunk_rows == config.adaptive_chunk_s == 0, "chunks do not depend on decode rows or time"
+        assert config.adaptive_chunk_rows == config.adaptive_chunk_s == 0, "chunks must not depend on decode rows or time"
         taken = model.serving.run(fixed(2, 10, 4, model.vocab, seed=0))
     tokens_then = next(count for at, count in taken.marks if at == taken.last_first_s)
     assert 0 < taken.last_first_s < taken.seconds and 2 <= tokens_then < 8
 
 
 def test_workloads_against_transformers_are_sorted_by_length() -> None:
-    """If the time of the benchmark ends, the short workloads are measured."""
+    """Short workloads run first, so that they are measured if the benchmark exceeds its time limit."""
     tokens = [workload.output_tokens for workload in workloads(Setting("cpu", toy=False), 100, seed=0).values()]
     assert tokens == sorted(tokens) and len(tokens) == 3
 
 
 def test_attention_kernels_give_equal_results(tmp_path: Path) -> None:
-    """The double computes FlashInfer's results from the buffers that a kernel would read. Triton runs in its interpreter."""
+    """Runs the double of FlashInfer, and Triton in its interpreter."""
     library, setting = Library(torch.device("cpu")), Setting("cpu", toy=True)
     ours = (triton_work, partial(triton_work, splits=2))
     for heads, starts, count, kinds in (
@@ -133,7 +133,7 @@ def test_reduced_precision_restores_the_setting() -> None:
 
 
 def test_profile_separates_idle_time_inside_and_between_launches() -> None:
-    """The events are from two streams. Launch 3 has two kernels with a gap between them."""
+    """The trace has events of two streams. Launch 3 has two kernels with a gap between them."""
     events = [
         Event("a", 0.0, 10.0, 1),
         Event("copy", 4.0, 12.0, 2),
@@ -147,7 +147,7 @@ def test_profile_separates_idle_time_inside_and_between_launches() -> None:
     assert profile.idle_in_graphs_share == pytest.approx(1 / 40)
     assert (profile.launches, profile.events, profile.gaps_us) == (4, 5, [3.0])
     assert profile.kernels[0] == ("a", pytest.approx(20 / 42), 1.0, 10.0)
-    with pytest.raises(RuntimeError, match="no device event"):
+    with pytest.raises(RuntimeError, match="no device events"):
         profile_of([], steps=1)
 
 

@@ -27,7 +27,7 @@ def test_launch_runs_work_in_call_order_without_blocking(streams: HostStreams) -
         streams.launch(lambda number=number: done.append(number))  # type: ignore[misc]
     value = streams.collect(lambda: list(done))
     streams.launch(lambda: done.append(5))
-    assert done == [], "launch() returns before the work runs"
+    assert done == [], "launch() must return before the work runs"
     gate.set()
     assert value() == [0, 1, 2, 3, 4]
     assert streams.collect(lambda: done[-1])() == 5
@@ -97,5 +97,5 @@ def test_spare_streams_are_reused_and_shared_beyond_the_limit() -> None:
     assert made == [0, -1, *[0] * (MOST_SPARE - 1)]
     with ExitStack() as stack:
         assert len({stack.enter_context(streams.lent(0)) for _ in range(MOST_SPARE)}) == MOST_SPARE, (
-            "a shared stream is returned only once"
+            "each lent stream must be returned for reuse only once"
         )

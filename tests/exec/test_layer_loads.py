@@ -1,4 +1,4 @@
-"""Layer-wise loads: the early fact, and the waits of steps and operations for the loaded layers."""
+"""Loads of pages layer by layer: the early report, and the waits of steps and operations for the loaded layers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
 PAGES, HOST_PAGES, LAYERS, DEADLINE_S = 6, 4, 3, 20.0
 KEYS = tuple(bytes([number]) * KEY_BYTES for number in range(HOST_PAGES))
 ONE, OTHER = np.array([2], dtype=np.int32), np.array([3], dtype=np.int32)
-SOON = 1e18  # bytes per second of the last load, so fast that the next load is reported at once
+SOON = 1e18  # a rate of the last load, in bytes per second, with which the next load is reported immediately
 
 
 class Gated(PageCopier):
-    """A copier that waits for `may` before it loads each group of layers."""
+    """A copier that loads a group of layers only after the test has released the semaphore `may`."""
 
     def __init__(self, pools: list[KVPool]) -> None:
         super().__init__(pools, copies("auto", torch.device("cpu")))
@@ -41,7 +41,7 @@ class Gated(PageCopier):
         bring = super().group_loader(memory, rows, pages)
 
         def gated(group: int) -> None:
-            assert self.may.acquire(timeout=DEADLINE_S), "the test did not permit the next group"
+            assert self.may.acquire(timeout=DEADLINE_S), "the test did not release the next group in time"
             if self.error is not None:
                 raise self.error
             bring(group)
@@ -50,7 +50,7 @@ class Gated(PageCopier):
 
 
 class Loading:
-    """A pool of three layers and its mover. The host's rows have ones, the pool's pages zeros."""
+    """A KV pool of three layers and its page mover. Rows in host memory have ones, pages of the pool have zeros."""
 
     def __init__(self) -> None:
         self.arrivals = Arrivals()
@@ -69,12 +69,12 @@ class Loading:
         self.mover.begin(PageOperation(7, kind, KEYS[: len(pages)], pages, host_pages))
 
     def fact(self) -> Fact:
-        assert self.told.acquire(timeout=DEADLINE_S), "no fact arrived"
+        assert self.told.acquire(timeout=DEADLINE_S), "the mover reported no fact in time"
         self._facts += self.mover.facts()
         return self._facts.pop(0)
 
     def moved_beside(self) -> Fact:
-        """Backs up another page and returns its fact."""
+        """Backs up another page and returns the fact that reports it."""
         self.begin(OperationKind.BACK_UP, OTHER, np.array([1], dtype=np.int32))
         return self.fact()
 
@@ -82,10 +82,10 @@ class Loading:
         self.copier.may.release(groups)
 
     def step(self, pages: Any) -> tuple[list[int], threading.Thread]:
-        """Starts a thread that reads the layers as a step does that has these pages first in its tables.
+        """Starts a thread that reads the layers like a step that adds these pages to its tables.
 
         Returns:
-            The values that it has read so far, and the thread.
+            List to which the thread adds the values that it reads, and the thread.
         """
         found: list[int] = []
 
@@ -115,13 +115,13 @@ def loading() -> Iterator[Loading]:
 
 
 def raised(work: Callable[[], object]) -> Exception | None:
-    """Runs work on a thread of its own, which may hang. Returns the exception, or None."""
+    """Runs work that may hang on its own thread. Returns its exception, or None."""
     errors: list[Exception | None] = []
 
     def run() -> None:
         try:
             work()
-        except Exception as error:  # the test checks its type
+        except Exception as error:  # the test checks the type of the exception
             errors.append(error)
         else:
             errors.append(None)
@@ -145,7 +145,7 @@ def until(holds: Callable[[], bool]) -> None:
 def test_step_reads_each_layer_directly_after_the_load_of_the_layer(loading: Loading) -> None:
     loading.begin()
     assert loading.fact() == Fact(7, 1, early=True), (
-        "the early fact comes before any group is loaded, and without the time of the load"
+        "the early fact must come before any group is loaded, and without the time of the load"
     )
     found, step = loading.step(ONE)
     for layer in range(LAYERS):
@@ -164,7 +164,7 @@ def test_step_with_other_pages_does_not_wait(loading: Loading) -> None:
     loading.fact()
     found, step = loading.step(OTHER)
     step.join(DEADLINE_S)
-    assert found == [0] * LAYERS, "the load has not written the other page"
+    assert found == [0] * LAYERS, "the load must not write another page"
     found, step = loading.step(NO_PAGES)
     step.join(DEADLINE_S)
     assert found == [0] * LAYERS
@@ -172,7 +172,7 @@ def test_step_with_other_pages_does_not_wait(loading: Loading) -> None:
 
 
 def test_each_step_that_is_the_first_with_a_page_waits(loading: Loading) -> None:
-    """The steps run one after another, before anything is loaded. A failed step in between changes nothing."""
+    """Steps begin one after another before any layer is loaded. A step that fails in between must have no effect."""
     two = np.array([2, 4], dtype=np.int32)
     loading.begin(pages=two, host_pages=np.array([0, 1], dtype=np.int32))
     loading.fact()
@@ -198,7 +198,7 @@ def test_backup_does_not_wait_for_an_unreported_load(loading: Loading) -> None:
 
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])
 def test_operation_waits_for_a_reported_load(loading: Loading, kind: OperationKind) -> None:
-    """Without the wait, a backup could overwrite a row that is still read, or copy a page that is still written."""
+    """Without a wait, a backup could overwrite a host row that the load still reads, or copy a page that it still writes."""
     loading.begin(host_pages=np.array([0], dtype=np.int32))
     loading.fact()
     loading.begin(kind, ONE, np.array([1], dtype=np.int32))
@@ -229,7 +229,7 @@ def test_pool_reader_waits_for_a_reported_load(loading: Loading) -> None:
 
 
 def test_load_is_reported_when_the_rest_takes_less_than_early_s(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rate of the last large load predicts the rest. Without a rate, the fact comes after the last group."""
+    """The rate of the last large load predicts the remaining time. Without a rate, the load is reported after its last group."""
     monkeypatch.setattr(kv_pool, "EARLY_S", 1.0)
     loading.mover._loads._bytes_s = 0.0
     loading.begin()
@@ -261,7 +261,7 @@ class TestFailures:
         assert loading.fact() == Fact(7) and not loading.lost
         found, step = loading.step(ONE)
         step.join(DEADLINE_S)
-        assert found == [0] * LAYERS, "the step does not wait for the failed load"
+        assert found == [0] * LAYERS, "the step must not wait for the failed load"
 
     def test_failed_load_loses_the_device_when_reported(self, loading: Loading) -> None:
         loading.begin()
@@ -276,7 +276,7 @@ class TestFailures:
 
 
 class TestOnADevice:
-    """A device, on whose stream all groups of a load are queued at once."""
+    """Tests with a device, on whose stream all groups of a load are queued at once."""
 
     class Streams(HostStreams):
         on_host = False
@@ -302,7 +302,7 @@ class TestOnADevice:
 
 
 class Recorded(HostArrival):
-    """An arrival of a device: a wait for a group that was not queued would not block."""
+    """An arrival that checks its waits: on a device, a wait for a group that is not queued yet would return immediately."""
 
     def wait(self, group: int) -> None:
         assert self._complete > group, "the group's event was recorded before the wait"

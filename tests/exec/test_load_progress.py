@@ -1,4 +1,4 @@
-"""The progress of reading weights, and the time that each phase of a start takes."""
+"""Progress reports of reading weights, and the times of a load's phases."""
 
 from __future__ import annotations
 

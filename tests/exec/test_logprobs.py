@@ -1,4 +1,4 @@
-"""Log probabilities of outputs and prompts: equal to transformers' log_softmax, for any chunks and mixed batches."""
+"""Log probabilities of outputs and prompts equal transformers' log_softmax, for any chunk size and in mixed batches."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ CHECKPOINTS = ["qwen3", "llama-untied"]
 
 @dataclass(frozen=True)
 class Scored:
-    """A checkpoint, and transformers' log_softmax for any tokens."""
+    """A checkpoint, and transformers' log probabilities for any tokens."""
 
     folder: Path
     model: Any
 
     def expected(self, tokens: list[int]) -> torch.Tensor:
-        """Returns float32[n, V]; row i predicts the token after tokens[i]."""
+        """Returns float32[n, V]; row i has the log probabilities of the token after tokens[i]."""
         with torch.inference_mode():
             return self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
-# Each checkpoint with one kernel set. The chunk test runs each checkpoint with both.
+# Runs each checkpoint with one kernel set. The test of chunk sizes runs each checkpoint with both.
 by_turns = each_value(indirect=("scored", "kernel_name"), scored=CHECKPOINTS, kernel_name=KERNELS)
 
 
@@ -62,7 +62,7 @@ def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def driving(scored: Scored, monkeypatch: pytest.MonkeyPatch, kernel_name: str) -> Iterator[Driver]:
-    """Yields a driver that measures pieces of 7 tokens, so that most rows need several."""
+    """A driver whose executor measures log probabilities for 7 tokens at a time, so that most rows need several pieces."""
     monkeypatch.setattr(logprob_wishes, "PIECE_BYTES", 7 * 4 * VOCAB)
     executor, _ = build_host_executor(
         str(scored.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, True, kernel_name
@@ -76,7 +76,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def check_top(values: Any, ids: Any, expected: torch.Tensor, num: int) -> None:
-    """Compares one row of most likely tokens. The ids may differ from transformers' if values are equal."""
+    """Compares one row's most likely tokens with transformers'. If values are equal, the ids may differ."""
     assert len(values) == len(ids) == num
     assert list(values) == pytest.approx(expected.topk(num).values.tolist(), abs=CLOSE)
     assert [float(expected[i]) for i in ids] == pytest.approx(list(values), abs=CLOSE)
@@ -145,7 +145,7 @@ def test_prompt_logprobs_equal_transformers_for_any_chunk_size(scored: Scored, d
 @pytest.mark.by_day(one_in=2, seed=1)
 @by_turns
 def test_prompt_and_output_logprobs_share_a_step(scored: Scored, driving: Driver) -> None:
-    """The model computes the logits of prompts in the same buffer as those of sampled rows."""
+    """Logits of prompts and of sampled rows share a buffer, so one must not overwrite the other."""
     early = Sequence(prompt_of(9, 1), 0, replace(GREEDY, top_logprobs=2))
     late = [Sequence(prompt_of(30 + n, n), n, replace(GREEDY, top_logprobs=n, prompt_logprobs_from=0)) for n in (1, 2)]
     plain = Sequence(prompt_of(20, 9), 3, replace(GREEDY, top_logprobs=1))
@@ -179,7 +179,7 @@ def test_prompt_logprobs_need_no_output_logprobs(scored: Scored, driving: Driver
 def scores_of(
     kernels: SampleKernels, params: SamplingParams, plan: BatchPlan, logits: Logits
 ) -> tuple[dict[int, PromptLogprobs], dict[int, RowFault]]:
-    """Returns prompt log probabilities and faults of a plan, whose slot 0 has these parameters, over a vocabulary of 8."""
+    """Returns a plan's prompt log probabilities and faults by row, for slot 0 with these parameters and a vocabulary of 8."""
     streams = InlineStreams()
     made, readback = LogprobRequests(4, 8, kernels, streams.device), Readback(streams)
     made.admit(SlotParams(0, 0, params, (), i32([])))
@@ -189,7 +189,7 @@ def scores_of(
 
 
 def prompt_plan(num_tokens: int, offset: int, after: int) -> BatchPlan:
-    """Returns a plan with one extend row of slot 0, whose tokens are 0, 1, 2, ..."""
+    """Returns a plan with one extend row in slot 0, whose tokens are 0, 1, 2, ..."""
     none = i32([])
     return BatchPlan(
         step_id=1, mode=ForwardMode.EXTEND, num_extend=1, slots=i32([0]), starts=i32([0]), num_tokens=i32([num_tokens]),
@@ -222,7 +222,7 @@ def test_measurement_requests_at_most_a_piece_of_logits(
     buffer = torch.empty(piece, 8)
 
     def logits(wanted: torch.Tensor) -> torch.Tensor:
-        """Returns a view of one shared buffer, as a model does."""
+        """Returns a view of one shared buffer, like a model's logits."""
         asked.extend(wanted.tolist())
         assert len(wanted) <= piece
         buffer[: len(wanted)] = table[wanted]

@@ -1,4 +1,4 @@
-"""The memory that is left for the KV pool, and the messages if it is too small."""
+"""The memory budget of the KV pool, and the messages if the pool is too small."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ CASES = {
     "the reserve is below the rest": Case(ALONE, 0.9, 60 * MIB, 490),
     "the reserve is above the rest": Case(ALONE, 0.9, 200 * MIB, 390),
     "the whole device": Case(ALONE, 1.0, 0, 590),
-    "nothing is left": Case(ALONE, 0.2, 0, 0),
-    "more is free than can be": Case(replace(ALONE, free_now=800 * MIB), 0.9, 0, 500),
+    "no memory left": Case(ALONE, 0.2, 0, 0),
+    "more free memory than expected": Case(replace(ALONE, free_now=800 * MIB), 0.9, 0, 500),
 }
 
 
@@ -80,7 +80,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.held = 100
-        self.most = 5000  # peak of earlier work
+        self.most = 5000  # largest allocation so far, from work before the test
         self.calls: list[str] = []
 
     def take(self, num_bytes: int) -> None:

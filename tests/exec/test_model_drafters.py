@@ -1,4 +1,4 @@
-"""Draft models leave the text unchanged, and draft the tokens that they would draft from the whole text."""
+"""Draft models do not change the output, and draft the tokens that they would draft after one pass over the whole text."""
 
 from __future__ import annotations
 
@@ -54,15 +54,12 @@ def made_of(folder: Path, algorithm: str = "none", draft: str = "", max_tokens: 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Two executors over one target, and a reference of the draft model."""
+    """Two executors of one target model, and a reference of the draft model."""
 
-    kind: str
-    # without drafts
-    plain: DeviceExecutor
-    # with the draft model
-    executor: DeviceExecutor
-    # returns draft tokens for a text, computed with transformers and plain torch
-    guesses: Callable[[Sequence[int], int], list[int]]
+    kind: str  # one of KINDS
+    plain: DeviceExecutor  # without drafting
+    executor: DeviceExecutor  # with the draft model
+    guesses: Callable[[Sequence[int], int], list[int]]  # returns the expected draft tokens after a text (draft_reference.py)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -125,12 +122,12 @@ def test_answer_bits_equal_an_executor_without_drafts_when_few_requests_are_draf
 @pytest.mark.parametrize(
     ("number", "chunk", "resting"),
     [(0, 0, False), (0, 8, False), (1, 20, True)],
-    ids=["whole", "chunks of 8", "top-p, chunks of 20, at times"],
+    ids=["whole", "chunks of 8", "top-p, chunks of 20, drafting in some steps"],
 )
 def test_draft_tokens_equal_a_pass_over_the_whole_text(
     drafting: Drafting, number: int, chunk: int, resting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holds for any number of accepted tokens, and after steps without drafts."""
+    """Covers any number of accepted tokens, and steps without drafting."""
     monkeypatch.setattr(DraftController, "choose", now_and_then() if resting else always)
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
@@ -160,18 +157,20 @@ def test_draft_tokens_equal_a_pass_over_the_whole_text(
     verified = answer.verified
     assert 0 < verified.rows <= len(proposed) and verified.drafted <= sum(len(guess) for _, guess in proposed)
     assert 1 + verified.rows + verified.accepted <= NEW_TOKENS
-    assert sum(entries) <= PROMPT_TOKENS + NEW_TOKENS + sum(len(guess) for _, guess in proposed), "each entry is computed once"
+    assert sum(entries) <= PROMPT_TOKENS + NEW_TOKENS + sum(len(guess) for _, guess in proposed), (
+        "the drafter must compute each entry once"
+    )
     for known, guess in proposed:
         assert guess == drafting.guesses(known, len(guess)), len(known)
         assert known == text[: len(known)]
         if drafting.kind == "itself" and number == 0:
-            assert guess == text[len(known) : len(known) + len(guess)], "a greedy target accepts its own drafts"
+            assert guess == text[len(known) : len(known) + len(guess)], "a greedy target must accept its own draft tokens"
             assert verified.accepted == verified.drafted
 
 
 @pytest.mark.parametrize("drafting", ["itself"], indirect=True)
-def test_drafter_continues_behind_cached_pages_and_released_memory(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request computes the entries of cached pages. A greedy target accepts all of its own drafts."""
+def test_drafter_continues_after_cached_pages_and_released_memory(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached pages have draft entries of the first request. A greedy target must accept all of its own draft tokens."""
     target = next(targets(WORLD, random.Random(8), PROMPT_TOKENS, NEW_TOKENS))
     monkeypatch.setattr(DraftController, "choose", always)
     drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
@@ -193,7 +192,7 @@ def test_drafter_continues_behind_cached_pages_and_released_memory(drafting: Dra
     while len(answer.tokens) < NEW_TOKENS // 2:
         turned.turn()
     turned.wait()
-    drafting.executor.apply(ReleaseMemory(kv=False, weights=True))  # during an answer
+    drafting.executor.apply(ReleaseMemory(kv=False, weights=True))  # while a request runs
     drafting.executor.apply(ResumeMemory(kv=False, weights=True))
     turned.finish()
     assert sum(lengths) == NEW_TOKENS and answer.ended
@@ -202,9 +201,9 @@ def test_drafter_continues_behind_cached_pages_and_released_memory(drafting: Dra
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("algorithm", "max_tokens"), [("draft", 20), ("eagle3", 20), ("eagle3", 8192)])
 def test_drafter_stops_at_the_end_of_the_draft_context(tmp_path: Path, algorithm: str, max_tokens: int) -> None:
-    """The text continues without drafts.
+    """The text continues without drafting.
 
-    A step in pieces passes no states of the target to the drafter. States beyond the context are not stored.
+    A step that is computed in pieces passes no hidden states to the drafter. States beyond the draft context are not stored.
     """
     target, draft = tmp_path / "target", tmp_path / "draft"
     TARGET.build(target)
@@ -225,7 +224,7 @@ def test_drafter_stops_at_the_end_of_the_draft_context(tmp_path: Path, algorithm
 
 
 def test_pending_states_release_the_memory_of_a_chunk(tmp_path: Path) -> None:
-    """On a GPU the pass over a chunk's entries begins before its first token is sampled. The last entry stays pending."""
+    """On a GPU, the drafter computes a chunk's entries before the next token is sampled. Only the last entry stays pending."""
     target, head = tmp_path / "target", tmp_path / "head"
     TARGET.build(target)
     write_eagle3(head, target, draft_vocab=257, prefix="model.", place="layers.0")

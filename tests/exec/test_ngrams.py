@@ -1,4 +1,4 @@
-"""N-gram drafts from a request's own text, the client's prediction and the operator's corpus."""
+"""N-gram draft tokens from a request's own text, the client's predicted output and the operator's corpus."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def drafter_of(prediction: Sequence[int], output: Sequence[int] = (), corpus: Se
     """Returns a drafter with a request in slot 0 whose prompt is computed.
 
     Args:
-        prediction: the client's prediction.
-        output: output of the request before its admission.
-        corpus: texts of the operator.
+        prediction: token ids that the client predicts as output.
+        output: output that the request had before its admission.
+        corpus: token ids of the operator's texts.
     """
     drafter = NgramDrafter(NgramIndex(i32(corpus)) if corpus else None)
     text = [*PROMPT, *output]
@@ -43,7 +43,7 @@ def guess(drafter: NgramDrafter, most: int = 3) -> tuple[list[int], bool]:
 
 
 def standing(tokens: Sequence[int], tail: Sequence[int]) -> tuple[int, list[int]]:
-    """Finds the longest suffix of the tail that a token of the same text follows, by trying every position."""
+    """Finds the longest suffix of `tail` that occurs in `tokens` before another token, by trying every position."""
     for size in range(min(len(tail), LONGEST), SHORTEST - 1, -1):
         wanted = list(tail[-size:])
         places = [at for at in range(size, len(tokens)) if tokens[at] >= 0 and list(tokens[at - size : at]) == wanted]
@@ -80,14 +80,14 @@ class TestPrediction:
         drafter.sampled(0, SAID[:4])
         assert guess(drafter) == (SAID[4:7], True)
         drafter.sampled(0, SAID[4:9])
-        assert guess(drafter) == (SAID[9:], True), "the prediction has only these tokens left"
+        assert guess(drafter) == (SAID[9:], True), "the rest of the prediction must be drafted"
         drafter.sampled(0, SAID[9:])
         assert guess(drafter) == ([], False)
 
     def test_prediction_is_drafted_again_after_insertions_and_omissions(self) -> None:
         drafter = drafter_of(SAID)
         drafter.sampled(0, [10, 11, 50, 51])
-        assert guess(drafter) == ([], False), "the prediction does not contain 50 51"
+        assert guess(drafter) == ([], False), "50 51, which is not in the prediction, must give no draft tokens"
         drafter.sampled(0, [12])
         assert guess(drafter) == ([], False)
         drafter.sampled(0, [13])
@@ -96,7 +96,7 @@ class TestPrediction:
         assert guess(drafter) == ([19], True)
 
     def test_prediction_prefers_the_nearest_of_equal_matches(self) -> None:
-        """In a list whose lines begin alike, the match nearest to the expected position is usually right."""
+        """If the lines of a list begin with equal tokens, the match nearest to the expected position is usually right."""
         lines = [token for number in range(5) for token in (7, 8, 100 + number)]
         drafter = drafter_of(lines)
         drafter.sampled(0, [7, 8, 100, 7, 8, 55, 7, 8])
@@ -119,10 +119,10 @@ class TestPrediction:
         assert guess(lines, 1) == ([9], True), "tokens that are reported twice count once"
 
     def test_prediction_position_is_the_length_of_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The drafter has only the last tokens of the text.
+        """The drafter stores only the last tokens of the text, so it must count the output tokens.
 
-        It gets chunks from any position, and grammar tokens that may replace others. After a removal or replacement, the position
-        is in doubt until the whole text is reported again.
+        It gets chunks from any position, and grammar tokens that may replace others. After a removal or a replacement, the
+        position is unknown until the whole text is reported again.
         """
         monkeypatch.setattr(ngram, "MOST_TOKENS", 6)
         rng, seen = random.Random(7), set()
@@ -164,9 +164,9 @@ class TestPrediction:
     def test_longest_match_wins_across_texts(self) -> None:
         drafter = drafter_of([1, 2, 3, 40, 9, 8, 7, 6, 2, 3, 41])
         drafter.sampled(0, [0, 1, 2, 3, 77, 1, 2, 3])
-        assert guess(drafter, 1) == ([40], True), "1 2 3 is in both texts; the prediction comes first"
+        assert guess(drafter, 1) == ([40], True), "1 2 3 is in both texts; the prediction must be preferred"
         drafter.sampled(0, [78, 0, 1, 2, 3])
-        assert guess(drafter, 1) == ([77], False), "the longer match 0 1 2 3 is only in the output"
+        assert guess(drafter, 1) == ([77], False), "the longer match 0 1 2 3, which is only in the output, must be preferred"
 
     def test_unused_indexes_are_dropped_and_rebuilt(self) -> None:
         drafter = NgramDrafter()
@@ -183,9 +183,9 @@ def test_corpus_is_searched_last_and_for_three_tokens() -> None:
     corpus = [1, 2, 3, 4, 5, BETWEEN_TEXTS, 2, 3, 6]
     drafter = drafter_of((), corpus=corpus)
     drafter.sampled(0, [2, 3])
-    assert guess(drafter) == ([], False), "a match of two tokens is too short for the corpus"
+    assert guess(drafter) == ([], False), "a match of two tokens must be too short for the corpus"
     drafter.sampled(0, [9, 1, 2, 3])
-    assert guess(drafter, 5) == ([9, 1, 2, 3], False), "the request's own text has 2 3 and comes before the corpus"
+    assert guess(drafter, 5) == ([9, 1, 2, 3], False), "the match 2 3 in the request's own text must be preferred to the corpus"
     drafter = drafter_of((), corpus=corpus)
     drafter.sampled(0, [1, 2, 3])
-    assert guess(drafter, 5) == ([4, 5], False), "the draft ends with the text of the corpus"
+    assert guess(drafter, 5) == ([4, 5], False), "a draft must not exceed its text of the corpus"

@@ -1,4 +1,4 @@
-"""The page mover: its order relative to steps, one fact per operation, and failures."""
+"""The page mover: the order of its copies relative to steps, one fact per operation, and failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KEYS = [bytes([number]) * KEY_BYTES for number in range(HOST_PAGES)]
 
 
 class Moving:
-    """A pool with two layers of different shapes and random content, a host tier, a store and their mover."""
+    """A page mover with a random KV pool of two layers with different shapes, a host tier and a file store."""
 
     def __init__(self, folder: Path) -> None:
         shapes = [(PAGES, 2, 4, 8), (PAGES, 2, 4, 6)], [(PAGES, 1, 4, 16), (PAGES, 1, 4, 16)]
@@ -68,9 +68,9 @@ class Moving:
         self.mover.begin(PageOperation(7, kind, tuple(keys or KEYS[:count]), of_device, of_host))
 
     def fact(self) -> Fact:
-        """Returns the next fact of an operation."""
+        """Waits for the next fact of an operation and returns it."""
         while True:
-            assert self.woken.acquire(timeout=DEADLINE_S), "no fact arrived"
+            assert self.woken.acquire(timeout=DEADLINE_S), "the mover reported no fact in time"
             for fact in self.mover.facts():
                 if fact.op_id != UNASKED:
                     return fact
@@ -106,7 +106,7 @@ def test_mover_restores_pages_from_host_and_storage(moving: Moving) -> None:
 
 
 def test_copier_copies_equal_bytes_with_one_call_and_with_numpy() -> None:
-    """Pieces have any size and alignment."""
+    """The copied pieces have various sizes and alignments."""
     pool = KVPool(*(tuple(torch.randn(PAGES, 1, 3, width) for width in widths) for widths in ((7, 64, 1), (5, 33, 16))))
     one_call, by_numpy = PageCopier([pool], CpuCopies(built_library())), PageCopier([pool])
     pages, size = np.array([5, 0, 3], dtype=np.int32), by_numpy.page_bytes
@@ -136,7 +136,7 @@ def test_copier_copies_equal_bytes_with_one_call_and_with_numpy() -> None:
 
 
 def test_load_waits_for_steps_launched_before(moving: Moving) -> None:
-    """The launched step writes the page later than the load begins. The load then overwrites the page."""
+    """The launched step writes the page after the load was begun. The load must wait and then overwrite the page."""
     moving.moved(OperationKind.BACK_UP, [0], [0])
     going = threading.Event()
 
@@ -158,7 +158,7 @@ def test_load_does_not_wait_for_a_backup(moving: Moving, monkeypatch: pytest.Mon
     nice: list[int] = []
 
     def save(pages: Any, rows: Any, streamed: bool) -> None:
-        nice.append(os.getpriority(os.PRIO_PROCESS, 0))  # priority of the calling thread
+        nice.append(os.getpriority(os.PRIO_PROCESS, 0))  # of the calling thread
         assert going.wait(DEADLINE_S)
 
     monkeypatch.setattr(moving.copier, "save", save)
@@ -167,12 +167,12 @@ def test_load_does_not_wait_for_a_backup(moving: Moving, monkeypatch: pytest.Mon
     going.set()
     assert moving.fact().count == 2
     assert nice == [max(page_mover.BACK_UP_NICE, os.getpriority(os.PRIO_PROCESS, 0))], (
-        "the copy runs at a lower priority than steps on the CPU"
+        "the copy must run at a lower priority than a CPU's steps"
     )
 
 
 def test_fetch_waits_for_an_earlier_load_into_the_same_page(moving: Moving) -> None:
-    """The fact of the load was reported early, and the page has been given to another request since."""
+    """The load was reported early, so the core has already given its page to another request, which fetches into it."""
     moving.moved(OperationKind.BACK_UP, [0], [0])
     moving.moved(OperationKind.STORE, [], [0])
     coming = HostArrival(2)
@@ -194,11 +194,11 @@ def test_failed_operation_moves_nothing_and_ends_in_a_fact(
     assert moving.moved(kind, [PAGES], [0]) == Fact(7), "page PAGES does not exist"
     assert "could not move pages" in caplog.text
     assert [moving.page(number) for number in range(PAGES)] == before
-    assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 1, "the mover continues after a failure"
+    assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 1, "the mover must continue after a failure"
 
 
 def test_close_unpins_host_memory_after_all_copies_have_ended(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory stays pinned and the store open while a copy hangs."""
+    """While a copy hangs, the host memory must stay pinned and the store open."""
     begun, going, order = threading.Event(), threading.Event(), []
 
     def save(pages: Any, rows: Any, streamed: bool) -> None:
@@ -262,7 +262,10 @@ def test_load_does_not_wait_for_a_slow_storage(moving: Moving, monkeypatch: pyte
 
 
 class Elsewhere:
-    """A reader of remote workers with pages of one byte value. Address "gone" has no pages, and "slow" waits for an event."""
+    """Replaces the reader of remote workers. All bytes of its pages are the reservation's number.
+
+    A read from the address "gone" returns no pages, and a read from "slow" waits for an event.
+    """
 
     def __init__(self) -> None:
         self.going = threading.Event()
@@ -290,7 +293,7 @@ def pull(address: str, number: int, pages: list[int]) -> PageOperation:
 class TestOtherWorkers:
     @pytest.fixture
     def elsewhere(self, moving: Moving) -> Iterator[Elsewhere]:
-        """Replaces the mover by one with this reader."""
+        """Replaces the mover by one that has this reader."""
         peers = Elsewhere()
         moving.mover.close()
         moving.mover = PageMover(moving.streams, lambda: moving.copier, moving.arrivals, moving.host, None, peers)
@@ -326,7 +329,7 @@ class TestOtherWorkers:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
 
-    def test_leave_follows_earlier_pulls(self, moving: Moving, elsewhere: Elsewhere) -> None:
+    def test_reservation_is_released_after_earlier_reads(self, moving: Moving, elsewhere: Elsewhere) -> None:
         slow = pull("slow", 1, [4])
         assert slow.pull is not None
         moving.mover.begin(slow)
@@ -386,7 +389,7 @@ def test_mover_reports_stored_blocks_at_the_start(tmp_path: Path) -> None:
 
 
 def test_deletion_of_a_salt_follows_earlier_operations(moving: Moving) -> None:
-    """Pages of the salt that are being written are deleted, a running read finishes, and a cancelled caller gets no result."""
+    """Pages of the salt that are being written are deleted, and a running read completes. A cancelled caller gets no result."""
     one, other = KEYS[0], b"o" * KEY_BYTES
     moving.moved(OperationKind.BACK_UP, [0, 1], [0, 1])
     moving.moved(OperationKind.STORE, [], [1], [other])
@@ -412,7 +415,7 @@ def test_deletion_of_a_salt_follows_earlier_operations(moving: Moving) -> None:
     assert waits.result(DEADLINE_S) == Deleted(1, (one,))
     facts = moving.mover.facts()
     assert [(fact.op_id, fact.count, fact.stored) for fact in facts[:2]] == [(7, 1, ()), (7, 1, (one,))], (
-        "operations that began before the deletion end first"
+        "operations that began before the deletion must end first"
     )
     assert facts[2].dropped == (one,)
     assert moving.page(3) == moving.page(1)

@@ -1,4 +1,4 @@
-"""The executor on host streams computes the tokens of transformers, for any division into steps, pages and batches."""
+"""The executor on host streams gives the tokens of transformers, for any chunks, page sizes and batches."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ NUM_NEW = 64
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint, and the answers of transformers to prompts."""
+    """A checkpoint, and transformers' outputs for prompts."""
 
     folder: Path
-    model: Any
+    model: Any  # transformers' model
     kernels: str = "cpp"
-    # by prompt; shared by all kernels
-    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # outputs by prompt, shared by both kernel sets
 
     def generate(self, *prompts: list[int]) -> list[list[int]]:
         """Returns NUM_NEW greedy tokens for each prompt. New prompts of one call are computed together."""

@@ -1,4 +1,4 @@
-"""A plan that is cut into pieces computes the same tokens in the same order and scores the same prompt tokens."""
+"""The pieces of a plan compute the plan's tokens in its order, and score its prompt tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def plan_of(rows: list[tuple[int, bool, int, bool]], num_decode: int) -> BatchPl
     """Returns a plan.
 
     Args:
-        rows: extend rows as (tokens, sampled, offset of the first scored token or -1, whether the token after the row is scored).
+        rows: extend rows as (number of tokens, whether the row is sampled, index of the first scored token or -1, whether the
+        token
+            after the row is scored).
         num_decode: number of decode rows.
     """
     counts = [count for count, *_ in rows] + [1] * num_decode
@@ -44,7 +46,7 @@ def plan_of(rows: list[tuple[int, bool, int, bool]], num_decode: int) -> BatchPl
 
 
 def tokens_of(piece: Piece) -> list[tuple[int, int, int, int]]:
-    """Returns (row, slot, position, id) of each token. The id is -1 for a token from the relay."""
+    """Returns (row, slot, position, id) of each token. The id is -1 if the token is a sampled one that is only on the device."""
     plan, at, found = piece.plan, 0, []
     for row in range(plan.num_rows):
         for index in range(int(plan.num_tokens[row])):

@@ -1,6 +1,6 @@
-"""Two real executors: the second one reads the first one's KV over TCP.
+"""Two real executors, the second of which reads the first one's KV over TCP.
 
-Received pages have the computed bits. A page that was overwritten during a read is never published.
+Read pages must be bitwise equal to the computed pages. A page that was overwritten during its read must not be published.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.night import NIGHTLY
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "frequency_penalty": 0.3}
 SEEDS = 30 if NIGHTLY else 3
-LATE_S = (0.0, 0.02, 0.2)
+LATE_S = (0.0, 0.02, 0.2)  # delays of a read, in seconds
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def prompt(number: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Apart:
-    """The first executor computes prompts. The second one reads their pages, partly before the prompt ends, and decodes."""
+    """Two executors: the first computes prompts; the second reads their pages, some before the prompt is complete, and decodes."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         """Builds both executors.
@@ -61,11 +61,11 @@ class Apart:
             folder: folder of the model.
             options: fields of DeviceOptions.
         """
-        self.before: Callable[[], None] = lambda: None  # called before each copy of pages, on the server's threads
-        self.after: Callable[[], None] = lambda: None  # called after each copy
-        self.heard: Callable[[], bool] = lambda: True  # whether the second executor gets a message of the first one
-        self._prompts: dict[int, list[int]] = {}  # by the first executor's handle
-        self._ahead: dict[int, int] = {}  # handles of the second executor's prefetches, by the first executor's handle
+        self.before: Callable[[], None] = lambda: None  # called before each copy of pages, on a thread of the KV server
+        self.after: Callable[[], None] = lambda: None  # called after each copy of pages, on a thread of the KV server
+        self.receives: Callable[[], bool] = lambda: True  # whether the second executor gets the first one's next message
+        self._prompts: dict[int, list[int]] = {}  # prompts by the first executor's handle
+        self._ahead: dict[int, int] = {}  # by the first executor's handle: handle of the second executor's prefetch
         self._left: queue.SimpleQueue[ReservationReleased] = queue.SimpleQueue()
         self._num_reservations = 0
         self.first = Served(
@@ -97,7 +97,7 @@ class Apart:
     def _relay(self) -> None:
         for ready in self.first.ready:
             now = time.monotonic()
-            if not self.heard():
+            if not self.receives():
                 continue
             if ready.handle in self._ahead:
                 self.second.core.prefetch_more(0, replace(ready, handle=self._ahead[ready.handle]), now)
@@ -127,9 +127,9 @@ class Apart:
             self.second.abort(self._ahead.pop(handle))
 
     def go_on(self, handle: int, ids: list[int], seed: int) -> int | None:
-        """Submits the rest at the second executor and returns its handle.
+        """Submits the request to the second executor, which decodes, and returns its handle there.
 
-        None if the request ended or was aborted at the first.
+        Returns None if the request has ended or was aborted at the first executor.
         """
         answer = self.first.answers[handle]
         assert answer.finish is not None
@@ -164,7 +164,7 @@ def plain(folder: Path) -> Iterator[Served]:
 
 
 def ended(apart: Apart, handle: int, ids: list[int], seed: int) -> Answer:
-    """Runs a request at both executors and returns the whole answer."""
+    """Runs a request on both executors and returns the whole result."""
     until(apart, lambda: apart.first.answers[handle].finish is not None)
     second = apart.go_on(handle, ids, seed)
     assert second is not None
@@ -175,7 +175,7 @@ def ended(apart: Apart, handle: int, ids: list[int], seed: int) -> Answer:
 def until(turning: Apart | Served, holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "the condition did not become true"
+        assert time.monotonic() < deadline, f"the condition was not true within {seconds} s"
         turning.turn()
 
 
@@ -190,13 +190,13 @@ def test_handover_continues_with_equal_bits(apart: Apart, plain: Served) -> None
     assert reader is not None
     pages = 4 * (PROMPT_TOKENS // PAGE_SIZE)
     assert stats.pulled_pages_total == pages and reader.read_bytes() == {"tcp": pages * apart.page_bytes}, (
-        "each page is read once"
+        "each page must be read once"
     )
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_pages_of_an_aborted_prompt_are_not_published(apart: Apart, plain: Served, when: str) -> None:
-    """The pages belong to another prompt before the read of the first chunk ends."""
+    """Before the read of the first chunk ends, the pages belong to another prompt."""
     ids, begun = prompt(0), threading.Event()
 
     def wait() -> None:
@@ -206,8 +206,8 @@ def test_pages_of_an_aborted_prompt_are_not_published(apart: Apart, plain: Serve
     setattr(apart, when, wait)
     handle = apart.compute(ids, 0)
     until(apart, lambda: apart.reads_ahead(handle))
-    until(apart.second, begun.is_set)  # the first executor does not run during this loop
-    assert apart.first.answers[handle].finish is None, "the prompt is still being computed"
+    until(apart.second, begun.is_set)  # only the second executor runs
+    assert apart.first.answers[handle].finish is None, "the first executor must still compute the prompt"
     apart.first.abort(handle)
     SchedulerControl(apart.first.core).flush_cache()
     other = apart.first.submit(prompt(5), 5, **SAMPLED)
@@ -224,9 +224,9 @@ def test_second_worker_computes_missing_pages_when_the_first_dies_between_chunks
     until(apart, lambda: handle in apart._ahead)
     deadline = time.monotonic() + 60.0
     while not apart.second.core.stats().pulled_pages_total:
-        assert time.monotonic() < deadline, "the first chunk was not computed in time"
-        apart.second.turn()  # the first executor computes no further chunk
-    assert apart.first.answers[handle].finish is None, "the prompt is still being computed"
+        assert time.monotonic() < deadline, "the first chunk was not read in time"
+        apart.second.turn()  # only the second executor runs, so the first computes no second chunk
+    assert apart.first.answers[handle].finish is None, "the first executor must still compute the prompt"
     server = apart.first.executor.kv_server
     assert server is not None
     server.close()
@@ -238,8 +238,8 @@ def test_second_worker_computes_missing_pages_when_the_first_dies_between_chunks
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("late_s", [pytest.param(0.3, id="late"), *([pytest.param(5.0, id="very late")] if NIGHTLY else [])])
 def test_page_written_during_a_read_is_not_published(apart: Apart, plain: Served, when: str, late_s: float) -> None:
-    """The reservation ends during the read, and its pages belong to another prompt."""
-    apart.heard = lambda: False  # the second executor reads all pages after the prompt's end
+    """The reservation ends during the read, and its pages then belong to another prompt."""
+    apart.receives = lambda: False  # so the second executor reads all pages after the end of the prompt
     ids = prompt(0)
     handle = apart.compute(ids, 0)
     until(apart, lambda: apart.first.answers[handle].finish is not None)
@@ -263,11 +263,12 @@ def test_page_written_during_a_read_is_not_published(apart: Apart, plain: Served
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_answers_have_equal_bits_after_random_steps(apart: Apart, plain: Served, seed: int) -> None:
-    """The steps include late reads, prefetches, aborts on both sides, flushes and shared prefixes, with pools for one and a half
-    prompts.
+    """The steps include late reads, prefetches, aborts on both sides, flushes and shared prefixes.
+
+    The KV pools have pages for one and a half prompts.
     """
     rng = random.Random(seed)
-    apart.heard = lambda: rng.random() < 0.7
+    apart.receives = lambda: rng.random() < 0.7
     apart.before = apart.after = lambda: time.sleep(rng.choice(LATE_S))
     asked: dict[int, tuple[list[int], int]] = {}
     gone_on: dict[int, int] = {}
@@ -294,7 +295,7 @@ def test_answers_have_equal_bits_after_random_steps(apart: Apart, plain: Served,
     while not all(answer.finish for served in (apart.first, apart.second) for answer in served.answers.values()) or len(
         gone_on
     ) < len(asked):
-        assert time.monotonic() < deadline, "the requests do not end"
+        assert time.monotonic() < deadline, "the requests did not end in time"
         turns(1)
     for handle, second in gone_on.items():
         if second < 0:

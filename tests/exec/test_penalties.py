@@ -1,4 +1,4 @@
-"""DRY compared with its definition, and penalties for tokens that the sampler did not sample."""
+"""The DRY penalty equals its definition, and penalties count tokens that the sampler did not sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRY = DryParams(multiplier=0.8)
 
 
 def lost(params: DryParams, tokens: list[int]) -> dict[int, float]:
-    """Returns each token's penalty after `tokens`, by the definition: all candidates, earlier positions and lengths."""
+    """Returns each token's DRY penalty after `tokens`, by trying all candidates, earlier positions and lengths."""
     seen = tokens[-params.window :] if params.window else tokens
     result = {}
     for place, candidate in enumerate(seen):
@@ -108,14 +108,14 @@ PENALISED = SamplingParams(8, frequency_penalty=0.5, presence_penalty=0.25, repe
 
 
 def penalised(kernels: SampleKernels, prompt: list[int], output: list[int], params: SamplingParams = PENALISED) -> Sampling:
-    """Returns a sampler whose slot 0 has this history."""
+    """Returns a sampler whose slot 0 has this prompt and output."""
     sampler = Sampling(1, VOCAB, kernels)
     sampler.admit(SlotParams(0, len(prompt), params, (), np.array(prompt + output, dtype=np.int32)))
     return sampler
 
 
 def count(sampler: Sampling, token: int) -> None:
-    """Makes the sampler draw this token, whatever the penalties."""
+    """Makes the sampler sample this token in slot 0, whatever the penalties."""
     logits = torch.zeros((1, VOCAB))
     logits[0, token] = 1e6
     found = sampler.sample(logits, np.zeros(1, np.int32), np.zeros(1, np.int32))
@@ -123,7 +123,7 @@ def count(sampler: Sampling, token: int) -> None:
 
 
 def follow(sampler: Sampling, start: int, row: list[int]) -> None:
-    """Runs an extend row of slot 0."""
+    """Gives the sampler an extend row of slot 0 with these tokens from position `start`."""
     none, one = np.empty(0, np.int32), np.zeros(1, np.int32)
     sampler.follow(BatchPlan(
         step_id=1, mode=ForwardMode.EXTEND, num_extend=1, slots=one, starts=one + start, num_tokens=one + len(row),

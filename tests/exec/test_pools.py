@@ -1,4 +1,4 @@
-"""The sizes of KV pools, and the measurement of free host memory."""
+"""The size of the KV pool, and the measurement of free host memory."""
 
 from __future__ import annotations
 

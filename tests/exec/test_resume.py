@@ -1,4 +1,4 @@
-"""A request that continues on a second engine gets the rest of its answer, wherever it was cut.
+"""A request that continues on a second engine gets the rest of its output, at whatever token the first engine stopped.
 
 The engines run the demo model on the CPU in float32, with its tokenizer and grammars.
 """
@@ -31,7 +31,7 @@ PROMPT = f"<|im_start|>user\nRepeat: {TEXT}<|im_end|>\n<|im_start|>assistant\n"
 
 @dataclass(frozen=True)
 class Book:
-    """Compiles grammars when they are requested."""
+    """A grammar book that compiles a grammar when it is requested."""
 
     jump: bool
 
@@ -46,8 +46,8 @@ class Engine:
     executor: DeviceExecutor
     jump: bool = True
     prev: Run | None = None
-    rest: dict[int, list[int]] = field(default_factory=dict)  # sampled tokens, by handle
-    logprobs: dict[int, list[float]] = field(default_factory=dict)  # by handle
+    rest: dict[int, list[int]] = field(default_factory=dict)  # by handle: tokens that this engine has output
+    logprobs: dict[int, list[float]] = field(default_factory=dict)  # by handle: their log probabilities
     finishes: dict[int, Finish] = field(default_factory=dict)  # by handle
 
     def __post_init__(self) -> None:
@@ -57,10 +57,10 @@ class Engine:
         self.core = Scheduler(config, ModelText(model.tokenizer()), Book(self.jump))
 
     def run(self, wishes: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
-        """Runs requests with the same prompt to their ends.
+        """Runs requests with the same prompt until all have ended.
 
         Args:
-            wishes: (output so far, parameters) of each request.
+            wishes: (output of an earlier engine, sampling parameters) of each request.
         """
         (prompt,) = model.tokenizer().encode_batch([PROMPT], True)
         ids = np.array(prompt, dtype=np.int32)
@@ -132,7 +132,7 @@ def cuts_of(length: int) -> list[int]:
 
 
 def check_cuts(executors: list[DeviceExecutor], params: SamplingParams, jump: bool = True) -> list[int]:
-    """Compares the rest of the answer after each cut. Returns the uncut output."""
+    """Resumes the request after various numbers of tokens, and compares the rest of the output. Returns the whole output."""
     whole = Engine(executors[0], jump)
     whole.run([((), params)])
     output, finish = whole.rest[0], whole.finishes[0]
@@ -141,7 +141,7 @@ def check_cuts(executors: list[DeviceExecutor], params: SamplingParams, jump: bo
     second = Engine(executors[1], jump)
     second.run([(output[:cut], params) for cut in cuts])
     for handle, cut in enumerate(cuts):
-        assert second.rest[handle] == output[cut:], f"cut at {cut} of {len(output)}"
+        assert second.rest[handle] == output[cut:], f"resumed after {cut} of {len(output)} tokens"
         np.testing.assert_allclose(second.logprobs[handle], whole.logprobs[0][cut:], atol=1e-4)
         ended = second.finishes[handle]
         assert (ended.reason, ended.matched_token, ended.matched_stop) == (
@@ -156,9 +156,9 @@ def check_cuts(executors: list[DeviceExecutor], params: SamplingParams, jump: bo
 
 @pytest.mark.by_day(one_in=2, seed=70)
 @pytest.mark.parametrize("wish", WISHES)
-def test_resumed_request_gets_the_rest_of_the_answer(executors: list[DeviceExecutor], wish: str) -> None:
+def test_resumed_request_gets_the_rest_of_the_output(executors: list[DeviceExecutor], wish: str) -> None:
     output = check_cuts(executors, WISHES[wish])
-    assert len(set(output)) > 8, "a cut is visible only in varied output"
+    assert len(set(output)) > 8, "the output must be varied, or the comparison finds no errors"
 
 
 def test_resumed_request_follows_the_grammar_without_jumps(executors: list[DeviceExecutor]) -> None:
@@ -166,8 +166,8 @@ def test_resumed_request_follows_the_grammar_without_jumps(executors: list[Devic
     assert json.loads(text)["first_name"] == "naive world"
 
 
-def test_parameters_change_the_answer(executors: list[DeviceExecutor]) -> None:
-    """The comparisons above would otherwise show nothing."""
+def test_parameters_change_the_output(executors: list[DeviceExecutor]) -> None:
+    """Each case of parameters must change the output. Otherwise, the comparisons above would not test the parameters."""
     engine = Engine(executors[0])
     engine.run([((), WISHES[wish]) for wish in ("greedy", "drawn", "penalties", "dry")])
     assert len({tuple(engine.rest[handle]) for handle in range(4)}) == 4

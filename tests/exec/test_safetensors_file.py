@@ -1,4 +1,4 @@
-"""Headers of safetensors files are validated, and tensor bytes are read from the offsets in the header."""
+"""Headers of safetensors files are validated, and tensors are read at the offsets in the header."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Edits the header and keeps the data."""
+    """Edits the header of a file without changing its data."""
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
@@ -45,11 +45,11 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "offsets beyond the end": (lambda h: resized(h, NAME, 1 << 40), f"cut off: {NAME}"),
     "end before begin": (lambda h: resized(h, NAME, -(1 << 40)), f"data_offsets of {NAME}"),
     "one offset": (lambda h: h[NAME]["data_offsets"].pop(), f"data_offsets of {NAME}"),
-    "offsets of text": (lambda h: h[NAME].update(data_offsets=["0", "4"]), f"data_offsets of {NAME}"),
+    "offsets that are strings": (lambda h: h[NAME].update(data_offsets=["0", "4"]), f"data_offsets of {NAME}"),
     "a dimension below zero": (lambda h: h[NAME].update(shape=[-64, -96]), f"shape of {NAME}"),
-    "a dimension that is a truth": (lambda h: h[NAME].update(shape=[64, 96, True]), f"shape of {NAME}"),
+    "a boolean dimension": (lambda h: h[NAME].update(shape=[64, 96, True]), f"shape of {NAME}"),
     "no dtype": (lambda h: h[NAME].pop("dtype"), f"dtype and shape of {NAME}"),
-    "no object": (lambda h: h.update({NAME: 3}), f"dtype and shape of {NAME}"),
+    "entry that is no object": (lambda h: h.update({NAME: 3}), f"dtype and shape of {NAME}"),
     "overlap": (lambda h: h[NAME].update(data_offsets=[4, 24580]), "overlap"),
 }
 
@@ -75,7 +75,7 @@ def test_read_header_refuses_a_wrong_entry(case: str, written: Path) -> None:
         "no text": (struct.pack("<Q", 2) + b"\xff\xfe", "no JSON"),
         "nested too deeply": (struct.pack("<Q", 200_000) + b"[" * 200_000, "no JSON"),
         "a list": (struct.pack("<Q", 2) + b"[]", "no JSON object"),
-        "a name twice": (struct.pack("<Q", 13) + b'{"a":1,"a":2}', "twice"),
+        "duplicate name": (struct.pack("<Q", 13) + b'{"a":1,"a":2}', "twice"),
     }.values(),
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""The sampler: its draws, their distribution, and the edits of the logits before, compared with plain numpy."""
+"""The sampler: its tokens, their distribution, and the edits of logits before sampling, compared with plain numpy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def expected_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float,
     temperature=[0.3, 1.0, 2.0],
 )  # fmt: skip
 def test_support_equals_numpy(cut: tuple[int, float, float], temperature: float) -> None:
-    """A case has top_k, top_p and min_p."""
+    """`cut` has top_k, top_p and min_p."""
     top_k, top_p, min_p = cut
     logits = np.array(LOGITS) / temperature
     kept = support(torch.tensor(logits, dtype=torch.float32), top_k, top_p, min_p)
@@ -258,7 +258,7 @@ def test_row_fails_separately_when_parameters_cannot_be_applied(
     assert result.faults == {1: RowFault.FAILED}
     assert int(result.tokens[0]) == 3
     sampler.admit(slot_params(1, GREEDY, [], 0))
-    assert sample_one(sampler, LOGITS, slot=1) == 3, "the next request of the slot gets its token"
+    assert sample_one(sampler, LOGITS, slot=1) == 3, "the next request of the slot must get its token"
 
 
 def raising(*args: object, **more: object) -> None:

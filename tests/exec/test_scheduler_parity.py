@@ -1,4 +1,4 @@
-"""The real scheduler with the executor on host streams gives transformers' greedy tokens for any schedule."""
+"""The real scheduler with the executor on host streams gives transformers' greedy tokens in any schedule."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NoText:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, and transformers' answers to PROMPTS."""
+    """A checkpoint on disk, and transformers' outputs for PROMPTS."""
 
     folder: Path
     answers: list[list[int]]
@@ -77,15 +77,15 @@ def config_for(**changes: Any) -> SchedulerConfig:
 
 
 class Served:
-    """A scheduler and its executor, whose turns the test runs."""
+    """A scheduler and its executor. The test runs the turns of the loop."""
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:
         self.core = Scheduler(config, NoText())
         self.executor = executor
         self.overlap = overlap
         self.plans: list[BatchPlan] = []
-        self.outputs: dict[int, list[int]] = {}  # by handle
-        self.cached: dict[int, int] = {}  # cached tokens by handle
+        self.outputs: dict[int, list[int]] = {}  # output tokens by handle
+        self.cached: dict[int, int] = {}  # number of cached prompt tokens by handle
         self._next = 0
 
     def run(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
@@ -147,7 +147,7 @@ def serve(checkpoint: Checkpoint, config: SchedulerConfig, overlap: bool = True)
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_answer_of_one_request_equals_transformers(checkpoint: Checkpoint, overlap: bool) -> None:
+def test_output_of_one_request_equals_transformers(checkpoint: Checkpoint, overlap: bool) -> None:
     served = serve(checkpoint, config_for(), overlap)
     assert served.run([PROMPTS[-1]]) == [checkpoint.answers[-1]]
 
@@ -155,40 +155,40 @@ def test_answer_of_one_request_equals_transformers(checkpoint: Checkpoint, overl
 @pytest.mark.by_day(one_in=7, seed=4)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
-def test_answers_of_sixteen_ragged_requests_equal_transformers(checkpoint: Checkpoint, overlap: bool, mixed: bool) -> None:
+def test_outputs_of_sixteen_ragged_requests_equal_transformers(checkpoint: Checkpoint, overlap: bool, mixed: bool) -> None:
     served = serve(checkpoint, config_for(enable_mixed_chunk=mixed, chunked_prefill_size=64), overlap)
     assert served.run(PROMPTS) == checkpoint.answers
 
 
 @pytest.mark.by_day(one_in=15, seed=1)
 @pytest.mark.parametrize("chunk", range(PAGE_SIZE, 81, PAGE_SIZE))
-def test_answer_equals_transformers_for_any_chunk_size(checkpoint: Checkpoint, chunk: int) -> None:
+def test_output_equals_transformers_for_any_chunk_size(checkpoint: Checkpoint, chunk: int) -> None:
     served = serve(checkpoint, config_for(chunked_prefill_size=chunk))
     assert served.run([PROMPTS[-1]], 16) == [checkpoint.answers[-1][:16]]
     assert sum(plan.num_extend for plan in served.plans) == -(-80 // chunk)
 
 
 @pytest.mark.by_day(one_in=4, seed=15)
-def test_answers_equal_transformers_with_a_cold_cache_and_a_full_prefix_hit(checkpoint: Checkpoint) -> None:
+def test_outputs_equal_transformers_with_a_cold_cache_and_a_full_prefix_hit(checkpoint: Checkpoint) -> None:
     served = serve(checkpoint, config_for())
     assert served.run([PROMPTS[-1]]) == [checkpoint.answers[-1]]
     longer = PROMPTS[-1] + checkpoint.answers[-1][:20]
     assert served.run([PROMPTS[-1], longer], 44) == [checkpoint.answers[-1][:44], checkpoint.answers[-1][20:]]
     assert [served.cached[handle] for handle in range(3)] == [0, 76, 96], (
-        "hits have whole pages and leave at least one token to compute"
+        "a prefix hit must have whole pages and leave at least one token to compute"
     )
 
 
 @pytest.mark.by_day(one_in=3, seed=31)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_answers_equal_transformers_with_retractions(checkpoint: Checkpoint, overlap: bool) -> None:
+def test_outputs_equal_transformers_with_retractions(checkpoint: Checkpoint, overlap: bool) -> None:
     served = serve(checkpoint, config_for(retract_interval=5), overlap)
     assert served.run(PROMPTS) == checkpoint.answers
     assert served.core.stats().retractions_total >= 10
 
 
 @pytest.mark.by_day(one_in=3, seed=4)
-def test_answers_equal_transformers_in_a_small_pool_with_all_features(checkpoint: Checkpoint) -> None:
+def test_outputs_equal_transformers_in_a_small_pool_with_all_features(checkpoint: Checkpoint) -> None:
     config = config_for(
         num_pages=120, chunked_prefill_size=16, enable_mixed_chunk=True, retract_interval=7, schedule_conservativeness=0.1
     )

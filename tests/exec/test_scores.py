@@ -1,4 +1,4 @@
-"""Log probabilities of labels after a prompt: equal to transformers' log_softmax, without a sampled token."""
+"""Log probabilities of labels after a prompt equal transformers' log_softmax, and no token is sampled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LABELS = (9, 250, 9, 0)
 
 @dataclass(frozen=True)
 class Scorer:
-    """A checkpoint, and transformers' values for it."""
+    """A checkpoint, and transformers' log probabilities for it."""
 
     folder: Path
     model: Any
@@ -52,7 +52,7 @@ def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def driver(scorer: Scorer, monkeypatch: pytest.MonkeyPatch, kernel_name: str) -> Iterator[Driver]:
-    """Yields a driver that measures three rows at a time, so that a step with more rows has several pieces."""
+    """A driver whose executor measures log probabilities for three rows at a time, so that larger steps need several pieces."""
     monkeypatch.setattr(logprob_wishes, "PIECE_BYTES", 3 * 4 * VOCAB)
     executor, _ = build_host_executor(
         str(scorer.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, True, kernel_name
@@ -90,7 +90,7 @@ def test_score_equals_transformers_when_prompts_are_cut(scorer: Scorer, driver: 
 
 @each_value(indirect=("scorer", "kernel_name"), scorer=CHECKPOINTS, kernel_name=KERNELS)
 def test_scores_share_steps_with_sampled_rows_when_a_batch_is_mixed(scorer: Scorer, driver: Driver) -> None:
-    """Sampled rows get equal tokens with and without eight scored rows in the batch."""
+    """Sampled rows must get equal tokens with and without eight scored rows in the batch."""
     alone = [Sequence(prompt_of(10 + slot, slot), slot, greedy(top_logprobs=2)) for slot in range(3)]
     for sequence in alone:
         driver.prefill([sequence])
@@ -106,7 +106,7 @@ def test_scores_share_steps_with_sampled_rows_when_a_batch_is_mixed(scorer: Scor
 
 
 def test_score_samples_no_token(scorer: Scorer, kernel_name: str) -> None:
-    """The relay still has the value from the admission of the slot."""
+    """The slot's relayed token must still be the value from its admission."""
     built, _ = build_host_executor(
         str(scorer.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, True, kernel_name
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_score_samples_no_token(scorer: Scorer, kernel_name: str) -> None:
 
 
 def scores_of(kernels: SampleKernels, logits: torch.Tensor, labels: list[tuple[int, ...]]) -> tuple[Any, Any]:
-    """Scores one-token prompts over a vocabulary of 8, with a row of logits and labels for each prompt."""
+    """Scores one-token prompts with a vocabulary of 8. Each prompt has a row of `logits` and a tuple of `labels`."""
     count, streams = len(labels), InlineStreams()
     logprobs, readback = LogprobRequests(8, 8, kernels, streams.device), Readback(streams)
     for slot, ids in enumerate(labels):

@@ -1,4 +1,4 @@
-"""A seed fixes a request's tokens at temperature 1 in float32, for any batch, chunk size, slot and cached prefix."""
+"""A seed determines a request's tokens at temperature 1 in float32, in any batch, chunk size, slot and cached prefix."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_different_seeds_give_different_tokens(driving: Driver, params: Sampling
 
 @pytest.mark.by_day(one_in=4, seed=4)
 def test_seed_gives_equal_tokens_after_a_retraction(driving: Driver, params: SamplingParams) -> None:
-    """The request returns in another slot, as an extend of prompt and output so far."""
+    """The retracted request continues in another slot. There, an extend row computes its prompt and output so far."""
     whole = alone(driving, params, 7)
     kept = Sequence(prompt_of(41, 7) + whole[:17], 5, replace(params, seed=107), num_prompt_tokens=41)
     driving.prefill([kept], chunk=16)
@@ -107,8 +107,8 @@ def test_seed_gives_equal_tokens_after_a_retraction(driving: Driver, params: Sam
 
 
 @pytest.mark.by_day(one_in=4)
-def test_seed_gives_equal_tokens_when_output_comes_as_input(driving: Driver, params: SamplingParams) -> None:
-    """Part of the output was sampled in this slot, and part was decided elsewhere."""
+def test_seed_gives_equal_tokens_when_output_tokens_are_input(driving: Driver, params: SamplingParams) -> None:
+    """Some output tokens are sampled in this slot, others come as input of an extend row."""
     whole = alone(driving, params, 7)
     row = Sequence(prompt_of(41, 7), 5, replace(params, seed=107))
     driving.prefill([row])

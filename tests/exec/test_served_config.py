@@ -1,4 +1,4 @@
-"""A download refuses a model by its config.json with the worker's sentence."""
+"""A download refuses an unsupported model by its config.json, with the worker's error message."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "unknown type": of("nobodys_model", "NobodysModelForCausalLM"),
     "unknown architecture": of("llama", "LlamaForNothing"),
     "encoder with decoder": of("bart", "BartModel"),
-    "generation by an encoder with a decoder": of("t5", "T5ForConditionalGeneration"),
+    "generating encoder with decoder": of("t5", "T5ForConditionalGeneration"),
     "several models": of("clip", "CLIPModel"),
     "images and text": of("llava", "LlavaForConditionalGeneration"),
-    "attention of its own": of("bloom", "BloomForCausalLM"),
-    "layers by name": of("qwen3", "Qwen3ForCausalLM", num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]),
-    "layers by the class": of("qwen3_next", "Qwen3NextForCausalLM"),
+    "attention that cannot be replaced": of("bloom", "BloomForCausalLM"),
+    "unsupported layers by layer_types": of(
+        "qwen3", "Qwen3ForCausalLM", num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]
+    ),
+    "unsupported layers by the class": of("qwen3_next", "Qwen3NextForCausalLM"),
     "state spaces": of("mamba", "MambaForCausalLM"),
 }
 
@@ -78,7 +80,7 @@ def test_refusal_is_empty_when_fields_are_missing_or_malformed(config: Any) -> N
 
 def test_table_matches_the_installed_transformers_and_the_registry() -> None:
     table = json.loads(TABLE.read_text())
-    assert (table["transformers"], table["families"]) == (transformers.__version__, sorted(FAMILIES)), "make docs"
+    assert (table["transformers"], table["families"]) == (transformers.__version__, sorted(FAMILIES)), "run `make docs`"
     assert table["model_types"] == sorted(transformers.CONFIG_MAPPING)
     if NIGHTLY:
-        assert TABLE.read_text() == models_reference.table(), "make docs"
+        assert TABLE.read_text() == models_reference.table(), "run `make docs`"

@@ -1,4 +1,4 @@
-"""Grammar masks, allowed and banned tokens: their intersection, and batches with different rows."""
+"""Grammar masks, allowed tokens and banned tokens: their intersection, and batches in which they differ by row."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rootstock_llm.services.worker.exec.contracts.step_data import Outcome
 from tests.exec.host_executors import on_both_by_night, on_both_kernels
 from tests.exec.sampling import Sampling
 
-VOCAB = 100  # three words and a bit
+VOCAB = 100  # a mask has four 32-bit words, the last of which has 4 used bits
 GREEDY = SamplingParams(8, temperature=0.0)
 DRAWING = SamplingParams(8, temperature=1.0)
 
 
 def rising() -> torch.Tensor:
-    """Returns logits that rise with the token id."""
+    """Returns logits that increase with the token id."""
     return torch.arange(VOCAB, dtype=torch.float32) / 20
 
 
@@ -35,7 +35,7 @@ def mask(*tokens: int) -> np.ndarray:
 def sample(
     kernels: SampleKernels, rows: list[SamplingParams], masks: dict[int, np.ndarray] | None = None, **slot: Any
 ) -> Outcome:
-    """Samples one token per element of `rows`, all with the same logits."""
+    """Samples one token for each element of `rows`, its parameters. All rows have equal logits."""
     sampler = Sampling(len(rows), VOCAB, kernels)
     stops = slot.get("stops", ())
     for index, params in enumerate(rows):

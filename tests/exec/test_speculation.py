@@ -1,4 +1,4 @@
-"""Draft tokens save steps and change nothing else: token ids and log probabilities have equal bits in any context."""
+"""Draft tokens save steps and do not change results: token ids and log probabilities have equal bits in any context."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def made_of(folder: Path, max_drafts: int, dtype: str = "bfloat16", corpus: I32 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def executors(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[DeviceExecutor, DeviceExecutor]]:
-    """Yields executors without and with draft tokens."""
+    """Executors of one model: without drafting, with drafting."""
     plain, drafting = made_of(folder, 0, request.param), made_of(folder, 4, request.param)
     yield plain, drafting
     plain.close()
@@ -88,7 +88,7 @@ def test_answers_have_equal_bits_for_any_draft_tokens(
 def test_answers_have_equal_bits_under_a_grammar(folder: Path, number: int) -> None:
     """The grammar forces some tokens.
 
-    Without log probabilities, forced tokens are not sampled, and draft tokens at their positions are dropped.
+    If no log probabilities are requested, forced tokens are not sampled, and draft tokens at their positions are dropped.
     """
     plain, drafting = made_of(folder, 0), made_of(folder, 4)
     bound = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
@@ -100,7 +100,7 @@ def test_answers_have_equal_bits_under_a_grammar(folder: Path, number: int) -> N
         guess_with(drafting, guesses)
         for seed in range(CONTEXTS):
             context = random_context(WORLD, seed, target, expected.tokens)
-            answer, kept = answer_in(context, drafting), len(context.target.kept)
+            answer, kept = answer_in(context, drafting), len(context.target.resumed)
             assert answer.tokens == expected.tokens[kept:]
             assert len(answer.logprobs) == (len(answer.tokens) if params is sampled else 0)
             assert params is not sampled or answer.bits() == expected.bits()[kept:]
@@ -111,7 +111,7 @@ def test_answers_have_equal_bits_under_a_grammar(folder: Path, number: int) -> N
 
 @of_one_dtype_by_day
 def test_ngram_drafts_change_no_bit(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
-    """The prompt ends as it begins, with the answer in between, so the model repeats itself."""
+    """The prompt has a text and its output, followed by the beginning of the text, so the model repeats the output."""
     plain, drafting = executors
     guess_with(drafting, NgramDrafter())
     (first, *_) = targets(WORLD, random.Random(8), 20, NEW_TOKENS)
@@ -124,7 +124,7 @@ def test_ngram_drafts_change_no_bit(executors: tuple[DeviceExecutor, DeviceExecu
 def test_prediction_saves_steps_and_changes_no_bit(
     executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test uses a right prediction and a prediction with some wrong tokens."""
+    """Tests a right prediction, and a prediction with some wrong tokens."""
     plain, drafting = executors
     guess_with(drafting, NgramDrafter())
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[1]
@@ -143,7 +143,7 @@ def test_prediction_saves_steps_and_changes_no_bit(
 
 
 def test_corpus_saves_steps_and_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The corpus has token ids that the model does not have."""
+    """The corpus includes token ids outside of the model's vocabulary."""
     monkeypatch.setattr(DraftController, "choose", always)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     plain = made_of(folder, 0, "float32")
@@ -156,14 +156,16 @@ def test_corpus_saves_steps_and_changes_no_bit(folder: Path, monkeypatch: pytest
     drafting.close()
     assert answer.bits() == said.bits()
     assert answer.verified.accepted > NEW_TOKENS // 2 and answer.verified.predicted == 0
-    assert int(corpus.max()) < WORLD.vocab_size, "unknown ids are replaced in place, because a second array would stay in memory"
+    assert int(corpus.max()) < WORLD.vocab_size, (
+        "unknown ids must be replaced in place, because a copy of the corpus would stay in memory"
+    )
 
 
 @of_one_dtype_by_day
-def test_opted_out_request_is_not_drafted_for(
+def test_request_without_drafting_gets_no_draft_tokens(
     executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another request in the batch is drafted for. The drafter gets no calls for the opted-out request."""
+    """The other request of the batch gets draft tokens. The drafter must get no calls for the request that has opted out."""
     monkeypatch.setattr(DraftController, "choose", always)
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
@@ -196,7 +198,7 @@ def test_right_draft_tokens_save_steps(executors: tuple[DeviceExecutor, DeviceEx
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3-moe"])
 def test_transformers_models_give_equal_tokens_with_drafts(name: str, tmp_path: Path) -> None:
-    """Only greedy tokens in float32 are compared, because sums may be rounded differently with more rows."""
+    """Compares only greedy tokens in float32, because more rows may change the rounding of sums."""
     SERVED[name].build(tmp_path)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     said, text = [], list(target.prompt)
@@ -213,7 +215,7 @@ def test_transformers_models_give_equal_tokens_with_drafts(name: str, tmp_path: 
 
 
 def test_answers_have_equal_bits_when_steps_are_computed_in_pieces(folder: Path) -> None:
-    """The prompts exceed one pass, and share steps with decode rows."""
+    """The prompts have more tokens than a forward pass may have, and share steps with decode rows."""
     said = []
     for max_drafts, max_tokens in ((0, 512), (4, 16)):
         options = DeviceOptions(device="cpu", num_threads=1, deterministic=True, max_drafts=max_drafts, max_tokens=max_tokens)
@@ -236,7 +238,7 @@ def test_answers_have_equal_bits_when_steps_are_computed_in_pieces(folder: Path)
 
 @of_one_dtype_by_day
 def test_failed_step_leaves_no_state(executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The requests of the failed step end, and the next request gets the usual tokens."""
+    """The requests of the failed step end, and the next request must get its usual tokens."""
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     guess_with(drafting, Guesses([whole(plain, target)], 0.0, WORLD.vocab_size))
@@ -260,9 +262,9 @@ def slot_of(history: Sequence[int]) -> SlotParams:
 def test_ngram_drafter_proposes_the_last_continuation() -> None:
     drafter = NgramDrafter()
     drafter.admit(slot_of([1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 9, 2, 3]))
-    assert drafter.propose({0: 3})[0] == [7, 8, 9], "the tokens after the last 9 2 3"
+    assert drafter.propose({0: 3})[0] == [7, 8, 9], "the draft must be the tokens after the last 9 2 3"
     drafter.sampled(0, [4])
-    assert drafter.propose({0: 2})[0] == [5, 9], "the tokens after 2 3 4"
+    assert drafter.propose({0: 2})[0] == [5, 9], "the draft must be the tokens after 2 3 4"
     drafter.sampled(0, [6, 6])
     assert drafter.propose({0: 4})[0] == [], "no token follows 6 6"
     drafter.set_tokens(0, 2, [1, 2])
@@ -280,7 +282,7 @@ def test_drafting_pauses_while_drafts_are_wrong_and_resumes(executors: tuple[Dev
     answer = turned.submit(target)
     while len(answer.tokens) < 100:
         turned.turn()
-    assert 0 < guesses.drafted <= 4 * 7, "four misses in a row, then pauses of 16, 32 and 64 steps"
+    assert 0 < guesses.drafted <= 4 * 7, "after four misses in a row, drafting must pause for 16, 32 and 64 steps"
     guesses._errors = 0.0
     while not turned.idle:
         turned.turn()

@@ -1,4 +1,4 @@
-"""Tiers with real KV: pages that come back from host memory or files have the computed bits."""
+"""KV tiers with real KV: pages that are read from host memory or files are bitwise equal to the computed pages."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_pages_from_files_have_equal_bits_after_a_restart(folder: Path, plain: S
 
 @pytest.mark.parametrize("shared", [False, True], ids=["files", "redis"])
 def test_deleted_salt_is_computed_again_after_a_restart(folder: Path, tmp_path: Path, shared: bool) -> None:
-    """Pages of another salt stay in the storage. A request of the deleted salt that runs during the deletion finishes."""
+    """Pages of another salt stay in the storage. A request with the deleted salt that runs during the deletion completes."""
     with redis_server() as server:
 
         def in_redis(page_bytes: int, identity: bytes) -> RedisPageStore:
@@ -117,8 +117,8 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> No
     """Delays layer-wise loads.
 
     Args:
-        monkeypatch: patches PageCopier.
-        before: called before each group of layers is copied.
+        monkeypatch: replaces a method of PageCopier.
+        before: function that is called before each group of layers is copied, with the number of the group.
     """
     group_loader = PageCopier.group_loader
 
@@ -138,12 +138,12 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> No
 def test_step_runs_while_later_layers_are_loaded(
     folder: Path, plain: Served, tmp_path: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All groups but the first are loaded only when a step asks for layers. A step that waits for all layers would hang."""
+    """Each group after the first is loaded only when a step waits for a layer. A step that waits for all layers would hang."""
     more: dict[str, Any] = {"max_drafts": 2, "speculative_algorithm": drafts} if drafts else {}
     if drafts == "eagle3":
         write_eagle3(tmp_path / "head", folder, 90)
         more["draft_model"] = str(tmp_path / "head")
-    served = Served(*build(folder, 40, options(), **more))  # pages for all loads at once and for the cached pages
+    served = Served(*build(folder, 40, options(), **more))  # 40 pages suffice for all loads together and the cached pages
     for number in range(4):
         served.ask(prompt(number), seed=number)
     mover, arrivals = served.executor._mover, served.executor.runner._arrivals
@@ -151,7 +151,7 @@ def test_step_runs_while_later_layers_are_loaded(
     asked: threading.Semaphore
 
     def before(group: int) -> None:
-        assert not group or asked.acquire(timeout=DEADLINE_S), "no step asks for a layer"
+        assert not group or asked.acquire(timeout=DEADLINE_S), "no step has waited for a layer in time"
 
     def wait(layer: int, ask: Callable[[int], None] = arrivals.wait) -> None:
         if arrivals._awaited:
@@ -170,8 +170,8 @@ def test_step_runs_while_later_layers_are_loaded(
     served.close()
 
 
-class TestWhileALoadIsOnItsWay:
-    """A load is running, and the core has its fact already."""
+class TestDuringALoad:
+    """Tests while a load runs that was reported to the core early."""
 
     @pytest.fixture
     def going(self) -> threading.Event:
@@ -212,7 +212,7 @@ class TestWhileALoadIsOnItsWay:
 
 
 def _until_it_may(going: threading.Event) -> None:
-    assert going.wait(DEADLINE_S), "the test did not permit the load"
+    assert going.wait(DEADLINE_S), "the test did not release the load in time"
 
 
 SCHEDULES = 60 if NIGHTLY else 4
@@ -222,7 +222,7 @@ SCHEDULES = 60 if NIGHTLY else 4
 def test_requests_read_no_poisoned_page_when_copies_are_late(
     folder: Path, plain: Served, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests with shared prefixes arrive and are aborted in every phase, while copies take many steps."""
+    """Requests with shared prefixes arrive and are aborted at random times, while copies take many steps."""
     rng = random.Random(seed)
     served = Served(*build(folder, POOL_PAGES, options(tmp_path / "pages")), poisoned=True)
     mover = served.executor._mover
@@ -234,7 +234,7 @@ def test_requests_read_no_poisoned_page_when_copies_are_late(
         return move(operation)
 
     monkeypatch.setattr(mover, "_move", late)
-    mover._loads._bytes_s = seed % 2 * 1e18  # facts of loads come at their ends, or at once
+    mover._loads._bytes_s = seed % 2 * 1e18  # loads are reported at their ends (even seeds) or immediately (odd seeds)
     slowly(monkeypatch, lambda _: time.sleep(rng.choice((0.0, 0.0, 0.002, 0.02))))
     asked: dict[int, tuple[int, int]] = {}
     for _ in range(14):

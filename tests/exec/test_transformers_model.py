@@ -1,4 +1,4 @@
-"""Models of transformers' code compute the same numbers with paged attention as with their own."""
+"""Models that run transformers' code compute equal logits with our paged attention and with their own attention."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ids_of(length: int, seed: int) -> list[int]:
 
 
 def run_three(driver: Driver) -> list[Sequence]:
-    """Runs a prompt in chunks, one behind 16 cached tokens of it, and a whole one in the same step. Then all three decode."""
+    """Runs three prompts: one in chunks, one that shares 16 cached tokens with it, and a whole one. Then all three decode."""
     params = greedy(NUM_NEW, top_logprobs=20)
     first = Sequence(ids_of(41, 1), 0, params)
     second = Sequence(first.prompt[:16] + ids_of(9, 2), 3, params)
@@ -85,7 +85,7 @@ def run_three(driver: Driver) -> list[Sequence]:
 
 
 def expect_own_numbers(model: Any, sequence: Sequence, tolerance: float) -> None:
-    """Compares greedy tokens and top logprobs with the model's own logits over the whole sequence."""
+    """Compares greedy tokens and top log probabilities with the logits of transformers' model for the whole sequence."""
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0].float()
     expected = logits.log_softmax(-1)[len(sequence.prompt) - 1 : -1]
@@ -102,7 +102,7 @@ def test_paged_attention_equals_transformers_with_chunks_cached_pages_and_batche
     model = SERVED[name].build(tmp_path)
     with serving(tmp_path) as (driver, _):
         sequences = run_three(driver)
-    assert len({token for sequence in sequences for token in sequence.output}) > 1, "the output must be varied"
+    assert len({token for sequence in sequences for token in sequence.output}) > 1, "the outputs must have different tokens"
     for sequence in sequences:
         expect_own_numbers(model, sequence, 1e-3)
 

@@ -1,4 +1,4 @@
-"""The streaming loader reads the same weights as the loader of a CPU, in bounded memory. Its errors name the file and tensor."""
+"""The streaming loader reads the same weights as the CPU's loader, in bounded memory. Its errors name the file and the tensor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rootstock_llm.services.worker.exec.weights.source import Allocated, Filled,
 from rootstock_llm.services.worker.exec.weights.weight_stream import Lane, PinnedSlab, StreamOptions, buffers_of, stream_weights
 from tests.exec.tiny_models import MODELS
 
-SMALL = StreamOptions(threads=3, staging_bytes=3 * 2 * 1000)  # pieces of 1,000 bytes, so that tensors are cut
+SMALL = StreamOptions(threads=3, staging_bytes=3 * 2 * 1000)  # pieces of 1,000 bytes, so that tensors have several
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -39,7 +39,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns a function that writes the folder of a model once."""
+    """Function that returns the folder of a model; it writes each folder only once."""
     folders: dict[tuple[str, torch.dtype], Path] = {}
 
     def folder(name: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -53,7 +53,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def broken(saved: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy of a model's folder, for one test to damage."""
+    """A copy of a model's folder that the test may damage."""
     for file in saved("qwen3").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -83,7 +83,7 @@ def plain(folder: Path, dtype: torch.dtype = torch.float32) -> DenseModel:
 
 
 def leaves(value: Any, path: str = "weights") -> Iterator[tuple[str, Any]]:
-    """Yields every leaf of a tree of dataclasses and tuples with its path."""
+    """Yields (path, value) of every leaf of a tree of dataclasses and tuples."""
     if isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from leaves(item, f"{path}[{index}]")
@@ -105,7 +105,7 @@ def assert_same(found: DenseModel, expected: DenseModel, device: torch.device) -
             assert ours[path] == value, path
 
 
-# Models with different weights. Ropes and windows are in the config.
+# Models whose weights have different forms. Models that differ only in rope or windows are omitted, as these are in the config.
 WEIGHT_FORMS = ["llama-untied", "llama-tied", "llama-sharded", "llama-biases", "mistral", "qwen2", "qwen3"]
 
 
@@ -155,7 +155,7 @@ def test_tied_head_shares_storage_with_embedding(saved: Callable[[str], Path], d
 
 def test_stream_weights_packs_with_the_given_kernels(saved: Callable[[str], Path], device: torch.device) -> None:
     class Packing:
-        """Packs a weight by reversing one of its axes."""
+        """Kernels that pack a weight by reversing one of its axes."""
 
         def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
             return PackedLinear(weight.flip(1), bias, weight.shape[1], weight.shape[0], True)
@@ -173,7 +173,7 @@ def test_stream_weights_releases_each_tensor_that_kernels_copy(saved: Callable[[
     given: list[weakref.ref[torch.UntypedStorage]] = []
 
     class Copying:
-        """Packs copies, so that each unpacked weight can be released before the next one."""
+        """Kernels that pack a copy, so that each unpacked weight can be released before the next one is read."""
 
         def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
             assert not any(storage() for storage in given), "earlier unpacked weights must be released"
@@ -197,7 +197,7 @@ def test_filled_source_returns_each_tensor_once() -> None:
 
 
 class Slabs:
-    """Makes slabs, and logs their allocation and release."""
+    """Creates pinned slabs and logs their allocation and release."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -230,7 +230,7 @@ def test_stream_weights_bounds_host_memory_by_the_staging(
 
 
 class Recorded:
-    """An Event that logs its calls."""
+    """Replaces a CUDA event and logs its calls."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self._name = log, name
@@ -303,7 +303,7 @@ def test_stream_weights_allocates_nothing_when_shape_or_dtype_is_wrong(
 def test_stream_weights_names_the_tensor_when_a_file_is_truncated_during_the_read(
     saved: Callable[[str], Path], broken: Path, device: torch.device
 ) -> None:
-    """The header is valid when it is checked."""
+    """The file is cut after its header was checked."""
     path = broken / "model.safetensors"
 
     class Cutting(PinnedSlab):
