@@ -1,8 +1,8 @@
 """python -m tests.groups [--processes N] [--only GROUP]: runs the whole suite in groups. The status is 1 if a group has failed.
 
-All groups run even if one fails. By night (tests/night.py) there are more groups, so that an interrupted one can be repeated
-alone. Their output is then also written to build/nightly, line by line, one file per group, with failures when they happen
-(tests/as_it_goes.py). summary.txt in this folder has the results of the groups of all runs.
+All groups run even if one fails. By night (tests/night.py) there are more groups, so that an interrupted group can be repeated
+alone. The output of a nightly group is also written to a file in build/nightly while it runs, with each failure when it happens
+(tests/as_it_goes.py). summary.txt in this folder has the groups' results of all runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEASURED = (
     "tests/services/tokenizer/test_long_requests.py",
     "tests/services/worker/control/test_control_process.py",
 )
-# Groups of folders by night. All other folders are one further group.
+# Groups of folders by night. All other folders are one more group.
 PARTS = {
     "scheduler": ("tests/core", "tests/sim"),
     "executor": ("tests/exec", "tests/kernels", "tests/gpu"),
@@ -45,10 +45,11 @@ def groups(processes: int, night: bool) -> dict[str, list[str]]:
     """Returns the arguments of pytest by the name of each group.
 
     Args:
-        processes: processes of pytest, each with a file at a time (tests/spread.py), in the order of tests/conftest.py. By day,
-            groups get more than that, because three processes on two cores idle a fifth of the time in tests of parts, and less
-            than a tenth in end-to-end tests.
-        night: whether the groups are those of the night.
+        processes: number of pytest processes. Each runs one file at a time (tests/spread.py), in the order of tests/conftest.py.
+        By
+            day, some groups get more processes, because waiting tests leave cores idle: with three processes on two cores, a
+            fifth of the time in tests of parts, and less than a tenth in end-to-end tests.
+        night: whether to return the groups of a nightly run.
     """
     side_by_side = _spread(processes)
     if not night:
@@ -73,10 +74,18 @@ def groups(processes: int, night: bool) -> dict[str, list[str]]:
 
 
 def chosen(asked: Mapping[str, Sequence[str]], only: Sequence[str]) -> dict[str, Sequence[str]]:
-    """Returns the groups that `only` selects, each by its name or by the beginning of names. Raises ValueError for no match."""
+    """Returns the selected groups.
+
+    Args:
+        asked: arguments of pytest by the name of each group.
+        only: names of groups, or beginnings of names; empty for all groups.
+
+    Raises:
+        ValueError: no group has such a name.
+    """
     for prefix in only:
         if not any(name.startswith(prefix) for name in asked):
-            raise ValueError(f"no group begins with {prefix!r}; there are: {'; '.join(asked)}")
+            raise ValueError(f"no group has a name that begins with {prefix!r}; the groups are: {'; '.join(asked)}")
     meant = {name for prefix in only for name in asked if name == prefix or (prefix not in asked and name.startswith(prefix))}
     return {name: words for name, words in asked.items() if name in meant}
 
@@ -99,7 +108,7 @@ def run(commands: Mapping[str, Sequence[str]], logs: Path | None = None) -> int:
     """Runs all commands and finally prints the result of each. Returns 1 if a command failed, and 0 otherwise.
 
     Args:
-        logs: folder for the output and result of each command, or None.
+        logs: folder for the output and the result of each command; None to write no files.
     """
     ends: list[str] = []
     failed = False
@@ -117,7 +126,7 @@ def run(commands: Mapping[str, Sequence[str]], logs: Path | None = None) -> int:
 
 
 def _run(command: Sequence[str], log: Path | None) -> int:
-    """Runs a command and returns its status. Copies its output to stdout and, line by line, to the log."""
+    """Runs a command and returns its status. Copies each line of its output to stdout and to the log."""
     if log is None:
         return subprocess.run(command, check=False).returncode
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -132,9 +141,9 @@ def _run(command: Sequence[str], log: Path | None) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, help="of pytest, side by side where tests allow it")
+    parser.add_argument("--processes", type=int, default=2, help="number of pytest processes for groups that can run in parallel")
     parser.add_argument(
-        "--only", action="append", metavar="GROUP", help="groups whose names begin so (several times: all of these)"
+        "--only", action="append", metavar="GROUP", help="name of a group to run, or the beginning of names; may be repeated"
     )
     arguments = parser.parse_args()
     try:

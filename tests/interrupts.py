@@ -1,4 +1,4 @@
-"""Ctrl-C for programs that tests start."""
+"""Lets programs that tests start receive Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,5 +6,8 @@ import signal
 
 
 def hear_interrupts() -> None:
-    """Restores SIGINT in a child process. A shell starts background processes with SIGINT ignored, and children inherit that."""
+    """Restores the default handler of SIGINT in a child process.
+
+    A shell starts background processes with SIGINT ignored, and their children inherit this.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

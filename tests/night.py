@@ -1,16 +1,17 @@
 """Selects the cases that run by day. By night (`make nightly` sets ROOTSTOCK_TEST_NIGHTLY=1), all cases run.
 
-`@pytest.mark.by_day(one_in=2)` on a function, a class or a module runs one in two cases of each parametrized test by day. The
-cases are drawn by their indices among the parameter sets, so a test and its case ids can be renamed without a change of the
-cases. The same cases run every time and in every process.
+With `@pytest.mark.by_day(one_in=2)` on a function, a class or a module, one in two cases of each parametrized test runs by day.
+The
+choice depends only on the indices of the parameter sets and the seed. So it is the same in every run and process, and a test and
+its case ids can be renamed without changing it.
 
 | argument | meaning |
 | --- | --- |
-| `one_in` | The number of cases of which one runs by day, rounded up: at least one case of each test runs. |
-| `seed` | Another seed draws other cases. Default 0. |
-| any other name | A parameter's value. The mark then concerns only the cases with this value. |
+| `one_in` | One in this many cases runs by day, rounded up, so at least one case of each test. |
+| `seed` | Another seed selects other cases. Default 0. |
+| any other name | Value of a parameter. The mark then applies only to cases with this value. |
 
-The nearest mark that fits a case applies. On a machine with a GPU, all cases of the tests in WHOLE_ON_GPU run.
+If several marks apply to a case, the nearest one counts. On a machine with a GPU, all cases of the tests in WHOLE_ON_GPU run.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ WHOLE_ON_GPU = ("tests/exec/", "tests/gpu/", "tests/kernels/")
 class DayMark:
     """The arguments of one `by_day` mark."""
 
-    one_in: int  # number of cases of which one runs by day
-    seed: int  # draws the cases
-    values: frozenset[tuple[str, Any]]  # parameters and their values; the mark does not concern cases with other values
+    one_in: int  # one in this many cases runs by day
+    seed: int  # determines which cases run
+    values: frozenset[tuple[str, Any]]  # (parameter, value) that a case must have for the mark to apply
 
     def fits(self, params: dict[str, Any]) -> bool:
         return all(params.get(name) == value for name, value in self.values)
@@ -75,5 +76,5 @@ def _parsed(mark: pytest.Mark) -> DayMark:
 
 
 def _callspec(item: pytest.Item) -> Any:
-    """The parameters of a case. pytest sets this attribute only for parametrized functions."""
+    """Returns the parameters of a case. pytest sets the attribute only for parametrized functions."""
     return item.callspec  # type: ignore[attr-defined]

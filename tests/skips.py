@@ -1,6 +1,6 @@
-"""The reasons for which a test may be skipped, with folders and remedies. A skip for any other reason is a failure.
+"""The permitted reasons for skipping a test, with folders and remedies. A skip for any other reason is a failure.
 
-`needs("promtool")` marks a test that needs a program which README does not list. The test is skipped if the program is not on
+`needs("promtool")` marks a test that needs a program that README does not list. The test is skipped if the program is not on
 PATH.
 """
 
@@ -69,12 +69,20 @@ ALLOWED = (
 
 
 def missing_program(programs: tuple[str, ...]) -> str:
-    """Returns the reason to skip a test that needs these programs, or an empty text. Raises ValueError for an unknown one."""
+    """Returns the reason to skip a test that needs these programs; "" if all are on PATH.
+
+    Raises:
+        ValueError: PACKAGES lacks a program, or none is named.
+    """
     if not programs or not PACKAGES.keys() >= set(programs):
-        raise ValueError(f"needs{programs}: one or more of {', '.join(PACKAGES)}")
+        raise ValueError(f"the mark needs{programs} must name one or more of: {', '.join(PACKAGES)}")
     return next((f"{program} is not on PATH" for program in programs if shutil.which(program) is None), "")
 
 
 def allowed(reason: str, path: str) -> Skip | None:
-    """Returns the permitted skip for a reason in a test file, or None. `path` is relative to the repository."""
+    """Returns the entry of ALLOWED for a reason in a test file, or None.
+
+    Args:
+        path: test file, relative to the repository.
+    """
     return next((each for each in ALLOWED if each.reason == reason and path.startswith(each.folders)), None)

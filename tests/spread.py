@@ -1,6 +1,6 @@
-"""pytest -p tests.spread, with --dist loadfile: a process gets a file at a time, or all files that render every chart release.
+"""pytest -p tests.spread, with --dist loadfile: assigns test files to processes, and all files in EVERY_RELEASE to one process.
 
-A single process runs the latter, so that releases are rendered once. Rendering takes as long as the rest of such a file.
+These files render every release of the chart, which takes as long as their tests. In one process, each release is rendered once.
 """
 
 from __future__ import annotations

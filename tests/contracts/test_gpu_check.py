@@ -423,7 +423,7 @@ def test_interrupted_test_part_reports_earlier_failures(tmp_path: Path) -> None:
     result = state.results["some", "", "NVIDIA H200"]
     assert result.status is Status.TIMED_OUT
     assert result.counts["failure"] == 1 and result.counts["passed"] >= 1
-    assert result.tail.startswith("First of what failed: test_some.test_a") and "'this' == 'that'" in result.tail
+    assert result.tail.startswith("First failed test: test_some.test_a") and "'this' == 'that'" in result.tail
 
 
 def test_journal_continues_after_a_failed_part(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_graph_is_planned_for_the_longest_context() -> None:
     model.attended(backend, batch, model.queries(batch), 0)
     model.attended(backend, batch, model.queries(batch), 9)
     ((whole,), (windowed,)) = backend._launches[4, 0], backend._launches[4, 9]
-    assert whole.splits == 3, "640 positions must have three splits of at most 256 positions"
+    assert whole.splits == 3, "640 positions must have splits of 256, 256 and 128 positions"
     assert windowed.splits == 1
 
 

@@ -52,7 +52,7 @@ def prompt(number: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Apart:
-    """Two executors: the first computes prompts; the second reads their pages, some before the prompt is complete, and decodes."""
+    """Two executors: the first computes prompts; the second reads their pages, some before the prompt's end, and decodes."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         """Builds both executors.

@@ -1,4 +1,4 @@
-"""Prompts that a small pool cannot hold together, and the tiers below this pool."""
+"""Prompts that exceed a small KV pool together, and options of the tiers below this pool."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def prompt(number: int) -> list[int]:
 
 
 def came_from(answer: Answer, tier: Tier) -> bool:
-    """Returns whether most cached tokens came from this tier. All whole pages of the prompt must be cached."""
+    """Returns whether most cached tokens came from this tier, after checking that all whole pages of the prompt were cached."""
     assert answer.finish is not None and answer.finish.cached_tokens == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
     return answer.finish.cached_from[tier] > answer.finish.cached_tokens // 2

@@ -1,4 +1,4 @@
-"""A scheduler and a real executor with tiers, or with a remote worker, whose turns the test runs by hand."""
+"""A scheduler and a real executor with KV tiers or with a remote worker. The test runs each turn of the loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Answer:
 
     @property
     def bits(self) -> list[tuple[int, str, tuple[int, ...], tuple[str, ...]]]:
-        """Tokens and log probabilities, to the last bit."""
+        """Tokens and log probabilities in a form that is equal only for equal bits."""
         rows = zip(self.tokens, self.logprobs, strict=True)
         return [(token, row.sampled.hex(), row.top_ids, tuple(value.hex() for value in row.top)) for token, row in rows]
 
@@ -51,7 +51,7 @@ def build(
     context_len: int = CONTEXT,
     **options: Any,
 ) -> tuple[DeviceExecutor, Scheduler]:
-    """Builds executor and scheduler; by default deterministic, on the CPU, with one thread."""
+    """Builds an executor and its scheduler. By default, the executor is deterministic and runs on the CPU with one thread."""
     device = DeviceOptions(**{"device": "cpu", "num_threads": 1, "deterministic": True, "tiers": tiers, **options})
     executor, info = build_device_executor(
         str(folder), dtype, PAGE_SIZE, max_slots, num_pages, 0.5, context_len, device, lambda _: None
@@ -79,13 +79,15 @@ class Served:
     """A scheduler and its executor."""
 
     def __init__(self, executor: DeviceExecutor, core: Scheduler, prefers_reading: bool = True, poisoned: bool = False) -> None:
-        """Starts without requests.
+        """Creates a loop without requests.
 
         Args:
             executor: the executor.
             core: the scheduler.
-            prefers_reading: reading pages always pays, so that the tested path runs on any machine.
-            poisoned: free pages are filled with NaN after each step.
+            prefers_reading: whether reading pages always counts as faster than computing them, so that tests of reads do not
+            depend
+                on the machine's speed.
+            poisoned: whether free pages are filled with NaN after each step, so that reading one changes the result.
         """
         self.executor, self.core = executor, core
         self.answers: dict[int, Answer] = {}
@@ -112,13 +114,13 @@ class Served:
         """Submits a request and returns its handle.
 
         Args:
-            prompt: token ids.
-            seed: seed of sampling.
-            output: see Submit.output_ids.
-            hand_over: see Submit.
-            source: see Submit.
-            salt: see Submit.
-            handle: handle from reserve(), None for a new one.
+            prompt: token ids of the prompt.
+            seed: sampling seed.
+            output: token ids that an earlier worker has output (Submit.output_ids).
+            hand_over: reservation for the decode worker that continues the request; None if this worker decodes.
+            source: KV source of the prompt's pages on a remote worker.
+            salt: cache salt.
+            handle: handle from reserve(); None for a new one.
             params: further sampling parameters.
         """
         handle = self.reserve() if handle is None else handle
@@ -130,15 +132,15 @@ class Served:
         return handle
 
     def reserve(self) -> int:
-        """Returns the handle of a later request."""
+        """Returns a handle for a request that is submitted later."""
         self._next += 1
         return self._next - 1
 
     def turn(self, wait_s: float = 0.0) -> bool:
-        """Runs one turn of the worker's loop. Returns whether there is work left.
+        """Runs one turn of the worker's loop. Returns whether a request or a page operation is unfinished.
 
         Args:
-            wait_s: longest wait for the end of an operation if there is no plan.
+            wait_s: longest wait in seconds for the end of an operation if there is no step to run.
         """
         core, executor = self.core, self.executor
         self._has_facts.clear()
@@ -163,10 +165,10 @@ class Served:
         return plan is not None or storing or not core.settled or not core.idle
 
     def drain(self) -> None:
-        """Runs turns until all requests have ended and no page is moved."""
+        """Runs turns until all requests have ended and no page operation runs."""
         began = time.monotonic()
         while self.turn():
-            assert time.monotonic() - began < DEADLINE_S, "the requests do not end"
+            assert time.monotonic() - began < DEADLINE_S, f"requests or page operations have not ended after {DEADLINE_S:.0f} s"
 
     def ask(self, prompt: Sequence[int], **params: Any) -> Answer:
         handle = self.submit(prompt, **params)
@@ -185,13 +187,14 @@ class Served:
             self.executor.change_reservations(events)
 
     def _poison(self) -> None:
-        """Fills free pages. No step is in flight, and a free page that a load still writes belongs to no request."""
+        """Fills free pages. This is safe: no step is in flight, and a free page that a load is still writing has no request."""
         free = torch.from_numpy(self.core.memory.pages.free_pages().astype(np.int64))
         pool = self.executor.runner.passes.pool
         with torch.inference_mode():
             for each in (*pool.keys, *pool.values):
-                # FlashInfer multiplies masked values by 0, and NaN would remain NaN. A large number also changes the result of a
-                # step that reads beyond its context.
+                # FlashInfer multiplies masked values by 0, which leaves NaN as NaN. A large number also changes the result of a
+                # step
+                # that reads beyond its context.
                 each[free.to(each.device)] = torch.nan if each.device.type == "cpu" else 1e4
 
     def _take(self) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, written by transformers, whose greedy output is varied and free of ties."""
+"""Tiny random checkpoints, written by transformers. Their greedy outputs are varied, and no two tokens have equal logits."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 @dataclass(frozen=True)
 class TinyModel:
-    family: str
-    options: dict[str, Any]
-    shard_size: str = "5GB"
-    config: str = ""
-    class_name: str = ""
+    family: str  # prefix of transformers' classes, such as "Qwen3"
+    options: dict[str, Any]  # fields of the config that differ from SHAPE
+    shard_size: str = "5GB"  # largest size of a safetensors file
+    config: str = ""  # name of the config class; "": by family
+    class_name: str = ""  # name of the model class; "": by family
 
     def build(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         """Saves the checkpoint to the folder and returns the transformers model, in eval mode."""
@@ -47,7 +47,7 @@ class TinyModel:
         config = getattr(transformers, self.config or f"{self.family}Config")(**{**SHAPE, **self.options})
         config._attn_implementation = "eager"
         model = getattr(transformers, self.class_name or f"{self.family}ForCausalLM")(config)
-        for parameter in model.parameters():  # and no buffer: transformers itself keeps its rotary frequencies in float32
+        for parameter in model.parameters():  # not buffers, because transformers keeps rotary frequencies in float32
             parameter.data = parameter.data.to(dtype)
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
@@ -57,10 +57,10 @@ class TinyModel:
 
 
 def greedy_answers(model: Any, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-    """Returns the answer of transformers to each prompt, without a stop at end-of-sequence tokens.
+    """Returns transformers' greedy output for each prompt. End-of-sequence tokens do not end it.
 
-    Computes one batch, padded on the left, on one thread. With several threads, so small a computation takes twenty times as
-    long if another process runs.
+    The prompts are one batch, padded on the left. It runs on one thread, because with several threads, such a small computation
+    takes twenty times as long while another process runs.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of families that run through transformers' own code, and of families that are refused."""
+"""Tiny checkpoints of model families that run by transformers' code, and of families that are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from tests.exec.tiny_models import SHAPE, TinyModel
 GPT = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "n_inner": 96}
 WINDOW = {"sliding_window": 24}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-GEMMA3N = {"head_dim": 16, "vocab_size_per_layer_input": 257, "hidden_size_per_layer_input": 16}  # by default a gigabyte
+GEMMA3N = {
+    "head_dim": 16,
+    "vocab_size_per_layer_input": 257,
+    "hidden_size_per_layer_input": 16,
+}  # the defaults would make a gigabyte of weights
 GEMMA3N_LAYERS = ["full_attention", "sliding_attention"] * 2
 MLA = {
     "num_key_value_heads": 4,
@@ -45,7 +49,7 @@ LONGROPE = {
     "original_max_position_embeddings": 128,
 }
 ROTATED_GPT = {name: TinyModel(kind, {**GPT, "rotary_dim": 8}) for name, kind in {"codegen": "CodeGen", "gptj": "GPTJ"}.items()}
-ROTATED_SERVED = Version(transformers.__version__) >= Version("5.24")  # the first whose attention can be replaced in these
+ROTATED_SERVED = Version(transformers.__version__) >= Version("5.24")  # since 5.24, these families' attention can be replaced
 
 SERVED = {
     "gemma": TinyModel("Gemma", {"head_dim": 16}),

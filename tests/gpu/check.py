@@ -1,7 +1,7 @@
 """Runs all tests and benchmarks that need a GPU: python -m tests.gpu.check, or `make gpu-check`.
 
-Each part is a process with its own time limit. The state and both reports are written after every part, so that a check that
-is cut off continues from there when it is started again.
+Each part is a process with its own time limit. The state and both reports are written after every part. If a check is cut off,
+the next check continues after the last complete part.
 """
 
 from __future__ import annotations
@@ -29,28 +29,34 @@ from tests.gpu.source import source_of
 from tests.gpu.wheels import install
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = ROOT / "build/gpu-cache"  # compiled kernels
-COMPILERS = 16  # compilers of FlashInfer's kernels in all processes together; each takes a core and gigabytes
-NO_GPU = 2  # exit status
-MACHINE_S = 240.0  # time limit of tests.gpu.machine, which imports torch from a cold disk
-LEAST_S = 20.0  # no part is started if fewer seconds of --limit-s are left
+KERNELS = ROOT / "build/gpu-cache"  # folder of compiled kernels
+COMPILERS = 16  # compilers of FlashInfer's kernels, summed over all processes; each needs a core and gigabytes of memory
+NO_GPU = 2  # exit status if there is no GPU
+MACHINE_S = 240.0  # time limit in seconds of tests.gpu.machine, which may import torch from a cold disk
+LEAST_S = 20.0  # seconds of --limit-s that must be left to start a part
 KEEP_BACK_S = 15.0  # seconds of --limit-s that are reserved to end a hanging part and to write the report
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu-check", description="Run the GPU tests and benchmarks and write a report.")
-    parser.add_argument("--list", action="store_true", help="print the parts with their limits, and run none")
-    parser.add_argument("--parts", default="", help="names of parts, or tests, or benchmark; separated by commas or spaces")
+    parser.add_argument("--list", action="store_true", help="print the parts with their limits instead of running them")
+    parser.add_argument(
+        "--parts",
+        default="",
+        help="names of parts, or the kinds tests and benchmark; separated by commas or spaces; default: all",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs/reference/gpu", help="folder of the reports")
     parser.add_argument("--work", type=Path, default=ROOT / "build/gpu-check", help="folder of the state and the logs")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
     parser.add_argument("--limit-s", type=float, default=0.0, help="seconds for the whole check; 0 for no limit")
-    parser.add_argument("--fresh", action="store_true", help="forget what an earlier check has done")
-    parser.add_argument("--from", dest="earlier", type=Path, help="report (JSON) of an earlier check to go on from, or its state")
-    parser.add_argument("--commit", default="", help="of these files, for the report, where there is no repository to ask")
+    parser.add_argument("--fresh", action="store_true", help="ignore the results of an earlier check")
+    parser.add_argument("--from", dest="earlier", type=Path, help="JSON report or state of an earlier check to continue")
+    parser.add_argument("--commit", default="", help="commit of these files, for the report; used if there is no git repository")
     parser.add_argument("--bench", default="", help="flags for the benchmarks, as in --bench='--attention triton --no-graphs'")
-    parser.add_argument("--at-once", type=int, default=1, help="parts of tests that run at the same time, before all benchmarks")
-    parser.add_argument("--keep", action="store_true", help="what passed with other files is not run again; the report says so")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="number of test parts that run at the same time, before all benchmarks"
+    )
+    parser.add_argument("--keep", action="store_true", help="accept results of other files and versions; the report marks them")
     return parser
 
 
@@ -114,10 +120,10 @@ class Check:
         """Runs the wanted parts and returns the exit status.
 
         Args:
-            deadline: time on the clock, or None for no limit.
+            deadline: time on `clock` at which the check must end; None for no limit.
             keep: whether results of other files and versions count as done.
-            at_once: parts of tests that run at the same time. Above 1, they all run before the benchmarks, because no figure may
-                be measured next to other work.
+            at_once: number of test parts that run at the same time. If it is above 1, all test parts run before the benchmarks,
+                because no figure may be measured while other work runs.
         """
         report = self._report()
         turns = self._in_turn(wanted, keep)
@@ -130,7 +136,7 @@ class Check:
         return int(not all(self._state.is_done(p, self._source, self._facts, keep) for p in wanted))
 
     def _run_beside(self, parts: Sequence[Part], at_once: int, run: Callable[[Part], None]) -> None:
-        """Runs parts at the same time. Any error ends all of them."""
+        """Runs parts in `at_once` threads. An error ends all of them."""
         if not parts:
             return
         pool = ThreadPoolExecutor(at_once)
@@ -146,7 +152,7 @@ class Check:
             pool.shutdown()
 
     def _waited(self, process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-        """Waits for a process and returns its exit status, or None after the limit or if the check is ending."""
+        """Waits for a process and returns its exit status. Returns None after the limit, or if the check is ending."""
         self._running.add(process)
         try:
             return None if self._is_ending else self._wait(process, limit_s)
@@ -159,12 +165,12 @@ class Check:
             return
         left = part.limit_s if deadline is None else min(part.limit_s, deadline - self._clock())
         if left < min(self._least_s, part.limit_s):
-            print(f"{part.label}: no time is left; start the check again to continue", flush=True)
+            print(f"{part.label}: not started, because --limit-s leaves no time; start the check again to continue", flush=True)
             return
         self._run_one(part, left)
 
     def _in_turn(self, wanted: Sequence[Part], keep: bool) -> list[Part]:
-        """Returns the parts in order. Benchmarks that have figures and failed in part come last."""
+        """Returns the parts in the order in which they run. Benchmarks that failed but have some figures come last."""
         return sorted(wanted, key=lambda part: self._state.is_kept(part, self._source, self._facts, keep))
 
     def _run_one(self, part: Part, left: float) -> None:
@@ -201,12 +207,12 @@ class Check:
 
 
 def leave(number: int, _: object) -> None:
-    """Handles SIGTERM by SystemExit, so that the running part is ended, too."""
+    """Handles SIGTERM by raising SystemExit, so that the running part is ended too."""
     raise SystemExit(128 + number)
 
 
 def machine_facts(environment: dict[str, str]) -> dict[str, Any]:
-    """Returns the facts that tests.gpu.machine prints. Raises SubprocessError if it fails."""
+    """Runs tests.gpu.machine and returns the facts that it prints. Raises SubprocessError if it fails."""
     command = [sys.executable, "-m", "tests.gpu.machine"]
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=MACHINE_S, check=True)
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -214,10 +220,10 @@ def machine_facts(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def environment(site: Path) -> dict[str, str]:
-    """Returns the environment of all parts.
+    """Returns the environment variables of all parts.
 
-    Packages from wheels are on the path, kernels are compiled (not interpreted) into a permanent folder, and network access is
-    disabled.
+    Packages from wheels are on the path, Triton kernels are compiled instead of interpreted, compiled kernels go to a permanent
+    folder, and downloads are disabled.
     """
     before = os.environ.get("PYTHONPATH", "")
     paths = [str(ROOT), *([str(site)] if site.is_dir() else []), *([before] if before else [])]
@@ -229,7 +235,7 @@ def environment(site: Path) -> dict[str, str]:
 
 
 def compilers() -> str:
-    """Returns the number of compilers for each of the processes that compile at the same time."""
+    """Returns the number of compilers per process, for as many processes as compile at the same time."""
     return str(max(min(COMPILERS, os.cpu_count() or 1) // COMPILING, 1))
 
 

@@ -1,8 +1,10 @@
-"""Copies FlashInfer into a folder for a machine without a network or a compiler, without unused files:
-python -m tests.gpu.flashinfer_folder --out .fi --modules build/aot WHEEL...
+"""Makes a small folder with FlashInfer for a machine without a network or a compiler.
 
-The sources of compiled kernels are left out. Files that the library reads at its import, or when it looks for a compiled module,
-stay. Other wheels are unpacked completely. The folder is put on PYTHONPATH.
+    python -m tests.gpu.flashinfer_folder --out .fi --modules build/aot WHEEL...
+
+The sources of compiled kernels are omitted. Files that the library reads at its import, or when it searches for a compiled
+module,
+are copied. Other wheels are unpacked completely. The user puts the folder on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 LIBRARY = "flashinfer_python-"
-COMPILED = "flashinfer/data/aot"  # where the library looks for modules: NAME/NAME.so
+COMPILED = "flashinfer/data/aot"  # folder in which the library searches for compiled modules, NAME/NAME.so
 LEFT_OUT = ("flashinfer/data/cutlass/*", "flashinfer/data/cccl/*", "flashinfer/data/spdlog/*")
 SOURCES = "flashinfer/data/csrc/*"
 KEPT_SOURCES = ("batch_prefill*", "batch_decode*", "*.jinja", "*.h", "*.inc", "*tvm_ffi*")
@@ -31,10 +33,10 @@ def is_kept(name: str) -> bool:
 
 
 def unpack(wheel: Path, out: Path) -> int:
-    """Unpacks a wheel to `out`. Of FlashInfer's wheel, unpacks only the files for which is_kept() is true.
+    """Unpacks a wheel to `out`. For FlashInfer's wheel, unpacks only the files for which is_kept() is true.
 
     Returns:
-        The compressed size of the unpacked files in bytes.
+        Compressed size of the unpacked files in bytes.
 
     Raises:
         BadZipFile: the wheel is not a zip file.
@@ -47,11 +49,12 @@ def unpack(wheel: Path, out: Path) -> int:
 
 
 def add_modules(modules: Path, out: Path) -> list[str]:
-    """Copies the compiled modules to the library's folder. Returns their names. Raises ValueError if there are no modules."""
+    """Copies compiled modules to the library's folder and returns their names. Raises ValueError if there are none."""
     found = sorted(modules.glob("*/*.so"))
     if not found:
         raise ValueError(
-            f"{modules} has no NAME/NAME.so; see rootstock_llm.services.worker.exec.attention.flashinfer_prebuild --out"
+            f"--modules {modules} has no NAME/NAME.so; compile the modules by"
+            " rootstock_llm.services.worker.exec.attention.flashinfer_prebuild --out"
         )
     for module in found:
         place = out / COMPILED / module.parent.name / module.name
@@ -61,10 +64,12 @@ def add_modules(modules: Path, out: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="flashinfer_folder", description="FlashInfer without what compiles it, in a folder.")
-    parser.add_argument("wheels", nargs="+", type=Path, help="FlashInfer's, and those of what it imports that is missing there")
-    parser.add_argument("--out", type=Path, required=True, help="folder; what is in it already goes")
-    parser.add_argument("--modules", type=Path, help="folder of compiled modules, as flashinfer_prebuild --out leaves it")
+    parser = argparse.ArgumentParser(
+        prog="flashinfer_folder", description="Copies FlashInfer without kernel sources to a folder."
+    )
+    parser.add_argument("wheels", nargs="+", type=Path, help="wheels of FlashInfer and of packages that the machine lacks")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; its content is deleted first")
+    parser.add_argument("--modules", type=Path, help="folder of compiled modules that flashinfer_prebuild --out has written")
     options = parser.parse_args(argv)
     try:
         shutil.rmtree(options.out, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Versions that the worker's GPU image pins, for a comparison with the versions of a check."""
+"""Compares the versions of a check with those that the worker's GPU image pins."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PINS = "docker/requirements/worker-cuda.txt"
-DECISIVE = ("torch", "triton", "flashinfer-python")  # packages whose kernels and compilers decide the figures
+DECISIVE = ("torch", "triton", "flashinfer-python")  # packages whose kernels and compilers determine the figures
 
 
 def pins_of(root: Path) -> dict[str, str]:
-    """Returns the versions by package. Empty if the file does not exist."""
+    """Returns the pinned versions by package; an empty dict if the file does not exist."""
     path = root / PINS
     lines = path.read_text().splitlines() if path.is_file() else []
     found = (re.match(r"([A-Za-z0-9._-]+)==([^\s;\\]+)", line) for line in lines)
@@ -19,7 +19,7 @@ def pins_of(root: Path) -> dict[str, str]:
 
 
 def differing(versions: Mapping[str, str], pins: Mapping[str, str]) -> list[str]:
-    """Returns a phrase for each decisive package whose version differs from the image's. Local labels (+cu130) are ignored."""
+    """Returns a phrase for each package in DECISIVE whose version differs from the image's. Local labels (+cu130) are ignored."""
     return [
         f"{name} {versions[name]}, not {pins[name]}"
         for name in DECISIVE

@@ -1,7 +1,7 @@
 """A pytest plugin that skips the remaining tests after a test has lost the device.
 
-After an illegal address or a failed assertion in a kernel, every CUDA call of the process fails. All later tests would fail, too,
-and hide the test that caused it.
+After an illegal address or a failed assertion in a kernel, every CUDA call of the process fails. All later tests would fail too,
+and hide the test that caused the fault.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
 
 
 def why_lost() -> str:
-    """Returns the error of the device, or "" if the device responds or was never used."""
+    """Returns the error with which the device refuses calls; "" if it responds or was never used."""
     if not torch.cuda.is_initialized():
         return ""
     try:

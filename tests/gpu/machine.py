@@ -1,6 +1,6 @@
 """Prints the device and the versions of the packages of a check as one JSON object: python -m tests.gpu.machine.
 
-It is a separate process, so that the check itself uses no memory of the device.
+It runs as a separate process, so that the check itself does not allocate memory on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def version_of(package: str) -> str:
 
 
 def describe() -> dict[str, Any]:
-    """Returns the facts of the machine. If torch finds no GPU, `device` is "" and `reason` is a sentence."""
+    """Returns the machine's facts. If torch finds no GPU, `device` is "", and `reason` states why."""
     facts: dict[str, Any] = {"device": "", "reason": "", "python": platform.python_version(), "system": platform.platform()}
     facts["versions"] = {package: version_of(package) for package in PACKAGES}
     try:

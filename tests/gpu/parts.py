@@ -11,9 +11,9 @@ from pathlib import Path
 
 TESTS, BENCHMARK = "tests", "benchmark"
 BACKEND_TESTS = ("gpu/test_backends", "exec/test_flashinfer_signatures", "exec/test_flashinfer_backend")
-COMPILERS = 8  # processes of a part that mainly compiles with Triton; each uses one core
-CONTEXTS = 7  # processes of a part that mainly runs steps of a few rows: one per test
-COMPILING = 4  # processes of a part that mainly runs nvcc, several at a time in each process, see check.compilers()
+COMPILERS = 8  # pytest processes of a part that mostly compiles with Triton; each uses one core
+CONTEXTS = 7  # pytest processes of a part that mostly runs small steps: one per test
+COMPILING = 4  # pytest processes of a part that mostly runs nvcc; each starts several compilers (check.compilers())
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Part:
 
     name: str
     kind: str  # TESTS or BENCHMARK
-    about: str
-    limit_s: int  # below 480, so that a part fits into a short lease of a machine
-    command: tuple[str, ...]  # arguments of the interpreter; "{out}" is the file of the results (JUnit XML or JSON)
-    flags: str = ""  # flags of a benchmark that runs models, as in the command; other flags give another result
+    about: str  # description in the report
+    limit_s: int  # time limit in seconds; below 480, so that a part fits into a short lease of a machine
+    command: tuple[str, ...]  # arguments of the Python interpreter; "{out}" stands for the result file (JUnit XML or JSON)
+    flags: str = ""  # flags of a benchmark that runs models, as in the command; results with other flags are stored separately
 
     @property
     def label(self) -> str:
@@ -33,14 +33,15 @@ class Part:
 
     @property
     def stem(self) -> str:
-        """Beginning of the names of its files."""
+        """Prefix of the names of the part's files."""
         return re.sub(r"[^A-Za-z0-9]+", "-", self.label).strip("-")
 
 
 def _tests(name: str, about: str, limit_s: int, *paths: str, processes: int = 1) -> Part:
     """Returns a part that runs tests.
 
-    pytest prints the name of each test. A test that takes half of the limit prints its stack, and is ended just before the limit.
+    pytest prints the name of each test. After half of the limit, it prints the stack of a running test, and just before the limit
+    it ends this test.
     """
     flags = ("-m", "pytest", "-v", "-ra", "--tb=short", "--durations=5", "--color=no", "--junitxml={out}")
     plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.lost_device")
@@ -50,12 +51,12 @@ def _tests(name: str, about: str, limit_s: int, *paths: str, processes: int = 1)
 
 
 def _at_once(processes: int) -> int:
-    """Returns the number of test processes: 1 without pytest-xdist, at most one per core."""
+    """Returns the number of pytest processes: `processes`, but at most one per core, and 1 without pytest-xdist."""
     return min(processes, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
 
 
 def _kernel_tests(root: Path) -> tuple[Part, ...]:
-    """Returns the tests of the Triton kernels in three parts, because they mostly compile."""
+    """Returns three parts with the tests of the Triton kernels. One part would exceed its time limit by compiling."""
     groups: dict[str, list[str]] = {"layers": [], "attention": ["tests/exec/test_attention_backends.py"], "sampling": []}
     for path in sorted((root / "tests/kernels").glob("test_triton_*.py")):
         name = path.stem.removeprefix("test_triton_")
@@ -70,7 +71,7 @@ def _kernel_tests(root: Path) -> tuple[Part, ...]:
 def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
     """Returns all parts in the order in which they run.
 
-    The order is: the main tests of correctness, benchmarks by the weight of their figures, other tests, and tests that mostly
+    The order is: main tests of correctness, benchmarks by the importance of their figures, other tests, tests that mostly
     compile.
 
     Args:
@@ -95,12 +96,12 @@ def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
         _tests("graphs", "decode graphs on and off", 120, "tests/gpu/test_graphs.py"),
         _tests(
             "deterministic",
-            "the same bits in any context, by graphs and without",
+            "equal bits in any context, with and without graphs",
             300,
             "tests/gpu/test_deterministic.py",
             processes=_at_once(CONTEXTS),
         ),
-        _tests("speculation", "guesses on and off, whoever guesses", 300, "tests/gpu/test_speculation.py"),
+        _tests("speculation", "drafting on and off, with each drafter", 300, "tests/gpu/test_speculation.py"),
         bench("deterministic", "deterministic mode on and off, 0.6B shape", 240),
         bench("gemms", "matrix products of both models, reduced precision on and off", 120, ()),
         bench("attention-kernels", "decode and prompt attention alone, FlashInfer's kernels and Triton's", 240, ()),
@@ -108,14 +109,14 @@ def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
         bench("nano", "256 requests, in and out 100 to 1,024, 0.6B shape", 180),
         bench("attention", "decode steps and prompts by each attention back end, 8B shape", 300),
         bench("graphs", "CUDA graphs on and off, 0.6B shape", 180),
-        bench("shared-prefix", "requests with one long beginning, 8B shape", 180),
+        bench("shared-prefix", "requests with a long shared prefix, 8B shape", 180),
         bench("host-loads", "prefixes from host memory, layer by layer and whole, 0.6B shape", 180),
-        Part(
-            "bench-kernels", BENCHMARK, "each kernel by itself", 300, ("-m", "rootstock_llm.kernels.bench.gpu", "--json", "{out}")
-        ),
-        _tests("memory", "memory running out, and its height", 120, *memory),
+        Part("bench-kernels", BENCHMARK, "each kernel alone", 300, ("-m", "rootstock_llm.kernels.bench.gpu", "--json", "{out}")),
+        _tests("memory", "exhausted memory, and the measurement of its peak", 120, *memory),
         _tests("sampling", "logprobs and seeded draws", 120, "tests/gpu/test_logprobs.py", "tests/gpu/test_draws.py"),
-        _tests("random-steps", "2,000 random steps beside the fake executor", 300, "tests/exec/test_device_random_steps.py"),
+        _tests(
+            "random-steps", "2,000 random steps, compared with the fake executor", 300, "tests/exec/test_device_random_steps.py"
+        ),
         _tests("tiers", "KV from host memory and from files", 120, "tests/gpu/test_tiers.py"),
         _tests("peers", "KV from another worker; needs generated messages", 120, "tests/gpu/test_peers.py"),
         _tests("loading", "weights streamed to the device", 120, "tests/exec/test_weight_stream.py"),
@@ -125,7 +126,11 @@ def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
 
 
 def chosen(parts: Sequence[Part], names: Sequence[str]) -> tuple[Part, ...]:
-    """Returns the parts with these names or kinds, in this order. No names mean all parts. Raises ValueError for other names."""
+    """Returns the parts with these names or kinds in the order of `names`; without names, all parts.
+
+    Raises:
+        ValueError: no part has one of the names.
+    """
     known = {part.name for part in parts} | {part.kind for part in parts}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no part has the name {', '.join(unknown)}; the parts are {', '.join(part.name for part in parts)}")

@@ -1,4 +1,4 @@
-"""Writes the report of a GPU check as Markdown and as JSON, from the results so far."""
+"""Writes the report of a GPU check as Markdown and as JSON, with the results that exist so far."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ KERNEL_COLUMNS = ("kernel", "share of device time", "calls per step", "mean µs"
 def write_report(
     folder: Path, facts: Facts, source: Source, state: State, parts: Sequence[Part], pins: Mapping[str, str]
 ) -> Path:
-    """Writes two files that are named by device and date. Each file is replaced atomically.
+    """Writes the two files of the report, whose names have the device and the date. Each file is replaced atomically.
 
     Args:
-        pins: versions of the worker's image.
+        pins: package versions of the worker's image.
 
     Returns:
-        The Markdown file, which has only the results of this device.
+        Path of the Markdown file, which has only the results of this device.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
     stem = folder / f"report-{slug}-{state.begun}"
@@ -82,7 +82,7 @@ def _lines(
 
 
 def _variants(part: Part, state: State, device: str) -> list[Result | None]:
-    """Returns the results of a part, the one with its present flags first. [None] if it has not run with any flags."""
+    """Returns the results of a part by flags, the result with its present flags first; [None] if there is no result."""
     found = [result for result in state.on(device) if result.part == part.name]
     return [*sorted(found, key=lambda result: (result.flags != part.flags, result.flags))] or [None]
 
@@ -146,7 +146,7 @@ def _figures(part: Part, result: Result) -> list[str]:
 
 
 def _tables(outcome: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tables of tests.benchmarks.gpu.journal. A list of objects becomes one table."""
+    """Returns the tables of a benchmark's JSON (tests.benchmarks.gpu.journal). JSON that is a list of objects is one table."""
     if "tables" in outcome:
         return list(outcome["tables"])
     found = []

@@ -1,6 +1,6 @@
-"""The results of all parts, stored in one JSON file, so that a check that was cut off continues where it stopped.
+"""The results of all parts, stored in one JSON file, from which the next check continues after an interruption.
 
-The JSON report has the same data, so that a check can also continue from a report.
+The JSON report has the same data, so a check can also continue from a report.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Status(enum.StrEnum):
     FAILED = "failed"
     TIMED_OUT = "timed out"
     SKIPPED = "skipped"  # all tests were skipped
-    PARTLY = "partly"  # a piece of a benchmark failed; the figures of its other pieces are stored
-    CUT_OFF = "cut off"  # the limit of the whole check ended the part; its measurements so far are stored
+    PARTLY = "partly"  # some measurements of a benchmark failed; its other figures are stored
+    CUT_OFF = "cut off"  # the time limit of the whole check ended the part; its figures so far are stored
 
 
 DONE = (Status.PASSED, Status.SKIPPED)
@@ -31,10 +31,10 @@ Key = tuple[str, str, str]  # part, flags, device
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The code of a run."""
+    """The code that a part has run."""
 
-    commit: str  # "unknown" outside of a repository; with "+" at the end if files differ from the commit
-    digest: str  # digest of the files
+    commit: str  # commit id, with "+" at the end if files differ from the commit; "unknown" without a repository
+    digest: str  # digest of the files that determine the results
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Result:
     status: Status
     seconds: float  # wall time
     source: Source
-    device: str
-    ended: str  # time in ISO 8601, UTC
-    counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
+    device: str  # name of the GPU
+    ended: str  # time of the end in ISO 8601, UTC
+    counts: dict[str, int] = field(default_factory=dict)  # number of tests by outcome
     tail: str = ""  # last lines of the output, after those of the first failed test; "" if the part passed
     outcome: dict[str, Any] = field(default_factory=dict)  # JSON of a benchmark
     command: str = ""  # command of the part
@@ -75,7 +75,7 @@ def label_of(part: str, flags: str) -> str:
 
 @dataclass(slots=True)
 class State:
-    """The results of a check. Owned by the process of the check."""
+    """The results of a check. Only the process of the check writes its file."""
 
     path: Path
     begun: str  # UTC date of the check, which is in the names of its reports
@@ -91,7 +91,8 @@ class State:
         """Stores a result and writes the file atomically.
 
         Returns:
-            The stored result. It is the earlier one if a run of the same code failed again with fewer figures.
+            The stored result. This is the earlier result if both runs of the same code failed and the earlier one has more
+            figures.
         """
         earlier = self.results.get(result.key)
         if earlier is not None and earlier.status is Status.PARTLY and result.status is not Status.PASSED:
@@ -108,13 +109,16 @@ class State:
         """Returns whether the part is done with its present command.
 
         Args:
-            facts: of the machine.
+            facts: facts of the machine (tests.gpu.machine).
             keep: whether results of other sources and versions count.
         """
         return self._stands(part, DONE, source, facts, keep)
 
     def is_kept(self, part: Part, source: Source, facts: Mapping[str, Any], keep: bool) -> bool:
-        """Returns whether a benchmark has figures but failed in part; such parts run again after all others. See is_done()."""
+        """Returns whether a benchmark failed but has some figures. Such parts run again after all others.
+
+        The arguments are those of is_done().
+        """
         return self._stands(part, (Status.PARTLY,), source, facts, keep)
 
     def _stands(self, part: Part, statuses: Collection[Status], source: Source, facts: Mapping[str, Any], keep: bool) -> bool:
@@ -149,7 +153,7 @@ def load_state(path: Path, today: str, fresh: bool, earlier: Path | None = None)
         results = [_result(entry) for entry in saved["parts"]]
         return State(path, saved["date"], {result.key: result for result in results})
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{begin} cannot be read ({error!r}); start again with --fresh") from error
+        raise ValueError(f"the state {begin} cannot be read ({error!r}); start again with --fresh") from error
 
 
 def _result(entry: dict[str, Any]) -> Result:

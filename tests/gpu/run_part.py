@@ -20,31 +20,32 @@ from tests.gpu.parts import TESTS, Part
 from tests.gpu.results import Status
 
 TAIL_LINES = 60
-FAILURE_LINES = 40  # lines of the first failed test
-END_AFTER_S = 8.0  # seconds between two signals that end a part
+FAILURE_LINES = 40  # lines of the first failed test that are reported
+END_AFTER_S = 8.0  # seconds between two signals to a part that must end
 FIGURES = ("figures", "tables", "kernels")  # measurements in a benchmark's JSON
-# A process that a shell starts in the background ignores interrupts, and its children inherit that.
+# Runs a command with the default handler of SIGINT. A process that a shell starts in the background ignores SIGINT, and its
+# children inherit this.
 HEARS = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 WAYS_TO_END = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGKILL,
-)  # after SIGINT, pytest prints a summary and a benchmark its position
+)  # signals in the order in which they are sent; after SIGINT, pytest prints its summary and a benchmark its stack
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The result of a process."""
+    """The result of a part's process."""
 
-    status: Status | None  # status, or None if a limit ended the process; the caller knows which limit
+    status: Status | None  # None if a time limit ended the process; the caller knows whether it was the part's or the check's
     seconds: float  # wall time
-    counts: dict[str, int]  # tests by outcome
+    counts: dict[str, int]  # number of tests by outcome
     tail: str  # last lines of the output, after those of the first failed test
     outcome: dict[str, Any]  # JSON of a benchmark
 
 
 Wait = Callable[[subprocess.Popen[bytes], float], int | None]
-"""(process, limit in seconds) -> exit status, or None if the limit came first."""
+"""Waits for a process: (process, limit in seconds) → its exit status, or None if it runs longer than the limit."""
 
 
 def wait_for(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
@@ -102,18 +103,18 @@ def end(process: subprocess.Popen[bytes]) -> None:
     for word in WAYS_TO_END:
         if process.poll() is not None:
             break
-        with contextlib.suppress(ProcessLookupError):  # the process has just ended
+        with contextlib.suppress(ProcessLookupError):  # the process may have just ended
             os.killpg(process.pid, word)
         try:
             process.wait(timeout=END_AFTER_S)
         except subprocess.TimeoutExpired:
             continue
-    with contextlib.suppress(ProcessLookupError):  # the group is empty
+    with contextlib.suppress(ProcessLookupError):  # all processes of the group may have ended
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _cases(out: Path) -> list[ElementTree.Element]:
-    """Returns the tests that ran. Empty if pytest was ended before the file was written."""
+    """Returns the tests that ran, from pytest's JUnit XML; empty if pytest was ended before it wrote the file."""
     if not out.is_file():
         return []
     try:
@@ -129,22 +130,22 @@ def _outcome_of(case: ElementTree.Element) -> str:
 def _first_failure(cases: list[ElementTree.Element]) -> str:
     """Returns the last lines of the first failed test, or "" if no test failed.
 
-    It often explains the later failures, but is not in the last lines of the output then.
+    The first failure often explains the later ones, but is not in the last lines of the output.
     """
     for case in cases:
         for kind in ("failure", "error"):
             if (found := case.find(kind)) is not None:
                 lines = (found.text or found.get("message") or "").splitlines()[-FAILURE_LINES:]
-                return "\n".join([f"First of what failed: {case.get('classname')}.{case.get('name')}", *lines, "", ""])
+                return "\n".join([f"First failed test: {case.get('classname')}.{case.get('name')}", *lines, "", ""])
     return ""
 
 
 def _outcome(out: Path) -> dict[str, Any]:
-    """Returns the JSON of a benchmark. A list becomes {"rows": list}. Empty without a complete file."""
+    """Returns the JSON of a benchmark. A list is returned as {"rows": list}. Without a complete file, returns {}."""
     if not out.is_file():
         return {}
     try:
         found = json.loads(out.read_text())
-    except ValueError:  # the benchmark was ended during its write
+    except ValueError:  # the benchmark was ended while it wrote the file
         return {}
     return found if isinstance(found, dict) else {"rows": found}

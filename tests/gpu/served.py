@@ -41,7 +41,7 @@ def greedy(new_tokens: int, **more: Any) -> SamplingParams:
 
 
 def config_for(vocab_size: int, **changes: Any) -> SchedulerConfig:
-    """Returns a configuration for the executors of tests.exec.device_executors."""
+    """Returns a scheduler configuration that fits the executors of tests.exec.device_executors."""
     values: dict[str, Any] = {"num_pages": 1024, "page_size": 4, "context_len": 512, "max_running_requests": 16}
     limits = {"chunked_prefill_size": 256, "max_prefill_tokens": 512}
     return pinned_config(vocab_size=vocab_size, **{**values, **limits, **changes})
@@ -65,7 +65,7 @@ class Served:
             prev = self._turn(prev)
             if prev is None and self.core.idle:
                 return [self._answers[handle] for handle in range(first, first + len(requests))]
-        raise AssertionError("the requests did not end")
+        raise AssertionError("the requests have not ended after the largest number of turns")
 
     def _turn(self, prev: Run | None) -> Run | None:
         if not self._overlap:

@@ -1,4 +1,4 @@
-"""Identifies the code of a check by its commit and a digest of the files that decide its results."""
+"""Identifies the code of a check by its commit and a digest of the files that determine its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def source_of(root: Path, told: str = "") -> Source:
     """Returns the source of the files below `root`.
 
     Args:
-        told: the commit, used if there is no repository.
+        told: commit id from --commit, which is used if there is no repository.
     """
     commit = _git(root, "rev-parse", "HEAD")
     changed = bool(_git(root, "status", "--porcelain", "--untracked-files=all", "--", *FOLDERS))
@@ -24,7 +24,7 @@ def source_of(root: Path, told: str = "") -> Source:
 
 
 def digest_of(root: Path) -> str:
-    """Returns a digest of names and contents, 16 hex digits."""
+    """Returns a digest of the names and contents of all files with SUFFIXES in FOLDERS, as 16 hex digits."""
     found = hashlib.blake2b(digest_size=8)
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):

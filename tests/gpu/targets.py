@@ -1,4 +1,4 @@
-"""Targets for the figures of benchmarks. A target is a bound on an H200 and does not judge other devices."""
+"""Targets for the figures of benchmarks. A target is a bound for an H200 and does not apply to other devices."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.gpu.results import Result, label_of
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound for a figure. Exactly one of `least` and `most` is set."""
+    """A bound for a benchmark's figure. Exactly one of `least` and `most` is set."""
 
-    part: str
-    figure: str
-    words: str  # description of the figure
+    part: str  # name of the benchmark
+    figure: str  # name of the figure in the benchmark's JSON
+    words: str  # description of the figure in the report
     unit: str  # unit of the figure
     least: float | None = None  # the figure must be at least this value
     most: float | None = None  # the figure must be at most this value
@@ -31,14 +31,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A target with the figure of one run."""
+    """A target, and the figure of one run."""
 
     target: Target
     value: float | None  # the figure, or None if it was not measured
     device: str  # device of the run
     flags: str  # flags of the benchmark
     profile: tuple[tuple[Any, ...], ...]  # Profile.kernels of the same run
-    next_step: str  # a sentence
+    next_step: str  # advice if the target is missed
 
     @property
     def words(self) -> str:
@@ -46,12 +46,12 @@ class Judged:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is met. None if the figure was not measured, or on a device without targets."""
+        """Whether the target is met; None if the figure was not measured or the device has no targets."""
         return None if self.value is None or not is_for(self.device) else self.target.is_met(self.value)
 
 
 def is_for(device: str) -> bool:
-    """Returns whether the targets apply to a device of this name. A GH200 differs: its memory is smaller or slower."""
+    """Returns whether the targets apply to a device of this name. They do not apply to a GH200, whose memory differs."""
     return re.search(r"\bH200\b", device) is not None
 
 
@@ -71,11 +71,11 @@ TARGETS = (
     Target(_VERSUS, "fixed.speedup", "against transformers' continuous batching, 64 × 512/256", "×", least=2.0),
     Target(_VERSUS, "prompts.speedup", "against transformers' continuous batching, 64 × 1024/32", "×", least=2.0),
 )
-GAPS_WORTH_MENTION = 0.05  # share of idle time between launches from which the next step names it
+GAPS_WORTH_MENTION = 0.05  # share of idle time between launches from which the advice is about this idle time
 
 
 def judge(results: Iterable[Result], device: str) -> tuple[Judged, ...]:
-    """Judges the results of a device. A figure that was measured with several flags is judged for each of them."""
+    """Compares the results of a device with the targets. A figure that was measured with several flags has an entry for each."""
     found = tuple(results)
     return tuple(judged for target in TARGETS for judged in _judged(target, found, device))
 
@@ -91,19 +91,19 @@ def _judged(target: Target, results: tuple[Result, ...], device: str) -> Iterabl
 
 
 def _profile(outcome: dict, name: str) -> dict:  # type: ignore[type-arg]
-    """Returns the profile of a model or workload, or the first profile if it has none."""
+    """Returns the profile with this name of a model or workload; if there is none, the first profile."""
     profiles = outcome.get("profiles", {})
     return profiles.get(name) or next(iter(profiles.values()), {})
 
 
 def _next_step(profile: dict) -> str:  # type: ignore[type-arg]
-    """Returns the next step by a fixed rule: the largest cost in the profile comes first."""
+    """Returns the advice for a missed target by a fixed rule: reduce the largest cost in the profile."""
     if not profile:
         return "no profile was taken: run the part again"
     gaps, kernels = profile.get("idle_share", 0.0), profile.get("kernels", [])
     if gaps > GAPS_WORTH_MENTION:
-        return f"the device waits for launches {gaps:.0%} of the time: shorten the host's path between two steps"
+        return f"the device waits for launches {gaps:.0%} of the time: shorten the host's work between two steps"
     if not kernels:
         return "the profile has no kernels: run the part again"
     name, share = kernels[0][:2]
-    return f"{name} takes {share:.0%} of the device's time: tune it, or do without it, first"
+    return f"{name} takes {share:.0%} of the device's time: tune or remove this kernel first"

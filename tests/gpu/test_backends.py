@@ -1,4 +1,4 @@
-"""Tests each attention back end with several page sizes, with and without a sliding window."""
+"""Tests each attention backend with several page sizes, with and without a sliding window."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_flashinfer_is_near_float32_in_bf16(shape: TinyModel, page_size: int, tm
 
 @needs_flashinfer
 def test_flashinfer_gives_same_logprobs_with_and_without_graphs(tmp_path: Path, device: str) -> None:
-    """Compares log probabilities, because rounding may change a token and then all tokens after it."""
+    """Compares log probabilities instead of tokens, because rounding may change one token and then all later ones."""
     MIDDLE.build(tmp_path, torch.bfloat16)
     vocab = int(MIDDLE.options["vocab_size"])
     prompts = prompts_of(vocab, (3, 30, 64, 100, 200))

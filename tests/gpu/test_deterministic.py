@@ -14,8 +14,9 @@ from tests.exec.device_executors import executor_of
 from tests.exec.random_contexts import World, strings, targets
 from tests.exec.tiny_models import TinyModel
 
-CONTEXTS = 100  # contexts for each way of sampling
-WORLD = World(vocab_size=32_800)  # each column block of its product is one program; the layers' products are split
+CONTEXTS = 100  # number of random contexts per kind of sampling
+# The matrix product of the LM head has one program per block of columns. The products of the layers are split.
+WORLD = World(vocab_size=32_800)
 MODEL = TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 640, "vocab_size": WORLD.vocab_size})
 
 
@@ -33,7 +34,7 @@ def made_of(folder: Path, device: str, dtype: str, **options: Any) -> Executor:
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def executors(request: pytest.FixtureRequest, folder: Path, device: str) -> Iterator[tuple[Executor, Executor]]:
-    """Returns an executor with graphs and one without."""
+    """An executor with CUDA graphs, and one without."""
     with_graphs, without = (
         made_of(folder, device, request.param, deterministic=True, cuda_graphs=graphs) for graphs in (True, False)
     )

@@ -1,4 +1,4 @@
-"""Tests that seeded draws equal a CPU's: the same uniform numbers and the same order of top-k, top-p and min-p."""
+"""Tests that seeded sampling gives the tokens of a CPU: equal uniform numbers, and an equal order of top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def requests() -> list[Asked]:
 
 
 def test_draws_equal_draws_of_cpu_executor(tmp_path: Path, device: str) -> None:
-    """Logits differ by rounding, so a draw at the edge between two tokens may change: at most once in 1,000 draws.
+    """Rounding of logits may change a token whose random number is near the boundary between two tokens.
 
-    The text of that request then differs from there on.
+    This happens at most once in 1,000 tokens. All later tokens of the request then differ.
     """
     MODELS["qwen3"].build(tmp_path)
     cpu, _ = build_host_executor(
@@ -61,4 +61,4 @@ def test_draws_equal_draws_of_cpu_executor(tmp_path: Path, device: str) -> None:
     ours.close()
     differing = [index for index, (mine, other) in enumerate(zip(said, want, strict=True)) if mine != other]
     assert len(differing) <= 1, differing
-    assert len({tuple(tokens) for tokens in want}) > REQUESTS // 2, "most requests get different tokens"
+    assert len({tuple(tokens) for tokens in want}) > REQUESTS // 2, "most requests must get different tokens"

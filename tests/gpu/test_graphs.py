@@ -1,4 +1,4 @@
-"""Tests that decode steps give the same tokens with CUDA graphs and kernel by kernel, for any number of rows."""
+"""Tests that decode steps give equal tokens with CUDA graphs and kernel by kernel, for any number of rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def executors(folder: Path, device: str) -> Iterator[tuple[Any, Any]]:
-    """Returns an executor with graphs and one without."""
+    """An executor with CUDA graphs, and one without."""
     both = [executor_of(folder, device, max_slots=SLOTS, cuda_graphs=graphs) for graphs in (True, False)]
     yield both[0], both[1]
     for executor in both:
@@ -55,7 +55,7 @@ def run_both(
 @pytest.mark.by_day(one_in=6, seed=3)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, GRAPH_ROWS])
 def test_graphs_give_same_tokens_with_every_padding(executors: tuple[Any, Any], rows: int) -> None:
-    """The outputs have different lengths, so that the number of rows falls."""
+    """The outputs have different lengths, so that the number of rows decreases step by step."""
     prompts = prompts_of(VOCAB, [4 + 3 * row for row in range(rows)], seed=rows)
     said, want, plans = run_both(executors, [(prompt, greedy(12 + 2 * row)) for row, prompt in enumerate(prompts)], rows)
     assert said == want
@@ -67,11 +67,11 @@ def test_steps_run_without_graph_when_rows_exceed_largest(executors: tuple[Any, 
     said, want, plans = run_both(executors, [(prompt, greedy(8 + row)) for row, prompt in enumerate(prompts)], SLOTS)
     assert said == want
     decodes = [plan for plan in plans if not plan.num_extend]
-    assert {replayed(executors[0], plan) for plan in decodes} == {True, False}, "some steps use a graph and some do not"
+    assert {replayed(executors[0], plan) for plan in decodes} == {True, False}, "some steps must use a graph, and others must not"
 
 
 def test_graph_applies_sampling_parameters(executors: tuple[Any, Any]) -> None:
-    """Rounding may change a draw at the edge between two tokens. This may happen to one of 12 requests, but not to two."""
+    """Rounding may change a sampled token near the boundary between two tokens. At most one of 12 requests may differ so."""
     rules: list[dict[str, Any]] = [
         {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
         {"temperature": 0.0, "presence_penalty": 1.0, "min_new_tokens": 6, "stop_token_ids": tuple(range(0, VOCAB, 2))},
@@ -106,7 +106,7 @@ def test_graph_applies_grammar_masks_to_one_step(executors: tuple[Any, Any]) -> 
 
 
 def test_graph_computes_given_tokens(executors: tuple[Any, Any]) -> None:
-    """Each token of one row is a row of the graph. The other rows do not change the result."""
+    """A row with several given tokens has one row of the graph per token. The other rows must not change its result."""
     runner, outputs = executors[0].runner, []
     runner.graph_limits = GraphLimits(GRAPH_ROWS, 10_000)
     before = runner.stats.eager_steps
@@ -122,5 +122,5 @@ def test_graph_computes_given_tokens(executors: tuple[Any, Any]) -> None:
         outputs.append([row.tokens for row in rows])
     assert outputs[0] == outputs[1]
     assert runner.stats.eager_steps == before + 2, (
-        "only the step with the prompts and the step with 15 given tokens and 2 rows have no graph"
+        "only two steps may run without a graph: that with the prompts, and that with 15 given tokens and 2 rows"
     )

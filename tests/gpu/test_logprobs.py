@@ -1,4 +1,4 @@
-"""Compares log probabilities of outputs and prompts (own and top tokens) with transformers in float32."""
+"""Compares log probabilities of outputs and prompts, of the actual and the most likely tokens, with transformers in float32."""
 
 from __future__ import annotations
 

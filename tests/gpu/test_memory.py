@@ -1,4 +1,4 @@
-"""Tests steps that do not fit into memory: they run in pieces with the same tokens, and the largest request may end."""
+"""Tests steps that do not fit into memory: they run in pieces and give equal tokens, or the largest request ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTHS = (3, 20, 40, 90, 150)
 
 
 class Cramped:
-    """A model that is out of memory above max_tokens tokens, and for rows beyond max_context."""
+    """A model that raises OutOfMemoryError for passes of more than max_tokens tokens and for rows of more than max_context."""
 
     def __init__(self, model: Any, max_tokens: int, max_context: int = 1 << 30) -> None:
         self._model, self._max_tokens, self._max_context = model, max_tokens, max_context
@@ -53,7 +53,9 @@ def test_largest_request_ends_when_one_token_does_not_fit(tmp_path: Path, device
     model = MODELS["qwen3"].build(tmp_path).to(device)
     prompts = prompts_of(VOCAB, LENGTHS)
     want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
-    # With overlap, the next step still has the row without memory. No token was sampled for it, and its result is not used.
+    # With overlap, the next step still has the row that has ended for lack of memory. The row has no sampled token, and its
+    # result
+    # is not used.
     executor: Any = executor_of(tmp_path, device, cuda_graphs=False, check_relay=False)
     executor.runner.passes.model = Cramped(executor.runner.passes.model, max_tokens=64, max_context=120)
     answers = Served(config_for(VOCAB), executor).run([(prompt, greedy(NEW_TOKENS)) for prompt in prompts])
@@ -66,7 +68,7 @@ def test_largest_request_ends_when_one_token_does_not_fit(tmp_path: Path, device
 
 @contextmanager
 def little_left(device: str, num_bytes: int) -> Iterator[None]:
-    """Limits the allocator to num_bytes more than it holds now."""
+    """Limits torch's allocator to `num_bytes` more than it has reserved now."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
@@ -78,10 +80,10 @@ def little_left(device: str, num_bytes: int) -> Iterator[None]:
 
 
 def test_other_requests_continue_when_allocator_has_no_memory(tmp_path: Path, device: str) -> None:
-    """Almost no memory is left for the log probabilities of a long prompt over a large vocabulary.
+    """Leaves almost no memory for the log probabilities of a long prompt with a large vocabulary.
 
-    The buffers of a step are allocated before. Either the request ends for lack of memory, or its log probabilities are right.
-    The other requests are not affected.
+    The buffers of a step are allocated before. The request ends for lack of memory, or its log probabilities are right. Other
+    requests must not be affected.
     """
     shape = MODELS["qwen3"]
     wide = type(shape)(shape.family, {**shape.options, "vocab_size": 65_536})
@@ -92,7 +94,7 @@ def test_other_requests_continue_when_allocator_has_no_memory(tmp_path: Path, de
     executor: Any = executor_of(tmp_path, device, max_slots=4)
     asked = [(prompt, greedy(NEW_TOKENS, prompt_logprobs_from=1 if len(prompt) == 400 else -1)) for prompt in prompts]
     config = config_for(65_536, max_running_requests=4, chunked_prefill_size=512)
-    Served(config, executor).run(asked[1:])  # compiles kernels at first use
+    Served(config, executor).run(asked[1:])  # compiles kernels before the memory is limited
     with little_left(device, 24 << 20):  # float32 logits of 400 tokens would be 100 MiB
         answers = Served(config, executor).run(asked)
     assert [answer.tokens for answer in answers[1:]] == want[1:]

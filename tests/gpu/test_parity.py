@@ -1,4 +1,4 @@
-"""Compares the device executor with transformers: equal tokens in float32, and as near to float32 as transformers in bf16."""
+"""Compares the device executor with transformers: equal tokens in float32, and in bf16 no larger errors than transformers'."""
 
 from __future__ import annotations
 
@@ -56,7 +56,11 @@ def test_executor_is_as_near_to_float32_as_transformers_in_bf16(name: str, tmp_p
 
 
 def assert_near(model: Any, executor: Any, vocab: int, **config: Any) -> None:
-    """Compares log probabilities of all tokens of prompts and outputs. Converts `model`, transformers' in bf16, to float32."""
+    """Compares the log probabilities of all prompt and output tokens with float32.
+
+    Args:
+        model: transformers' model in bf16. The function converts it to float32.
+    """
     prompts = prompts_of(vocab, (2, 17, 130, 300))
     asked = [(prompt, greedy(NEW_TOKENS, prompt_logprobs_from=1, top_logprobs=0)) for prompt in prompts]
     answers = Served(config_for(vocab, **config), executor).run(asked)
@@ -72,4 +76,4 @@ def assert_near(model: Any, executor: Any, vocab: int, **config: Any) -> None:
     assert float(mine.max()) <= 4 * float(other.max()) + 2e-2, (
         mine.max(),
         other.max(),
-    )  # rounding causes few large differences, but a wrong page causes differences of several nats
+    )  # rounding causes few large errors, but reading a wrong page causes errors of several nats

@@ -1,4 +1,4 @@
-"""Tests that KV read from another worker's device equals the computed KV bit by bit. Needs the generated messages."""
+"""Tests that KV read from another worker's device is bitwise equal to computed KV. Needs the generated protobuf messages."""
 
 from __future__ import annotations
 

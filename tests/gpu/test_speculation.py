@@ -1,6 +1,6 @@
-"""Tests that speculative decoding on a device gives the ids and bits of plain decoding.
+"""Tests that drafting on a device gives the token ids and bits of plain decoding.
 
-It does so for each drafter, with and without CUDA graphs, and the host waits only for results.
+Each drafter is tested, with and without CUDA graphs. The host may wait only for results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a model that has a layer for multi-token prediction, and with an EAGLE-3 head."""
+    """Folder of a model with an MTP layer. Its subfolder has an EAGLE-3 head."""
     made = tmp_path_factory.mktemp("model")
     MODEL.build(made / "target", torch.bfloat16)
     add_mtp(made / "target", deepseek=False)
@@ -67,7 +67,7 @@ def guess_with(executor: DeviceExecutor, plain: DeviceExecutor, target: Asked, e
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_drafting_gives_bits_of_plain_decoding_in_deterministic_mode(folder: Path, device: str, graphs: bool) -> None:
-    """About a third of the draft tokens is wrong."""
+    """About a third of the draft tokens are wrong."""
     plain, drafting = (made_of(folder, device, name, cuda_graphs=graphs) for name in ("none", "ngram"))
     for number in range(3):
         guesses = guess_with(drafting, plain, asked(number), 0.3)
@@ -82,9 +82,9 @@ def test_drafting_gives_bits_of_plain_decoding_in_deterministic_mode(folder: Pat
 def test_each_drafter_gives_bits_of_plain_decoding(
     folder: Path, device: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs before and after memory is released and resumed give the same bits.
+    """Runs before and after releasing and resuming memory must give equal bits.
 
-    A draft model that equals the target is mostly right.
+    If the draft model is the target itself, most of its draft tokens must be accepted.
     """
     plain, drafting = made_of(folder, device, "none"), made_of(folder, device, algorithm)
     monkeypatch.setattr(DraftController, "choose", always)
@@ -106,9 +106,9 @@ def test_each_drafter_gives_bits_of_plain_decoding(
 def test_drafting_runs_with_each_attention_back_end(
     folder: Path, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of several tokens may round differently, but most draft tokens from plain decoding are accepted.
+    """Draft tokens are the output of plain decoding. Steps of several tokens may round differently, but most must be accepted.
 
-    After the kernels are compiled, the host waits only for events. Each result has the time of the step.
+    After the kernels are compiled, the host may wait only for events. Each result must have the time of its step.
     """
     options: dict[str, Any] = {"deterministic": False, "attention_backend": backend}
     plain, drafting = made_of(folder, device, "none", **options), made_of(folder, device, "eagle3", **options)

@@ -15,7 +15,7 @@ from tests.exec.random_steps import CONTEXT, MAX_SLOTS, POOL_TOKENS, Turned, dri
 from tests.exec.tiny_models import TinyModel
 
 PAGE_SIZE, TURNS = 4, 80
-MODEL = TinyModel("Qwen3", {"head_dim": 128, "tie_word_embeddings": True})  # with a head size that FlashInfer supports
+MODEL = TinyModel("Qwen3", {"head_dim": 128, "tie_word_embeddings": True})  # FlashInfer supports this head size
 
 
 @contextmanager
@@ -37,9 +37,9 @@ def test_sync_debug_mode_detects_read_of_value(device: str) -> None:
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_mixed_steps_do_not_synchronize(backend: str, graphs: bool, tmp_path: Path, device: str) -> None:
-    """The steps have all kinds of sampling, masks, logprobs, embeddings, retractions and aborts, in bf16 for FlashInfer.
+    """The steps have all kinds of sampling, masks, logprobs, embeddings, retractions and aborts. FlashInfer runs in bf16.
 
-    Kernels that are compiled at first use are compiled before.
+    Kernels are compiled before the checked steps, because compiling waits for the device.
     """
     MODEL.build(tmp_path, torch.bfloat16)
     pages = POOL_TOKENS // PAGE_SIZE

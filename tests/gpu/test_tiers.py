@@ -1,4 +1,4 @@
-"""Tests that KV from host memory or files equals the computed KV bit by bit."""
+"""Tests that KV from host memory or files is bitwise equal to computed KV."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_step_waits_for_late_layers(opened: Open, plain: Served, monkeypatch: py
 
         return late
 
-    with closing(opened(40, options())) as served:  # pages for loads that run at once, in addition to cached pages
+    with closing(opened(40, options())) as served:  # 40 pages suffice for all loads together and the cached pages
         mover = served.executor._mover
         assert mover is not None and mover._by_layers
         first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]

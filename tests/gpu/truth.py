@@ -1,4 +1,4 @@
-"""Outputs of transformers on the same device, for comparison."""
+"""Outputs and log probabilities of transformers' models on the same device, with which tests compare ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generated(model: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
 
 
 def logprobs_of(model: Any, ids: Sequence[int]) -> Tensor:
-    """Returns log probabilities, float32[len(ids) - 1, V]. Row i is for the token after ids[: i + 1]."""
+    """Returns log probabilities, float32[len(ids) - 1, V]. Row i has those of the token after ids[: i + 1]."""
     with torch.inference_mode():
         logits = model(torch.tensor([list(ids)], device=model.device)).logits[0, :-1]
     return logits.float().log_softmax(dim=-1)

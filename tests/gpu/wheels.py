@@ -10,10 +10,10 @@ LIST = ".wheels"
 
 
 def install(wheels: Path, site: Path) -> str:
-    """Installs the wheels into `site`, once for each set of wheels.
+    """Installs the wheels into `site`, unless they were installed there before.
 
     Returns:
-        A sentence about the result.
+        Console line with the result.
 
     Raises:
         ValueError: the folder has no wheels.
@@ -24,7 +24,7 @@ def install(wheels: Path, site: Path) -> str:
         raise ValueError(f"{wheels} has no wheels")
     listed = "\n".join(f"{wheel.name} {wheel.stat().st_size}" for wheel in found)
     if (site / LIST).is_file() and (site / LIST).read_text() == listed:
-        return f"{len(found)} wheels are installed in {site} already"
+        return f"{len(found)} wheels are already installed in {site}"
     flags = ["--no-index", "--no-deps", "--upgrade", "--disable-pip-version-check", "--quiet", "--target", str(site)]
     subprocess.run([sys.executable, "-m", "pip", "install", *flags, *map(str, found)], check=True)
     (site / LIST).write_text(listed)

@@ -1,12 +1,12 @@
-"""python -m tests.mutants [AREA ...] [--beside REVISION]: checks whether the tests find faults that are put into the code.
+"""python -m tests.mutants [AREA ...] [--beside REVISION]: checks whether the tests find faults that are seeded into the code.
 
-The run uses a copy of the working tree. It puts in one fault at a time, runs the test files of the fault's area until a test
-fails, and removes the fault. The exit status is 1 in two cases:
+The run uses a copy of the working tree. For each fault, it changes the code, runs the test files of the fault's area until a test
+fails, and restores the code. The exit status is 1 in two cases:
 
-- The tests do not find a fault. With --beside, the tests of that revision then run, too; the status is 1 only if they find it.
-- A fault cannot be tried. Its text does not occur exactly once in the code and must be rewritten, or the code does not compile.
+- The tests do not find a fault. With --beside, the tests of this revision then run too, and the status is 1 only if they find it.
+- A fault cannot be tried. Either its text does not occur exactly once in the code, or the changed code does not compile.
 
-Run it by hand: two hundred faults take about forty minutes on two cores.
+Two hundred faults take about forty minutes on two cores, so no other command runs this.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import torch
 from tests.mutants.areas import AREAS, FAULTS
 from tests.mutants.fault import Fault
 
-# Imported before the test processes are forked, so that they share it. Helm's library is not imported here, because the Go
-# runtime does not work after a fork.
+# Modules that are imported before the test processes are forked, so that the processes share them. Helm's library is not among
+# them, because the Go runtime does not work after a fork.
 SHARED = (torch,)
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("fork")
-SECONDS = 900  # time limit for the files of an area; a hanging test counts as a found fault
+SECONDS = 900  # time limit for the test files of an area; if it is exceeded, the fault counts as found
 
 
 class Unusable(Exception):
@@ -46,10 +46,10 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Test files of one revision, together with today's code."""
+    """Copy of the repository with the present code and the tests of one revision."""
 
-    name: str
-    root: Path
+    name: str  # name of the revision in the output
+    root: Path  # folder of the copy
 
     @property
     def log(self) -> Path:
@@ -65,14 +65,14 @@ class Suite:
             child.kill()
             child.join()
         if "BuildFailed" in self.log.read_text():
-            raise Unusable("does not compile")
+            raise Unusable("the C++ kernels do not compile with this fault")
         return child.exitcode != 0
 
 
 def run_pytest(root: Path, log: Path, files: Sequence[str]) -> None:
-    """Runs pytest on `files` in the current, forked process, and exits with pytest's status.
+    """Runs pytest on `files` in this forked process, and exits with pytest's status.
 
-    Libraries that the parent has imported stay loaded. The modules `tests` and `rootstock_llm` are imported again from `root`.
+    Libraries that the parent has imported stay loaded. The packages `tests` and `rootstock_llm` are reloaded from `root`.
     """
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -97,7 +97,7 @@ def copy_of_the_tree(target: Path) -> None:
 
 
 def tests_of(revision: str, target: Path) -> None:
-    """Replaces the target's tests by those of a revision. Raises CalledProcessError for an unknown revision."""
+    """Replaces the folder `tests` in `target` by that of a revision. Raises CalledProcessError for an unknown revision."""
     archive = subprocess.run(["git", "archive", revision, "tests"], cwd=ROOT, capture_output=True, check=True).stdout
     shutil.rmtree(target / "tests")
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -108,7 +108,7 @@ def tests_of(revision: str, target: Path) -> None:
 def put_into(fault: Fault, roots: Sequence[Path]) -> Iterator[None]:
     right = (roots[0] / fault.path).read_text() if (roots[0] / fault.path).is_file() else ""
     if right.count(fault.right) != 1:
-        raise Unusable(f"the text occurs {right.count(fault.right)} times")
+        raise Unusable(f"the fault's text occurs {right.count(fault.right)} times in {fault.path}; it must occur once")
     try:
         for root in roots:
             (root / fault.path).write_text(right.replace(fault.right, fault.wrong))
@@ -123,16 +123,16 @@ def files_of(fault: Fault) -> list[str]:
 
 
 def tried(fault: Fault, suites: Sequence[Suite]) -> tuple[str, bool]:
-    """Tries a fault with the suites in turn, until one finds it. Returns the outcome and whether it is bad."""
+    """Runs one suite after another until one finds the fault. Returns the outcome, and whether it makes the exit status 1."""
     with put_into(fault, [suite.root for suite in suites]):
         for suite in suites:
             if suite.noticed(files_of(fault)):
                 return f"noticed ({suite.name})", suite is not suites[0]
-    return "noticed by none", len(suites) == 1
+    return "not found", len(suites) == 1
 
 
 def report(faults: Sequence[Fault], suites: Sequence[Suite]) -> int:
-    """Tries all faults and prints a row for each. Returns the number of bad rows."""
+    """Tries all faults and prints a row for each. Returns the number of rows that make the exit status 1."""
     bad = 0
     print("| fault | outcome | s |\n|---|---|---|", flush=True)
     for fault in faults:
@@ -149,12 +149,14 @@ def report(faults: Sequence[Fault], suites: Sequence[Suite]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(AREAS)}; default: all")
-    parser.add_argument("--beside", metavar="REVISION", help="whose tests run too")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only faults whose row would hold it")
-    parser.add_argument("--known-good", action="store_true", help="do not run the tests without a fault first")
+    parser.add_argument("--beside", metavar="REVISION", help="revision whose tests run if the present tests do not find a fault")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only faults whose row contains this text")
+    parser.add_argument(
+        "--known-good", action="store_true", help="skip the first run, which checks that all tests pass without a fault"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.areas) - AREAS.keys():
-        parser.error(f"no such area: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown areas: {', '.join(sorted(unknown))}")
     areas = arguments.areas or list(AREAS)
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         suites = [Suite("today", Path(name) / "today")]
@@ -163,11 +165,11 @@ def main() -> int:
             suites.append(Suite("beside", Path(name) / "beside"))
             copy_of_the_tree(suites[1].root)
             tests_of(arguments.beside, suites[1].root)
-            for suite in suites:  # kernels are built once for both suites
+            for suite in suites:  # runs the tests without a fault
                 (suite.root / "build").symlink_to(Path(name))
         for area in areas if not arguments.known_good else ():
             if suites[0].noticed(AREAS[area]):
-                raise SystemExit(f"{area}: the tests fail without a fault\n{suites[0].log.read_text()}")
+                raise SystemExit(f"{area}: the tests fail without a fault; repair them first\n{suites[0].log.read_text()}")
         chosen = [fault for fault in FAULTS if fault.area in areas and arguments.match in fault.name]
         return int(report(chosen, suites) > 0)
 

@@ -1,4 +1,4 @@
-"""Small faults for `python -m tests.mutants`, which puts in one at a time."""
+"""The type of a seeded fault. `python -m tests.mutants` tries one fault at a time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A replacement of a text in a file."""
+    """A fault: a text in a file of the product and the wrong text that replaces it."""
 
     area: str  # key of AREAS, whose tests must find the fault
-    path: str  # file below the repository
-    right: str  # text that is exactly once in the file
+    path: str  # file relative to the repository
+    right: str  # text that occurs exactly once in the file
     wrong: str  # text that replaces `right`
-    only: str = ""  # part of the names of the area's test files that run; empty: all of them
+    only: str = ""  # text in the names of the test files that run; "": all files of the area
 
     @property
     def name(self) -> str:

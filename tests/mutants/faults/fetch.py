@@ -1,4 +1,4 @@
-"""Faults of the fetching of models."""
+"""Faults of downloading models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the gateway, and of the worker's checks of requests."""
+"""Faults of the gateway and of the worker's request validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of imports that load pages layer by layer."""
+"""Faults of loads from host memory layer by layer."""
 
 from __future__ import annotations
 

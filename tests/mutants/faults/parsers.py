@@ -1,4 +1,4 @@
-"""Faults of the grammars for tool calls, and of the parsers of outputs."""
+"""Faults of grammars for tool calls, and of the gateway's output parsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of drafters, of the verification of draft tokens, and of the choice of their number."""
+"""Faults of drafters, of the verification of draft tokens, and of the draft controller, which chooses their number."""
 
 from tests.mutants.fault import of
 

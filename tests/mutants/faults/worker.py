@@ -1,4 +1,4 @@
-"""Faults of the worker's settings and small parts, and of the tokenizer."""
+"""Faults of the worker's settings, weight loading and control service, and of the tokenizer."""
 
 from __future__ import annotations
 
