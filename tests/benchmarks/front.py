@@ -166,14 +166,14 @@ async def one_row(system: System, memory: Memory, name: str) -> bool:
     took = time.monotonic() - begun
     await asyncio.sleep(SETTLE_S)
     after = memory.now()
-    answers = ", ".join(f"{count} × {said}" for said, count in sorted(task.result().items()))
+    answers = ", ".join(f"{count} × {result}" for result, count in sorted(task.result().items()))
     times = " | ".join(f"{was:.0f} → {now:.0f}" for was, now in zip(before.p99(), beside.p99(), strict=True))
     held = " | ".join(
         f"+{memory.peak[service] - idle[service]:.0f}, {after[service] - idle[service]:+.0f}" for service in SERVICES
     )
     print(f"| {name} | {answers} | {took:.0f} | {times} | {beside.failed.total()} | {held} |", flush=True)
-    for said, count in beside.failed.items():
-        print(f"failed: {count} × {said}", file=sys.stderr)
+    for result, count in beside.failed.items():
+        print(f"failed: {count} × {result}", file=sys.stderr)
     return not beside.failed
 
 
@@ -201,7 +201,7 @@ async def all_at_once(system: System, memory: Memory, names: Sequence[str], minu
         fine = fine and left <= AFTER_MIB and (most <= PEAK_MIB or service == "worker-0")
         print(f"| {service} | {idle[service]:.0f} | +{most:.0f} | {left:+.0f} |")
     for name, counts in answers.items():
-        print(f"{name}: " + ", ".join(f"{count} × {said}" for said, count in sorted(counts.items())))
+        print(f"{name}: " + ", ".join(f"{count} × {result}" for result, count in sorted(counts.items())))
     times = ", ".join(f"{was:.0f} → {now:.0f}" for was, now in zip(before.p99(), beside.p99(), strict=True))
     print(f"other clients: {len(beside.e2e)} chats, {dict(beside.failed)} failed; p99 of TTFT, total, /health in ms: {times}")
     return fine

@@ -41,11 +41,11 @@ def in_threads(jobs: Sequence[Callable[[], str]]) -> Responses:
 
     def run(job: Callable[[], str]) -> None:
         try:
-            said = job()
+            result = job()
         except (OSError, http.client.HTTPException) as error:
-            said = type(error).__name__
+            result = type(error).__name__
         with lock:
-            answers[said] += 1
+            answers[result] += 1
 
     threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
     for thread in threads:

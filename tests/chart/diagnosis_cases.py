@@ -30,8 +30,8 @@ VALUES: dict[str, Any] = {
 
 def install(values: Mapping[str, Any] | None = None) -> Install:
     """Returns the expected state from the chart's ConfigMap."""
-    told = render(merged(VALUES, values or {})).get("ConfigMap", f"{FULL}-test-diagnosis")["data"]["install.json"]
-    return Install.of(json.loads(told))
+    install = render(merged(VALUES, values or {})).get("ConfigMap", f"{FULL}-test-diagnosis")["data"]["install.json"]
+    return Install.of(json.loads(install))
 
 
 def container(name: str, state: Object | None = None, ready: bool = False, **more: Any) -> Object:
@@ -117,7 +117,7 @@ INFO: Object = {
     "workers": [{"worker_id": "w", "model": "demo", "role": "both", "state": "ready"}],
     "gateway": {"workers": 1, "tokenizers": 1, "detokenizers": 1, "waiting": 0},
 }
-SAID = "Zwölf Boxkämpfer jagen Viktor"
+TEXT = "Zwölf Boxkämpfer jagen Viktor"
 
 
 def groups(*names: str) -> Answer:
@@ -138,7 +138,7 @@ WELL = Facts(
     redis={"index": RedisState("redis:6379", wrote=True, policy="noeviction")},
     readiness=Answer(200, {"ready": True, "missing": []}),
     info=Answer(200, INFO),
-    texts={"demo": {"said": SAID, "read": SAID, "ids": [5, 900], "vocab_size": 1000}},
+    texts={"demo": {"said": TEXT, "read": TEXT, "ids": [5, 900], "vocab_size": 1000}},
     series=series(dict.fromkeys(COMPONENTS, 1)),
 )
 
@@ -420,13 +420,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "tokenizer of another model": Fault(
         "models",
-        replace(WELL, texts={"demo": {"said": SAID, "read": SAID, "ids": [5, 31000], "vocab_size": 1000}}),
+        replace(WELL, texts={"demo": {"said": TEXT, "read": TEXT, "ids": [5, 31000], "vocab_size": 1000}}),
         "tokenizers of model demo belong to another model than its workers",
         "the same folder",
     ),
     "detokenizer of another model": Fault(
         "models",
-        replace(WELL, texts={"demo": {"said": SAID, "read": "≠ %% qq 00", "ids": [5, 9], "vocab_size": 1000}}),
+        replace(WELL, texts={"demo": {"said": TEXT, "read": "≠ %% qq 00", "ids": [5, 9], "vocab_size": 1000}}),
         "belong to another model",
         "the same folder",
     ),

@@ -122,14 +122,14 @@ def test_until_retries_failed_checks_and_reports_the_last_one() -> None:
 
 
 def test_gathered_groups_lines_by_test() -> None:
-    said = [
+    entries = [
         {"file": "b.py", "test": "test_two", "line": "began"},
         {"file": "a.py", "test": "test_one", "outcome": "passed"},
         {"file": "a.py", "test": "test_one", "seconds": 3},
         {"file": "c.py", "test": "test_three", "outcome": "passed"},
         {"file": "c.py", "test": "test_three", "seconds": 5, "outcome": "failed"},
     ]
-    assert gathered("\n".join(map(json.dumps, said))) == [
+    assert gathered("\n".join(map(json.dumps, entries))) == [
         {"file": "a.py", "test": "test_one", "outcome": "passed", "seconds": 3, "lines": []},
         {"file": "b.py", "test": "test_two", "outcome": "not ended", "seconds": 0, "lines": ["began"]},
         {"file": "c.py", "test": "test_three", "outcome": "failed", "seconds": 5, "lines": []},

@@ -98,7 +98,7 @@ def cores(release: Release) -> float:
 
 @pytest.fixture(scope="module")
 def releases() -> dict[str, Release]:
-    refused = {name: said for name, values in INSTALLED.items() if (said := refusal(values, "rootstock"))}
+    refused = {name: message for name, values in INSTALLED.items() if (message := refusal(values, "rootstock"))}
     assert refused == {}
     return {name: render(values, name="rootstock") for name, values in INSTALLED.items()}
 

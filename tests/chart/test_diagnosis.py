@@ -188,10 +188,10 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs the diagnosis with the pod's command and the chart's ConfigMap. Host names are removed; they do not resolve here."""
     pod = render(merged(VALUES, values or {})).get("Pod", f"{FULL}-test-diagnosis")
-    told = json.loads(render(merged(VALUES, values or {})).get("ConfigMap", f"{FULL}-test-diagnosis")["data"]["install.json"])
-    told["services"], told["prometheus"] = {}, url
+    install = json.loads(render(merged(VALUES, values or {})).get("ConfigMap", f"{FULL}-test-diagnosis")["data"]["install.json"])
+    install["services"], install["prometheus"] = {}, url
     file = folder / "install.json"
-    file.write_text(json.dumps(told))
+    file.write_text(json.dumps(install))
     command = [sys.executable, *pod["spec"]["containers"][0]["command"][1:4], str(file), url]
     env = {**os.environ, "PYTHONPATH": str(PACKAGE), "DIAGNOSIS_API": url, "DIAGNOSIS_PATIENCE_S": "0.4", **environ}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
@@ -243,14 +243,14 @@ def test_diagnosis_pod_reports_missing_rights(tmp_path: Path, redis: RedisServer
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "said"),
+    ("setting", "value", "message"),
     [
         ("maxmemory", "1", "has no memory left"),
         ("requirepass", "other", "refuses the password: NOAUTH"),
         ("maxmemory-policy", "allkeys-lru", "evicts by allkeys-lru"),
     ],
 )
-def test_diagnosis_pod_names_the_fault_of_a_redis_server(tmp_path: Path, setting: str, value: str, said: str) -> None:
+def test_diagnosis_pod_names_the_fault_of_a_redis_server(tmp_path: Path, setting: str, value: str, message: str) -> None:
     server = RedisServer()
     server.start()
     try:
@@ -259,7 +259,7 @@ def test_diagnosis_pod_names_the_fault_of_a_redis_server(tmp_path: Path, setting
             done = run(tmp_path, url, {**mounted(tmp_path), "ROOTSTOCK_REDIS_URL": server.url})
     finally:
         server.kill()
-    assert done.returncode == 1 and said in done.stdout, done.stdout
+    assert done.returncode == 1 and message in done.stdout, done.stdout
 
 
 def test_diagnosis_role_allows_only_reading() -> None:

@@ -66,13 +66,13 @@ def fault(values: dict[str, Any], way: Way) -> str:
 
     The chart must render without nulls, or its refusal must name the empty key or a key below it.
     """
-    said = refusal(values)
-    if said.startswith("execution error at (rootstock/templates/") and 'executing "' not in said:
-        return "" if written(way) in said or str(way[-1]) in said else f"another key is named: {said}"
-    if said.startswith("rootstock:\n- at '/"):  # a message of the schema
-        return "" if "/".join(map(str, way)) in said and said.count("\n") <= 3 else said
-    if said:
-        return said
+    message = refusal(values)
+    if message.startswith("execution error at (rootstock/templates/") and 'executing "' not in message:
+        return "" if written(way) in message or str(way[-1]) in message else f"another key is named: {message}"
+    if message.startswith("rootstock:\n- at '/"):  # a message of the schema
+        return "" if "/".join(map(str, way)) in message and message.count("\n") <= 3 else message
+    if message:
+        return message
     release = render(values)
     found = [each["metadata"]["name"] for each in release.objects if has_null(each)]
     texts = [text for text in (release.notes, str(release.objects)) if "<nil>" in text or "<no value>" in text]

@@ -147,8 +147,8 @@ def test_cost_rules_record_the_price_of_a_million_tokens(tmp_path: Path) -> None
             for record, prices in expected.items()
         ],
     }
-    told = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(told))
+    config = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(config))
     done = promtool("test", "rules", str(tmp_path / "tests.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
     checked = promtool("check", "rules", str(tmp_path / "rules.yaml"))

@@ -25,18 +25,18 @@ ALL_PODS = merged(
 )
 
 
-def places(values: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def paths_of(values: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yields the paths of images in values. A map with the key `repository` is an image."""
     if isinstance(values, dict):
         if "repository" in values:
             yield way
         for key, value in values.items():
-            yield from places(value, (*way, key))
+            yield from paths_of(value, (*way, key))
 
 
 def everywhere(**image: str) -> Values:
     found: Values = {}
-    for way in places(VALUES):
+    for way in paths_of(VALUES):
         over: Any = image
         for key in reversed(way):
             over = {key: over}
@@ -50,7 +50,7 @@ def images(release: Release) -> set[str]:
 
 def repositories() -> set[str]:
     found = set()
-    for way in places(VALUES):
+    for way in paths_of(VALUES):
         value: Any = VALUES
         for key in way:
             value = value[key]
@@ -98,7 +98,7 @@ OWN = ("gateway", "tokenizer", "detokenizer", "worker", "modelCache.prefetch", "
 @pytest.mark.parametrize("left_out", ["", *OWN])
 def test_chart_refuses_images_without_a_registry(left_out: str) -> None:
     values: Values = UNSET
-    for way in places(VALUES):
+    for way in paths_of(VALUES):
         if ".".join(way).removesuffix(".image") in OWN and ".".join(way) != f"{left_out}.image":
             over: Values = {"registry": MIRROR} if left_out else {}
             for key in reversed(way):
@@ -111,7 +111,7 @@ def test_chart_refuses_images_without_a_registry(left_out: str) -> None:
 def test_repository_with_a_registry_needs_no_registry_setting() -> None:
     """Skaffold writes the registry into the repository."""
     values: Values = UNSET
-    for way in places(VALUES):
+    for way in paths_of(VALUES):
         if ".".join(way).removesuffix(".image") in OWN:
             over: Values = {"repository": f"registry.example.com:5000/{way[0].lower()}"}
             for key in reversed(way):

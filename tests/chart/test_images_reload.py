@@ -82,5 +82,5 @@ def test_dev_python_reloads_only_services(arguments: list[str], reloads: bool, t
     script.write_text((DEV / "python").read_text().replace("/opt/venv/bin/python", str(tmp_path / "interpreter")))
     for file in (script, tmp_path / "interpreter"):
         file.chmod(0o755)
-    said = subprocess.run([script, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout.split()
-    assert said == (["/opt/dev/reload.py"] if reloads else []) + arguments
+    ran = subprocess.run([script, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    assert ran == (["/opt/dev/reload.py"] if reloads else []) + arguments

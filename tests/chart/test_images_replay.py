@@ -176,9 +176,9 @@ def test_torch_index_option_is_given_only_when_set(asked: str | None, options: l
     (tmp_path / "pip").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "pip").chmod(0o755)
     env = {"PATH": str(tmp_path), **dict(each.text.split("=", 1) for each in stage.all("ARG"))}
-    said = subprocess.run(["/bin/sh", "-euc", step], env=env, capture_output=True, text=True, check=True).stdout.split()
+    output = subprocess.run(["/bin/sh", "-euc", step], env=env, capture_output=True, text=True, check=True).stdout.split()
     expected = ["--python", "/opt/venv/bin/python", "install", "--no-deps", "--prefix", "/opt/worker", *options, "--requirement"]
-    assert said[: len(expected)] == expected
+    assert output[: len(expected)] == expected
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")

@@ -27,8 +27,8 @@ def functions_in(path: Path) -> dict[str, ast.AST]:
 def texts_of(folder: Path) -> set[str]:
     """Returns all strings in a folder's modules, and the names of the ci files. Together they include all case names."""
     trees = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
-    told = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    return {each for each in told if isinstance(each, str)} | {path.name.removesuffix("-values.yaml") for path in CI_FILES}
+    constants = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return {each for each in constants if isinstance(each, str)} | {path.name.removesuffix("-values.yaml") for path in CI_FILES}
 
 
 def faults(page: str, folder: str) -> Iterator[str]:

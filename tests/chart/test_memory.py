@@ -121,13 +121,13 @@ def test_chart_accepts_context_len_up_to_the_kv_pool(settings: dict[str, Any], m
     size = SIZES["qwen3-32b"]
     held = worker_pages(size, 80, settings) * settings.get("page_size", 16)
     asked = {**settings, "context_len": held + more}
-    said = refusal(values_for("Qwen/Qwen3-32B", 80, **asked))
+    message = refusal(values_for("Qwen/Qwen3-32B", 80, **asked))
     if more:
-        assert f"settings.context_len is {held + 1}, and the KV pool of a GPU of 80 GB (gpuMemoryGB) has {held} tokens" in said
+        assert f"settings.context_len is {held + 1}, and the KV pool of a GPU of 80 GB (gpuMemoryGB) has {held} tokens" in message
         with pytest.raises(PoolTooSmall):
             worker_pages(size, 80, asked)
     else:
-        assert said == "" and worker_pages(size, 80, asked)
+        assert message == "" and worker_pages(size, 80, asked)
 
 
 def test_notes_name_the_pool_when_it_limits_the_context() -> None:

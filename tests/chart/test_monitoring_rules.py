@@ -128,12 +128,12 @@ def test_runbooks_name_existing_settings_and_values() -> None:
     known = {*REFUSALS, *BACKGROUND_ENDS, "sglang_token_usage", "context_len"} | settings
     unknown = []
     for each in alerts():
-        told = " ".join(each["annotations"][name] for name in ("summary", "description", "impact", "runbook"))
-        told = re.sub(r"\{\{.*?\}\}|docs/\S+", "", told)
-        unknown += [name for name in SETTING.findall(told) if name not in settings]
-        told = SETTING.sub("", told)
-        unknown += [name for name in BARE.findall(told) if name not in known]
-        unknown += [name for name in VALUE.findall(told) if name not in values and name != "keys.json"]
+        text = " ".join(each["annotations"][name] for name in ("summary", "description", "impact", "runbook"))
+        text = re.sub(r"\{\{.*?\}\}|docs/\S+", "", text)
+        unknown += [name for name in SETTING.findall(text) if name not in settings]
+        text = SETTING.sub("", text)
+        unknown += [name for name in BARE.findall(text) if name not in known]
+        unknown += [name for name in VALUE.findall(text) if name not in values and name != "keys.json"]
     assert not unknown
 
 

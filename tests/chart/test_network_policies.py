@@ -192,8 +192,8 @@ def test_policies_allow_exactly_the_data_flow(case: str) -> None:
 def test_policies_allow_only_dns_over_udp() -> None:
     release = render({})
     found = edges(list(release.kind("NetworkPolicy")), parties(release), OUTSIDE, {(port, "UDP") for port in PORTS})
-    told = {(component(each.source), each.target, each.port) for each in found}
-    assert told == {(source, each.name, port) for source, _, port in NAMES for each in OUTSIDE}
+    connections = {(component(each.source), each.target, each.port) for each in found}
+    assert connections == {(source, each.name, port) for source, _, port in NAMES for each in OUTSIDE}
 
 
 def test_every_pod_has_policies_in_both_directions() -> None:
@@ -242,9 +242,9 @@ def test_policies_allow_every_configured_target() -> None:
 
     def law(_: str, release: Release) -> Iterator[str]:
         found = graph(release)
-        told = release.get("ConfigMap", pod(release, "gateway").owner["metadata"]["name"])["data"]
+        env = release.get("ConfigMap", pod(release, "gateway").owner["metadata"]["name"])["data"]
         for target, port in (("tokenizer", 7001), ("detokenizer", 7002), ("worker", 7003)):
-            address, *more = told[f"{ENV_PREFIX}{target.upper()}S"].split(",")
+            address, *more = env[f"{ENV_PREFIX}{target.upper()}S"].split(",")
             if [each.rpartition("/")[2].partition(".")[0].rpartition("-")[2] for each in more] != ["prefill"] * len(more) or (
                 more and ("gateway", "prefill", port) not in found
             ):

@@ -399,9 +399,9 @@ def test_notes_report_when_an_upgrade_is_a_cold_start() -> None:
     cold = {name: "An upgrade replaces all workers of" in rendered(name).notes for name in ALL}
     assert cold["defaults"] and cold["one-gpu"] and cold["stateful-set"] is False, "the StatefulSet has two workers"
     assert not cold["operators-overlay"], "the file's maxSurge starts the new worker first"
-    said = rendered("claimed-devices").notes
-    assert "An upgrade replaces all workers of qwen3-8b at once" in said, "the other model's strategy uses a spare slice"
-    assert "qwen3-8b: 1 worker(s), on a GPU" in said and "at most 60 s (gateway.queueTimeoutSeconds)" in said
+    notes = rendered("claimed-devices").notes
+    assert "An upgrade replaces all workers of qwen3-8b at once" in notes, "the other model's strategy uses a spare slice"
+    assert "qwen3-8b: 1 worker(s), on a GPU" in notes and "at most 60 s (gateway.queueTimeoutSeconds)" in notes
     apart = rendered("apart-in-one-of-two-models").notes
     assert "all workers of small at once" in apart, "the large model has three decode workers"
 

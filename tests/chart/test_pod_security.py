@@ -120,12 +120,12 @@ def asks_for_a_gpu(pod: PodTemplate) -> bool:
     return bool(resources.get("claims")) or any("/" in name for name in resources["limits"])
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_read_only_root_file_system_follows_the_values(said: bool) -> None:
-    gpu = {"gpus": 1, "resources": GPU_RESOURCES, "pod": {"containerSecurityContext": {"readOnlyRootFilesystem": said}}}
+@pytest.mark.parametrize("read_only", [True, False])
+def test_read_only_root_file_system_follows_the_values(read_only: bool) -> None:
+    gpu = {"gpus": 1, "resources": GPU_RESOURCES, "pod": {"containerSecurityContext": {"readOnlyRootFilesystem": read_only}}}
     release = render({"worker": gpu})
     found = {pod.component: pod.container()["securityContext"]["readOnlyRootFilesystem"] for pod in pods(release)}
-    assert found == {**dict.fromkeys(found, True), "worker": said}
+    assert found == {**dict.fromkeys(found, True), "worker": read_only}
 
 
 def test_mounts_name_volumes_of_the_pod() -> None:

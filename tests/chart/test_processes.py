@@ -130,8 +130,8 @@ def test_helm_tests_pass(machine: Machine, running: dict[str, Running]) -> None:
 def test_diagnosis_reads_the_services_responses(machine: Machine, running: dict[str, Running]) -> None:
     """Runs the diagnosis against a real gateway, tokenizer, detokenizer and Redis, without an API server."""
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
-    (told,) = [each for each in machine.release.kind("ConfigMap") if each["metadata"]["name"].endswith("-test-diagnosis")]
-    install = Install.of({**json.loads(told["data"]["install.json"]), "services": {}})
+    (diagnosis,) = [each for each in machine.release.kind("ConfigMap") if each["metadata"]["name"].endswith("-test-diagnosis")]
+    install = Install.of({**json.loads(diagnosis["data"]["install.json"]), "services": {}})
     password = SECRETS["llm-rootstock-redis"]["password"]
     environ = {"ROOTSTOCK_REDIS_URL": f"redis://:{password}@{HOST}:{machine.ports['redis', 6379]}/0"}
     facts = look(install, f"http://{HOST}:{machine.ports['gateway', 8000]}", environ)

@@ -60,11 +60,11 @@ class TestWaitForModel:
     ) -> None:
         for name in ("config.json", pattern.replace("*", "tokenizer")):
             (tmp_path / name).write_text("{}")
-        with pytest.raises(TokenizerFolderError) as said:
+        with pytest.raises(TokenizerFolderError) as raised:
             load_tokenizer(tmp_path)
         with pytest.raises(SystemExit) as ended:
             wait_for_copy(tmp_path, monkeypatch, lambda: None)
-        assert ended.value.code == str(said.value)
+        assert ended.value.code == str(raised.value)
 
     def test_wait_for_model_waits_on_while_files_arrive(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("config.json", "tokenizer.model"):

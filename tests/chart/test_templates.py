@@ -150,9 +150,9 @@ def test_pods_that_end_get_the_common_pod_values() -> None:
     assert (job.spec["nodeSelector"], job.spec["tolerations"][0]["key"]) == ({"disk": "fast"}, "gpu")
     assert job.container()["image"] == f"{REGISTRY}/rootstock/tokenizer:0.1.0"
     assert job.owner["spec"]["backoffLimit"] > 1_000_000, "the Job must retry until its Secret is correct"
-    told = {each["name"]: each.get("value") for each in job.container()["env"]}
-    assert told["HF_ENDPOINT"] == "https://hub.example.com" and told["AWS_ENDPOINT_URL"] == "http://minio.storage.svc:9000"
-    assert told["GCS_ENDPOINT"] == "http://gcs.storage.svc:9000" and told["CA_FILE"] == "/etc/rootstock/ca/ca.crt"
+    env = {each["name"]: each.get("value") for each in job.container()["env"]}
+    assert env["HF_ENDPOINT"] == "https://hub.example.com" and env["AWS_ENDPOINT_URL"] == "http://minio.storage.svc:9000"
+    assert env["GCS_ENDPOINT"] == "http://gcs.storage.svc:9000" and env["CA_FILE"] == "/etc/rootstock/ca/ca.crt"
     own = {"HTTPS_PROXY": "http://proxy.example.com:3128", "HTTP_PROXY": "http://proxy.example.com:3128"}
     assert proxies(pod(release, "prefetch").container()) == proxies(tokenizer.spec["initContainers"][0]) == own
     without = render(merged(fetching, {"pod": common, "modelCache": {"prefetch": {"proxy": ""}}}))

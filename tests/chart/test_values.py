@@ -427,10 +427,10 @@ SENTENCES: dict[str, tuple[Values, str]] = {
 @pytest.mark.parametrize("case", SCHEMA)
 def test_schema_refuses_wrong_values(case: str) -> None:
     values, words = SCHEMA[case]
-    said = refusal(values)
-    assert said, "the schema must refuse these values"
+    message = refusal(values)
+    assert message, "the schema must refuse these values"
     for word in words:
-        assert word in said, said
+        assert word in message, message
 
 
 @pytest.mark.parametrize("first", range(16))

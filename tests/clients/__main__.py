@@ -52,7 +52,7 @@ def browser(env: Env) -> list[str]:
     pictures.mkdir(parents=True, exist_ok=True)
     more = {**env, "CHROMIUM": shutil.which("chromium") or "", "PICTURES": str(pictures)}
     folder = node_modules()
-    return [said for name in ("browser", "playground") for said in failed(["node", f"{name}.mjs"], folder, more)]
+    return [failure for name in ("browser", "playground") for failure in failed(["node", f"{name}.mjs"], folder, more)]
 
 
 def frameworks(env: Env) -> list[str]:
@@ -68,7 +68,7 @@ def frameworks(env: Env) -> list[str]:
     ]
     subprocess.run(pip, check=True)
     python = str(folder / "bin/python")
-    return [said for name in FRAMEWORKS for said in failed([python, f"{name}.py"], HERE / "frameworks", env)]
+    return [failure for name in FRAMEWORKS for failure in failed([python, f"{name}.py"], HERE / "frameworks", env)]
 
 
 def failed(argv: list[str], folder: Path, env: Env) -> list[str]:

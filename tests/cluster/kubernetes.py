@@ -218,5 +218,5 @@ class BrokenNodes:
 def start(command: str, nodes: int, flags: Sequence[str] = ()) -> Cluster:
     """Starts a local cluster."""
     run(command, "up", "--nodes", str(nodes), *flags)
-    said = run("sh", "-c", f'eval "$({shlex.quote(command)} env)"; echo "$KUBECONFIG"; echo "$PATH"').splitlines()
-    return Cluster({"KUBECONFIG": said[0], "PATH": said[1]}, command)
+    lines = run("sh", "-c", f'eval "$({shlex.quote(command)} env)"; echo "$KUBECONFIG"; echo "$PATH"').splitlines()
+    return Cluster({"KUBECONFIG": lines[0], "PATH": lines[1]}, command)

@@ -128,8 +128,8 @@ class Load:
         return f"{self.ended} requests, 0 failed, longest pause {self.longest_pause_s:.1f} s{refused}"
 
     def _summary(self) -> str:
-        said = "".join(f"\n{count} × {what}\n{self.firsts.get(what, '')}" for what, count in self.failures.most_common())
-        return f"{self.streams} streams: {self.ended} requests completed, longest pause {self.longest_pause_s:.1f} s{said}"
+        details = "".join(f"\n{count} × {what}\n{self.firsts.get(what, '')}" for what, count in self.failures.most_common())
+        return f"{self.streams} streams: {self.ended} requests completed, longest pause {self.longest_pause_s:.1f} s{details}"
 
     def _serve(self) -> None:
         try:
@@ -154,19 +154,19 @@ class Load:
 
     async def _client(self, session: aiohttp.ClientSession, gateways: Gateways, turn: itertools.count[int]) -> None:
         while not self._stop.is_set():
-            number, begun, url, said = next(turn), time.monotonic(), "no gateway", [""]
+            number, begun, url, received = next(turn), time.monotonic(), "no gateway", [""]
             question = self.questions[number % len(self.questions)]
             try:
                 urls = await gateways.urls()
                 url = urls[number % len(urls)]
-                text = await self._ask(session, url, question, said)
+                text = await self._ask(session, url, question, received)
             except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
                 if self._left.is_set():
                     return  # leave() has disconnected the client, which causes this error
                 if isinstance(error, aiohttp.ClientConnectorError) and await gateways.has_left(url):
                     self.redirected += 1
                     continue
-                await self._failed(error, url, begun, said[0])
+                await self._failed(error, url, begun, received[0])
                 await asyncio.sleep(RETRY_S)
                 continue
             self.texts.setdefault(question, set()).add(text)
@@ -186,8 +186,8 @@ class Load:
             except CommandFailed as unseen:
                 self.firsts[what] += f"\nthe gateway's state cannot be read: {unseen}"
 
-    async def _ask(self, session: aiohttp.ClientSession, url: str, question: str, said: list[str]) -> str:
-        """Sends a request and returns its text. said[0] always has the text received so far.
+    async def _ask(self, session: aiohttp.ClientSession, url: str, question: str, received: list[str]) -> str:
+        """Sends a request and returns its text. received[0] always has the text received so far.
 
         Raises:
             ValueError: the response is an error, contains one, or ends early.
@@ -205,11 +205,11 @@ class Load:
                 if not data or data.startswith(":"):
                     continue
                 if data == "[DONE]":
-                    return said[0]
+                    return received[0]
                 event = json.loads(data)
                 if "error" in event:
                     raise ValueError(data[:200])
-                said[0] += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                received[0] += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
         raise ValueError("the stream ended without [DONE]")
 
 

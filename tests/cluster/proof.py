@@ -83,5 +83,5 @@ def gathered(lines: str) -> list[dict[str, Any]]:
 
 
 def _happened(entry: dict[str, Any]) -> str:
-    said = "; ".join(entry["lines"]).replace("|", "/") or NO_LINE
-    return said if entry["outcome"] == "passed" else f"**{entry['outcome']}**: {said}"
+    result = "; ".join(entry["lines"]).replace("|", "/") or NO_LINE
+    return result if entry["outcome"] == "passed" else f"**{entry['outcome']}**: {result}"

@@ -79,13 +79,13 @@ def test_api_server_admits_values_file(cluster: Cluster, name: str, proved: Call
                 cluster.kubectl("-n", space, "create", "serviceaccount", account)
         version = cluster.get("--raw", "/version")["gitVersion"]
         rendered = cluster.helm("template", "rootstock", str(CHART), "-n", space, "--kube-version", version, "-f", str(CI[name]))
-        said = cluster.kubectl(
+        output = cluster.kubectl(
             "-n", space, "apply", "--server-side", "--dry-run=server", "--validate=strict", "--warnings-as-errors", "-f", "-",
             given=rendered,
         )  # fmt: skip
-    kinds = sorted({line.partition("/")[0].partition(".")[0] for line in said.splitlines() if "serverside-applied" in line})
-    assert len(said.splitlines()) == sum(each is not None for each in yaml.safe_load_all(rendered)), said
-    proved(f"{name}: {len(said.splitlines())} objects admitted without a warning ({', '.join(kinds)})")
+    kinds = sorted({line.partition("/")[0].partition(".")[0] for line in output.splitlines() if "serverside-applied" in line})
+    assert len(output.splitlines()) == sum(each is not None for each in yaml.safe_load_all(rendered)), output
+    proved(f"{name}: {len(output.splitlines())} objects admitted without a warning ({', '.join(kinds)})")
 
 
 Starts = Mapping[str, Future[tuple[float, dict[str, str]]]]

@@ -39,7 +39,7 @@ def test_queue_refused_fires_and_clears(install: Install, cluster: Cluster, prov
     fired = "RootstockQueueRefused"
     with load_on(release, 12) as load:
         fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
-    assert load.failures and all(said.startswith("ValueError: 503") for said in load.failures), load.failures
+    assert load.failures and all(failure.startswith("ValueError: 503") for failure in load.failures), load.failures
     clears = until(lambda: fired not in prometheus.firing(space), "the alert to clear", 2 * SOON_S)
     proved(f"a full queue: {fired} fired after {fires:.0f} s and cleared {clears:.0f} s after the last request (`for` of 5 s)")
 

@@ -63,12 +63,12 @@ def test_streams_survive_random_faults(
             fault = rng.choice([each for each in FAULTS if each not in ("power", "network") or spread(release)])
             redis = {pod.node for pod in release.ready("redis")}
             load.longest_pause_s, before = 0.0, load.ended
-            said = commit(rng, fault, release, broken_nodes, goes)
+            event = commit(rng, fault, release, broken_nodes, goes)
             until(lambda: load.ended >= before + STREAMS, "completed requests after the fault")  # noqa: B023
             broken_nodes.mend()
-            until(lambda: whole(release) and known(release), f"all pods to be ready and connected after the fault: {said}", 240)
-            more = WITH_REDIS_S if goes in redis or "redis" in said else BEYOND_QUIET_S
-            done.append(f"{said} {load.longest_pause_s:.1f} s")
+            until(lambda: whole(release) and known(release), f"all pods to be ready and connected after the fault: {event}", 240)
+            more = WITH_REDIS_S if goes in redis or "redis" in event else BEYOND_QUIET_S
+            done.append(f"{event} {load.longest_pause_s:.1f} s")
             print(f"seed {seed}: {done[-1]} (quiet {quiet:.1f} s)", flush=True)
             assert load.longest_pause_s <= quiet + more, (seed, done)
     proved(f"seed {seed}, {STREAMS} streams, {len(done)} faults, quiet {quiet:.1f} s: {load.check()}; {', '.join(done)}")

@@ -62,18 +62,18 @@ def speaks_tls(host, port, context):
 trusting = ssl.create_default_context()
 trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
 trusting.set_alpn_protocols(["h2"])
-said = {}
+results = {}
 for name, host, port in json.loads(sys.argv[1]):
     tls = speaks_tls(host, port, trusting)
     if name.split()[0] in ("redis", "state"):
-        said[name] = [pong(host, port, None), pong(host, port, trusting), tls]
+        results[name] = [pong(host, port, None), pong(host, port, trusting), tls]
         continue
     with grpc.insecure_channel(f"{host}:{port}") as plain:
         clear = call(plain)
     named = [("grpc.ssl_target_name_override", "rootstock-" + name.split()[0].replace("prefill", "worker"))]
     with grpc.secure_channel(f"{host}:{port}", grpc.ssl_channel_credentials(sys.argv[2].encode()), named) as secured:
-        said[name] = [clear, call(secured), tls]
-print(json.dumps(said))
+        results[name] = [clear, call(secured), tls]
+print(json.dumps(results))
 """
 
 
@@ -158,11 +158,11 @@ def test_pod_without_certificate_is_refused_at_every_port(
 
     until(ended, "the pod without a certificate to end")
     lines = release.kubectl("logs", "stranger").splitlines()
-    said: dict[str, list[str]] = json.loads(next(line for line in lines if line.startswith("{")))
-    assert len(said) >= 7, said
-    for name, (clear, without, tls) in said.items():
-        assert clear != "OK" and without != "OK" and tls, (name, said[name])
-    proved(f"a pod without a certificate is refused at all {len(said)} kinds of port between pods, and each port uses TLS")
+    results: dict[str, list[str]] = json.loads(next(line for line in lines if line.startswith("{")))
+    assert len(results) >= 7, results
+    for name, (clear, without, tls) in results.items():
+        assert clear != "OK" and without != "OK" and tls, (name, results[name])
+    proved(f"a pod without a certificate is refused at all {len(results)} kinds of port between pods, and each port uses TLS")
 
 
 def test_certificates_and_authority_are_replaced_while_requests_run(

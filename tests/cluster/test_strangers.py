@@ -66,9 +66,9 @@ def reached_from(cluster: Cluster, space: str, image: str, targets: list[tuple[s
         return phase in ("Succeeded", "Failed")
 
     until(ended, "the foreign pod to end")
-    said = cluster.kubectl("-n", space, "logs", "stranger")
+    output = cluster.kubectl("-n", space, "logs", "stranger")
     cluster.kubectl("-n", space, "delete", "pod", "stranger", "--wait=true", "--timeout=60s")
-    return set(json.loads(said))
+    return set(json.loads(output))
 
 
 def test_foreign_pod_reaches_only_the_gateway_port(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:

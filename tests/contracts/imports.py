@@ -69,8 +69,8 @@ def by_string(path: Path) -> list[int]:
     return [node.lineno for node in calls if ast.unparse(node.func) in BY_STRING]
 
 
-def part(graph: Graph, wanted: Callable[[str], bool]) -> Graph:
-    """Returns the part of the graph with only the nodes for which `wanted` is true."""
+def subgraph(graph: Graph, wanted: Callable[[str], bool]) -> Graph:
+    """Returns a graph with only the nodes for which `wanted` is true."""
     return {name: frozenset(filter(wanted, others)) for name, others in graph.items() if wanted(name)}
 
 

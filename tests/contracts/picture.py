@@ -27,7 +27,7 @@ def _drawn(house: imports.Imports, title: str) -> dict[str, frozenset[str]]:
     if title == "Between services":
         return _merged(packages)
     inside = DRAWN[title]
-    return dict(imports.part(packages, lambda name: name.startswith(inside) and not name.startswith(APART)))
+    return dict(imports.subgraph(packages, lambda name: name.startswith(inside) and not name.startswith(APART)))
 
 
 def _merged(packages: imports.Graph) -> dict[str, frozenset[str]]:

@@ -19,7 +19,7 @@ import pytest
 
 from tests.benchmarks.gpu.journal import Journal
 from tests.contracts.test_imports import BLOCK
-from tests.gpu.check import COMPILERS, Check, arguments, compilers, leave, main
+from tests.gpu.check import COMPILERS, Check, arguments, compilers, exit_on_signal, main
 from tests.gpu.flashinfer_folder import main as carry_flashinfer
 from tests.gpu.image import differing, pins_of
 from tests.gpu.parts import BENCHMARK, COMPILING, TESTS, Part, all_parts, chosen
@@ -239,7 +239,7 @@ def test_tests_run_in_parallel_and_before_benchmarks(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    heard = signal.signal(signal.SIGTERM, leave)
+    old_handler = signal.signal(signal.SIGTERM, exit_on_signal)
     ending = threading.Thread(target=end_it)
     ending.start()
     try:
@@ -248,7 +248,7 @@ def test_tests_run_in_parallel_and_before_benchmarks(tmp_path: Path) -> None:
     finally:
         over.set()
         ending.join()
-        signal.signal(signal.SIGTERM, heard)
+        signal.signal(signal.SIGTERM, old_handler)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
@@ -415,11 +415,11 @@ def test_interrupted_test_part_reports_earlier_failures(tmp_path: Path) -> None:
     command = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--junitxml={out}", str(test_file))
     some = Part("some", TESTS, "tests", 8, command)
     runner, state = check(tmp_path, [some], reached=Reached(tmp_path / "there"))
-    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a check that a shell runs in the background
+    old_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a check that a shell runs in the background
     try:
         assert runner.run([some], None, keep=False) == 1
     finally:
-        signal.signal(signal.SIGINT, heard)
+        signal.signal(signal.SIGINT, old_handler)
     result = state.results["some", "", "NVIDIA H200"]
     assert result.status is Status.TIMED_OUT
     assert result.counts["failure"] == 1 and result.counts["passed"] >= 1
@@ -492,7 +492,7 @@ def test_source_has_commit_and_digest(tmp_path: Path) -> None:
     (tmp_path / "kernels/a.py").write_text("a = 1\n")
     before = source_of(tmp_path)
     assert before.commit == "unknown" and before.digest == digest_of(tmp_path)
-    assert source_of(tmp_path, told="abc").commit == "abc"
+    assert source_of(tmp_path, given_commit="abc").commit == "abc"
     (tmp_path / "kernels/notes.md").write_text("no code")
     assert source_of(tmp_path) == before
     (tmp_path / "kernels/a.py").write_text("a = 2\n")

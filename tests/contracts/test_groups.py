@@ -20,18 +20,18 @@ def test_run_continues_after_a_failed_group(capfd: pytest.CaptureFixture[str]) -
     ends = {"first": 0, "second": 3, "third": 0}
     commands = {name: [sys.executable, "-c", f"print('ran {name}'); raise SystemExit({end})"] for name, end in ends.items()}
     assert run(commands) == 1
-    said = capfd.readouterr().out
-    assert all(f"ran {name}" in said for name in ends)
-    closing = [line.rpartition(",")[0] for line in said.splitlines()[-3:]]
+    output = capfd.readouterr().out
+    assert all(f"ran {name}" in output for name in ends)
+    closing = [line.rpartition(",")[0] for line in output.splitlines()[-3:]]
     assert closing == ["group first: passed", "group second: failed (3)", "group third: passed"]
     assert run({"first": commands["first"]}) == 0
 
 
 def test_run_writes_output_and_summary_of_groups(tmp_path: Path) -> None:
     """The output is written while a group runs, so that the output of an interrupted group is not lost."""
-    look = f"import pathlib; print(pathlib.Path({str(tmp_path / 'one-at-a-time.txt')!r}).read_text().upper())"
-    says = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {look!r}])"
-    commands = {"one, at a time": [sys.executable, "-c", says], "another": [sys.executable, "-c", "raise SystemExit(3)"]}
+    child = f"import pathlib; print(pathlib.Path({str(tmp_path / 'one-at-a-time.txt')!r}).read_text().upper())"
+    parent = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    commands = {"one, at a time": [sys.executable, "-c", parent], "another": [sys.executable, "-c", "raise SystemExit(3)"]}
     assert run(commands, tmp_path) == 1
     assert (tmp_path / "one-at-a-time.txt").read_text().split() == ["begun", "BEGUN"]
     ends = [line.partition("group ")[2].rpartition(",")[0] for line in (tmp_path / "summary.txt").read_text().splitlines()]

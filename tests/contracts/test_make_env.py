@@ -33,8 +33,8 @@ def test_extras_separate_server_and_tests() -> None:
 def test_make_installs_the_extras_of_a_goal(goal: str, extras: list[str], tmp_path: Path) -> None:
     """Runs make as on a clean clone, with the environment in another folder."""
     asked = ["make", "-n", goal, f"VENV={tmp_path / 'venv'}"]
-    said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
-    installed = [line.rpartition(" -e ")[2] for line in said.splitlines() if " -m pip install " in line]
+    output = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    installed = [line.rpartition(" -e ")[2] for line in output.splitlines() if " -m pip install " in line]
     assert installed == [f"'.[{extra}]'" for extra in extras]
 
 

@@ -19,7 +19,7 @@ LINES = ("--help", "--port ninety", "--log-levle info", "--config /no/such/file.
 COMMAND_LINES = """
 import contextlib, io, json, runpy, sys
 names, lines = json.loads(sys.argv[1])
-said = {name: {} for name in names}
+runs = {name: {} for name in names}
 for name in names:
     for line in lines:
         out, err, sys.argv[1:] = io.StringIO(), io.StringIO(), line
@@ -27,8 +27,8 @@ for name in names:
             try:
                 runpy.run_module(f"rootstock_llm.services.{name}", run_name="__main__", alter_sys=True)
             except SystemExit as end:
-                said[name][" ".join(line)] = {"status": end.code or 0, "stdout": out.getvalue(), "stderr": err.getvalue()}
-print(json.dumps(said))
+                runs[name][" ".join(line)] = {"status": end.code or 0, "stdout": out.getvalue(), "stderr": err.getvalue()}
+print(json.dumps(runs))
 """
 
 
@@ -61,8 +61,8 @@ def ran() -> dict[str, dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    return said
+    runs: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return runs
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -28,6 +28,6 @@ def test_eagle3_vocabulary_has_the_tokens_of_each_task(tasks: ModuleType) -> Non
     assert (held["d2t"] + torch.arange(len(held["d2t"]))).tolist() == [token for token, has in enumerate(known) if has]
     for task in tasks.TASKS:
         rng = Random(29)
-        said = [token for _ in range(200) for token in tokenizer.encode(tasks.sample(task, rng)[1])]
-        lacking = sum(not known[token] for token in said) / len(said)
+        tokens = [token for _ in range(200) for token in tokenizer.encode(tasks.sample(task, rng)[1])]
+        lacking = sum(not known[token] for token in tokens) / len(tokens)
         assert lacking < 0.01, (task, lacking)

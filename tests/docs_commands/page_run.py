@@ -159,8 +159,8 @@ class PageRun:
         begun, limit = time.monotonic(), NIGHTLY_S if self._nightly else START_S
         while not _is_ready():
             if self._server.poll() is not None or time.monotonic() - begun > limit:
-                said = log.read_text(errors="replace")[-4000:]
-                raise BlockFailed(f"{block.place}: the server did not become ready:\n{command}\n{said}")
+                output = log.read_text(errors="replace")[-4000:]
+                raise BlockFailed(f"{block.place}: the server did not become ready:\n{command}\n{output}")
             time.sleep(0.2)
 
     def _stop_server(self) -> None:

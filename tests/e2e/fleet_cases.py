@@ -60,8 +60,8 @@ def answer_of(status: int, content: bytes, streamed: bool) -> Answer:
             raise BadAnswer(f"the stream has an error event: {event['error']}")
         usage = event.get("usage") or usage
         for choice in event["choices"]:
-            index, said = choice["index"], choice.get("delta") or choice.get("message") or choice
-            texts.setdefault(index, []).append(said.get("text") or said.get("content") or "")
+            index, message = choice["index"], choice.get("delta") or choice.get("message") or choice
+            texts.setdefault(index, []).append(message.get("text") or message.get("content") or "")
             if choice.get("finish_reason"):
                 if index in reasons:
                     raise BadAnswer(f"choice {index} has two finish reasons")

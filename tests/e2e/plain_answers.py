@@ -33,8 +33,8 @@ class PlainAnswers:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not kept.exists():
                 with System(kept.with_suffix(""), worker_flags="--deterministic") as system:
-                    told = [asdict(essence(answers)) for answers in asyncio.run(ask_all(system, list(asks), 4))]
-                kept.write_text(json.dumps(told))
+                    essences = [asdict(essence(answers)) for answers in asyncio.run(ask_all(system, list(asks), 4))]
+                kept.write_text(json.dumps(essences))
         return [Essence(**each) for each in json.loads(kept.read_text())]
 
 

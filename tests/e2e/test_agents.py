@@ -49,8 +49,8 @@ def over_chat(system: System, question: str) -> tuple[list[str], str]:
         for call in message.tool_calls:
             assert call.type == "function"
             made.append(call.function.name)
-            told = result(call.function.name, json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
+            output = result(call.function.name, json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
     raise AssertionError(f"the agent has no final answer after {MOST_TURNS} requests")
 
 
@@ -72,8 +72,8 @@ def over_responses(system: System, question: str) -> tuple[list[str], str]:
             return made, answer.output_text
         for call in calls:
             made.append(call.name)
-            told = result(call.name, json.loads(call.arguments))
-            items.append({"type": "function_call_output", "call_id": call.call_id, "output": told})
+            output = result(call.name, json.loads(call.arguments))
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
     raise AssertionError(f"the agent has no final answer after {MOST_TURNS} requests")
 
 
@@ -93,8 +93,8 @@ def over_messages(system: System, question: str) -> tuple[list[str], str]:
             return made, "".join(block.text for block in answer.content if block.type == "text")
         assert answer.stop_reason == "tool_use"
         made += [call.name for call in calls]
-        told = [{"type": "tool_result", "tool_use_id": call.id, "content": result(call.name, call.input)} for call in calls]  # type: ignore[arg-type]
-        messages.append({"role": "user", "content": told})
+        output = [{"type": "tool_result", "tool_use_id": call.id, "content": result(call.name, call.input)} for call in calls]  # type: ignore[arg-type]
+        messages.append({"role": "user", "content": output})
     raise AssertionError(f"the agent has no final answer after {MOST_TURNS} requests")
 
 

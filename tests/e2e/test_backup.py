@@ -54,12 +54,12 @@ class Store:
             each.mkdir(parents=True)
         container = pod(render(merged(VARIANTS["kept"], {})), "state").container()
         words = {"6379": str(self.port), "0.0.0.0": HOST, "/data": str(self.volume)}
-        told = {
+        content = {
             "command": [words.get(word, word) for word in [*container["command"], *container["args"]]],
             "env": {"REDISCLI_AUTH": PASSWORD},
             "paths": {"/data": str(self.volume), "/tmp/": f"{folder}/scratch/"},
         }
-        (folder / "store.json").write_text(json.dumps(told))
+        (folder / "store.json").write_text(json.dumps(content))
         scripts = {
             "kubectl": f'exec {sys.executable} {KUBECTL} "$@"',
             "redis-cli": f'[ "$1 $2" != "-h rootstock-state" ] || shift 2; exec {shutil.which("redis-cli")} -p {self.port} "$@"',

@@ -74,11 +74,11 @@ def test_batch_has_one_result_per_line_when_processes_are_killed(tmp_path: Path)
         for client in both:
             last = client.batches.retrieve(batch.id)
             files = [each for each in (last.output_file_id, last.error_file_id) if each is not None]
-            told = [json.loads(each) for file_id in files for each in client.files.content(file_id).text.splitlines()]
-            assert Counter(each["custom_id"] for each in told) == Counter(f"line-{number}" for number in range(LINES))
+            results = [json.loads(each) for file_id in files for each in client.files.content(file_id).text.splitlines()]
+            assert Counter(each["custom_id"] for each in results) == Counter(f"line-{number}" for number in range(LINES))
             assert last.request_counts is not None and last.request_counts.total == LINES
-            assert last.error_file_id is None, [each for each in told if each["response"] is None]
-            assert all(each["response"]["body"]["usage"]["completion_tokens"] == TOKENS for each in told)
+            assert last.error_file_id is None, [each for each in results if each["response"] is None]
+            assert all(each["response"]["body"]["usage"]["completion_tokens"] == TOKENS for each in results)
         logged = [json.loads(line) for line in system.log("access").splitlines()]
         complete = [line for line in logged if line["source"] == "batch" and line["end"] == "complete"]
         assert len(complete) >= LINES and {line["output_tokens"] for line in complete} == {TOKENS}

@@ -111,8 +111,8 @@ def test_batch_commands_submit_wait_for_and_fetch_a_batch(
         assert typed(example, system, tmp_path).returncode == 0, example
     (batch,) = json.loads(typed("rootstock batch list --json", system, tmp_path).stdout.splitlines()[0])["id"].split()
     for flag, expected in (("", {f"line-{number}" for number in range(1, 5)}), ("--errors", {"line-0"})):
-        told = typed(f"rootstock batch results {batch} {flag}", system, tmp_path)
-        assert {json.loads(each)["custom_id"] for each in told.stdout.splitlines()} == expected
+        results = typed(f"rootstock batch results {batch} {flag}", system, tmp_path)
+        assert {json.loads(each)["custom_id"] for each in results.stdout.splitlines()} == expected
 
 
 def typed(line: str, system: System, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -150,8 +150,8 @@ class Watch:
 
     def states(self) -> dict[str, str]:
         """Returns the state of each worker in the last line that the command has printed."""
-        told: dict[str, Any] = json.loads(self._lines[-1]) if self._lines else {}
-        return {worker["name"]: worker["state"] for worker in told.get("workers", ())}
+        status: dict[str, Any] = json.loads(self._lines[-1]) if self._lines else {}
+        return {worker["name"]: worker["state"] for worker in status.get("workers", ())}
 
     def end(self) -> None:
         self.process.kill()

@@ -103,12 +103,12 @@ def check_prediction(guessing: System) -> None:
     """Checks that a right prediction is accepted, is counted in the usage of all choices, and does not change the text."""
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Count from 3 to 20."}], "temperature": 0.0, "n": 2}
     _, plain = guessing.post("/v1/chat/completions", chat)
-    said = plain["choices"][0]["message"]["content"]
-    predicted = chat | {"prediction": {"type": "content", "content": said}}
-    _, told = guessing.post("/v1/chat/completions", predicted)
-    assert told["choices"] == plain["choices"] and "completion_tokens_details" not in plain["usage"]
-    counted = told["usage"]["completion_tokens_details"]
-    assert counted["accepted_prediction_tokens"] > told["usage"]["completion_tokens"] // 4
+    content = plain["choices"][0]["message"]["content"]
+    predicted = chat | {"prediction": {"type": "content", "content": content}}
+    _, response = guessing.post("/v1/chat/completions", predicted)
+    assert response["choices"] == plain["choices"] and "completion_tokens_details" not in plain["usage"]
+    counted = response["usage"]["completion_tokens_details"]
+    assert counted["accepted_prediction_tokens"] > response["usage"]["completion_tokens"] // 4
     assert counted["rejected_prediction_tokens"] < counted["accepted_prediction_tokens"]
 
 

@@ -56,8 +56,8 @@ ENDED = {
 def test_output_ends_at_the_end_of_sequence_of_each_file(system: System, path: str, text: int, stream: bool) -> None:
     answer = httpx.post(system.url + path, json={**bodies(PROMPTS[text])[path], "stream": stream}, timeout=60)
     assert answer.status_code == 200, answer.text
-    said = answer.text.replace('": ', '":')
-    assert all(each in said for each in ENDED[path]), said
+    compact = answer.text.replace('": ', '":')
+    assert all(each in compact for each in ENDED[path]), compact
 
 
 @pytest.mark.parametrize("text", range(len(TEXTS)), ids=["the tokenizer's", "the configs'"])

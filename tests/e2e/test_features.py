@@ -117,9 +117,9 @@ class TestLogprobs:
         with torch.no_grad():
             expected = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
         chosen = [float(expected[i, token]) for i, token in enumerate(ids[1:])]
-        told = answer.choices[0].logprobs.token_logprobs
-        assert told[0] is None and len(told) == len(ids) + 1
-        close(told[1 : len(ids)], chosen)
+        logprobs = answer.choices[0].logprobs.token_logprobs
+        assert logprobs[0] is None and len(logprobs) == len(ids) + 1
+        close(logprobs[1 : len(ids)], chosen)
 
 
 def same_entries(got: list[Any], expected: list[Any]) -> None:

@@ -52,10 +52,10 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def masked(output: str, folder: Path) -> str:
-    said = BY_TIME.sub("", output).replace(str(folder), "FOLDER")
+    text = BY_TIME.sub("", output).replace(str(folder), "FOLDER")
     for pattern, word in MASKS.items():
-        said = re.sub(pattern, word, said)
-    return said
+        text = re.sub(pattern, word, text)
+    return text
 
 
 @pytest.mark.by_day(one_in=2)
@@ -81,10 +81,10 @@ def test_output_of_a_start_equals_the_recorded_file(tmp_path: Path) -> None:
     """With ROOTSTOCK_WRITE_OUTPUT=1, the test writes make_run_output.txt instead of comparing it."""
     with Launcher(tmp_path, "--admin-port", str(free_ports(1)[0])) as launcher:
         launcher.read_until(LAST)
-    said = masked(launcher.output, tmp_path)
+    output = masked(launcher.output, tmp_path)
     if os.environ.get("ROOTSTOCK_WRITE_OUTPUT"):
-        OUTPUT.write_text(said)
-    assert said == OUTPUT.read_text()
+        OUTPUT.write_text(output)
+    assert output == OUTPUT.read_text()
 
 
 def vectors_of(folder: Path) -> None:

@@ -82,14 +82,14 @@ class Streams:
             )
             try:
                 with urllib.request.urlopen(request, timeout=80) as response:
-                    said = response.read().decode()
+                    stream = response.read().decode()
             except OSError as error:
                 self.failed.append(repr(error))
                 continue
-            if "data: [DONE]" in said and '"error"' not in said:
+            if "data: [DONE]" in stream and '"error"' not in stream:
                 self.ended += 1
             else:
-                self.failed.append(said[-300:])
+                self.failed.append(stream[-300:])
 
 
 def listening(system: SecuredSystem, name: str) -> set[int]:

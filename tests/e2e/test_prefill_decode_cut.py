@@ -61,9 +61,9 @@ def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
 async def answers(system: System, asked: list[dict[str, Any]], salt: str) -> list[list[int]]:
     """Sends all requests at once and returns the token ids of the responses."""
     async with httpx.AsyncClient(base_url=system.url, timeout=120) as http:
-        said = await asyncio.gather(*(http.post("/v1/completions", json={**body, "cache_salt": salt}) for body in asked))
-    assert [each.status_code for each in said] == [200] * len(said)
-    return [ids_of(each.json()) for each in said]
+        responses = await asyncio.gather(*(http.post("/v1/completions", json={**body, "cache_salt": salt}) for body in asked))
+    assert [each.status_code for each in responses] == [200] * len(responses)
+    return [ids_of(each.json()) for each in responses]
 
 
 def handovers(system: System) -> float:

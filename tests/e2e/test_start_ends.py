@@ -24,8 +24,8 @@ LAST = "Ctrl-C stops everything."
 def wait_until_ready(launcher: Launcher, name: str) -> None:
     """Waits until a process is ready. A stopped worker keeps the launcher waiting, so it prints nothing about later processes."""
     if name in ("worker-1", "gateway"):
-        said = "a step may take" if name == "worker-1" else '"listening"'
-        wait_until(lambda: said in launcher.log(name), 120, f"{name} to be ready")
+        line = "a step may take" if name == "worker-1" else '"listening"'
+        wait_until(lambda: line in launcher.log(name), 120, f"{name} to be ready")
     else:
         launcher.read_until(f"  {name} ")
 

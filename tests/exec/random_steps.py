@@ -72,21 +72,21 @@ class Repeater(FakeExecutor):
         self.future_map[run.plan.slots[rows]] = run.tokens[rows]
 
     def wait(self, run: Run) -> StepResult:
-        own, said = super().wait(run), self._recorded[run.plan.step_id]
+        own, recorded = super().wait(run), self._recorded[run.plan.step_id]
         where = f"step {own.step_id}"
-        assert len(own.tokens) == len(said.tokens), where
-        assert set(own.logprobs) - set(said.faults) <= set(said.logprobs) <= set(own.logprobs), where
-        assert set(own.embeddings) - set(said.faults) == set(said.embeddings) - set(said.faults), where
-        assert set(own.prompt_logprobs) - set(said.faults) == set(said.prompt_logprobs) - set(said.faults), where
-        for row, values in said.logprobs.items():
+        assert len(own.tokens) == len(recorded.tokens), where
+        assert set(own.logprobs) - set(recorded.faults) <= set(recorded.logprobs) <= set(own.logprobs), where
+        assert set(own.embeddings) - set(recorded.faults) == set(recorded.embeddings) - set(recorded.faults), where
+        assert set(own.prompt_logprobs) - set(recorded.faults) == set(recorded.prompt_logprobs) - set(recorded.faults), where
+        for row, values in recorded.logprobs.items():
             theirs = own.logprobs[row]
             assert (len(values.top), len(values.chosen)) == (len(theirs.top), len(theirs.chosen)), where
-        for row, scores in said.prompt_logprobs.items():
+        for row, scores in recorded.prompt_logprobs.items():
             theirs_too = own.prompt_logprobs[row]
             assert scores.values.shape == theirs_too.values.shape, where
             assert scores.top.shape == scores.top_ids.shape == theirs_too.top.shape, where
             assert scores.chosen.shape == theirs_too.chosen.shape, where
-        return said
+        return recorded
 
 
 class Turned(Engine):

@@ -38,8 +38,8 @@ def chosen(
     dtype: torch.dtype = torch.float16,
     deterministic: bool = False,
 ) -> tuple[str, list[str]]:
-    told: list[str] = []
-    return choose_attention(name, shape, device, dtype, reference, told.append, deterministic).name, told
+    messages: list[str] = []
+    return choose_attention(name, shape, device, dtype, reference, messages.append, deterministic).name, messages
 
 
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
@@ -60,8 +60,9 @@ def with_flashinfer(monkeypatch: pytest.MonkeyPatch, failure: Exception | None =
 
 
 def test_auto_chooses_our_kernels_without_cuda() -> None:
-    name, told = chosen("auto", CPU)
-    assert name == "kernels" and told == ["attention: our kernels, because the device is cpu and the other back ends need CUDA"]
+    name, messages = chosen("auto", CPU)
+    assert name == "kernels"
+    assert messages == ["attention: our kernels, because the device is cpu and the other back ends need CUDA"]
 
 
 def test_auto_chooses_flashinfer_when_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +73,10 @@ def test_auto_chooses_flashinfer_when_supported(monkeypatch: pytest.MonkeyPatch)
 
 def test_deterministic_mode_chooses_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with_flashinfer(monkeypatch)
-    told = ["attention: our kernels, with sums in a fixed order"]
-    assert chosen("auto", CUDA, deterministic=True) == ("triton in order", told)
-    assert chosen("triton", CUDA, deterministic=True) == ("triton in order", told)
-    assert chosen("auto", CPU, deterministic=True) == ("kernels", told)
+    messages = ["attention: our kernels, with sums in a fixed order"]
+    assert chosen("auto", CUDA, deterministic=True) == ("triton in order", messages)
+    assert chosen("triton", CUDA, deterministic=True) == ("triton in order", messages)
+    assert chosen("auto", CPU, deterministic=True) == ("kernels", messages)
 
 
 @pytest.mark.parametrize(("name", "device"), [("flashinfer", CUDA), ("torch", CUDA), ("torch", CPU), ("triton", CPU)])
@@ -97,16 +98,16 @@ def test_auto_chooses_triton_when_flashinfer_is_unsupported(
     shape: AttentionShape, dtype: torch.dtype, failure: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_flashinfer(monkeypatch, failure)
-    name, told = chosen("auto", CUDA, shape, dtype)
-    assert name == "triton" and len(told) == 1 and reason in told[0] and "\n" not in told[0]
+    name, messages = chosen("auto", CUDA, shape, dtype)
+    assert name == "triton" and len(messages) == 1 and reason in messages[0] and "\n" not in messages[0]
     with pytest.raises(ValueError, match="attention back end flashinfer is not available: .*" + reason):
         chosen("flashinfer", CUDA, shape, dtype)
 
 
 def test_auto_logs_a_failed_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    name, told = chosen("auto", CUDA)
-    assert name == "triton" and "flashinfer is not available: ModuleNotFoundError: " in told[0]
+    name, messages = chosen("auto", CUDA)
+    assert name == "triton" and "flashinfer is not available: ModuleNotFoundError: " in messages[0]
     with pytest.raises(ValueError, match="ModuleNotFoundError"):
         chosen("flashinfer", CUDA)
 

@@ -175,7 +175,7 @@ def sequences(count: int = len(ALL_KINDS)) -> list[Sequence]:
     return made
 
 
-def told(each: Sequence) -> tuple[list[object], list[float]]:
+def outputs_of(each: Sequence) -> tuple[list[object], list[float]]:
     """Returns a sequence's results: values that must be equal, and numbers that may differ by rounding."""
     exact: list[object] = [each.output, *(p.top_ids for p in each.logprobs), *(p.top_ids.tolist() for p in each.prompt_logprobs)]
     close = [value for p in each.logprobs for value in (p.sampled, *p.top, *p.chosen)]
@@ -184,7 +184,7 @@ def told(each: Sequence) -> tuple[list[object], list[float]]:
 
 
 def same(ours: list[Sequence], theirs: list[Sequence]) -> bool:
-    pairs = [(told(one), told(other)) for one, other in zip(ours, theirs, strict=True)]
+    pairs = [(outputs_of(one), outputs_of(other)) for one, other in zip(ours, theirs, strict=True)]
     return all(one[0] == other[0] and one[1] == pytest.approx(other[1], abs=1e-3) for one, other in pairs)
 
 
@@ -338,12 +338,12 @@ def jumped(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]
     driver.prefill(rows)
     driver.decode(rows, 3)
     first, *others = rows
-    first.num_prompt_tokens, told = len(first.prompt), list(first.output)
+    first.num_prompt_tokens, earlier_output = len(first.prompt), list(first.output)
     first.prompt, first.output = [*first.prompt, *first.output, 9, 200, 31, 8, 77, 120][: first.computed + sum(chunks)], []
     for count in chunks:
         driver.step([(first, count), *((other, 1) for other in others)])
     driver.decode(rows, 6)
-    first.output = [*told, *first.output]
+    first.output = [*earlier_output, *first.output]
     return rows
 
 

@@ -89,14 +89,14 @@ def test_draws_follow_the_exact_probabilities_with_draft_tokens(
         answers.append(turned.submit(Asked((1, 2, 3), params)))
     turned.finish()
     executor.close()
-    said = np.array([answer.tokens for answer in answers])
-    assert said.shape == (DRAWS // TOKENS, TOKENS)
+    tokens = np.array([answer.tokens for answer in answers])
+    assert tokens.shape == (DRAWS // TOKENS, TOKENS)
     expected = probabilities(top_p)
     assert np.count_nonzero(expected) == {1.0: 4, 0.84: 2, 0.841: 3}[top_p]
     most = 1 + DRAFTS
     by_place = [np.bincount([run[place] for run in drafter.runs if len(run) > place], minlength=5) for place in range(most)]
-    assert sum(counts.sum() for counts in by_place) == said.size and by_place[-1].sum() > DRAWS // 50
-    for counts in (np.bincount(said.ravel(), minlength=5), *by_place):
+    assert sum(counts.sum() for counts in by_place) == tokens.size and by_place[-1].sum() > DRAWS // 50
+    for counts in (np.bincount(tokens.ravel(), minlength=5), *by_place):
         assert not counts[expected == 0].any(), "a token with probability 0 must never be sampled"
         wanted = expected * counts.sum()
         drawn = expected > 0

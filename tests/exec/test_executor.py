@@ -91,15 +91,15 @@ def test_loading_warns_when_the_pool_is_below_the_models_context(
 
 
 def test_build_logs_the_host_tier_and_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     for module in (build_module, make_tiers):
         monkeypatch.setattr(module, "free_memory", lambda: 1 << 30)
     options = DeviceOptions(device="cpu", num_threads=1, tiers=TierOptions(1e9, 0, None, bytes(32), host_share=0.01))
-    executor, info = build_module.build_device_executor(str(folder), "auto", 4, 8, 64, 0.5, 64, options, said.append)
+    executor, info = build_module.build_device_executor(str(folder), "auto", 4, 8, 64, 0.5, 64, options, messages.append)
     executor.close()
     assert info.host_pages == (1 << 30) // 100 // info.page_bytes
-    told = next(line for line in said if line.startswith("host tier"))
-    assert "10 MiB" in told and "of 1024 MiB of free memory; hicache_ratio uses at most 1% of it" in told
+    line = next(line for line in messages if line.startswith("host tier"))
+    assert "10 MiB" in line and "of 1024 MiB of free memory; hicache_ratio uses at most 1% of it" in line
 
 
 @pytest.mark.by_day(one_in=2, seed=2)

@@ -245,9 +245,9 @@ def test_later_steps_copy_nothing_from_pageable_memory(shape: AttentionShape, de
     """In any step, the double raises HostWaits if the host reads device memory."""
     bench = Bench(shape, device)
     backend = backend_of(bench, double, split_mixed=True)
-    told: list[str] = []
-    backend.prepare(told.append)
-    assert len(told) == 6
+    messages: list[str] = []
+    backend.prepare(messages.append)
+    assert len(messages) == 6
     double.pageable.clear()
     for lengths, num_extend, graph in (
         (DECODE, 0, 0),

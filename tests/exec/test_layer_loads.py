@@ -58,18 +58,18 @@ class Loading:
         self.pool = KVPool(tuple(tensors[0]), tuple(tensors[1]), self.arrivals)
         self.copier, self.streams = Gated([self.pool]), HostStreams(1)
         self.host = torch.ones(HOST_PAGES, self.copier.page_bytes, dtype=torch.uint8)
-        self.told = threading.Semaphore(0)
+        self.facts = threading.Semaphore(0)
         self.lost: list[str] = []
         self._facts: list[Fact] = []
         self.mover = PageMover(self.streams, lambda: self.copier, self.arrivals, self.host, None)
-        self.mover.on_fact, self.mover.on_lost = self.told.release, self.lost.append
+        self.mover.on_fact, self.mover.on_lost = self.facts.release, self.lost.append
         self.mover._loads._bytes_s = SOON
 
     def begin(self, kind: OperationKind = OperationKind.LOAD, pages: Any = ONE, host_pages: Any = OTHER) -> None:
         self.mover.begin(PageOperation(7, kind, KEYS[: len(pages)], pages, host_pages))
 
     def fact(self) -> Fact:
-        assert self.told.acquire(timeout=DEADLINE_S), "the mover reported no fact in time"
+        assert self.facts.acquire(timeout=DEADLINE_S), "the mover reported no fact in time"
         self._facts += self.mover.facts()
         return self._facts.pop(0)
 
@@ -155,8 +155,8 @@ def test_step_reads_each_layer_directly_after_the_load_of_the_layer(loading: Loa
         until(partial(_has, found, layer + 1))
     step.join(DEADLINE_S)
     assert not step.is_alive() and found == [1] * LAYERS
-    told = loading.fact()
-    assert told.op_id == UNASKED and told.loaded is not None and told.loaded[0] == 1 and told.loaded[1] > 0.05
+    fact = loading.fact()
+    assert fact.op_id == UNASKED and fact.loaded is not None and fact.loaded[0] == 1 and fact.loaded[1] > 0.05
 
 
 def test_step_with_other_pages_does_not_wait(loading: Loading) -> None:
@@ -288,16 +288,16 @@ class TestOnADevice:
         streams, arrivals, brought = self.Streams(1), Arrivals(), list[int]()
         loads = LayerLoads(streams, arrivals)
         loads._bytes_s = SOON
-        heard: list[tuple[int, ...]] = []
+        calls: list[tuple[int, ...]] = []
 
         def tell() -> None:
             arrivals.expect(ONE)
-            heard.append(tuple(brought))
+            calls.append(tuple(brought))
             arrivals.wait(2)
 
         groups = LayerGroups.for_pools([LAYERS])
-        seconds, told = loads.load(brought.append, ONE, groups, 100, tell)
-        assert told and heard == [(0, 1, 2)] and seconds >= 0
+        seconds, reported = loads.load(brought.append, ONE, groups, 100, tell)
+        assert reported and calls == [(0, 1, 2)] and seconds >= 0
         streams.close()
 
 

@@ -38,27 +38,27 @@ def test_load_phases_refuses_an_unknown_phase() -> None:
 
 def test_executor_reports_load_phases(tmp_path: Path) -> None:
     MODELS["qwen2"].build(tmp_path)
-    said: list[str] = []
-    executor, info = build_host_executor(str(tmp_path), "auto", 4, 2, 8, 0.5, None, 1, said.append)
+    lines: list[str] = []
+    executor, info = build_host_executor(str(tmp_path), "auto", 4, 2, 8, 0.5, None, 1, lines.append)
     executor.close()
     seconds = dict(info.load_seconds)
     assert list(seconds) == ["config", "weights", "kv_pool", "profile", "graphs", "warm_up", "total"]
     assert min(seconds.values()) >= 0 and sum(seconds.values()) <= 2 * seconds["total"]
-    assert said[-1].startswith("loaded in: config ")
-    assert any(line.startswith("weights: 100 %, 0.00 of 0.00 GB in ") for line in said)
+    assert lines[-1].startswith("loaded in: config ")
+    assert any(line.startswith("weights: 100 %, 0.00 of 0.00 GB in ") for line in lines)
 
 
 def test_load_meter_reports_every_few_seconds_and_at_the_end() -> None:
-    now, said = 10.0, list[str]()
-    meter = LoadMeter(4_000_000_000, lambda: now, said.append)
+    now, lines = 10.0, list[str]()
+    meter = LoadMeter(4_000_000_000, lambda: now, lines.append)
     meter.added(1_000_000_000)
     now = 12.0
     meter.added(1_000_000_000)
-    assert said == []
+    assert lines == []
     now = 14.0
     meter.tick()
     meter.added(0)
-    assert said == ["weights: 50 %, 2.00 of 4.00 GB in 4.0 s, 0.50 GB/s, 4 s left"]
+    assert lines == ["weights: 50 %, 2.00 of 4.00 GB in 4.0 s, 0.50 GB/s, 4 s left"]
     meter.added(2_000_000_000)
     meter.end()
-    assert said[1:] == ["weights: 100 %, 4.00 of 4.00 GB in 4.0 s, 1.00 GB/s"]
+    assert lines[1:] == ["weights: 100 %, 4.00 of 4.00 GB in 4.0 s, 1.00 GB/s"]

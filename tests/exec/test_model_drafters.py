@@ -105,17 +105,17 @@ def test_answer_bits_equal_an_executor_without_drafts_when_few_requests_are_draf
     monkeypatch.setattr(draft_controller, "FUTILE", 2.0)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     expected = strings(World(), drafting.plain, target, range(1))
-    told: list[bool] = []
+    drafted_for: list[bool] = []
     forward = drafting.executor.forward
 
     def noted(plan: BatchPlan) -> Run:
-        told.extend(slot.drafted_for for slot in plan.admitted)
+        drafted_for.extend(slot.drafted_for for slot in plan.admitted)
         return forward(plan)
 
     monkeypatch.setattr(drafting.executor, "forward", noted)
     world = replace(WORLD, drafts_by_model=True)
     assert strings(world, drafting.executor, target, range(CONTEXTS, 2 * CONTEXTS)) == expected
-    assert 0 < sum(told) < len(told)
+    assert 0 < sum(drafted_for) < len(drafted_for)
 
 
 @pytest.mark.by_day(one_in=3, seed=18)
@@ -248,7 +248,7 @@ def test_load_refuses_folders_that_cannot_draft(tmp_path: Path) -> None:
     pickled.mkdir()
     (pickled / "pytorch_model.bin").touch()
     (pickled / "config.json").write_text((draft / "config.json").read_text().replace("ForCausalLM", "ForCausalLMEagle3"))
-    told = {
+    messages = {
         ("draft", str(draft)): "it has 100 tokens and the model 257",
         ("draft", ""): "needs --speculative-draft-model-path",
         ("eagle3", str(draft)): "LlamaForCausalLM; that of an EAGLE-3 head",
@@ -257,7 +257,7 @@ def test_load_refuses_folders_that_cannot_draft(tmp_path: Path) -> None:
         ("mtp", str(draft)): "no layer for multi-token prediction",
         ("ngram", str(draft)): "has no effect with --speculative-algorithm ngram",
     }
-    for (algorithm, path), words in told.items():
+    for (algorithm, path), words in messages.items():
         with pytest.raises(ValueError, match=words):
             made_of(target, algorithm, path)
     with pytest.raises(ValueError, match=r"may run code when it is read.*save_file"):

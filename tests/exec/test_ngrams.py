@@ -150,8 +150,8 @@ class TestPrediction:
                         doubt = False
                     ends = [*sorted(rng.sample(range(1, len(text)), rng.randrange(3))), len(text)]
                     begin = rng.randrange(ends[0])
-                    told = ends[0] - len(PROMPT)
-                    doubt = told > 0 and (doubt or told < len(output))
+                    known_tokens = ends[0] - len(PROMPT)
+                    doubt = known_tokens > 0 and (doubt or known_tokens < len(output))
                     for end in ends:
                         drafter.set_tokens(0, begin, text[begin:end])
                         begin = end

@@ -115,8 +115,8 @@ def test_ngram_drafts_change_no_bit(executors: tuple[DeviceExecutor, DeviceExecu
     plain, drafting = executors
     guess_with(drafting, NgramDrafter())
     (first, *_) = targets(WORLD, random.Random(8), 20, NEW_TOKENS)
-    told = alone(World(), plain, first).tokens
-    target = Asked((*first.prompt, *told, *first.prompt), first.params)
+    output = alone(World(), plain, first).tokens
+    target = Asked((*first.prompt, *output, *first.prompt), first.params)
     assert strings(WORLD, drafting, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
 
 
@@ -128,12 +128,12 @@ def test_prediction_saves_steps_and_changes_no_bit(
     plain, drafting = executors
     guess_with(drafting, NgramDrafter())
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[1]
-    said = alone(World(), plain, target).tokens
-    edited = (*said[:7], 3, 4, 5, *said[9:20], *said[23:])
+    plain_output = alone(World(), plain, target).tokens
+    edited = (*plain_output[:7], 3, 4, 5, *plain_output[9:20], *plain_output[23:])
     expected = strings(World(), plain, target, range(1))
     assert strings(WORLD, drafting, replace(target, prediction=edited), range(CONTEXTS)) == expected
     monkeypatch.setattr(DraftController, "choose", always)
-    verified = alone(WORLD, drafting, replace(target, prediction=tuple(said))).verified
+    verified = alone(WORLD, drafting, replace(target, prediction=tuple(plain_output))).verified
     rows = -(-(NEW_TOKENS - 1) // 5)
     assert (verified.rows, verified.drafted) == (rows, NEW_TOKENS - 1 - rows)
     assert verified.predicted == verified.right_predicted == verified.accepted == verified.drafted
@@ -147,14 +147,21 @@ def test_corpus_saves_steps_and_changes_no_bit(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(DraftController, "choose", always)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     plain = made_of(folder, 0, "float32")
-    said = alone(World(), plain, target)
+    plain_run = alone(World(), plain, target)
     plain.close()
-    text = [*target.prompt[-3:], *said.tokens[:9], WORLD.vocab_size, *said.tokens[9:20], BETWEEN_TEXTS, *said.tokens[20:]]
+    text = [
+        *target.prompt[-3:],
+        *plain_run.tokens[:9],
+        WORLD.vocab_size,
+        *plain_run.tokens[9:20],
+        BETWEEN_TEXTS,
+        *plain_run.tokens[20:],
+    ]
     corpus = np.array(text, dtype=np.int32)
     drafting = made_of(folder, 4, "float32", corpus)
     answer = alone(WORLD, drafting, target)
     drafting.close()
-    assert answer.bits() == said.bits()
+    assert answer.bits() == plain_run.bits()
     assert answer.verified.accepted > NEW_TOKENS // 2 and answer.verified.predicted == 0
     assert int(corpus.max()) < WORLD.vocab_size, (
         "unknown ids must be replaced in place, because a copy of the corpus would stay in memory"
@@ -201,22 +208,22 @@ def test_transformers_models_give_equal_tokens_with_drafts(name: str, tmp_path: 
     """Compares only greedy tokens in float32, because more rows may change the rounding of sums."""
     SERVED[name].build(tmp_path)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
-    said, text = [], list(target.prompt)
+    outputs, text = [], list(target.prompt)
     for max_drafts in (0, 4):
         options = DeviceOptions(device="cpu", num_threads=1, max_drafts=max_drafts)
         sizes = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len)
         executor, _ = build_device_executor(str(tmp_path), "float32", *sizes, options, lambda _: None, check_relay=True)
         if max_drafts:
-            guesses = Guesses([[*text, *said[0]]], 0.3, WORLD.vocab_size)
+            guesses = Guesses([[*text, *outputs[0]]], 0.3, WORLD.vocab_size)
             guess_with(executor, guesses)
-        said.append(alone(replace(WORLD, max_drafts=max_drafts), executor, target).tokens)
+        outputs.append(alone(replace(WORLD, max_drafts=max_drafts), executor, target).tokens)
         executor.close()
-    assert said[0] == said[1] and guesses.accepted > 0
+    assert outputs[0] == outputs[1] and guesses.accepted > 0
 
 
 def test_answers_have_equal_bits_when_steps_are_computed_in_pieces(folder: Path) -> None:
     """The prompts have more tokens than a forward pass may have, and share steps with decode rows."""
-    said = []
+    results = []
     for max_drafts, max_tokens in ((0, 512), (4, 16)):
         options = DeviceOptions(device="cpu", num_threads=1, deterministic=True, max_drafts=max_drafts, max_tokens=max_tokens)
         sizes = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len)
@@ -224,16 +231,16 @@ def test_answers_have_equal_bits_when_steps_are_computed_in_pieces(folder: Path)
         world, answers = replace(WORLD, max_drafts=max_drafts), []
         for target in targets(world, random.Random(5), PROMPT_TOKENS, NEW_TOKENS):
             if max_drafts:
-                guess_with(executor, Guesses([[*target.prompt, *said[0][len(answers)][0]]], 0.3, WORLD.vocab_size))
+                guess_with(executor, Guesses([[*target.prompt, *results[0][len(answers)][0]]], 0.3, WORLD.vocab_size))
             context = random_context(replace(world, chunks=(0,), few_pages=WORLD.num_pages), 4, target, list(range(9, 20)))
             mixed = replace(context.config, enable_mixed_chunk=True, retract_interval=0)
             late = (7, Asked(target.prompt[:1] * 40, target.params))
             answer = answer_in(replace(context, config=mixed, target=target, at=0, arrivals=(late,)), executor)
             answers.append((answer.tokens, answer.bits()))
-        said.append(answers)
+        results.append(answers)
         assert (executor.runner.stats.pieces > 0) == (max_tokens == 16)
         executor.close()
-    assert said[0] == said[1]
+    assert results[0] == results[1]
 
 
 @of_one_dtype_by_day

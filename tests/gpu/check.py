@@ -206,7 +206,7 @@ class Check:
         return write_report(self._out, self._facts, self._source, self._state, self._parts, pins_of(self._root))
 
 
-def leave(number: int, _: object) -> None:
+def exit_on_signal(number: int, _: object) -> None:
     """Handles SIGTERM by raising SystemExit, so that the running part is ended too."""
     raise SystemExit(128 + number)
 
@@ -244,5 +244,5 @@ def today() -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, exit_on_signal)
     sys.exit(main())

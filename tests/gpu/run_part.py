@@ -25,7 +25,7 @@ END_AFTER_S = 8.0  # seconds between two signals to a part that must end
 FIGURES = ("figures", "tables", "kernels")  # measurements in a benchmark's JSON
 # Runs a command with the default handler of SIGINT. A process that a shell starts in the background ignores SIGINT, and its
 # children inherit this.
-HEARS = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+WITH_SIGINT = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 WAYS_TO_END = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -60,7 +60,13 @@ def run_part(part: Part, folder: Path, root: Path, limit_s: float, environment: 
     out = folder / f"{part.stem}.{'xml' if part.kind == TESTS else 'json'}"
     log = folder / f"{part.stem}.log"
     out.unlink(missing_ok=True)
-    command = [sys.executable, "-c", HEARS, sys.executable, *(word.replace("{out}", str(out)) for word in part.command)]
+    command = [
+        sys.executable,
+        "-c",
+        WITH_SIGINT,
+        sys.executable,
+        *(word.replace("{out}", str(out)) for word in part.command),
+    ]
     begun = time.monotonic()
     with log.open("wb") as stream:
         process = subprocess.Popen(

@@ -12,15 +12,15 @@ FOLDERS = ("kernels", "services/worker", "tests/gpu", "tests/benchmarks/gpu", "t
 SUFFIXES = (".py", ".cpp", ".h")
 
 
-def source_of(root: Path, told: str = "") -> Source:
+def source_of(root: Path, given_commit: str = "") -> Source:
     """Returns the source of the files below `root`.
 
     Args:
-        told: commit id from --commit, which is used if there is no repository.
+        given_commit: commit id from --commit, which is used if there is no repository.
     """
     commit = _git(root, "rev-parse", "HEAD")
     changed = bool(_git(root, "status", "--porcelain", "--untracked-files=all", "--", *FOLDERS))
-    return Source((commit or told or "unknown") + ("+" if commit and changed else ""), digest_of(root))
+    return Source((commit or given_commit or "unknown") + ("+" if commit and changed else ""), digest_of(root))
 
 
 def digest_of(root: Path) -> str:

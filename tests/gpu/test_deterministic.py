@@ -49,8 +49,8 @@ def test_request_has_one_bit_string_in_all_contexts_with_and_without_graphs(
     executors: tuple[Executor, Executor], number: int
 ) -> None:
     target = list(targets(WORLD, random.Random(5), 45, 30))[number]
-    said = [strings(WORLD, executor, target, range(number, 3 * CONTEXTS, 3)) for executor in executors]
-    assert said[0] == said[1] and len(said[0]) == 1
+    results = [strings(WORLD, executor, target, range(number, 3 * CONTEXTS, 3)) for executor in executors]
+    assert results[0] == results[1] and len(results[0]) == 1
 
 
 def test_contexts_change_bits_without_deterministic_mode(folder: Path, device: str) -> None:

@@ -56,9 +56,9 @@ def test_draws_equal_draws_of_cpu_executor(tmp_path: Path, device: str) -> None:
     ours = executor_of(tmp_path, device)
     asked = requests()
     want = [answer.tokens for answer in Served(config_for(VOCAB), cpu).run(asked)]
-    said = [answer.tokens for answer in Served(config_for(VOCAB), ours).run(asked)]
+    outputs = [answer.tokens for answer in Served(config_for(VOCAB), ours).run(asked)]
     cpu.close()
     ours.close()
-    differing = [index for index, (mine, other) in enumerate(zip(said, want, strict=True)) if mine != other]
+    differing = [index for index, (mine, other) in enumerate(zip(outputs, want, strict=True)) if mine != other]
     assert len(differing) <= 1, differing
     assert len({tuple(tokens) for tokens in want}) > REQUESTS // 2, "most requests must get different tokens"

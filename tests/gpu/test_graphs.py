@@ -48,8 +48,8 @@ def run_both(
 ) -> tuple[list[list[int]], list[list[int]], list[BatchPlan]]:
     config = config_for(VOCAB, max_running_requests=rows)
     with_graphs, without = Served(config, executors[0]), Served(config, executors[1])
-    said = [[answer.tokens for answer in served.run(asked)] for served in (with_graphs, without)]
-    return said[0], said[1], with_graphs.plans
+    outputs = [[answer.tokens for answer in served.run(asked)] for served in (with_graphs, without)]
+    return outputs[0], outputs[1], with_graphs.plans
 
 
 @pytest.mark.by_day(one_in=6, seed=3)
@@ -57,15 +57,15 @@ def run_both(
 def test_graphs_give_same_tokens_with_every_padding(executors: tuple[Any, Any], rows: int) -> None:
     """The outputs have different lengths, so that the number of rows decreases step by step."""
     prompts = prompts_of(VOCAB, [4 + 3 * row for row in range(rows)], seed=rows)
-    said, want, plans = run_both(executors, [(prompt, greedy(12 + 2 * row)) for row, prompt in enumerate(prompts)], rows)
-    assert said == want
+    outputs, want, plans = run_both(executors, [(prompt, greedy(12 + 2 * row)) for row, prompt in enumerate(prompts)], rows)
+    assert outputs == want
     assert sum(replayed(executors[0], plan) for plan in plans) >= 10
 
 
 def test_steps_run_without_graph_when_rows_exceed_largest(executors: tuple[Any, Any]) -> None:
     prompts = prompts_of(VOCAB, [5] * SLOTS, seed=3)
-    said, want, plans = run_both(executors, [(prompt, greedy(8 + row)) for row, prompt in enumerate(prompts)], SLOTS)
-    assert said == want
+    outputs, want, plans = run_both(executors, [(prompt, greedy(8 + row)) for row, prompt in enumerate(prompts)], SLOTS)
+    assert outputs == want
     decodes = [plan for plan in plans if not plan.num_extend]
     assert {replayed(executors[0], plan) for plan in decodes} == {True, False}, "some steps must use a graph, and others must not"
 

@@ -30,7 +30,7 @@ async function opened(browser, width, path = "/", scheme = "light") {
   context.on("weberror", (error) => complaints.push(String(error.error())));
   await context.grantPermissions(["clipboard-read", "clipboard-write"], { origin: url });
   const page = await context.newPage();
-  page.on("console", (said) => said.type() === "error" && complaints.push(said.text()));
+  page.on("console", (message) => message.type() === "error" && complaints.push(message.text()));
   await page.goto(`${url}${path}`);
   return { context, page, asked, complaints };
 }
