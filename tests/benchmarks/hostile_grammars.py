@@ -151,7 +151,7 @@ async def quiet(url: str, streams: int, seconds: float) -> Phase:
 
 
 @contextmanager
-def stranger() -> Iterator[None]:
+def background_process() -> Iterator[None]:
     """Runs a process of the lowest priority that writes to new memory in a loop."""
     process = subprocess.Popen([sys.executable, "-c", STRANGER], preexec_fn=lambda: os.nice(19))
     try:
@@ -163,7 +163,7 @@ def stranger() -> Iterator[None]:
 
 async def repetition(url: str, streams: int, quiet_s: float, nonce: int) -> tuple[list[Phase], list[Verdict]]:
     phases = [await quiet(url, streams, quiet_s)]
-    with stranger():
+    with background_process():
         control = Lanes(url, streams).run("control", asyncio.create_task(asyncio.sleep(quiet_s)))
         phases.append(await control)
     verdicts: list[Verdict] = []

@@ -78,7 +78,7 @@ def cpu_s(process: psutil.Process) -> float:
     return sum(each.user + each.system + each.children_user + each.children_system for each in times)
 
 
-def least(starts: list[Start]) -> str:
+def fastest(starts: list[Start]) -> str:
     return f"{min(each.wall for each in starts):.2f} s, {min(each.cpu for each in starts):.2f} s of CPU"
 
 
@@ -94,7 +94,7 @@ def main() -> None:
         for _ in range(asked.rounds):
             for checkout in checkouts:
                 starts[checkout].append(measured(asked.python, checkout, service, flags))
-        print(name, *(f"{checkout}: {least(found)}" for checkout, found in starts.items()), sep="; ", flush=True)
+        print(name, *(f"{checkout}: {fastest(found)}" for checkout, found in starts.items()), sep="; ", flush=True)
 
 
 if __name__ == "__main__":

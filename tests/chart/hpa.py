@@ -37,24 +37,24 @@ Reading = External | Pods
 def wanted(reading: Reading, replicas: int) -> int:
     """Returns the number of replicas that one metric requires."""
     if isinstance(reading, External):
-        return replicas if _near(reading.total / (reading.target * replicas)) else math.ceil(reading.total / reading.target)
+        return replicas if _near_one(reading.total / (reading.target * replicas)) else math.ceil(reading.total / reading.target)
     if not reading.values:
         return replicas
     count = len(reading.values)
     ratio = sum(reading.values) / count / reading.target
     if not reading.missing:
-        return replicas if _near(ratio) else math.ceil(ratio * count)
+        return replicas if _near_one(ratio) else math.ceil(ratio * count)
     # A pod without a value counts as 0 if the ratio asks for more replicas, and as the target if it asks for fewer.
     filled = sum(reading.values) + (reading.missing * reading.target if ratio < 1 else 0.0)
     count += reading.missing
     again = filled / count / reading.target
-    if _near(again) or (ratio < 1) != (again < 1):
+    if _near_one(again) or (ratio < 1) != (again < 1):
         return replicas
     result = math.ceil(again * count)
     return replicas if (result > replicas) != (again > 1) else result
 
 
-def _near(ratio: float) -> bool:
+def _near_one(ratio: float) -> bool:
     return abs(ratio - 1.0) <= TOLERANCE
 
 

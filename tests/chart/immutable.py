@@ -1,4 +1,4 @@
-"""Records the immutable fields of every object of a release. An upgrade that changes one of them fails.
+"""Records the immutable fields of every object of a release. An upgrade that changes an immutable field fails.
 
 python -m tests.chart.immutable adds missing objects to immutable.json, and refuses to change existing ones.
 """

@@ -199,7 +199,7 @@ def _read_only(writable: list[Path]) -> list[str]:
     """
     probe = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
     binds = "".join(f'mount --bind "{path}" "{path}" && ' for path in writable)
-    gone = "2>/dev/null || ! test -d"  # ignores file systems that other programs unmount meanwhile
+    gone = "2>/dev/null || ! test -d"  # ignores file systems that other programs unmount during the loop
     locked = "".join(f"{{ mount -o remount,bind,ro {path} {gone} {path}; }} && " for path in _file_systems())
     allowed = shutil.which("unshare") and subprocess.run([*probe, "mount --bind / /mnt"], capture_output=True).returncode == 0
     return [*probe, f'{binds}{locked}exec "$@"', "sh"] if allowed else []

@@ -65,7 +65,7 @@ WAITING = {  # releases whose pods must wait, or whose test creates the claimed 
 }
 
 
-def unmet(release: Release) -> Iterator[str]:
+def unmet_requirements(release: Release) -> Iterator[str]:
     """Yields the requirements of pods that no node fulfils."""
     if any(each.get("spec", {}).get("volumeClaimTemplates") for each in release.objects):
         yield "a volume claim"
@@ -104,7 +104,7 @@ def releases() -> dict[str, Release]:
 
 
 def test_cluster_releases_request_only_what_nodes_have(releases: dict[str, Release]) -> None:
-    waits = {name: found for name, release in releases.items() if (found := list(unmet(release)))}
+    waits = {name: found for name, release in releases.items() if (found := list(unmet_requirements(release)))}
     assert waits.keys() == WAITING, waits
     assert {name: asked for name, release in releases.items() if (asked := cores(release)) > CORES / 2} == {}
 

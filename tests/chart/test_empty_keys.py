@@ -28,18 +28,18 @@ FILES = {
 }
 
 
-def ways(values: Any, way: Way = ()) -> Iterator[Way]:
+def paths_of(values: Any, way: Way = ()) -> Iterator[Way]:
     """Yields the path of every key, also in entries of lists."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield (*way, key)
-            yield from ways(value, (*way, key))
+            yield from paths_of(value, (*way, key))
     if isinstance(values, list):
         for index, entry in enumerate(values):
-            yield from ways(entry, (*way, index))
+            yield from paths_of(entry, (*way, index))
 
 
-def emptied(values: dict[str, Any], way: Way) -> dict[str, Any]:
+def with_empty_key(values: dict[str, Any], way: Way) -> dict[str, Any]:
     out = copy.deepcopy(values)
     place: Any = out
     if way[0] not in out and any(isinstance(part, int) for part in way):  # lists are replaced as a whole
@@ -82,9 +82,9 @@ def fault(values: dict[str, Any], way: Way) -> str:
 @pytest.mark.parametrize("file", FILES)
 def test_chart_renders_or_names_the_key_when_a_key_is_empty(file: str) -> None:
     source, given = FILES[file]
-    found = sorted(ways(source), key=lambda way: crc32(written(way).encode()))
+    found = sorted(paths_of(source), key=lambda way: crc32(written(way).encode()))
     chosen = found[: -(-len(found) // ONE_IN)]
-    assert {written(way): why for way in chosen if (why := fault(emptied(given, way), way))} == {}
+    assert {written(way): why for way in chosen if (why := fault(with_empty_key(given, way), way))} == {}
 
 
 def without(**values: Any) -> Release:

@@ -79,7 +79,7 @@ def rows(block: dict[str, Any], way: tuple[str, ...] = ()) -> Iterator[tuple[tup
 ROWS = dict(rows(foreign_keys()))
 
 
-def given(way: tuple[str, ...]) -> dict[str, Any]:
+def values_with(way: tuple[str, ...]) -> dict[str, Any]:
     """Returns values that set this key to an object."""
     value: Any = {"anything": 1}
     for key in reversed(way):
@@ -91,7 +91,7 @@ def given(way: tuple[str, ...]) -> dict[str, Any]:
 def test_foreign_key_is_refused_with_the_key_to_use() -> None:
     chosen = [way for way in ROWS if ".".join(way) in USUAL or crc32(".".join(way).encode()) % ONE_IN == 0]
     expected = {way: f"is not a key of this chart: {ROWS[way]}." for way in chosen}
-    messages = {way: refusal(given(way)) for way in chosen}
+    messages = {way: refusal(values_with(way)) for way in chosen}
     assert {way: message for way, message in messages.items() if expected[way] not in message} == {}
 
 

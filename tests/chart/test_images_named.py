@@ -34,7 +34,7 @@ def paths_of(values: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
             yield from paths_of(value, (*way, key))
 
 
-def everywhere(**image: str) -> Values:
+def for_all_images(**image: str) -> Values:
     found: Values = {}
     for way in paths_of(VALUES):
         over: Any = image
@@ -72,7 +72,7 @@ def test_image_registry_overrides_the_global_registry() -> None:
 
 def test_images_use_digests_when_set() -> None:
     digest = f"sha256:{'ab' * 32}"
-    found = images(render(merged(ALL_PODS, everywhere(digest=digest))))
+    found = images(render(merged(ALL_PODS, for_all_images(digest=digest))))
     assert {each.partition("@")[2] for each in found} == {digest}
     bare = [each.partition("@")[0].removeprefix(f"{REGISTRY}/") for each in found]
     assert {each.partition(":")[0] for each in bare} == repositories()

@@ -77,7 +77,7 @@ def test_images_share_their_first_layers() -> None:
 
 
 def test_worker_libraries_exclude_service_packages() -> None:
-    """The worker's libraries are a layer above the services' packages. Equal versions let pip skip packages that are there."""
+    """The worker's libraries are a layer above the services' packages, and pip skips packages with equal versions."""
     services = pins("service.txt").items()
     assert services <= pins("worker-cpu.txt").items() and services <= pins("worker-cuda.txt").items()
     dockerfile = read(DOCKERFILE)

@@ -30,18 +30,18 @@ class Server:
         self._folder, self._mounted = folder, mounted
         (self.port,) = free_ports(1)
         self._env = {"PATH": os.environ["PATH"], "REDISCLI_AUTH": "letters"}
-        self._probe = [self._here(word) for word in container["readinessProbe"]["exec"]["command"]]
-        command = [self._here(word) for word in [*container["command"], *container["args"]]]
+        self._probe = [self._localized(word) for word in container["readinessProbe"]["exec"]["command"]]
+        command = [self._localized(word) for word in [*container["command"], *container["args"]]]
         self._process = subprocess.Popen(command, env=self._env, stdout=subprocess.DEVNULL)
 
-    def _here(self, word: str) -> str:
+    def _localized(self, word: str) -> str:
         word = word.replace("/tmp/", f"{self._folder}/").replace("/etc/rootstock/mtls", str(self._mounted.folder))
         return {"6379": str(self.port), "0.0.0.0": HOST, "/data": str(self._folder), "/tmp": str(self._folder)}.get(word, word)
 
     def is_ready(self) -> bool:
         return subprocess.run(self._probe, env=self._env, capture_output=True, timeout=60).returncode == 0
 
-    def shown(self, by: Mounted | None = None) -> bytes:
+    def server_certificate(self, by: Mounted | None = None) -> bytes:
         """Returns the certificate that the server sends to a client.
 
         Args:
@@ -81,15 +81,15 @@ def test_redis_probe_loads_new_certificates(server: tuple[Server, Mounted, Autho
     """
     running, mounted, authority = server
     wait_until(running.is_ready, 30, "the server")
-    first = running.shown()
-    assert running.is_ready() and running.shown() == first
+    first = running.server_certificate()
+    assert running.is_ready() and running.server_certificate() == first
     following, last = Authority(tmp_path / "following"), Authority(tmp_path / "last")
     both = (authority, following)
     for signer, trusted in ((authority, both), (following, both), (following, (following,)), (last, (last,))):
-        before = running.shown()
+        before = running.server_certificate()
         mounted.put(signer.signed(*NAMES), *trusted)
         assert running.is_ready()
-        assert running.shown() != before
+        assert running.server_certificate() != before
 
 
 def test_redis_stays_ready_with_bad_certificates(tmp_path: Path) -> None:
@@ -102,16 +102,16 @@ def test_redis_stays_ready_with_bad_certificates(tmp_path: Path) -> None:
     try:
         wait_until(running.is_ready, 30, "the server")
         with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
-            running.shown(caller)
+            running.server_certificate(caller)
         mounted.put(good, authority)
         assert running.is_ready()
-        first = running.shown(caller)
+        first = running.server_certificate(caller)
         following = authority.signed(*NAMES)
         mounted.put(Pems(following.certificate, good.key), authority)
         assert running.is_ready() and running.is_ready()
-        assert running.shown(caller) == first
+        assert running.server_certificate(caller) == first
         mounted.put(following, authority)
         assert running.is_ready()
-        assert running.shown(caller) != first
+        assert running.server_certificate(caller) != first
     finally:
         running.stop()

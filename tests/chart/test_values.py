@@ -494,7 +494,7 @@ def test_long_release_names_give_unique_object_names() -> None:
     assert not names[0] & names[1]
 
 
-def test_chart_accepts_right_values() -> None:
+def test_chart_accepts_valid_values() -> None:
     assert {name: why for name in ALL if (why := refusal(values_of(name)))} == {}
     by_type = {
         kind: [not refusal(gateway(service={"type": kind, **each})) for each in ({"externalTrafficPolicy": "Cluster"}, CLASSED)]

@@ -1,4 +1,4 @@
-"""Defines values of setups that the ci files do not cover. Each setup renders objects that no other one has."""
+"""Defines values of setups that the ci files do not cover. Each setup renders objects that no other setup has."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def has_base() -> bool:
 
 
 def build(service: str, folder: Path) -> Built:
-    """Builds the image of a service and writes its archive, at a low priority because the cluster starts meanwhile."""
+    """Builds the image of a service and writes its archive, at a low priority because the cluster starts at the same time."""
     begun = time.monotonic()
     name, archive = f"rootstock/{service}:{release()}", folder / f"{service}.tar"
     archive.unlink(missing_ok=True)

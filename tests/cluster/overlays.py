@@ -56,7 +56,7 @@ def installed(name: str) -> Object:
 
 def merged(values: Object, over: Object) -> Object:
     """Merges values as helm does: maps are merged by key, other values are replaced, and None removes a key."""
-    return _without_none(_over(values, over))
+    return _without_none(_merge_keeping_none(values, over))
 
 
 def _without_none(values: Object) -> Object:
@@ -87,15 +87,15 @@ def _overlay(name: str, values: Object) -> Object:
         "detokenizer": {"resources": SMALL, "replicas": 1},
         "drainSeconds": 10,
     }
-    return _over(common, OWN.get(name, {}))
+    return _merge_keeping_none(common, OWN.get(name, {}))
 
 
-def _over(values: Object, over: Object) -> Object:
+def _merge_keeping_none(values: Object, over: Object) -> Object:
     """Merges two overlays. Unlike in merged(), None stays in the result."""
     out = dict(values)
     for key, value in over.items():
         mine = out.get(key)
-        out[key] = _over(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+        out[key] = _merge_keeping_none(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
     return out
 
 
@@ -108,6 +108,6 @@ def _model(entry: Object) -> Object:
     if prefill := own.get("prefill"):
         own["prefill"] = {**prefill, "nodeSelector": {}, "resources": {"limits": SMALL["limits"]}}
     if "kvTiers" in own:
-        own["kvTiers"] = _over(own["kvTiers"], TIERS)
+        own["kvTiers"] = _merge_keeping_none(own["kvTiers"], TIERS)
     worker = {**own, "settings": FEW, "replicas": 1, "cacheSize": 0, "cacheStorageClass": ""}
     return {"name": entry["name"], "path": DEMO, "worker": worker, "tokenizer": {"replicas": 1}}

@@ -27,13 +27,13 @@ FAULTS = ("power", "network", "kill", "kill", "delete", "restart")
 BEYOND_QUIET_S, WITH_REDIS_S = 2.0, 3.0
 
 
-def whole(release: Release) -> bool:
+def ready(release: Release) -> bool:
     return all(len(release.ready(component, "demo")) == 2 for component in (TOKENIZERS, DETOKENIZERS, WORKERS)) and bool(
         release.ready("redis")
     )
 
 
-def spread(release: Release) -> bool:
+def on_both_nodes(release: Release) -> bool:
     """Whether each service has pods on both nodes, so that it survives the loss of one node."""
     return all(
         len({pod.node for pod in release.ready(component, "demo")}) == 2 for component in (TOKENIZERS, DETOKENIZERS, WORKERS)
@@ -60,13 +60,13 @@ def test_streams_survive_random_faults(
         until(lambda: load.ended >= 2 * STREAMS, "the quiet run")
         quiet, until_s = load.longest_pause_s, time.monotonic() + MINUTES * 60
         while time.monotonic() < until_s:
-            fault = rng.choice([each for each in FAULTS if each not in ("power", "network") or spread(release)])
+            fault = rng.choice([each for each in FAULTS if each not in ("power", "network") or on_both_nodes(release)])
             redis = {pod.node for pod in release.ready("redis")}
             load.longest_pause_s, before = 0.0, load.ended
             event = commit(rng, fault, release, broken_nodes, goes)
             until(lambda: load.ended >= before + STREAMS, "completed requests after the fault")  # noqa: B023
             broken_nodes.mend()
-            until(lambda: whole(release) and known(release), f"all pods to be ready and connected after the fault: {event}", 240)
+            until(lambda: ready(release) and known(release), f"all pods to be ready and connected after the fault: {event}", 240)
             more = WITH_REDIS_S if goes in redis or "redis" in event else BEYOND_QUIET_S
             done.append(f"{event} {load.longest_pause_s:.1f} s")
             print(f"seed {seed}: {done[-1]} (quiet {quiet:.1f} s)", flush=True)

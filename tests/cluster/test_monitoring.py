@@ -106,7 +106,7 @@ def test_prometheus_accepts_monitors_rules_and_dashboards(
 
 
 def test_no_ready_worker_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """Scales to zero workers under load, then to one. The requests wait meanwhile."""
+    """Scales to zero workers under load, then to one. The requests wait until the worker is ready."""
     prometheus, space = Prometheus(cluster), release.namespace
     shorten_delays(release)
     name = f"deployment/{release.object_name('worker', 'demo')}"
@@ -122,7 +122,7 @@ def test_no_ready_worker_fires_and_clears(release: Release, cluster: Cluster, pr
 
 
 def test_target_down_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """A NetworkPolicy blocks all connections to tokenizers, including those of Prometheus. No requests are sent meanwhile."""
+    """A NetworkPolicy blocks all connections to tokenizers, including those of Prometheus. The test sends no requests."""
     prometheus, space = Prometheus(cluster), release.namespace
     shorten_delays(release)
     fired = "RootstockTargetDown"

@@ -43,7 +43,7 @@ def call(channel):
         return error.code().name
     return "OK"
 
-def pong(host, port, context):
+def ping(host, port, context):
     try:
         with socket.create_connection((host, port), 4) as plain:
             with context.wrap_socket(plain) if context else plain as used:
@@ -66,7 +66,7 @@ results = {}
 for name, host, port in json.loads(sys.argv[1]):
     tls = speaks_tls(host, port, trusting)
     if name.split()[0] in ("redis", "state"):
-        results[name] = [pong(host, port, None), pong(host, port, trusting), tls]
+        results[name] = [ping(host, port, None), ping(host, port, trusting), tls]
         continue
     with grpc.insecure_channel(f"{host}:{port}") as plain:
         clear = call(plain)
@@ -174,14 +174,14 @@ def test_certificates_and_authority_are_replaced_while_requests_run(
         until(lambda: load.ended >= STREAMS, "the first completed requests")
         for signer, trusted in ((old, (old, new)), (new, (old, new)), (new, (new,))):
             rotate(release, signer, *trusted)
-            _more(load, "meanwhile")
+            _wait_for_more(load, "meanwhile")
         for component in ("tokenizer", "detokenizer", "worker"):
             release.restart(component, "demo")  # new pods have only the new certificates
-        _more(load, "over new connections")
+        _wait_for_more(load, "over new connections")
     proved(f"an authority and all certificates replaced under {STREAMS} streams, then new pods: {load.check()}")
 
 
-def _more(load: Load, what: str) -> None:
+def _wait_for_more(load: Load, what: str) -> None:
     before = load.ended
     until(lambda: load.ended >= before + STREAMS, f"completed requests {what}")
 

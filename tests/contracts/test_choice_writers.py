@@ -30,13 +30,13 @@ def slots_of(part: ast.ClassDef) -> set[str]:
 
 
 def stores(tree: ast.AST, fields: set[str]) -> Iterator[ast.Attribute]:
-    """Yields each store to or deletion of an attribute with one of these names, also in loops and tuples."""
+    """Yields each store to or deletion of an attribute that has one of the names, also in loops and tuples."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and node.attr in fields:
             yield node
 
 
-def foreign(node: ast.Attribute) -> bool:
+def is_elsewhere(node: ast.Attribute) -> bool:
     """Whether the attribute belongs to an object of another class: `self`, or a variable in OTHERS."""
     owner = ast.unparse(node.value).rpartition(".")[2]
     return owner == "self" or owner in OTHERS.get(node.attr, set())
@@ -51,7 +51,7 @@ def test_fields_are_assigned_in_one_module(name: str) -> None:
         f"{path.relative_to(GATEWAY)}:{node.lineno}: {ast.unparse(node)}"
         for path, tree in MODULES.items()
         for node in stores(tree, fields)
-        if path != home and not foreign(node)
+        if path != home and not is_elsewhere(node)
     ]
     assert not elsewhere
 
@@ -70,5 +70,5 @@ def test_parts_have_no_subclass_and_no_setattr(name: str) -> None:
 def test_stores_finds_a_second_writer() -> None:
     others = "self.link = 3\nlink.model_version = 4"
     tree = ast.parse(f"placement.link = None\n(a, choice.ending) = 1, 2\nplacement.charged += 1\n{others}")
-    found = [ast.unparse(node) for node in stores(tree, {"link", "ending", "charged", "model_version"}) if not foreign(node)]
+    found = [ast.unparse(node) for node in stores(tree, {"link", "ending", "charged", "model_version"}) if not is_elsewhere(node)]
     assert sorted(found) == ["choice.ending", "placement.charged", "placement.link"]

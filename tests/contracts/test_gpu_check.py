@@ -213,7 +213,7 @@ def test_passed_parts_are_not_run_again(tmp_path: Path) -> None:
 
 
 def test_tests_run_in_parallel_and_before_benchmarks(tmp_path: Path) -> None:
-    """Each of two tests waits for the start of the other one. A signal to the check ends both."""
+    """Each of two tests waits until the other test starts. A signal to the check ends both."""
     begun = "import time, pathlib\ndef test_it():\n    pathlib.Path({0!r}).touch()\n"
     begun += "    while not pathlib.Path({1!r}).exists(): time.sleep(0.01)\n"
     marks = [str(tmp_path / name) for name in ("first", "second")]

@@ -50,7 +50,7 @@ def test_configuration_page_is_up_to_date() -> None:
 
 
 @pytest.fixture(scope="module")
-def ran() -> dict[str, dict[str, Any]]:
+def command_outputs() -> dict[str, dict[str, Any]]:
     """Output of `python -m rootstock_llm.services.NAME`, by service and command line. One process runs all command lines."""
     done = subprocess.run(
         [sys.executable, "-c", COMMAND_LINES, json.dumps([list(SERVICES), [line.split() for line in LINES]])],
@@ -66,8 +66,8 @@ def ran() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_help_names_every_flag(name: str, ran: dict[str, dict[str, Any]]) -> None:
-    result = ran[name]["--help"]
+def test_help_names_every_flag(name: str, command_outputs: dict[str, dict[str, Any]]) -> None:
+    result = command_outputs[name]["--help"]
     assert result["status"] == 0, result["stderr"]
     for field in SERVICES[name].model_fields:
         assert f"--{field.replace('_', '-')}" in result["stdout"]
@@ -75,22 +75,22 @@ def test_help_names_every_flag(name: str, ran: dict[str, dict[str, Any]]) -> Non
 
 @pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize("name", SERVICES)
-def test_service_exits_with_status_2_for_a_wrong_flag(name: str, ran: dict[str, dict[str, Any]]) -> None:
-    result = ran[name]["--port ninety"]
+def test_service_exits_with_status_2_for_a_wrong_flag(name: str, command_outputs: dict[str, dict[str, Any]]) -> None:
+    result = command_outputs[name]["--port ninety"]
     assert result["status"] == 2
     assert "port" in result["stderr"] and "Traceback" not in result["stderr"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_service_names_the_nearest_flag_when_one_is_unknown(name: str, ran: dict[str, dict[str, Any]]) -> None:
-    result = ran[name]["--log-levle info"]
+def test_service_names_the_nearest_flag_when_one_is_unknown(name: str, command_outputs: dict[str, dict[str, Any]]) -> None:
+    result = command_outputs[name]["--log-levle info"]
     assert result["status"] == 2 and result["stderr"].count("\n") == 1
     assert "unknown flag --log-levle; did you mean --log-level?" in result["stderr"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_service_names_the_configuration_file_when_it_is_missing(name: str, ran: dict[str, dict[str, Any]]) -> None:
-    result = ran[name]["--config /no/such/file.yaml"]
+def test_service_names_the_configuration_file_when_it_is_missing(name: str, command_outputs: dict[str, dict[str, Any]]) -> None:
+    result = command_outputs[name]["--config /no/such/file.yaml"]
     assert result["status"] == 2 and result["stderr"].count("\n") == 1
     assert "--config /no/such/file.yaml is not readable: no such file or directory." in result["stderr"]
 

@@ -38,7 +38,7 @@ def is_up(url: str) -> bool:
         return False
 
 
-def seen(clients: list[OpenAI], batch: Batch) -> Batch:
+def state_of(clients: list[OpenAI], batch: Batch) -> Batch:
     """Returns the batch from the first gateway that responds."""
     for client in clients:
         try:
@@ -57,17 +57,17 @@ def test_batch_has_one_result_per_line_when_processes_are_killed(tmp_path: Path)
         batch = both[0].batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
 
         def done() -> int:
-            counts = seen(both, batch).request_counts
+            counts = state_of(both, batch).request_counts
             return 0 if counts is None else counts.completed + counts.failed
 
         for step, victim in enumerate(VICTIMS, 1):
             goal = step * LINES // (len(VICTIMS) + 1)
             wait_until(lambda: done() >= goal, PATIENCE_S, f"{goal} results")  # noqa: B023
-            assert seen(both, batch).status == "in_progress", f"the batch must still run when {victim} is killed"
+            assert state_of(both, batch).status == "in_progress", f"the batch must still run when {victim} is killed"
             system.kill(victim)
             time.sleep(0.3)
             system.start(victim)
-        wait_until(lambda: seen(both, batch).status == "completed", PATIENCE_S, "the batch to be over")
+        wait_until(lambda: state_of(both, batch).status == "completed", PATIENCE_S, "the batch to be over")
         system.wait_ready()
         for url in urls:
             wait_until(lambda url=url: is_up(url), PATIENCE_S, f"{url} to listen again")  # type: ignore[misc]

@@ -53,11 +53,11 @@ def test_mixed_requests_get_the_results_of_a_plain_system(
     crowded: System, expected: list[Essence], order: list[int], apart_s: float
 ) -> None:
     answers = asyncio.run(ask_all(crowded, [ASKS[index] for index in order], len(ASKS), apart_s))
-    wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if not same(essence(got), expected[index])]
+    wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if not is_close(essence(got), expected[index])]
     assert wrong == []
 
 
-def same(got: Essence, wanted: Essence) -> bool:
+def is_close(got: Essence, wanted: Essence) -> bool:
     close = len(got.numbers) == len(wanted.numbers) and np.allclose(got.numbers, wanted.numbers, atol=TOLERANCE, rtol=0)
     return got.exact == wanted.exact and close
 

@@ -68,7 +68,7 @@ def to_kill_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 @pytest.fixture
-def mended(to_kill_in: System) -> Iterator[System]:
+def repaired(to_kill_in: System) -> Iterator[System]:
     """A system whose ended processes are restarted after the test, even if the test fails."""
     yield to_kill_in
     start_what_is_down(to_kill_in)
@@ -81,8 +81,8 @@ def start_what_is_down(system: System) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "detokenizer", "worker-0", "gateway", "redis"])
-def test_streams_survive_when_any_service_but_the_gateway_is_killed(mended: System, name: str) -> None:
-    system = mended
+def test_streams_survive_when_any_service_but_the_gateway_is_killed(repaired: System, name: str) -> None:
+    system = repaired
     pids = {other: child.pid for other, child in system.children.items() if other != name}
     streams = [open_stream(system, 400) for _ in range(4)]
     for stream in streams:

@@ -73,7 +73,7 @@ def test_fleet_does_not_leak_under_random_faults(fleet: Fleet) -> None:
         cases = make_cases(66, seed=8)
         expected = {e.case: e.answer for e in clients.ask(cases, concurrency=12) if e.answer is not None}
         assert len(expected) == len(set(cases))
-        alone(fleet, clients, cases)
+        warm_up_survivors(fleet, clients, cases)
         fleet.wait_quiet(60)
         files_before = {name: fleet.num_fds(name) for name in SURVIVORS}
         memory: dict[str, list[float]] = {name: [] for name in SURVIVORS}
@@ -98,7 +98,7 @@ def test_fleet_does_not_leak_under_random_faults(fleet: Fleet) -> None:
     wait_until(lambda: not index_faults(fleet), 60, f"a consistent index: {index_faults(fleet)}")
 
 
-def alone(fleet: Fleet, clients: Clients, cases: list[Case]) -> None:
+def warm_up_survivors(fleet: Fleet, clients: Clients, cases: list[Case]) -> None:
     """Sends all requests while the second tokenizer and detokenizer are down, so that the survivors serve all of them.
 
     The survivors then have the memory for this load before the soak, and it does not count as growth.

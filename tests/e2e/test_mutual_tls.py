@@ -65,7 +65,7 @@ class Streams:
             thread.join(90)
             assert not thread.is_alive()
 
-    def more(self, count: int, what: str) -> None:
+    def wait_for_more(self, count: int, what: str) -> None:
         """Waits until `count` more requests have completed. `what` describes the state, for the message."""
         enough = self.ended + count
         wait_until(lambda: self.ended >= enough or bool(self.failed), 90, f"{count} answers {what}")
@@ -195,7 +195,7 @@ def test_certificates_and_authority_are_replaced_while_requests_run(system: Secu
     new = Authority(tmp_path / "new")
     wait_until(lambda: connected(system), 60, "all connections")
     with Streams(system) as streams:
-        streams.more(STREAMS, "with the first certificates")
+        streams.wait_for_more(STREAMS, "with the first certificates")
         for signer, trusted in ((system.authority, (system.authority, new)), (new, (system.authority, new)), (new, (new,))):
             system.renew(signer, *trusted)
             time.sleep(CHECK_S + 0.2)
@@ -204,7 +204,7 @@ def test_certificates_and_authority_are_replaced_while_requests_run(system: Secu
             system.kill(name)
             system.start(name)
             wait_until(lambda: connected(system), START_S, f"connections to {name}")
-            streams.more(STREAMS, f"after a restart of {name}")
+            streams.wait_for_more(STREAMS, f"after a restart of {name}")
         wait_until(lambda: system.metric("gateway-0", "rootstock_gateway_index_up") == 1, 60, "the index")
     assert not streams.failed, streams.failed[:3]
     for name in PARTS:

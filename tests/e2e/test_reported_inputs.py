@@ -117,7 +117,7 @@ def bare_folder(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokenizer]:
+def no_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokenizer]:
     """A system with a model folder without tokenizer.json and chat template. A flag sets the strict template."""
     folder = tmp_path_factory.mktemp("bare")
     template = folder / "strict.jinja"
@@ -129,9 +129,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokenizer]
 
 
 @pytest.fixture
-def closed(bare: ChangedTokenizer) -> Iterator[System]:
+def closed(no_files: ChangedTokenizer) -> Iterator[System]:
     """The system with a queue length of 0 during the test, so that its worker accepts no request."""
-    system = bare.set()
+    system = no_files.set()
     settings = system.parts["gateway"].settings
     assert settings is not None
     url, name = f"http://{HOST}:{settings.admin_port}/set_internal_state", "max_queued_requests"
@@ -147,8 +147,8 @@ class TestChats:
 
     @STREAMED
     @pytest.mark.parametrize("row", ROWS)
-    def test_chat_is_answered_when_the_template_is_strict(self, bare: ChangedTokenizer, row: str, stream: bool) -> None:
-        system = bare.set()
+    def test_chat_is_answered_when_the_template_is_strict(self, no_files: ChangedTokenizer, row: str, stream: bool) -> None:
+        system = no_files.set()
 
         def fault(name: str) -> str:
             path, body = BODIES[name]
@@ -158,34 +158,34 @@ class TestChats:
         assert faults_of(bodies_of(row), fault) == []
 
     @of("A7", (CHAT, RESPONSES))
-    def test_thinking_switch_reaches_the_template(self, bare: ChangedTokenizer, path: str, stream: bool) -> None:
+    def test_thinking_switch_reaches_the_template(self, no_files: ChangedTokenizer, path: str, stream: bool) -> None:
         """The template's only switch for thinking is `think`."""
         for name in ("think", "enable_thinking", "thinking"):
-            response = post(bare.set(), path, {**body_of(path, most=2), name: True}, stream)
+            response = post(no_files.set(), path, {**body_of(path, most=2), name: True}, stream)
             if name == "think":
                 assert response.status_code == 200, response.text
             else:
                 error = response.json()["error"]
                 assert (response.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
 
-    def test_general_thinking_field_is_accepted_when_the_template_ignores_it(self, bare: ChangedTokenizer) -> None:
+    def test_general_thinking_field_is_accepted_when_the_template_ignores_it(self, no_files: ChangedTokenizer) -> None:
         for path, switch in (
             (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
             (MESSAGES, {"thinking": {"type": "disabled"}}),
         ):
-            response = post(bare.set(), path, {**body_of(path, most=2), **switch})
+            response = post(no_files.set(), path, {**body_of(path, most=2), **switch})
             assert response.status_code == 200, response.text
 
-    def test_refusal_names_the_message_when_the_template_renders_no_form_of_it(self, bare: ChangedTokenizer) -> None:
+    def test_refusal_names_the_message_when_the_template_renders_no_form_of_it(self, no_files: ChangedTokenizer) -> None:
         user = {"role": "user", "content": "Hi"}
         messages = [user, {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function"}]}, user]
-        response = post(bare.set(), CHAT, {"model": "demo", "messages": messages})
+        response = post(no_files.set(), CHAT, {"model": "demo", "messages": messages})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[1]"), response.text
         assert "call_1" not in response.text
 
     @of("D2")
-    def test_answer_has_text_when_the_tokenizer_was_converted(self, bare: ChangedTokenizer, path: str, stream: bool) -> None:
-        assert ask(bare.set(), path, body_of(path, temperature=0), stream).text.strip()
+    def test_answer_has_text_when_the_tokenizer_was_converted(self, no_files: ChangedTokenizer, path: str, stream: bool) -> None:
+        assert ask(no_files.set(), path, body_of(path, temperature=0), stream).text.strip()
 
     @of("G1")
     def test_request_is_refused_at_once_when_the_queue_length_is_0(self, closed: System, path: str, stream: bool) -> None:
@@ -193,9 +193,11 @@ class TestChats:
         assert response.status_code in (503, 529) and "max_queued_requests" in response.text, response.text
 
     @of("G5")
-    def test_chat_is_refused_with_the_remedy_without_a_template(self, bare: ChangedTokenizer, path: str, stream: bool) -> None:
+    def test_chat_is_refused_with_the_remedy_without_a_template(
+        self, no_files: ChangedTokenizer, path: str, stream: bool
+    ) -> None:
         """Completions are still served. The other tests of this class set --chat-template, which is the remedy."""
-        response = post(bare.set("--chat-template", ""), path, body_of(path), stream)
+        response = post(no_files.set("--chat-template", ""), path, body_of(path), stream)
         if path in CHATS:
             assert response.status_code == 400 and "--chat-template" in response.text, response.text
         else:

@@ -1,4 +1,4 @@
-"""Chains of stored responses over two gateways, while one process after another is killed.
+"""Chains of stored responses over two gateways, while processes are killed one at a time.
 
 No stored response is lost, and each gateway can continue a chain of the other one.
 """

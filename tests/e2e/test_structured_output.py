@@ -154,7 +154,7 @@ class TestPydantic:
             final = stream.get_final_completion()
         assert isinstance(final.choices[0].message.parsed, Customer)
 
-    def test_schema_keeps_the_right_answer(self, client: openai.OpenAI) -> None:
+    def test_parse_returns_the_values_of_the_prompt(self, client: openai.OpenAI) -> None:
         class Person(BaseModel):
             name: str
             age: int
@@ -282,10 +282,10 @@ class TestRefusals:
         for extra, _ in REFUSED.values():
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(model="demo", prompt="hi", n=3, extra_body=extra)
-        wait_until(lambda: held(system) == 0, 60, "the worker to be idle")
+        wait_until(lambda: work_of_worker(system) == 0, 60, "the worker to be idle")
 
 
-def held(system: System) -> float:
+def work_of_worker(system: System) -> float:
     """Returns the worker's used KV tokens plus its running and queued requests; 0 if the worker is idle."""
     names = ("sglang:num_used_tokens", "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:num_grammar_queue_reqs")
     return sum(system.metric("worker-0", name) for name in names)
@@ -377,7 +377,7 @@ class TestCompilerKilled:
             assert json.loads(answer) in slow["enum"]
         again = chat(client, temperature=0, extra_body={"regex": f"[ab]{{3}}{victim}"})
         assert re.fullmatch(f"[ab]{{3}}{victim}", again[0].message.content)
-        wait_until(lambda: held(system) == 0, 60, "the worker to be idle")
+        wait_until(lambda: work_of_worker(system) == 0, 60, "the worker to be idle")
 
     def test_compiler_processes_end_after_compilation(self, system: System, client: openai.OpenAI) -> None:
         assert chat(client, temperature=0, extra_body={"regex": "[cd]{2}"})

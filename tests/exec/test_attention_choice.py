@@ -25,7 +25,7 @@ class Named:
 
 
 @pytest.fixture(autouse=True)
-def others(monkeypatch: pytest.MonkeyPatch) -> None:
+def named_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         choose, "_triton", lambda *_, deterministic=False: Named("triton in order" if deterministic else "triton")
     )

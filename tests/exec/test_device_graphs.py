@@ -327,7 +327,7 @@ def test_forced_tokens_replace_sampled_tokens_in_penalties(device: Device, cpu: 
     assert outputs[0] == outputs[1]
 
 
-def jumped(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]:
+def with_forced_tokens(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]:
     """Decodes rows until one of them, with all kinds of sampling, gets six forced tokens.
 
     Args:
@@ -352,10 +352,10 @@ def test_known_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, chu
     runner = device.executor.runner
     runner.graph_limits = GraphLimits(8, 1000)
     steps = runner.stats.eager_steps
-    ours = jumped(Guarded(device), chunks, beside=1)
-    assert same(ours, jumped(Driver(cpu, PAGE_SIZE), chunks, beside=1))
+    ours = with_forced_tokens(Guarded(device), chunks, beside=1)
+    assert same(ours, with_forced_tokens(Driver(cpu, PAGE_SIZE), chunks, beside=1))
     assert runner.stats.eager_steps == steps + 1, "only the step with the prompts may run without a graph"
-    assert same(jumped(Guarded(device), [7], beside=4), jumped(Driver(cpu, PAGE_SIZE), [7], beside=4))
+    assert same(with_forced_tokens(Guarded(device), [7], beside=4), with_forced_tokens(Driver(cpu, PAGE_SIZE), [7], beside=4))
     assert runner.stats.eager_steps == steps + 3, "11 tokens, more than the 8 rows of a graph, must run without one"
 
 
@@ -377,7 +377,7 @@ def test_known_tokens_use_no_graph_when_rereads_exceed_the_limit(device: Device)
     runner = device.executor.runner
     runner.graph_limits = GraphLimits(8, 20)
     steps = runner.stats.eager_steps
-    jumped(Guarded(device), [7], beside=1)
+    with_forced_tokens(Guarded(device), [7], beside=1)
     assert runner.stats.eager_steps == steps + 2
 
 

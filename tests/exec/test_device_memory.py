@@ -166,11 +166,11 @@ def test_lost_device_is_reported_once(folder: Path, monkeypatch: pytest.MonkeyPa
     executor, lost = built(folder), list[str]()
     executor.on_lost = lost.append
 
-    def gone(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("unspecified launch failure")
 
-    monkeypatch.setattr(executor.runner.streams, "synchronize", gone)
-    monkeypatch.setattr(executor.runner.passes, "run", gone)
+    monkeypatch.setattr(executor.runner.streams, "synchronize", fail)
+    monkeypatch.setattr(executor.runner.passes, "run", fail)
     for _ in range(2):
         with pytest.raises(ExecutorError, match="unspecified launch failure"):
             Driver(executor, PAGE_SIZE).prefill([Sequence([1, 2, 3], 0, greedy())])
@@ -221,7 +221,7 @@ def test_resume_waits_on_the_forward_stream(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_failed_resume_releases_all_memory_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this case, weights and pool fit into the memory, but the graphs do not."""
+    """Weights and pool fit into the memory, but the graphs do not."""
     executor, both = built(folder), {"kv": True, "weights": True}
     operator = executor._operations
     executor.apply(ReleaseMemory(**both))
@@ -308,10 +308,10 @@ def test_close_reports_a_lost_device(folder: Path, monkeypatch: pytest.MonkeyPat
     executor, lost = built(folder), list[str]()
     executor.on_lost = lost.append
 
-    def gone() -> None:
+    def fail() -> None:
         raise RuntimeError("unspecified launch failure")
 
-    monkeypatch.setattr(executor.runner.streams, "synchronize", gone)
+    monkeypatch.setattr(executor.runner.streams, "synchronize", fail)
     executor.close()
     assert len(lost) == 1
 

@@ -324,7 +324,7 @@ def test_committed_tokens_stay_when_the_next_step_fails(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_assembly_accepts_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine without a GPU, the assembly of the executor gets as far as the first tensor on the device."""
+    """The first tensor on the device fails, because the machine has no GPU. All earlier steps of the assembly succeed."""
     monkeypatch.setattr(build, "device_of", lambda name: torch.device("cuda", 0))
     loaded = load_model(load_request(folder / "target", "float32", WORLD.page_size, WORLD.context_len))
     parts = DeviceParts(LateStreams(), KernelSet(reference, sampling_twin), lambda _: KernelAttention(reference))

@@ -93,13 +93,13 @@ class Bench:
         rows = self.rows(lengths, graph - len(lengths) if graph else 0)
         return AttentionBatch(rows.starts.cpu().numpy(), rows.num_tokens.cpu().numpy(), num_extend, rows, graph)
 
-    def wanted(self, lengths: Lengths, scale: float, window: int) -> torch.Tensor:
+    def expected(self, lengths: Lengths, scale: float, window: int) -> torch.Tensor:
         tokens = sum(count for _, count in lengths)
         out = self.empty(tokens)
         reference.paged_attention(out, self.all_qkv[:tokens], self.k, self.v, self.rows(lengths), scale, window)
         return out
 
-    def given(self, backend: FlashInferAttention, batch: AttentionBatch, scale: float, window: int) -> torch.Tensor:
+    def actual(self, backend: FlashInferAttention, batch: AttentionBatch, scale: float, window: int) -> torch.Tensor:
         tokens = int(batch.num_tokens.sum())
         out = self.empty(tokens)
         backend.attend(out, self.all_qkv[:tokens], self.k, self.v, batch.rows, scale, window)
@@ -163,7 +163,7 @@ def test_steps_equal_the_reference(shape: AttentionShape, split_mixed: bool, dev
         batch = bench.batch(lengths, num_extend)
         backend.plan(batch)
         for window, scale in zip((*shape.windows, *shape.windows), (0.125, 0.125, 0.7, 0.7), strict=False):
-            assert_near(bench.given(backend, batch, scale, window), bench.wanted(lengths, scale, window))
+            assert_near(bench.actual(backend, batch, scale, window), bench.expected(lengths, scale, window))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -172,7 +172,7 @@ def test_steps_equal_the_reference_for_both_dtypes(dtype: torch.dtype, device: t
     backend = backend_of(bench, module)
     batch = bench.batch(MIXED, 3)
     backend.plan(batch)
-    torch.testing.assert_close(bench.given(backend, batch, 0.2, 0), bench.wanted(MIXED, 0.2, 0), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(bench.actual(backend, batch, 0.2, 0), bench.expected(MIXED, 0.2, 0), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.by_day(one_in=2, seed=6)
@@ -189,11 +189,11 @@ def test_graphs_of_fixed_buffers_follow_the_plan(shape: AttentionShape, device: 
                 batch = bench.batch(lengths, 0, graph=size)
                 backend.plan(batch)
                 for window in shape.windows:
-                    given = bench.given(backend, batch, 0.125, window)
-                    assert_near(given[: len(lengths)], bench.wanted(lengths, 0.125, window))
+                    given = bench.actual(backend, batch, 0.125, window)
+                    assert_near(given[: len(lengths)], bench.expected(lengths, 0.125, window))
         mixed = bench.batch(MIXED, 3)  # a step without a graph between the replays, which uses the same buffers
         backend.plan(mixed)
-        assert_near(bench.given(backend, mixed, 0.125, 0), bench.wanted(MIXED, 0.125, 0))
+        assert_near(bench.actual(backend, mixed, 0.125, 0), bench.expected(MIXED, 0.125, 0))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, PAIRED], ids=["tensor cores", "CUDA cores"])
@@ -234,7 +234,7 @@ def test_captured_graph_follows_the_plan(shape: AttentionShape) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         graph.replay()
-        assert_near(out[: len(lengths)], bench.wanted(lengths, 0.125, 0))
+        assert_near(out[: len(lengths)], bench.expected(lengths, 0.125, 0))
 
 
 @pytest.mark.by_day(one_in=3, seed=4)
@@ -294,16 +294,16 @@ def test_attend_requires_a_plan_for_the_pass(device: torch.device, double: Libra
     backend = backend_of(bench, double)
     batch = bench.batch(MIXED, 3)
     with pytest.raises(RuntimeError, match="no plan for a pass over 43 tokens"):
-        bench.given(backend, batch, 0.1, 0)
+        bench.actual(backend, batch, 0.1, 0)
     backend.plan(bench.batch(DECODE, 0))
     with pytest.raises(RuntimeError, match="43 tokens"):
-        bench.given(backend, batch, 0.1, 0)
+        bench.actual(backend, batch, 0.1, 0)
     backend.plan(batch)
     with pytest.raises(KeyError):
-        bench.given(backend, batch, 0.1, 7)
+        bench.actual(backend, batch, 0.1, 7)
     backend.release_graphs()
     with pytest.raises(RuntimeError, match="no plan"):
-        bench.given(backend, batch, 0.1, 0)
+        bench.actual(backend, batch, 0.1, 0)
 
 
 def test_released_graphs_are_created_again(device: torch.device, double: Library) -> None:
@@ -335,7 +335,7 @@ def test_double_detects_misuse(device: torch.device, double: Library) -> None:
     stale._int_workspace_buffer = wrapper._int_workspace_buffer
     stale._schedule((0, 0))
     with pytest.raises(AssertionError, match="the schedule of the last plan"):
-        bench.given(backend, batch, 0.1, 0)
+        bench.actual(backend, batch, 0.1, 0)
 
 
 @dataclass

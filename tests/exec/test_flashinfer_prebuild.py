@@ -151,14 +151,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Module]]:
     ):
         inner = getattr(part, name)
 
-        def noted(*arguments: Any, inner: Any = inner, place: int = place) -> Any:
+        def record(*arguments: Any, inner: Any = inner, place: int = place) -> Any:
             kernels = arguments[0] if place else DECODE
             query, keys, out, index, head_dim, _, posenc, windowed, capped, *half_sums = arguments[place:]
             assert query == keys == out and posenc == 0 and not capped and not any(half_sums)
             found.add(Module(kernels, query, index, head_dim, windowed))
             return inner(*arguments)
 
-        monkeypatch.setattr(part, name, noted)
+        monkeypatch.setattr(part, name, record)
     yield found
 
 

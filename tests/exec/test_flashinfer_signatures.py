@@ -44,7 +44,7 @@ def functions(tree: ast.Module, owner: str, name: str) -> list[ast.FunctionDef]:
     return [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
 
 
-def taken(tree: ast.Module, owner: str, name: str) -> tuple[list[str], set[str]]:
+def parameters_of(tree: ast.Module, owner: str, name: str) -> tuple[list[str], set[str]]:
     """Returns the names of the positional parameters in order, and the names of all parameters.
 
     If the function forwards keyword arguments to _plan_impl, that function's parameters are included.
@@ -53,14 +53,14 @@ def taken(tree: ast.Module, owner: str, name: str) -> tuple[list[str], set[str]]
     places = [argument.arg for argument in arguments.args]
     names = {*places, *(argument.arg for argument in arguments.kwonlyargs)}
     if arguments.kwarg is not None:
-        names |= taken(tree, owner, "_plan_impl")[1]
+        names |= parameters_of(tree, owner, "_plan_impl")[1]
     return places, names
 
 
 @pytest.mark.by_day(one_in=2, seed=29)
 @pytest.mark.parametrize(("file", "owner", "name", "ours"), CASES.values(), ids=CASES.keys())
 def test_double_has_the_signature_of_the_library(file: str, owner: str, name: str, ours: Callable[..., Any]) -> None:
-    places, names = taken(parsed(file)[0], owner, name)
+    places, names = parameters_of(parsed(file)[0], owner, name)
     parameters = inspect.signature(ours).parameters.values()
     own = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
     assert set(own) <= names

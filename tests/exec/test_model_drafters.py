@@ -108,11 +108,11 @@ def test_answer_bits_equal_an_executor_without_drafts_when_few_requests_are_draf
     drafted_for: list[bool] = []
     forward = drafting.executor.forward
 
-    def noted(plan: BatchPlan) -> Run:
+    def record(plan: BatchPlan) -> Run:
         drafted_for.extend(slot.drafted_for for slot in plan.admitted)
         return forward(plan)
 
-    monkeypatch.setattr(drafting.executor, "forward", noted)
+    monkeypatch.setattr(drafting.executor, "forward", record)
     world = replace(WORLD, drafts_by_model=True)
     assert strings(world, drafting.executor, target, range(CONTEXTS, 2 * CONTEXTS)) == expected
     assert 0 < sum(drafted_for) < len(drafted_for)
@@ -134,7 +134,7 @@ def test_draft_tokens_equal_a_pass_over_the_whole_text(
     proposed: list[tuple[list[int], list[int]]] = []
     propose = drafter.propose
 
-    def noted(wanted: dict[int, int]) -> dict[int, list[int]]:
+    def record(wanted: dict[int, int]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = propose(wanted)
         proposed.extend((list(drafter._slots[slot].text), guess) for slot, guess in found.items())
         return found
@@ -147,7 +147,7 @@ def test_draft_tokens_equal_a_pass_over_the_whole_text(
         entries.append(len(ids))
         forward(ids, *others)
 
-    monkeypatch.setattr(drafter, "propose", noted)
+    monkeypatch.setattr(drafter, "propose", record)
     monkeypatch.setattr(drafter.model, "forward", counted)
     turned = Turned(WORLD.config(chunked_prefill_size=chunk, enable_radix_cache=False), drafting.executor, overlap=True)
     answer = turned.submit(target)

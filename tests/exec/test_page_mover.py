@@ -293,7 +293,7 @@ def pull(address: str, number: int, pages: list[int]) -> PageOperation:
 class TestOtherWorkers:
     @pytest.fixture
     def elsewhere(self, moving: Moving) -> Iterator[Elsewhere]:
-        """Replaces the mover by one that has this reader."""
+        """Replaces the mover by a PageMover that has this reader."""
         peers = Elsewhere()
         moving.mover.close()
         moving.mover = PageMover(moving.streams, lambda: moving.copier, moving.arrivals, moving.host, None, peers)

@@ -20,7 +20,7 @@ VOCAB = 40
 DRY = DryParams(multiplier=0.8)
 
 
-def lost(params: DryParams, tokens: list[int]) -> dict[int, float]:
+def expected_penalties(params: DryParams, tokens: list[int]) -> dict[int, float]:
     """Returns each token's DRY penalty after `tokens`, by trying all candidates, earlier positions and lengths."""
     seen = tokens[-params.window :] if params.window else tokens
     result = {}
@@ -70,7 +70,7 @@ def found(repeats: Repeats) -> dict[int, float]:
 )  # fmt: skip
 def test_dry_gives_the_expected_penalties(params: DryParams, tokens: list[int], expected: dict[int, float]) -> None:
     assert found(Repeats(params, np.array(tokens, dtype=np.int64))) == pytest.approx(expected)
-    assert lost(params, tokens) == pytest.approx(expected)
+    assert expected_penalties(params, tokens) == pytest.approx(expected)
 
 
 @pytest.mark.by_day(one_in=2, seed=12)
@@ -85,7 +85,7 @@ def test_dry_equals_the_definition_at_every_length(window: int, breakers: tuple[
     tokens = [rng.randrange(alphabet) for _ in range(120)]
     grown = Repeats(params, np.array(tokens[:30], dtype=np.int64))
     for size in range(30, len(tokens)):
-        expected = pytest.approx(lost(params, tokens[:size]), rel=1e-5)
+        expected = pytest.approx(expected_penalties(params, tokens[:size]), rel=1e-5)
         assert found(grown) == expected, size
         assert found(Repeats(params, np.array(tokens[:size], dtype=np.int64))) == expected, size
         grown.add(tokens[size])
@@ -101,7 +101,7 @@ def test_dry_grows_beyond_the_first_buffer() -> None:
     repeats, tokens = Repeats(params, np.empty(0, dtype=np.int64)), [index % 17 for index in range(700)]
     for token in tokens:
         repeats.add(token)
-    assert found(repeats) == pytest.approx(lost(params, tokens), rel=1e-4)
+    assert found(repeats) == pytest.approx(expected_penalties(params, tokens), rel=1e-4)
 
 
 PENALISED = SamplingParams(8, frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.3, dry=DRY)

@@ -64,7 +64,7 @@ def guess_with(executor: DeviceExecutor, drafter: Drafter) -> None:
     executor._steps._drafter = drafter  # type: ignore[attr-defined]
 
 
-def whole(plain: DeviceExecutor, target: Asked) -> list[int]:
+def text_of(plain: DeviceExecutor, target: Asked) -> list[int]:
     return [*target.prompt, *alone(World(), plain, target).tokens]
 
 
@@ -76,7 +76,7 @@ def test_answers_have_equal_bits_for_any_draft_tokens(
 ) -> None:
     plain, drafting = executors
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
-    guesses = Guesses([whole(plain, target)], errors, WORLD.vocab_size)
+    guesses = Guesses([text_of(plain, target)], errors, WORLD.vocab_size)
     guess_with(drafting, guesses)
     expected = strings(World(), plain, target, range(1))
     assert len(expected) == 1
@@ -176,7 +176,7 @@ def test_request_without_drafting_gets_no_draft_tokens(
     monkeypatch.setattr(DraftController, "choose", always)
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
-    guesses = Guesses([whole(plain, target)], 0.0, WORLD.vocab_size)
+    guesses = Guesses([text_of(plain, target)], 0.0, WORLD.vocab_size)
     guess_with(drafting, guesses)
     turned = Turned(WORLD.config(), drafting, overlap=True)
     opted_out = replace(target, params=replace(target.params, speculative=False))
@@ -192,7 +192,7 @@ def test_right_draft_tokens_save_steps(executors: tuple[DeviceExecutor, DeviceEx
     monkeypatch.setattr(DraftController, "choose", always)
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
-    text = whole(plain, target)
+    text = text_of(plain, target)
     steps = {}
     for errors in (0.0, 1.0):
         guess_with(drafting, Guesses([text], errors, WORLD.vocab_size))
@@ -248,7 +248,7 @@ def test_failed_step_leaves_no_state(executors: tuple[DeviceExecutor, DeviceExec
     """The requests of the failed step end, and the next request must get its usual tokens."""
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
-    guess_with(drafting, Guesses([whole(plain, target)], 0.0, WORLD.vocab_size))
+    guess_with(drafting, Guesses([text_of(plain, target)], 0.0, WORLD.vocab_size))
     sampler = drafting.runner.sampler
 
     def broken(*_: object) -> None:
@@ -282,7 +282,7 @@ def test_ngram_drafter_proposes_the_last_continuation() -> None:
 def test_drafting_pauses_while_drafts_are_wrong_and_resumes(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), 5, 200))
-    text = whole(plain, target)
+    text = text_of(plain, target)
     guesses = Guesses([text], 1.0, WORLD.vocab_size)
     guess_with(drafting, guesses)
     turned = Turned(WORLD.config(), drafting, overlap=False)

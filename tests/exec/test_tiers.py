@@ -174,45 +174,45 @@ class TestDuringALoad:
     """Tests while a load runs that was reported to the core early."""
 
     @pytest.fixture
-    def going(self) -> threading.Event:
+    def may_continue(self) -> threading.Event:
         return threading.Event()
 
     @pytest.fixture
-    def coming(self, folder: Path, going: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    def slowly_loading(self, folder: Path, may_continue: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         served = Served(*build(folder, POOL_PAGES, options()))
         mover = served.executor._mover
         assert mover is not None
         mover._loads._bytes_s = 1e18
-        slowly(monkeypatch, lambda _: _until_it_may(going))
+        slowly(monkeypatch, lambda _: _wait_for_event(may_continue))
         page = np.zeros(1, dtype=np.int32)
         served.executor.transfer([PageOperation(99, OperationKind.LOAD, (b"key",), page, page)])
         until(lambda: [fact for fact in served.executor.facts() if fact.early] != [])
         yield served
-        going.set()
+        may_continue.set()
         served.close()
 
-    def test_release_waits_for_the_load(self, coming: Served, going: threading.Event) -> None:
-        release = threading.Thread(target=coming.executor.apply, args=(ReleaseMemory(weights=False, kv=True),))
+    def test_release_waits_for_the_load(self, slowly_loading: Served, may_continue: threading.Event) -> None:
+        release = threading.Thread(target=slowly_loading.executor.apply, args=(ReleaseMemory(weights=False, kv=True),))
         release.start()
         time.sleep(0.05)
         assert release.is_alive()
-        going.set()
+        may_continue.set()
         release.join(DEADLINE_S)
-        assert not release.is_alive() and not coming.executor.runner.passes.pool.keys
-        coming.executor.apply(ResumeMemory(weights=False, kv=True))
+        assert not release.is_alive() and not slowly_loading.executor.runner.passes.pool.keys
+        slowly_loading.executor.apply(ResumeMemory(weights=False, kv=True))
 
-    def test_lost_device_is_reported_once(self, coming: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_lost_device_is_reported_once(self, slowly_loading: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         lost: list[str] = []
-        coming.executor.on_lost = lost.append
-        mover = coming.executor._mover
+        slowly_loading.executor.on_lost = lost.append
+        mover = slowly_loading.executor._mover
         assert mover is not None
         for _ in range(2):
             mover.on_lost("pages did not come")
         assert lost == ["pages did not come"]
 
 
-def _until_it_may(going: threading.Event) -> None:
-    assert going.wait(DEADLINE_S), "the test did not release the load in time"
+def _wait_for_event(may_continue: threading.Event) -> None:
+    assert may_continue.wait(DEADLINE_S), "the test did not release the load in time"
 
 
 SCHEDULES = 60 if NIGHTLY else 4

@@ -49,7 +49,7 @@ def unpack(wheel: Path, out: Path) -> int:
 
 
 def add_modules(modules: Path, out: Path) -> list[str]:
-    """Copies compiled modules to the library's folder and returns their names. Raises ValueError if there are none."""
+    """Copies compiled modules to the library's folder and returns their names. Raises ValueError if the folder has no modules."""
     found = sorted(modules.glob("*/*.so"))
     if not found:
         raise ValueError(

@@ -112,16 +112,16 @@ class State:
             facts: facts of the machine (tests.gpu.machine).
             keep: whether results of other sources and versions count.
         """
-        return self._stands(part, DONE, source, facts, keep)
+        return self._is_current(part, DONE, source, facts, keep)
 
     def is_kept(self, part: Part, source: Source, facts: Mapping[str, Any], keep: bool) -> bool:
         """Returns whether a benchmark failed but has some figures. Such parts run again after all others.
 
         The arguments are those of is_done().
         """
-        return self._stands(part, (Status.PARTLY,), source, facts, keep)
+        return self._is_current(part, (Status.PARTLY,), source, facts, keep)
 
-    def _stands(self, part: Part, statuses: Collection[Status], source: Source, facts: Mapping[str, Any], keep: bool) -> bool:
+    def _is_current(self, part: Part, statuses: Collection[Status], source: Source, facts: Mapping[str, Any], keep: bool) -> bool:
         result = self.of(part, facts)
         if result is None or result.status not in statuses or result.command != command_of(part):
             return False

@@ -55,7 +55,7 @@ class Suite:
     def log(self) -> Path:
         return self.root.with_suffix(".log")
 
-    def noticed(self, files: Sequence[str]) -> bool:
+    def finds_fault(self, files: Sequence[str]) -> bool:
         """Returns whether the test files find the fault. Raises Unusable if the C++ kernels do not compile."""
         there = [file for file in files if (self.root / file).is_file()]
         child = FORKED.Process(target=run_pytest, args=(self.root, self.log, there))
@@ -122,11 +122,11 @@ def files_of(fault: Fault) -> list[str]:
     return [file for file in AREAS[fault.area] if fault.only in file]
 
 
-def tried(fault: Fault, suites: Sequence[Suite]) -> tuple[str, bool]:
+def try_fault(fault: Fault, suites: Sequence[Suite]) -> tuple[str, bool]:
     """Runs one suite after another until one finds the fault. Returns the outcome, and whether it makes the exit status 1."""
     with put_into(fault, [suite.root for suite in suites]):
         for suite in suites:
-            if suite.noticed(files_of(fault)):
+            if suite.finds_fault(files_of(fault)):
                 return f"noticed ({suite.name})", suite is not suites[0]
     return "not found", len(suites) == 1
 
@@ -138,7 +138,7 @@ def report(faults: Sequence[Fault], suites: Sequence[Suite]) -> int:
     for fault in faults:
         begun = time.monotonic()
         try:
-            outcome, wrong = tried(fault, suites)
+            outcome, wrong = try_fault(fault, suites)
         except Unusable as error:
             outcome, wrong = str(error), True
         bad += wrong
@@ -168,7 +168,7 @@ def main() -> int:
             for suite in suites:  # runs the tests without a fault
                 (suite.root / "build").symlink_to(Path(name))
         for area in areas if not arguments.known_good else ():
-            if suites[0].noticed(AREAS[area]):
+            if suites[0].finds_fault(AREAS[area]):
                 raise SystemExit(f"{area}: the tests fail without a fault; repair them first\n{suites[0].log.read_text()}")
         chosen = [fault for fault in FAULTS if fault.area in areas and arguments.match in fault.name]
         return int(report(chosen, suites) > 0)

@@ -47,12 +47,12 @@ class Product:
         return 2 * self.rows * self.inner * self.outer
 
     def make(self, device: torch.device) -> Work:
-        return self._by(layers, device)
+        return self._work_with(layers, device)
 
     def by_ours(self, deterministic: bool) -> Make:
-        return lambda device: self._by(TritonLayers(device, deterministic), device)
+        return lambda device: self._work_with(TritonLayers(device, deterministic), device)
 
-    def _by(self, kernels: Any, device: torch.device) -> Work:
+    def _work_with(self, kernels: Any, device: torch.device) -> Work:
         dtype = dtype_of(device)
         given = torch.randn(self.rows, self.inner, device=device, dtype=dtype)
         packed = kernels.pack_linear(torch.randn(self.outer, self.inner, device=device, dtype=dtype), None)
