@@ -171,7 +171,7 @@ class PeerGateways:
         calls = [self._abort_at(address, channel, request) for address, channel in self._channels.items()]
         return [answer for answer in await asyncio.gather(*calls) if answer.gateway != self.name]
 
-    async def _ask(self, address: str, channel: LongLivedChannel, request: pb.AbortRequest) -> PeerAnswer:
+    async def _abort_at(self, address: str, channel: LongLivedChannel, request: pb.AbortRequest) -> PeerAnswer:
         stub = gateway_pb2_grpc.GatewayPeerStub(channel.now())
         try:
             answer = await response_of(partial(stub.Abort, request, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
