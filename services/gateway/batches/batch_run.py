@@ -120,8 +120,6 @@ class BatchRun:
             await self._until_stopped()
         await self._conclude(record)
 
-    # Checking
-
     async def _validate(self) -> bool:
         """Checks the input, and moves the batch to in_progress. Stops the batch if its client has cancelled it.
 
@@ -143,8 +141,6 @@ class BatchRun:
         record = await self._read_record()
         if record is not None:
             await self._finish(record, BatchStatus.FAILED, orjson.dumps([error.as_dict() for error in errors]))
-
-    # Executing
 
     async def _until_stopped(self) -> None:
         """Returns when all lines have a result or the batch is stopped."""
@@ -228,8 +224,6 @@ class BatchRun:
         """Returns the request id of the line, for the response and for the logs of all services."""
         return f"{self.order.id}.{line.number}"
 
-    # Concluding
-
     async def _conclude(self, record: BatchRecord) -> None:
         """Ends the batch: stores an error for each line without a result, and creates the result files.
 
@@ -294,8 +288,6 @@ class BatchRun:
         }[part]
         name = f"{self.order.id}_{part}.jsonl"
         return StoredFile(file_id, size, now, expires_at, name, PURPOSE, batch=self.order.id, part=part, lines=record.last)
-
-    # The store
 
     async def _read_record(self) -> BatchRecord | None:
         return await with_store_retries(lambda: self._batches.get(self.order.owner, self.order.id))

@@ -244,8 +244,8 @@ class Placement:
         """Writes the sampling parameters of a submit. They are the same for every worker, except for `ends_with_prompt`.
 
         Args:
-            ends_with_prompt: Whether the worker accepts requests without output tokens (WorkerInfo). A worker of an older version
-                generates one token, which the client does not get.
+            ends_with_prompt: Whether the worker serves requests that end with their prompt (WorkerInfo). A worker of an older
+                version generates one token, which the client does not get.
         """
         choice, params, model = self.choice, self.choice.params, self.request.model
         into.CopyFrom(params.sampling)

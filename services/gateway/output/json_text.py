@@ -336,7 +336,7 @@ def _chars(
         char = yield from source.peek()
         if (char in breaks.firsts or char == "\n") and (mark := (yield from breaks.mark_inside(source))):
             sink(raw(mark))
-            breaks = NO_BREAKS  # mark_inside() has looked ahead to the closing quote, so no later mark ends the string
+            breaks = NO_BREAKS  # mark_inside() has found that the next quote closes the string, so marks before it are text
             continue
         yield from source.take()
         if char == '"':

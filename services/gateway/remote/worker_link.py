@@ -55,7 +55,7 @@ class OpenChoice(Protocol):
         """Writes the sampling parameters into a message.
 
         Args:
-            ends_with_prompt: Whether the worker serves requests without output tokens.
+            ends_with_prompt: Whether the worker serves requests that end with their prompt: scores, and max_new_tokens 0.
         """
 
     def aborted(self, handle: int) -> None:
@@ -102,9 +102,10 @@ class WorkerLink(Generic[Open]):
         self._dialer = dialer
         self.breaker = breaker
         # Reports of the worker. Times are on the event loop's clock.
-        self.info: worker_pb2.WorkerInfo | None = None  # last hello of the current stream, or None while not connected
-        self.model_version: ModelVersion | None = None  # from the last hello of any stream, or None before the first connection
-        self.last_info: worker_pb2.WorkerInfo | None = None  # first hello of the last stream, or None before the first connection
+        self.info: worker_pb2.WorkerInfo | None = None  # newest hello of the current stream, or None while not connected
+        self.model_version: ModelVersion | None = None  # from the newest hello of any stream, or None before the first connection
+        # First hello of the newest stream. It stays set after the stream has ended. None before the first connection.
+        self.last_info: worker_pb2.WorkerInfo | None = None
         self.load: worker_pb2.WorkerLoad | None = None  # last load of the current stream, or None if no load has arrived
         self.load_at = 0.0  # time at which the last load arrived
         self.draining = False  # the worker has announced its end; reset by the next hello
@@ -143,7 +144,7 @@ class WorkerLink(Generic[Open]):
 
     @property
     def refuses_new(self) -> bool:
-        """Whether the worker refuses all requests without output."""
+        """Whether the worker refuses every request without earlier output, because its max_queued_requests is 0."""
         return self.load is not None and self.load.refuses_new
 
     @property
@@ -297,16 +298,16 @@ class WorkerLink(Generic[Open]):
             unsent.clear()
         self._events.on_down(self, orphans)
 
-    def _messages_due(self) -> int | None:
-        """Returns the number of messages so far, or None before the first load. After it, a message is due every second."""
+    def _count_while_loads_are_due(self) -> int | None:
+        """Returns the number of received messages; None before the first load, after which one is due every second."""
         return self._num_received if self.load is not None else None
 
-    def _steps_due(self) -> int | None:
-        """Returns the number of messages so far, or None if no choice is open."""
-        return self._messages_due() if self.open else None
+    def _count_while_steps_are_due(self) -> int | None:
+        """Returns the number of received messages; None before the first load, and while no choice is open."""
+        return self._count_while_loads_are_due() if self.open else None
 
     async def _end_when_silent(self, call: Call) -> None:
-        why = await until_lost(self.address, self._patience, self._messages_due, self._steps_due)
+        why = await until_lost(self.address, self._patience, self._count_while_loads_are_due, self._count_while_steps_are_due)
         logger.warning("worker is lost: %s", why, extra=fields(address=self.address))
         call.cancel()
 

@@ -38,7 +38,7 @@ class Form:
     """The parts of the output that the client wants for one prompt."""
 
     logprobs: LogprobSettings | None  # requested log probabilities, or None
-    hidden: bool  # whether the output has no tokens and no text, because max_new_tokens is 0
+    without_output: bool  # whether the output has no tokens and no text, because max_new_tokens is 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class _RenderedOutput:
         if not self._has_prompt_logprobs:
             self._has_prompt_logprobs = True
             await self._input.add(self._prompt_entries())
-        if self.form.hidden:
+        if self.form.without_output:
             return
         self.text += orjson.dumps(delta.text)[1:-1]
         if delta.token_ids:
@@ -96,7 +96,7 @@ class _RenderedOutput:
         return zip(ids, chain((None,), known))  # noqa: B905
 
     def meta(self, ending: Ending | None) -> bytes:
-        fields = orjson.dumps(_meta_of(self.choice, ending, self._count, self.form.hidden))[1:-1]
+        fields = orjson.dumps(_meta_of(self.choice, ending, self._count, self.form.without_output))[1:-1]
         return fields + self._input.json(b"input") + self._output.json(b"output")
 
 
@@ -154,8 +154,8 @@ def _entry(token: int, value: float | None, texts: Texts | None) -> list[Any]:
     return [None if value is None else max(value, LOWEST), token, text]
 
 
-def _meta_of(choice: Choice, ending: Ending | None, count: int, hidden: bool) -> dict[str, Any]:
-    meta: dict[str, Any] = {"id": choice.request_id, "finish_reason": _finish_reason(ending, hidden)}
+def _meta_of(choice: Choice, ending: Ending | None, count: int, without_output: bool) -> dict[str, Any]:
+    meta: dict[str, Any] = {"id": choice.request_id, "finish_reason": _finish_reason(ending, without_output)}
     if ending is None:
         return meta | {
             "prompt_tokens": len(choice.prompt.ids),
@@ -165,7 +165,7 @@ def _meta_of(choice: Choice, ending: Ending | None, count: int, hidden: bool) ->
         }
     return meta | {
         "prompt_tokens": ending.prompt_tokens,
-        "completion_tokens": 0 if hidden else ending.completion_tokens,
+        "completion_tokens": 0 if without_output else ending.completion_tokens,
         "cached_tokens": ending.cached_tokens,
         **({} if ending.cached_by_tier is None else {"cached_tokens_details": ending.cached_by_tier}),
         "weight_version": WEIGHT_VERSION,
@@ -184,13 +184,13 @@ def _verified(ending: Ending) -> dict[str, Any]:
     return {"spec_verify_ct": rows, "spec_draft_token_num": drafted, "spec_accept_token_num": accepted, **shares}
 
 
-def _finish_reason(ending: Ending | None, hidden: bool) -> dict[str, Any] | None:
+def _finish_reason(ending: Ending | None, without_output: bool) -> dict[str, Any] | None:
     if ending is None:
         return None
     if ending.finish_reason == "abort":
         return {"type": "abort", "message": ABORT_MESSAGE, "status_code": None, "err_type": None}
-    if ending.finish_reason == "length" or hidden:
-        return {"type": "length", "length": 0 if hidden else ending.completion_tokens}
+    if ending.finish_reason == "length" or without_output:
+        return {"type": "length", "length": 0 if without_output else ending.completion_tokens}
     return {"type": "stop", "matched": ending.matched}
 
 
@@ -204,6 +204,6 @@ class EncodeRenderer:
 
     @staticmethod
     def _output(choice: Choice, ending: Ending | None) -> dict[str, Any]:
-        meta = _meta_of(choice, ending, 0, hidden=True)
+        meta = _meta_of(choice, ending, 0, without_output=True)
         del meta["completion_tokens"]
         return {"embedding": choice.vector(), "meta_info": meta}
