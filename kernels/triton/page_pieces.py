@@ -35,12 +35,14 @@ def _bring_pieces_kernel(rows, pages, parts, num_rows, num_pieces, BLOCK: tl.con
 
 
 def bring_pieces(rows: Tensor, pages: Tensor, parts: Tensor) -> None:
-    """Copies each part of each row to its page in the part's pool.
+    """Copies pages from memory that the device can read to the pools.
+
+    A row is the memory of one page in all pools. Part j of row i is copied to page pages[i] of pool j.
 
     All tensors are on the device. No address is checked. Addresses, sizes and offsets are multiples of 8 bytes.
 
     Args:
-        rows: int64[n], addresses of rows that the device can read.
+        rows: int64[n], address of each row.
         pages: int64[n], the page of the pools to which each row is copied.
         parts: int64[p, 3], for each part of a row: address of its pool, bytes of a page there, offset of the part in the row.
 

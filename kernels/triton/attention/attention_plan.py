@@ -95,8 +95,8 @@ class Launch:
     There are three ways to split the keys of a tile:
 
     - even: each tile has `splits` splits, the grid's second axis.
-    - dealt (extra > 0): each row has one split, and the device deals `extra` additional splits to the longest rows. `splits` is
-    1.
+    - dealt (extra > 0): each row has one split, and the device deals `extra` additional splits to the longest rows.
+      `splits` is 1.
     - fixed: splits have min_blocks blocks each and begin at multiples of their size, so that a token's result does not depend on
       the launch. A tile has at most split_capacity splits. Program i of a tile's `splits` programs computes the splits i,
       i + splits, …; if `splits` is 0, one program computes all splits.

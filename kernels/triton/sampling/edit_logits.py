@@ -28,7 +28,8 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 def penalized(x, counts, repetition, frequency, presence):
     """Applies repetition, frequency and presence penalties to x. Tokens with a count of 0 have no penalty.
 
-    The float32 quotient and product equal the rounded float64 results. A finite x does not become infinite.
+    The float32 quotient and product are correctly rounded, so they equal the results of the reference, which rounds float64. A
+    finite x does not become infinite.
     """
     scaled = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
