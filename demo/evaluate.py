@@ -51,7 +51,7 @@ def batches(items: list) -> Iterator[list]:
 
 
 def task_accuracy(answer: Answer, task: str, questions: int, rng: Random) -> tuple[float, str]:
-    """Returns the share of right answers, and a wrong answer if there is one."""
+    """Returns the share of right answers, and the last wrong answer with its question; "" if all are right."""
     right, wrong = 0, ""
     for batch in batches([sample_held_out(task, rng) for _ in range(questions)]):
         for (question, _), given in zip(batch, answer([user_turn(question) for question, _ in batch]), strict=True):
@@ -67,7 +67,10 @@ def user_turn(question: str) -> Messages:
 
 
 def chat_accuracy(answer: Answer, turns: int, questions: int, rng: Random) -> tuple[float, str]:
-    """Returns the share of conversations with a right last answer. The earlier answers are given."""
+    """Returns the share of conversations with a right last answer, and the last wrong answer.
+
+    The model gets the earlier answers of a conversation.
+    """
     right, wrong = 0, ""
     for batch in batches([conversation(rng, turns, sample_held_out) for _ in range(questions)]):
         for messages, given in zip(batch, answer([messages[:-1] for messages in batch]), strict=True):

@@ -322,7 +322,10 @@ def save_learners(learners: dict[str, nn.Module], ids: Tensor, out: Path) -> Non
 
 
 def load_learners(learners: dict[str, nn.Module], ids: Tensor, start: Path) -> None:
-    """Loads the weights of save_learners. The head's rows are loaded for tokens that its old vocabulary had."""
+    """Loads the weights that save_learners() wrote.
+
+    Rows of EAGLE's head for tokens outside of its saved vocabulary do not change.
+    """
     for name, learner in learners.items():
         if name == "draft":
             learner.load_state_dict(Qwen3ForCausalLM.from_pretrained(start / FOLDERS[name], dtype=torch.float32).state_dict())
