@@ -152,7 +152,7 @@ def _section(name: str, rows: list[Row]) -> str:
 class Counterpart:
     """A metric of SGLang and its counterpart."""
 
-    theirs: str  # SGLang's name, for histograms without _bucket, _sum and _count
+    theirs: str  # SGLang's name; that of a histogram has no suffix (_bucket, _sum, _count)
     ours: str  # name here; empty: there is no counterpart
     why: str = ""  # why there is no counterpart
 

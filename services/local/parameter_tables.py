@@ -118,7 +118,8 @@ OPERATIONS = (
     *texts_operations.OPERATIONS,
     *server.operations(metrics=True, playground=True),
 )
-# The bodies that have a table of fields, by the table's name, with the fields that the server knows and does not act on.
+# Request bodies with a table of fields in the reference pages, by the table's name. The second value lists the fields that the
+# server knows and does not act on.
 BODIES: Mapping[str, tuple[type[BaseModel], KnownFields]] = {
     "chat": (ChatCompletionRequest, known_fields.CHAT),
     "completion": (CompletionRequest, known_fields.COMPLETION),

@@ -135,7 +135,8 @@ def _secret_of(folder: Path) -> bytes | None:
         return None
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ValueError(
-            f"{path} belongs to another user or is readable by others, so page keys can be forged. Own it as this user, mode 0600"
+            f"{path} belongs to another user or is readable by others, so page keys can be forged. Make this user its owner, and"
+            " set mode 0600"
         )
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"{path} is not a secret of a file tier: it has not exactly {SECRET_BYTES} bytes")

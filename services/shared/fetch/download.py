@@ -239,7 +239,7 @@ def check_convertible(names: Iterable[str]) -> None:
     found = _convertible_files(names)
     if found and importlib.util.find_spec("transformers") is None:
         raise Unfetchable(
-            f"it has {', '.join(found)} but no {TOKENIZER_FILE}, and this image has no transformers to convert them. Set"
+            f"the source has {', '.join(found)} but no {TOKENIZER_FILE}, and this image has no transformers to convert them. Set"
             f" modelCache.prefetch.image.repository to rootstock/worker, or add a {TOKENIZER_FILE} to the source."
         )
 

@@ -17,7 +17,7 @@ MIN_TOKENS = 512  # default of the gateway's --disaggregation-min-tokens
 class Kill:
     """The death of a worker. Times are in seconds."""
 
-    worker: int  # row of the worker
+    worker: int  # index of the worker in the fleet, from 0
     at: float  # virtual time of its death
     back_after_s: float = 0.0  # time from its death to its restart without KV; 0: it never restarts
 

@@ -115,7 +115,13 @@ class SchedulerControl:
         self._scheduler.paused = False
 
     def flush_cache(self) -> int:
-        """Forgets the cached prefixes that no request, reservation or operation uses. Returns the number of freed pages."""
+        """Evicts every unlocked page of the prefix cache.
+
+        Before that, all KV reservations end, and the results of running operations on device pages are discarded.
+
+        Returns:
+            The number of evicted pages.
+        """
         scheduler = self._scheduler
         scheduler.reservations.end_all()
         if scheduler.tiers is not None:
@@ -209,7 +215,7 @@ class SchedulerControl:
         changes = dict(changes)
         ratio = changes.pop("new_token_ratio", None)
         if ratio is not None and not 0.0 <= float(ratio) <= 1.0:
-            raise ValueError("new_token_ratio: must be within 0 and 1")
+            raise ValueError("new_token_ratio: must be between 0 and 1")
         config = _retuned(scheduler.config, changes, len(scheduler.memory.slots.num_pages))
         config = dataclasses.replace(config, max_running_requests=scheduler.config.max_running_requests)
         limit = int(changes.get("max_running_requests", planner.extends.running_limit))
@@ -252,7 +258,7 @@ def _retuned(config: SchedulerConfig, changes: Mapping[str, Tunable], num_slots:
     if values.get("chunked_prefill_size") == UNCHUNKED:
         values["chunked_prefill_size"] = 0
     if int(values.get("max_running_requests", 1)) > num_slots:
-        raise ValueError(f"max_running_requests: must be within 1 and {num_slots}, its value at the worker's start")
+        raise ValueError(f"max_running_requests: must be between 1 and {num_slots}, its value at the worker's start")
     if "schedule_policy" in values:
         values["schedule_policy"] = SchedulePolicy(str(values["schedule_policy"]))
     return dataclasses.replace(config, **values)  # type: ignore[arg-type]

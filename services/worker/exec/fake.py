@@ -312,7 +312,7 @@ class FakeExecutor:
         return kv
 
     def _land(self, pages: I32 | None = None) -> float:
-        """Copies the pages of loads that were reported early, if a load has ended or a step needs its pages now.
+        """Copies the pages of early-reported loads, up to the last load that has ended or whose pages a step needs now.
 
         Args:
             pages: pages that a step needs now, or None to copy the pages of all loads.

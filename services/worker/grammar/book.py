@@ -170,7 +170,7 @@ class CompiledBook:
         """
         if not cached.has_overrun:
             cached.has_overrun = True
-            logger.info("a grammar exceeded its CPU time; a second overrun will refuse it: %s", spec.kind)
+            logger.info("a grammar exceeded its CPU time; the worker refuses it after a second overrun: %s", spec.kind)
             return True
         self._refuse_compiled(spec, f"{spec.label}: {TOO_SLOW}")
         return False

@@ -285,7 +285,7 @@ class TestConversion:
             environment = {**ENVIRONMENT, "HF_ENDPOINT": server.url}
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
             assert not [each for each in server.received if "/resolve/" in each.path]
-        assert done.returncode == 1 and done.stderr.startswith("org/a: it has qwen.tiktoken but no tokenizer.json, and ")
+        assert done.returncode == 1 and done.stderr.startswith("org/a: the source has qwen.tiktoken but no tokenizer.json, and ")
         assert "modelCache.prefetch.image.repository to rootstock/worker" in done.stderr
 
     def test_fetch_ends_with_the_reason_when_transformers_cannot_convert(self, tmp_path: Path) -> None:

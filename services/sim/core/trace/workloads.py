@@ -59,7 +59,7 @@ def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: in
     A random `share` of them begin with the same prefix; the others have no common tokens.
     """
     if not 0 <= share <= 1:
-        raise ValueError("share must be within 0 and 1")
+        raise ValueError("share must be between 0 and 1")
     if prefix % BLOCK_SIZE:
         raise ValueError(f"prefix must be a multiple of {BLOCK_SIZE}, the tokens of a block")
     rng = np.random.default_rng(seed)
@@ -100,7 +100,7 @@ def two_lengths(
         seed: seed of all random choices.
     """
     if not 0 <= share <= 1:
-        raise ValueError("share must be within 0 and 1")
+        raise ValueError("share must be between 0 and 1")
     rng = np.random.default_rng(seed)
     is_long = rng.permutation(requests) < round(share * requests)
     times = _arrivals(requests, rate, rng)
@@ -154,7 +154,7 @@ def grammars(
     The grammar lets the model sample 1 to 2 * between - 1 tokens, then forces a run of a length drawn from `runs`, and so on.
     """
     if not 0 <= share <= 1:
-        raise ValueError("share must be within 0 and 1")
+        raise ValueError("share must be between 0 and 1")
     if between < 1 or not runs or min(runs) < 1:
         raise ValueError("between and runs must be at least 1")
     rng = np.random.default_rng(seed)

@@ -50,7 +50,8 @@ class Phase(enum.IntEnum):
     EXTEND = 1
     DECODE = 2
     FINISHED = 3
-    GATED = 4  # it waits for its grammar or an import, outside of the waiting queue
+    # The request waits, outside of the waiting queue, for its grammar to compile or for KV pages from another tier or worker.
+    GATED = 4
 
 
 _LEGAL: dict[Phase, tuple[Phase, ...]] = {
@@ -342,7 +343,7 @@ class Outputs:
         output.tokens += tokens
 
     def add_news(self, request: Request) -> None:
-        """Adds the unsent tokens of one request, with their logprobs and the results of its prediction."""
+        """Adds the unsent tokens of one request, with their logprobs and the counts of add_predicted()."""
         self._add_tokens(request)
         self.add_predicted(request)
 
@@ -363,7 +364,7 @@ class Outputs:
             self._peer(request.peer).logprobs.append((request.handle, rows))
 
     def add_predicted(self, request: Request) -> None:
-        """Adds the verification results of a request with a prediction."""
+        """Adds how many draft tokens were verified and accepted, if the client has sent a prediction of the output."""
         if len(request.prediction):
             self._peer(request.peer).predicted.append((request.handle, request.progress.verified))
 

@@ -80,7 +80,7 @@ def receive_reply(line: Connection, deadline: float) -> bytes:
     """Receives a reply and returns its payload. Raises CarrierRefuses for a refusal, and OSError."""
     head = bytearray(_REPLY.size)
     if line.receive_into(head, deadline) < len(head):
-        raise ConnectionError("the NIXL carrier has ended")
+        raise ConnectionError("the process that runs NIXL has ended")
     is_done, size = _REPLY.unpack(head)
     payload = _payload(line, size, deadline)
     if not is_done:

@@ -72,7 +72,7 @@ class DeviceSampler:
         """Allocates the slots' table and the edited logits.
 
         Args:
-            relay: int64[slots], see ForwardPass.
+            relay: int64[slots], the last token sampled for each slot. The sampler writes it, and the next pass reads it.
             max_rows: largest number of rows of a batch, if it is larger than max_slots.
         """
         self.max_slots = max_slots
@@ -101,8 +101,6 @@ class DeviceSampler:
     @property
     def ring(self) -> UploadRing:
         return self._ring
-
-    # Admission
 
     def admission(self, admitted: Sequence[SlotParams]) -> Admission:
         """Returns the columns for admit().
@@ -136,8 +134,6 @@ class DeviceSampler:
     def admit(self, views: Mapping[str, Tensor]) -> None:
         self._slots.admit(views)
 
-    # Inputs on the device
-
     def fixed_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
         """Returns inputs with constant addresses for a graph, without masks and losses."""
         size, device = len(slots), self._streams.device
@@ -157,8 +153,6 @@ class DeviceSampler:
         assert size == len(positions) < len(empty.loss_offsets), "a batch has at most max_rows rows"
         unmasked, lossless = empty.mask_rows[:size], empty.loss_offsets[: size + 1]
         return SampleRows(slots, positions, unmasked, empty.masks, lossless, empty.loss_ids, empty.losses)
-
-    # A step
 
     def follow(self, plan: BatchPlan) -> None:
         """Adds the tokens of the plan's extend rows to the token counts for penalties.

@@ -52,7 +52,8 @@ class ForwardPass:
         Args:
             table: int32[slots, pages], the page table.
             relay: int64[slots], the last token sampled for each slot.
-            unwritten: int32[1], to which the number of reads of POISON from the relay is added; None to not check for POISON.
+            unwritten: int32[1], to which each pass adds the number of rows that read POISON from the relay, because no token
+                was sampled for their slot. None: no check.
         """
         self.model, self.pool = model, pool
         self._kernels, self.table, self._relay = kernels, table, relay

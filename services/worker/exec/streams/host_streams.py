@@ -24,7 +24,7 @@ CLOSE_TIMEOUT_S = 30.0  # seconds for which close() waits for the thread
 
 
 class _PassedMark:
-    """A Mark of a CPU. It has been passed, because all earlier work is done."""
+    """A point on the stream of a CPU (see Mark). It has been passed, because all earlier work is done."""
 
     def wait(self) -> None:
         return
@@ -34,7 +34,7 @@ class _PassedMark:
 
 
 class HostArrival:
-    """An Arrival of a CPU. A thread that waits is blocked."""
+    """A load of KV pages on a CPU (see Arrival). wait() blocks the calling thread until the group is loaded."""
 
     def __init__(self, groups: int) -> None:
         assert groups, "a load has at least one group"
