@@ -139,10 +139,8 @@ def test_worker_kinds_scale_by_their_own_queues(tmp_path: Path) -> None:
     """Scales two decode workers and one prefill worker before any request has ended.
 
     rootstock:enough_workers is then twice the number of workers. It bounds the backlog metric of the decode workers, which are
-    two
-    thirds of all workers. A role's metrics do not include requests and tokens of the other role. Running requests count as a
-    share
-    of their worker's slots; the second decode worker has twice the slots.
+    two thirds of all workers. A role's metrics do not include requests and tokens of the other role. Running requests count as a
+    share of their worker's slots; the second decode worker has twice the slots.
     """
     both = {"enabled": True}
     scaled = {"worker": {"autoscaling": both, "prefill": {"autoscaling": both}}}

@@ -11,7 +11,9 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-FOREIGN = "x-foreign-key"  # marks a key of another chart, which this chart refuses
+# Mark of a name from another chart in the schema of the Helm values. The templates refuse such a name with advice, so it is not
+# a public name.
+FOREIGN = "x-foreign-key"
 _ALTERNATIVES = ("allOf", "anyOf", "oneOf")
 
 

@@ -57,7 +57,7 @@ def test_allowed_reason_applies_only_to_listed_folders() -> None:
     assert allowed("torch sees no GPU", "tests/exec/test_sync.py") is None
 
 
-def test_testing_page_names_every_package() -> None:
+def test_documentation_of_tests_lists_every_optional_package() -> None:
     text = (ROOT / "docs/how-to/test.md").read_text()
     assert all(f"`{package}`" in text for package in PACKAGES.values())
     assert all((ROOT / folder).is_dir() for skip in ALLOWED for folder in skip.folders)

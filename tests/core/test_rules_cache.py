@@ -284,7 +284,7 @@ class TestEvents:
         return make(page_size=page_size, num_pages=4096 // page_size, context_len=1024, chunked_prefill_size=256)
 
     def run(self, engine: Engine, handle: int, tokens: list[int], salt: str = "") -> set[bytes]:
-        """Computes the prompt. Returns the names of its blocks in whole pages."""
+        """Computes the tokens as a prompt, and returns the hashes of the blocks in its whole pages."""
         engine.submit(handle, tokens, salt=salt, max_new_tokens=1)
         engine.drain()
         page = engine.config.page_size

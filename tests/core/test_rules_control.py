@@ -29,12 +29,12 @@ def busy(overlap: bool = True) -> Engine:
     return engine
 
 
-EACH_MODE = pytest.mark.parametrize("overlap", [True, False])
+WITH_AND_WITHOUT_OVERLAP = pytest.mark.parametrize("overlap", [True, False])
 
 
 class TestPause:
     @pytest.mark.by_day(one_in=2, seed=9)
-    @EACH_MODE
+    @WITH_AND_WITHOUT_OVERLAP
     @pytest.mark.parametrize("mode", PauseMode)
     def test_pause_stops_planning_and_queues_new_requests(self, overlap: bool, mode: PauseMode) -> None:
         engine = busy(overlap)
@@ -51,7 +51,7 @@ class TestPause:
         assert engine.finishes[9].reason is FinishReason.LENGTH
 
     @pytest.mark.by_day(one_in=2, seed=2)
-    @EACH_MODE
+    @WITH_AND_WITHOUT_OVERLAP
     def test_abort_pause_ends_all_requests(self, overlap: bool) -> None:
         engine = busy(overlap)
         engine.control.pause(PauseMode.ABORT, engine.now)
@@ -62,7 +62,7 @@ class TestPause:
             engine.check_answer(handle)
 
     @pytest.mark.by_day(one_in=2)
-    @EACH_MODE
+    @WITH_AND_WITHOUT_OVERLAP
     def test_retract_pause_frees_all_memory(self, overlap: bool) -> None:
         engine = busy(overlap)
         engine.control.pause(PauseMode.RETRACT, engine.now)
@@ -74,7 +74,7 @@ class TestPause:
         self.end(engine)
 
     @pytest.mark.by_day(one_in=2, seed=2)
-    @EACH_MODE
+    @WITH_AND_WITHOUT_OVERLAP
     def test_in_place_pause_keeps_the_memory(self, overlap: bool) -> None:
         engine = busy(overlap)
         before = engine.core.stats()
@@ -337,7 +337,7 @@ class TestEndsOfRanges:
         for handle in range(6):
             engine.check_answer(handle)
 
-    def test_no_request_without_output_is_queued_when_none_may_wait(self) -> None:
+    def test_queue_accepts_only_requests_with_output_when_its_limit_is_0(self) -> None:
         engine = retuned(max_queued_requests=0)
         engine.submit(0, [1] * 4, max_new_tokens=1)
         engine.submit(1, [1] * 4, max_new_tokens=1, priority=9)
@@ -351,7 +351,7 @@ class TestEndsOfRanges:
         ]
         assert engine.core.stats().refuses_new
 
-    def test_running_requests_continue_when_none_may_wait(self) -> None:
+    def test_running_requests_continue_when_the_queue_limit_becomes_0(self) -> None:
         engine = make()
         engine.submit(0, [1] * 4, max_new_tokens=20, ignore_eos=True)
         for _ in range(4):

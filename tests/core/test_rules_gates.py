@@ -54,7 +54,7 @@ class TestPrefixGate:
         assert [engine.finishes[handle].cached_tokens for handle in range(40)].count(64) == 20
         check_run(engine)
 
-    def test_prefix_gate_delays_no_request_behind_a_blocked_request(self) -> None:
+    def test_prefix_gate_admits_requests_behind_a_blocked_request(self) -> None:
         engine = wide()
         for handle, prefix in enumerate((1, 1, 2, 1, 3)):
             engine.submit(handle, prompt(prefix, handle), max_new_tokens=4, ignore_eos=True)

@@ -617,7 +617,7 @@ def _step(pair: Pair, what: str, prompts: dict[int, list[int]]) -> list[int]:
     return begun
 
 
-def test_pull_pays_when_computing_is_not_measured() -> None:
+def test_worker_pulls_pages_when_compute_time_is_not_measured() -> None:
     pair = Pair()
     pair.second = worker(reads_peers=True)
     pair.second.executor.peers[ADDRESS] = pair.first.executor

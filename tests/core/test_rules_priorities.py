@@ -22,7 +22,7 @@ def running(engine: Engine) -> list[int]:
 
 
 def start(engine: Engine, priorities: list[int], max_new: int = 40) -> None:
-    """Admits requests 0, 1, 2 and so on with these priorities, until all of them decode."""
+    """Submits one request per priority, with its index as the handle, and runs turns until all of them decode."""
     for handle, priority in enumerate(priorities):
         engine.submit(handle, [handle + 1] * 8, priority=priority, max_new_tokens=max_new, ignore_eos=True)
         engine.turn()

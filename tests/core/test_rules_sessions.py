@@ -48,12 +48,12 @@ def refused(engine: Engine, handle: int) -> str:
     return finish.message
 
 
-EACH_MODE = pytest.mark.parametrize("overlap", [True, False])
+WITH_AND_WITHOUT_OVERLAP = pytest.mark.parametrize("overlap", [True, False])
 
 
 class TestTurns:
     @pytest.mark.by_day(one_in=2)
-    @EACH_MODE
+    @WITH_AND_WITHOUT_OVERLAP
     def test_turn_appends_to_the_latest_turn(self, overlap: bool) -> None:
         engine = opened(overlap)
         first = say(engine, 0, [1] * 9)
@@ -64,7 +64,7 @@ class TestTurns:
         assert third == [*second, *engine.outputs[1], 4]
 
     @pytest.mark.by_day(one_in=2, seed=2)
-    @EACH_MODE
+    @WITH_AND_WITHOUT_OVERLAP
     def test_turn_finds_earlier_turns_cached(self, overlap: bool) -> None:
         engine = opened(overlap)
         first = say(engine, 0, [1] * 9)
@@ -107,7 +107,7 @@ class TestTurns:
         say(engine, 5, [1], parent="r0")
 
     @pytest.mark.by_day(one_in=2)
-    @EACH_MODE
+    @WITH_AND_WITHOUT_OVERLAP
     def test_turn_is_correct_under_retraction(self, overlap: bool) -> None:
         engine = opened(overlap, retract_interval=2)
         for handle in range(4):

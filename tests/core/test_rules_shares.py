@@ -34,7 +34,7 @@ def prefill_of(engine: Engine, step: int) -> dict[int, int]:
 
 
 def chunks_until_first_token(engine: Engine, handle: int) -> int:
-    """Returns the number of steps from now on before the step with the request's last prompt token."""
+    """Runs turns until the request's last prompt token is planned, and returns the number of turns before that turn."""
     for count in range(200):
         engine.turn()
         request = engine.core.queues.by_key.get((0, handle))
@@ -54,9 +54,10 @@ class TestOrder:
     def test_request_waits_for_at_most_two_chunks_of_another_flow(
         self, batch: tuple[bytes, int], policy: SchedulePolicy, overlap: bool, length: int
     ) -> None:
-        """The first chunk is in the step in flight.
+        """Checks that a request waits for at most two chunks of the other flow.
 
-        The second chunk is in the step that is planned while the first step runs, if the request's flow was served just before.
+        1. The step in flight has a chunk of the other flow.
+        2. The next step, which is planned while that step runs, has another one if the request's flow was served just before.
         """
         engine = Engine(config_of(policy), overlap)
         for handle in range(20):
@@ -87,7 +88,7 @@ class TestOrder:
         for handle in range(10):
             engine.submit(handle, prompt(handle, CHUNK * 8), payer=(b"a", 0, 1.0), max_new_tokens=1)
             engine.drain()
-        for handle in (20, 21, 22, 23):  # both have as much from here on
+        for handle in (20, 21, 22, 23):  # both tenants send the same number of prompt tokens from here on
             engine.submit(handle, prompt(handle, CHUNK * 4), payer=(b"ab"[handle % 2 :][:1], 0, 1.0), max_new_tokens=1)
         before = len(engine.plans)
         engine.drain()

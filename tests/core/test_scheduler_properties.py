@@ -238,7 +238,7 @@ def test_scheduler_gives_the_same_plans_for_the_same_calls(config: SchedulerConf
 @pytest.mark.by_day(one_in=2, seed=16)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_small_pool_aborts_only_the_request_that_does_not_fit(page_size: int, overlap: bool) -> None:
+def test_small_pool_aborts_only_the_requests_that_do_not_fit(page_size: int, overlap: bool) -> None:
     engine = Engine(config_of(page_size, 64, 4, 16), overlap)
     engine.submit(0, [40] * 20, max_new_tokens=70, ignore_eos=True)
     for handle in range(1, 6):

@@ -90,7 +90,9 @@ class Launcher:
         argv = process.cmdline()
         if "--worker-id" in argv:
             return str(argv[argv.index("--worker-id") + 1])
-        if "server" in " ".join(argv[:1]):  # Redis replaces its command line; only the state store has a folder
+        # A running Redis replaces its command line by its title, which contains "server". Only the state store has --dir, and
+        # runs in a folder below `state`.
+        if "server" in " ".join(argv[:1]):
             return "state" if Path(process.cwd()).is_relative_to(self.folder / "state") or "--dir" in argv else "redis"
         service = next((word.removeprefix(SERVICES) for word in argv if word.startswith(SERVICES)), "")
         return "" if service == "local" else service  # a forked process before its exec

@@ -21,9 +21,11 @@ from tests.night import NIGHTLY
 
 SMALL = {"gateways": 1, "tokenizers": 1, "detokenizers": 1, "dtype": "auto"}
 SLOTS = 16  # concurrent requests of the only worker of the `shared` fleet
+# Together, the modest clients need about half of the worker's slots.
 MODEST = 9  # number of modest clients
-ARRIVALS, EVERY_S = 9, 0.6  # requests per modest client, and seconds between two of them; nine clients need half of the worker
-LATE_S = 1.5  # seconds after the last request in which responses count as in time
+ARRIVALS = 9  # requests per modest client
+EVERY_S = 0.6  # seconds between two requests of a modest client
+LATE_S = 1.5  # a response counts as in time until this many seconds after ARRIVALS * EVERY_S
 TOKENS = 30
 FAIR_SHARE = 0.9
 GREED = 200  # concurrent requests of the greedy client, about fifty times as many as those of a modest client

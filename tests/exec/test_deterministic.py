@@ -125,7 +125,7 @@ def test_seed_decides_the_text(executor: Executor) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kernels"), [("float16", "auto"), ("float32", "torch")])
-def test_build_refuses_dtypes_and_kernels_without_deterministic_kernels(folder: Path, dtype: str, kernels: str) -> None:
+def test_build_refuses_dtypes_and_back_ends_without_a_deterministic_mode(folder: Path, dtype: str, kernels: str) -> None:
     with pytest.raises(ValueError, match="deterministic"):
         made_of(folder, dtype, kernels=kernels)
 

@@ -1,8 +1,7 @@
 """The device executor with decode graphs, on a CPU.
 
 GraphDouble detects launches that a real graph would replay wrongly, and StepGuard detects host waits during a step. The tokens
-must
-equal those of the executor on host streams.
+must equal those of the executor on host streams.
 """
 
 from __future__ import annotations
@@ -210,8 +209,8 @@ def test_graphs_serve_any_batch_up_to_the_largest_size(device: Device, cpu: Exec
         assert (device.graphs.replays > before) == (count <= 8)
 
 
-class Coming(HostArrival):
-    """The arrival of a load whose groups of layers are all queued. It records the waits."""
+class RecordedLoad(HostArrival):
+    """A load that is never complete. wait() records the group and the number of graph replays so far, and does not block."""
 
     def __init__(self, device: Device, groups: int, waits: list[tuple[int, int]]) -> None:
         super().__init__(groups)
@@ -231,7 +230,7 @@ def test_graph_waits_for_a_whole_load_into_a_new_page(device: Device) -> None:
     runner = device.executor.runner
     layers = len(runner.passes.pool.keys)
     for page in (0, 1):
-        runner._arrivals.add(i32([page]), LayerGroups.for_pools([layers]), Coming(device, layers, waits))
+        runner._arrivals.add(i32([page]), LayerGroups.for_pools([layers]), RecordedLoad(device, layers, waits))
     before = device.graphs.replays
     driver.prefill([sequence])
     assert waits == [(layer, before) for layer in range(layers)]
@@ -258,7 +257,7 @@ def test_graph_ignores_grammar_masks_of_earlier_steps(device: Device) -> None:
 
 
 @of_one_model
-def test_graph_clears_all_masks_when_too_many_rows_lose_theirs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_forgets_earlier_masks_when_a_step_has_too_many_losses(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_sampler, "MAX_LOSSES", -1)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -280,7 +279,7 @@ def test_captured_addresses_stay_allocated(folder: Path) -> None:
 
 
 @of_one_model
-def test_row_faults_separately_without_allowed_tokens_or_with_broken_parameters(device: Device) -> None:
+def test_step_reports_a_fault_for_each_faulty_row(device: Device) -> None:
     driver = Driver(device.executor, PAGE_SIZE)
     too_many = SamplingParams(8, temperature=0.0, logit_bias=tuple((index % 250, 1.0) for index in range(2000)))
     rows = [Sequence([1, 2, 3], 0, greedy()), Sequence([1, 2, 3], 1, greedy()), Sequence([1, 2], 2, too_many)]
@@ -328,7 +327,9 @@ def test_forced_tokens_replace_sampled_tokens_in_penalties(device: Device, cpu: 
 
 
 def with_forced_tokens(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]:
-    """Decodes rows until one of them, with all kinds of sampling, gets six forced tokens.
+    """Decodes rows of different kinds of sampling, the first of which gets six forced tokens after three tokens.
+
+    Then each row decodes until it has six output tokens; those of the first row count from the forced tokens on.
 
     Args:
         chunks: numbers of forced tokens that the next steps compute.
@@ -348,7 +349,7 @@ def with_forced_tokens(driver: Driver, chunks: list[int], beside: int = 3) -> li
 
 
 @each_value(indirect=("folder",), chunks={"whole": [7], "many": [1, 3, 2, 1], "two": [4, 3]}, folder=BOTH)
-def test_known_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, chunks: list[int]) -> None:
+def test_forced_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, chunks: list[int]) -> None:
     runner = device.executor.runner
     runner.graph_limits = GraphLimits(8, 1000)
     steps = runner.stats.eager_steps
@@ -363,7 +364,8 @@ def test_known_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, chu
 def test_start_measures_the_cost_of_a_step_without_a_graph(folder: Path) -> None:
     """The cost is measured as a share of the step's time.
 
-    This share and the bytes of weights and KV determine how many KV tokens a graph may read a second time.
+    A graph has a row for each forced token, so it reads the KV of a request once per forced token. This share and the bytes of
+    weights and KV limit these rereads.
     """
     runner = Device(folder, eager_cost=None, max_graph_rows=3).executor.runner
     found = runner.graph_limits
@@ -373,7 +375,7 @@ def test_start_measures_the_cost_of_a_step_without_a_graph(folder: Path) -> None
 
 
 @of_one_by_day
-def test_known_tokens_use_no_graph_when_rereads_exceed_the_limit(device: Device) -> None:
+def test_forced_tokens_use_no_graph_when_rereads_exceed_the_limit(device: Device) -> None:
     runner = device.executor.runner
     runner.graph_limits = GraphLimits(8, 20)
     steps = runner.stats.eager_steps
@@ -383,7 +385,7 @@ def test_known_tokens_use_no_graph_when_rereads_exceed_the_limit(device: Device)
 
 @of_one_by_day
 def test_graph_samples_only_slots_when_rows_outnumber_slots(folder: Path, cpu: Executor) -> None:
-    """The masks of two such graphs must be separate."""
+    """Two graphs with more rows than slots must have separate masks. Otherwise, one would apply the masks of the other's step."""
     device = Device(folder, slots=2, max_graph_rows=16)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32

@@ -18,21 +18,23 @@ ALONE = DeviceMemoryUse(
 
 @dataclass(frozen=True)
 class Case:
+    """The memory of a device and the settings, with the expected size of the KV pool."""
+
     use: DeviceMemoryUse
-    fraction: float
-    reserve: int
-    left: int
+    fraction: float  # mem_fraction_static
+    reserve: int  # bytes that stay free
+    expected_mib: int  # expected size of the KV pool in MiB
 
 
 CASES = {
-    "all parts and the driver's own 10 count": Case(ALONE, 0.9, 0, 900 - 300 - 50 - 20 - 30 - 10),
-    "what others hold counts": Case(replace(ALONE, free_now=490 * MIB), 0.9, 0, 900 - 400 - 210),
-    "parts that were held are not counted twice": Case(
+    "all parts and 10 MiB of the driver": Case(ALONE, 0.9, 0, 900 - 300 - 50 - 20 - 30 - 10),
+    "memory of other processes": Case(replace(ALONE, free_now=490 * MIB), 0.9, 0, 900 - 400 - 210),
+    "parts that are already allocated": Case(
         replace(ALONE, free_now=640 * MIB, allocated_now=("weights", "graphs", "workspace")), 0.9, 0, 900 - 400 - 10
     ),
     "nothing allocated yet": Case(replace(ALONE, free_now=990 * MIB, allocated_now=()), 0.9, 0, 900 - 400 - 10),
-    "the reserve is below the rest": Case(ALONE, 0.9, 60 * MIB, 490),
-    "the reserve is above the rest": Case(ALONE, 0.9, 200 * MIB, 390),
+    "reserve below the unused fraction": Case(ALONE, 0.9, 60 * MIB, 490),
+    "reserve above the unused fraction": Case(ALONE, 0.9, 200 * MIB, 390),
     "the whole device": Case(ALONE, 1.0, 0, 590),
     "no memory left": Case(ALONE, 0.2, 0, 0),
     "more free memory than expected": Case(replace(ALONE, free_now=800 * MIB), 0.9, 0, 500),
@@ -43,7 +45,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_kv_pool_bytes_subtracts_all_other_parts(name: str) -> None:
     case = CASES[name]
-    assert kv_pool_bytes(case.use, case.fraction, case.reserve) == case.left * MIB
+    assert kv_pool_bytes(case.use, case.fraction, case.reserve) == case.expected_mib * MIB
 
 
 @pytest.mark.by_day(one_in=2, seed=7)

@@ -199,9 +199,11 @@ BATCHES = {
 }
 
 
-# Every CPU uses the general tiles for float32 and for head sizes without dot products: the cases have each batch, page size and
-# window once, and more queries than a tile and more values than a block. With dot products, a row of few queries (tokens times
-# heads of a group, below 8) reads keys unpacked, and others pack them: both cases run with each head size.
+# Every CPU uses the general tiles for float32, and for bfloat16 with the head sizes 20 and 80, which the kernels with bf16 dot
+# products do not support. The cases of these tiles have each batch, page size and window. Some have more queries than a tile and
+# more values than a block.
+# On a CPU with bf16 dot products, other bfloat16 cases use the kernels with dot products. A tile with fewer than 8 queries
+# (tokens times heads of a group) reads keys unpacked; other tiles pack keys. Each head size has cases of both kinds.
 ATTENTION = [
     (torch.float32, "one-decode", (4, 2, 64), (1, 0)),
     (torch.float32, "first-token", (7, 1, 128), (16, 24)),

@@ -1,4 +1,4 @@
-"""Compares the executor's sampler over the C++ kernels with the torch reference over columns made by hand.
+"""Compares the executor's sampler, which runs the C++ kernels, with the torch reference, whose columns the test makes.
 
 Also checks faults, counts and padding of both.
 """
@@ -74,7 +74,7 @@ def case_of(slot: SlotParams, vocab_size: int) -> SlotCase:
 @pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
 @each_value(vocab_size=[1, 33, 257, 1000, 258], tied={"distinct": False, "tied": True})
 def test_sampler_samples_as_reference(kernels: SampleKernels, vocab_size: int, tied: bool) -> None:
-    """Both sides run the same steps: C++ in the sampler, the reference over columns made by hand."""
+    """Runs the same steps in the sampler with C++ kernels, and in the reference with columns that the test makes."""
     chance, numbers = random.Random(vocab_size), np.random.default_rng(vocab_size)
     sampler, slots = Sampling(SLOTS, vocab_size, kernels), []
     for index in range(SLOTS):

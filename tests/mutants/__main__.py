@@ -165,9 +165,9 @@ def main() -> int:
             suites.append(Suite("beside", Path(name) / "beside"))
             copy_of_the_tree(suites[1].root)
             tests_of(arguments.beside, suites[1].root)
-            for suite in suites:  # runs the tests without a fault
+            for suite in suites:  # both copies share one build folder, so that the kernels are compiled only once
                 (suite.root / "build").symlink_to(Path(name))
-        for area in areas if not arguments.known_good else ():
+        for area in areas if not arguments.known_good else ():  # the first run: the tests must pass without a fault
             if suites[0].finds_fault(AREAS[area]):
                 raise SystemExit(f"{area}: the tests fail without a fault; repair them first\n{suites[0].log.read_text()}")
         chosen = [fault for fault in FAULTS if fault.area in areas and arguments.match in fault.name]

@@ -27,7 +27,7 @@ TREE = "a tree"
 
 
 class Reading:
-    """A reader and two workers, a and b, with ten pages of the same prompt in a KV reservation of the same number."""
+    """A reader, and two workers a and b. Both have ten pages of the same prompt in the KV reservation RESERVATION."""
 
     def __init__(self, wire: Wire = WIRE) -> None:
         self.reservations = OpenReservations()
@@ -88,7 +88,7 @@ def test_read_fails_when_reservation_ends_early(spoil: Callable[[Reading], None]
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param({"epoch": 2}, id="of a worker's other start"),
+        pytest.param({"epoch": 2}, id="another start of the worker"),
         pytest.param({"number": 8}, id="no such reservation"),
         pytest.param({"secret": b"t" * 16}, id="another secret"),
         pytest.param({"address": "d"}, id="no such worker"),

@@ -21,9 +21,10 @@ from tests.benchmarks.gpu.replay import microseconds
 
 HOW = (
     "One layer's attention in bf16 over shuffled pages: decode rows of equal and of uneven lengths, and prompts; pages of 16 and"
-    " 64. Median over replays of a CUDA graph, without the time of planning. FlashInfer's kinds marked `graph` are planned from"
-    " the number of rows, like captured steps; its other kinds from the lengths. Triton's kinds have the splits of its plan or a"
-    " fixed number of splits per row. Difference: largest absolute difference from Triton's outputs, which are of the order of 1."
+    " 64. Median over replays of a CUDA graph, without the time of planning. FlashInfer kernels marked `graph` are planned from"
+    " the number of rows, as in captured steps. Other FlashInfer kernels are planned from the lengths of the rows. Triton kernels"
+    " have a fixed number of splits per row if they are marked `splits`, and otherwise the splits of Triton's plan. Difference:"
+    " largest absolute difference from the outputs of Triton's plan, which are of the order of 1."
 )
 COLUMNS = ("step", "page", "kernel", "µs", "GB/s", "difference")
 SPLITS = (1, 2, 4)

@@ -22,6 +22,7 @@ RANDOM = frozenset(
 )
 # Names of fields with a number of cached tokens. It depends on the other requests, which fill the prefix cache too.
 CACHED = frozenset(("cached_tokens", "cached_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens"))
+# Names of fields whose texts are appended when two pieces of a value are joined.
 JOINED = frozenset(("content", "reasoning_content", "text", "arguments", "delta", "partial_json", "thinking", "refusal", "name"))
 DONE = "[DONE]"
 
@@ -91,7 +92,7 @@ def _events(text: str) -> Iterator[Any]:
 def assembled(events: list[Any]) -> list[Any]:
     """Returns the events of a stream in a form that does not depend on where the stream is cut.
 
-    1. All chunks of the choice with one index become one choice.
+    1. Chunks with the same choice index become one choice.
     2. Consecutive deltas of one content part become one delta.
     3. SGLang's events are cumulative, so only the last event of each index remains.
     """
@@ -161,7 +162,10 @@ def _without_message(answer: Answer) -> Answer:
 
 
 def _without_cached(value: Any) -> Any:
-    """Removes the numbers of cached tokens. Anthropic's input_tokens exclude cached tokens, so these are added to them first."""
+    """Removes the numbers of cached tokens.
+
+    Anthropic's input_tokens exclude cached tokens. The function therefore adds the cached tokens to input_tokens.
+    """
     if isinstance(value, list):
         return [_without_cached(each) for each in value]
     if not isinstance(value, dict):

@@ -231,7 +231,9 @@ def interrupted_scan(at_once: int) -> Iterator[list[bytes]]:
     raise TimeoutError
 
 
-def test_news_returns_many_keys_in_parts_after_a_failed_scan(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_news_returns_at_most_its_limit_per_call_after_a_failed_scan(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_page_store, "NEWS_KEYS", 4)
     clock = Hours()
     first, it = store(server), RedisPageStore(server.url, PAGE, 60, IDENTITY, clock)

@@ -177,7 +177,7 @@ def test_failed_deletion_of_an_unreadable_file_precedes_the_next_write(tmp_path:
     assert write(it, keys(2, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {B} and readable(it) == keys(2, tag=B)
 
 
-def test_write_reads_as_few_sizes_with_many_segments_as_with_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_reads_no_more_sizes_when_there_are_many_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store updates sums of sizes, and does not add up the sizes of all segments."""
     num_reads = 0
 

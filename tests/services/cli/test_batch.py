@@ -105,7 +105,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Batches
         thread.join()
 
 
-def test_examples_in_the_help_of_batch_run(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_runs_each_example_of_its_help(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
     batches.statuses = ["validating", "in_progress", "completed"]
     for example in COMMANDS["batch"].examples:
         assert main(example.split()[1:]) == Exit.DONE

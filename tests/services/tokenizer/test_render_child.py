@@ -187,7 +187,7 @@ CALL_TEMPLATES = {
 }
 
 
-def test_renderer_writes_a_call_in_the_form_of_the_template() -> None:
+def test_renderer_writes_a_tool_call_in_the_form_of_the_template() -> None:
     for name, (template, want) in CALL_TEMPLATES.items():
         child = renderer(template)
         for said in ({}, {"content": None}, {"content": ""}):

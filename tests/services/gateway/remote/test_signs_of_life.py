@@ -44,7 +44,7 @@ async def ends(work: Coroutine[Any, Any, Any], within_s: float) -> Any:
     return None
 
 
-def test_until_lost_reports_an_unreachable_machine_before_silence() -> None:
+def test_until_lost_reports_an_unreachable_machine_before_the_silence_limit() -> None:
     with machine(answers=False) as address:
         why = asyncio.run(ends(until_lost(address, Patience(60.0, WITHIN_S), lambda: 0), 20))
     assert why == "silent for 0.3 s, and accepts no connection"

@@ -1,4 +1,7 @@
-"""Tests that a hung loop is reported once, and that the limit of a step is above every allowed step and below a hung one."""
+"""Tests that a hung loop is reported once.
+
+The time limit of a step is longer than every allowed step takes, and shorter than a hung step.
+"""
 
 from __future__ import annotations
 
