@@ -54,7 +54,7 @@ class ExampleFleet:
     def find(self, _name: str | None) -> list[KnownWorker]:
         return self._workers
 
-    async def ask(self, *_call: object) -> list[WorkerResult]:
+    async def call(self, *_arguments: object) -> list[WorkerResult]:
         connected, away = self._workers
         return [WorkerResult(connected, {}), WorkerResult(away, {}, grpc.StatusCode.UNAVAILABLE, "connection refused")]
 

@@ -40,7 +40,7 @@ ELSEWHERE = {
     "BODY_STEP_BYTES": (BODIES, "test_body_budget_grows_in_steps_when_the_size_is_unknown"),
     "MAX_WAITING_BODIES": (
         GATEWAY + "http/test_body_pool.py",
-        "test_budget_refuses_a_body_when_all_other_bytes_belong_to_waiting_bodies",
+        "test_pool_refuses_a_body_when_all_other_bytes_belong_to_waiting_bodies",
     ),
     **dict.fromkeys(
         ("MAX_ENCODING_BYTES", "MAX_ENCODING_WAIT_S"), (LONG, "test_long_request_is_refused_when_the_budget_stays_full")
@@ -77,7 +77,7 @@ ELSEWHERE = {
         ("tests/exec/remote_kv/test_nixl.py", "MAX_STAGING_SLOTS + 1"),
     ),
     "MAX_CORPUS_BYTES": ("tests/services/worker/test_draft_corpus.py", "MAX_CORPUS_BYTES"),
-    "MAX_BATCH_WINDOW_S": (GATEWAY + "api/test_batches.py", "longer than the longest window"),
+    "MAX_BATCH_WINDOW_S": (GATEWAY + "api/test_batches.py", "longer than the longest completion_window"),
     "MAX_BATCH_RESULT_BYTES": (GATEWAY + "batches/test_line_results.py", "MAX_BATCH_RESULT_BYTES + 1"),
     "MAX_WORD_CHARS": (
         "tests/services/tokenizer/test_encoding_pieces.py",

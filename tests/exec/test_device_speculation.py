@@ -278,13 +278,13 @@ def test_answers_have_equal_bits_when_the_drafter_has_no_memory(
 
         monkeypatch.setattr(owner, name, narrow)
 
-    now_and_then_refused(executor.runner, "kept", 4)
+    now_and_then_refused(executor.runner, "copied_states", 4)
     now_and_then_refused(executor._steps._drafter, "_pass", 5)  # type: ignore[attr-defined]
     assert strings(WORLD, executor, target, range(1)) == strings(World(), plain, target, range(1))
     monkeypatch.setattr(DraftController, "choose", always)
     answer = alone(WORLD, executor, target)
     assert answer.bits() == alone(World(), plain, target).bits() and answer.verified.drafted > 0
-    assert refused.count("kept") > 1 and refused.count("_pass") > 1
+    assert refused.count("copied_states") > 1 and refused.count("_pass") > 1
     executor.close()
 
 

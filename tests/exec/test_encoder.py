@@ -94,7 +94,7 @@ def test_load_refuses_encoders_whose_vectors_depend_on_other_texts(tmp_path: Pat
         config = AutoConfig.for_model(name, **{**SHAPE, "pad_token_id": 0, "num_hidden_layers": 2, **options})
         torch.manual_seed(11)
         AutoModel.from_config(config).save_pretrained(tmp_path / name)
-        with pytest.raises(UnsupportedModel, match=r"is not supported|does not compute"), serving(tmp_path / name):
+        with pytest.raises(UnsupportedModel, match=r"is not supported|cannot compute"), serving(tmp_path / name):
             pass
 
 
@@ -187,7 +187,7 @@ def test_model_without_a_head_refuses_generation(name: str, tmp_path: Path) -> N
     FOLDERS[name].build(tmp_path)
     with serving(tmp_path) as (driver, info):
         assert not info.generates
-        with pytest.raises(ExecutorError, match="computes vectors and samples no tokens"):
+        with pytest.raises(ExecutorError, match="computes embeddings and samples no tokens"):
             driver.prefill([Sequence([5, 6, 7], 0, greedy(1))])
 
 
@@ -244,11 +244,11 @@ def test_read_pooling_refuses_unsupported_poolings(config: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("modules", "error", "message"),
     [
-        ([{"type": MODULE + "Pooling", "path": "../1_Pooling"}], CheckpointError, "outside its folder"),
-        ([{"type": MODULE + "Pooling", "path": ".."}], CheckpointError, "outside its folder"),
+        ([{"type": MODULE + "Pooling", "path": "../1_Pooling"}], CheckpointError, "outside of the model's folder"),
+        ([{"type": MODULE + "Pooling", "path": ".."}], CheckpointError, "outside of the model's folder"),
         ([{"path": "1_Pooling"}], CheckpointError, "without a type"),
         ({}, CheckpointError, "JSON array"),
-        ([{"type": MODULE + "Dense", "path": "2_Dense"}], UnsupportedModel, "modules.json has Dense"),
+        ([{"type": MODULE + "Dense", "path": "2_Dense"}], UnsupportedModel, "modules.json has modules Dense"),
         ([], UnsupportedModel, "0 Pooling modules"),
     ],
     ids=["outside", "parent", "no-type", "object", "dense", "none"],

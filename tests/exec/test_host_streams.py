@@ -75,7 +75,7 @@ def test_synchronize_is_refused_outside_of_work(streams: HostStreams) -> None:
 def test_collect_is_refused_after_close() -> None:
     streams = HostStreams(1)
     streams.close()
-    with pytest.raises(RuntimeError, match="the streams are closed"):
+    with pytest.raises(RuntimeError, match="called after close"):
         streams.collect(lambda: 1)
     streams.close()
 

@@ -249,7 +249,7 @@ def test_load_refuses_folders_that_cannot_draft(tmp_path: Path) -> None:
     (pickled / "pytorch_model.bin").touch()
     (pickled / "config.json").write_text((draft / "config.json").read_text().replace("ForCausalLM", "ForCausalLMEagle3"))
     messages = {
-        ("draft", str(draft)): "it has 100 tokens and the model 257",
+        ("draft", str(draft)): "its vocabulary has 100 tokens, fewer than the model's 257",
         ("draft", ""): "needs --speculative-draft-model-path",
         ("eagle3", str(draft)): "LlamaForCausalLM; that of an EAGLE-3 head",
         ("eagle3", str(pickled)): "is for a model of 100 tokens",

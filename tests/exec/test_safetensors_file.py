@@ -67,14 +67,14 @@ def test_read_header_refuses_a_wrong_entry(case: str, written: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     {
-        "empty": (b"", "no safetensors"),
-        "seven bytes": (b"1234567", "no safetensors"),
-        "header beyond the end": (struct.pack("<Q", 100) + b"{}", "no safetensors"),
-        "header above the cap": (struct.pack("<Q", 1 << 62), "no safetensors"),
-        "no JSON": (struct.pack("<Q", 2) + b"{,", "no JSON"),
-        "no text": (struct.pack("<Q", 2) + b"\xff\xfe", "no JSON"),
-        "nested too deeply": (struct.pack("<Q", 200_000) + b"[" * 200_000, "no JSON"),
-        "a list": (struct.pack("<Q", 2) + b"[]", "no JSON object"),
+        "empty": (b"", "not a safetensors file"),
+        "seven bytes": (b"1234567", "not a safetensors file"),
+        "header beyond the end": (struct.pack("<Q", 100) + b"{}", "not a safetensors file"),
+        "header above the cap": (struct.pack("<Q", 1 << 62), "not a safetensors file"),
+        "not JSON": (struct.pack("<Q", 2) + b"{,", "not JSON"),
+        "no text": (struct.pack("<Q", 2) + b"\xff\xfe", "not JSON"),
+        "nested too deeply": (struct.pack("<Q", 200_000) + b"[" * 200_000, "not JSON"),
+        "a list": (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
         "duplicate name": (struct.pack("<Q", 13) + b'{"a":1,"a":2}', "twice"),
     }.values(),
     ids=str,
@@ -89,7 +89,7 @@ def test_read_header_refuses_a_header_above_the_limit_of_the_format(tmp_path: Pa
     with (tmp_path / "x").open("wb") as file:  # a sparse file
         file.write(struct.pack("<Q", 100_000_001))
         file.truncate(200_000_000)
-    with pytest.raises(CheckpointError, match="no safetensors"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         read_header(tmp_path / "x")
 
 

@@ -282,13 +282,13 @@ def test_stream_weights_names_the_file_when_an_index_is_wrong(
     assert len(set(index["weight_map"].values())) > 2
     index["weight_map"][NAME] = next(file for file in index["weight_map"].values() if file != index["weight_map"][NAME])
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=f"{index['weight_map'][NAME]} does not hold {NAME}"):
+    with pytest.raises(CheckpointError, match=f"{index['weight_map'][NAME]} has no tensor {NAME}"):
         streamed(tmp_path, device)
 
 
 @pytest.mark.parametrize(
     ("tensor", "message"),
-    [(torch.zeros(64, 97), r"shape \(64, 97\), the config asks for \(64, 96\)"), (torch.zeros(64, 96).double(), "is F64")],
+    [(torch.zeros(64, 97), r"shape \(64, 97\); the config requires \(64, 96\)"), (torch.zeros(64, 96).double(), "is F64")],
 )
 def test_stream_weights_allocates_nothing_when_shape_or_dtype_is_wrong(
     tensor: Tensor, message: str, broken: Path, device: torch.device

@@ -47,7 +47,7 @@ while not is_whole(folder, source):
         former = present
         if still == MAX_STILL:
             sys.exit(
-                f"{folder} has {', '.join(names)} but no tokenizer.json. Convert it on a machine with transformers:"
+                f"{folder} has {', '.join(names)} but no tokenizer.json. Convert them on a machine with transformers:"
                 f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}`."
             )
     time.sleep(PERIOD_S)

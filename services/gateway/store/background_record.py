@@ -87,7 +87,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationUpdate:
+class StoredConversationUpdate:
     """The new content of a conversation's record, which the end of a response writes."""
 
     name: str  # name of the record
@@ -100,7 +100,7 @@ class FinalRecords:
     """The records that the end of a response writes."""
 
     record: bytes  # record of the response
-    conversation: ConversationUpdate | None = (
+    conversation: StoredConversationUpdate | None = (
         None  # the extended conversation, or None if the response belongs to no conversation
     )
 

@@ -176,7 +176,8 @@ class TestHostTierSize:
 
     def test_set_size_is_refused_when_not_free(self) -> None:
         with pytest.raises(
-            NotEnoughHostMemory, match=r"asks for \d+ MiB; \d+ MiB are free after the KV pool.* Set it to \d+ or less"
+            NotEnoughHostMemory,
+            match=r"hicache_size is \d+ MiB; \d+ MiB are free after the KV pool.* Set hicache_size to \d+ or less",
         ):
             self.sized(size=900 * PAGE)
 

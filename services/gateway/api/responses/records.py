@@ -16,7 +16,7 @@ import orjson
 from rootstock_llm.services.gateway.api.responses.items import REFERENCE, response_of
 from rootstock_llm.services.gateway.generation.bodies import Hold
 from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request, unavailable
-from rootstock_llm.services.gateway.store.background_record import OPEN, ConversationUpdate, FinalRecords
+from rootstock_llm.services.gateway.store.background_record import OPEN, StoredConversationUpdate, FinalRecords
 from rootstock_llm.services.gateway.store.state_store import Changed, StateStore, StoreAway, StoredRecord
 from rootstock_llm.services.shared import limits
 
@@ -128,7 +128,9 @@ class Records:
         context_bytes = last["bytes"] - len(orjson.dumps({**last, "bytes": 0}))
         return orjson.dumps(record_of({**last["response"], **change}, last["input"], last["chain"], context_bytes))
 
-    async def _extended_conversation(self, owner: str, conversation_id: str, items: Sequence[Json]) -> ConversationUpdate | None:
+    async def _extended_conversation(
+        self, owner: str, conversation_id: str, items: Sequence[Json]
+    ) -> StoredConversationUpdate | None:
         try:
             conversation, version = await self._conversation(owner, conversation_id, "conversation")
         except ApiError as error:
@@ -141,7 +143,7 @@ class Records:
         if len(content) > limits.MAX_RECORD_BYTES:
             logger.warning("did not extend a conversation, because its record would be too large")
             return None
-        return ConversationUpdate(conversation_id, version, content)
+        return StoredConversationUpdate(conversation_id, version, content)
 
     async def response(self, owner: str, response_id: str) -> Json:
         found: Json = (await self._response(owner, response_id, "response_id"))["response"]

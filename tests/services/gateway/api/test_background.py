@@ -242,7 +242,7 @@ def test_background_refuses_invalid_and_excess_requests(
     system.allow(0)
     begun = [begin(clients[number % 2]) for number in range(8)]
     assert code_of(lambda: begin(clients[0])) == (429, "background_full")
-    monkeypatch.setattr(system.gateway._background._runner, "_most", 4)
+    monkeypatch.setattr(system.gateway._background._runner, "_max_runs", 4)
     assert code_of(lambda: begin(clients[0])) == (503, "queue_full")
     monkeypatch.setattr(system.gateway._background, "_most_streams", 0)
     assert background_work.MAX_BACKGROUND_STREAMS and code_of(lambda: stream_events(clients[0], begun[0])) == (503, "queue_full")

@@ -17,7 +17,7 @@ from rootstock_llm.services.gateway.store.background_past import pages
 from rootstock_llm.services.gateway.store.background_record import (
     BackgroundOrder,
     BackgroundStatus,
-    ConversationUpdate,
+    StoredConversationUpdate,
     FinalRecords,
     Piece,
 )
@@ -325,7 +325,7 @@ def test_finish_extends_the_conversation_in_the_same_write(server: RedisServer) 
                 ordered,
                 1,
                 BackgroundStatus.COMPLETED,
-                FinalRecords(b"whole", ConversationUpdate("conv_a", version, content)),
+                FinalRecords(b"whole", StoredConversationUpdate("conv_a", version, content)),
                 [],
             )
 

@@ -177,7 +177,7 @@ def test_profile_writes_a_chrome_trace_of_the_steps(build: Callable[[int], Devic
     executor, path = build(8), tmp_path / "steps.trace.json"
     before = greedy_tokens(executor)
     executor.apply(StartProfile(path))
-    with pytest.raises(OperationRefused, match="is running already"):
+    with pytest.raises(OperationRefused, match="is already running"):
         executor.apply(StartProfile(tmp_path / "second"))
     assert greedy_tokens(executor, 4) == before[:4]
     executor.apply(StopProfile())
@@ -191,7 +191,7 @@ def test_profile_writes_a_chrome_trace_of_the_steps(build: Callable[[int], Devic
 def test_profile_ends_when_the_trace_cannot_be_written(build: Callable[[int], DeviceExecutor], tmp_path: Path) -> None:
     executor = build(8)
     executor.apply(StartProfile(tmp_path / "absent" / "x.json"))
-    with pytest.raises(OperationRefused, match="cannot write"):
+    with pytest.raises(OperationRefused, match="cannot be written"):
         executor.apply(StopProfile())
     executor.apply(StartProfile(tmp_path / "x.json"))
     executor.apply(StopProfile())

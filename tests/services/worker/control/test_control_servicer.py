@@ -490,7 +490,7 @@ def test_invalid_tunable_is_named_and_changes_nothing(name: str, value: Any, mes
         ("SlowDown", pb.SlowDownRequest(step_delay_s=float("nan")), "step_delay_s"),
         ("Pause", pb.PauseRequest(), "mode"),
         ("Pause", pb.PauseRequest(mode=9), "mode"),  # type: ignore[arg-type]
-        ("SetInternalState", pb.SetInternalStateRequest(tunables={"chunk": pb.Value()}), "not set"),
+        ("SetInternalState", pb.SetInternalStateRequest(tunables={"chunk": pb.Value()}), "no field set"),
         ("StartProfile", pb.StartProfileRequest(name="../x"), "name"),
         ("StartProfile", pb.StartProfileRequest(name=".x"), "name"),
         ("StartProfile", pb.StartProfileRequest(name="x" * 101), "name"),
