@@ -16,7 +16,7 @@ import orjson
 from rootstock_llm.services.gateway.api.responses.items import REFERENCE, response_of
 from rootstock_llm.services.gateway.generation.bodies import Hold
 from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request, unavailable
-from rootstock_llm.services.gateway.store.background_record import OPEN, StoredConversationUpdate, FinalRecords
+from rootstock_llm.services.gateway.store.background_record import OPEN, FinalRecords, StoredConversationUpdate
 from rootstock_llm.services.gateway.store.state_store import Changed, StateStore, StoreAway, StoredRecord
 from rootstock_llm.services.shared import limits
 

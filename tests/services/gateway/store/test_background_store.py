@@ -17,9 +17,9 @@ from rootstock_llm.services.gateway.store.background_past import pages
 from rootstock_llm.services.gateway.store.background_record import (
     BackgroundOrder,
     BackgroundStatus,
-    StoredConversationUpdate,
     FinalRecords,
     Piece,
+    StoredConversationUpdate,
 )
 from rootstock_llm.services.gateway.store.background_store import (
     GIVEN_UP,
