@@ -72,7 +72,7 @@ def test_pool_fills_the_given_share_of_memory(folder: Path) -> None:
     executor, info = build(folder, num_pages=None, fraction=0.001)
     executor.close()
     assert info.num_pages > 64
-    with pytest.raises(PoolTooSmall, match="no page of 4 tokens"):
+    with pytest.raises(PoolTooSmall, match="no KV page of 4 tokens"):
         build(folder, num_pages=None, fraction=0.0)
 
 

@@ -384,7 +384,7 @@ def test_fill_computes_the_columns(page_size: int) -> None:
         (SHAPE, torch.float32, "bfloat16 and float16, not in float32"),
         (replace(SHAPE, head_dim=96), torch.float16, "not for 96"),
         (replace(SHAPE, num_kv_heads=3), torch.float16, "8 query heads are not a multiple of 3"),
-        (replace(SHAPE, page_size=0), torch.float16, "page of 0"),
+        (replace(SHAPE, page_size=0), torch.float16, "page_size is 0"),
         (replace(SHAPE, max_rows=40000), torch.float16, "not 40000"),
     ],
 )
