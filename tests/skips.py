@@ -56,7 +56,7 @@ ALLOWED = (
         "`make nightly`",
     ),
     Skip(
-        "no file system by FUSE can be mounted here",
+        "FUSE file systems cannot be mounted on this machine",
         ("tests/exec/",),
         "root, Debian's package fuse3, and PyPI's mfusepy, which `make env` leaves out",
     ),
