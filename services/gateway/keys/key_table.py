@@ -130,7 +130,7 @@ def _check_unique(keys: Iterable[ApiKey], forbidden: Mapping[bytes, str]) -> Non
             if digest in forbidden:
                 raise BadKeys(f"{key.name}: {forbidden[digest]} must not be an API key")
             if digest in owners:
-                raise BadKeys(f"{key.name}: the API key {owners[digest]} has the same secret")
+                raise BadKeys(f"{key.name}: the API key {owners[digest]} has the same value")
             owners[digest] = key.name
 
 

@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "name": (content({**A, "name": "a b"}), "keys[0].name"),
     "name's length": (content({**A, "name": "a" * (limits.MAX_KEY_NAME_CHARS + 1)}), "keys[0].name"),
     "same name": (content(A, {**A, "key": "other"}), "a: two API keys have this name"),
-    "same key": (content(A, {"name": "b", "sha256": digest("secret")}), "b: the API key a has the same secret"),
+    "same key": (content(A, {"name": "b", "sha256": digest("secret")}), "b: the API key a has the same value"),
     "models": (content({**A, "models": []}), "keys[0].models: must be a list of 1 to"),
     "a model's name": (content({**A, "models": ["a", ""]}), "keys[0].models"),
     "a model's long name": (content({**A, "models": ["a" * (limits.MAX_MODEL_NAME_CHARS + 1)]}), "keys[0].models"),
