@@ -103,5 +103,9 @@ def _by_architecture(table: Mapping[str, Any], architecture: str, model_type: st
     if parts := table["several_models"].get(architecture):
         return several_models(architecture, parts)
     if architecture not in table["served"]:
-        return unsupported(architecture, model_type, f"architecture {architecture} is not one of {', '.join(table['families'])}")
+        return unsupported(
+            architecture,
+            model_type,
+            f"architecture {architecture} is not of a family that this worker has code for: {', '.join(table['families'])}",
+        )
     return ""

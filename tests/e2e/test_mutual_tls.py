@@ -199,7 +199,7 @@ def test_certificates_and_authority_are_replaced_while_requests_run(system: Secu
         for signer, trusted in ((system.authority, (system.authority, new)), (new, (system.authority, new)), (new, (new,))):
             system.renew(signer, *trusted)
             time.sleep(CHECK_S + 0.2)
-            streams.more(STREAMS, "meanwhile")
+            streams.wait_for_more(STREAMS, "meanwhile")
         for name in ("redis", "tokenizer", "detokenizer", "prefill-0"):
             system.kill(name)
             system.start(name)

@@ -30,7 +30,7 @@ def test_load_phases_sums_times_by_phase() -> None:
 
 def test_load_phases_refuses_an_unknown_phase() -> None:
     with (
-        pytest.raises(ValueError, match=r"tokenizer is not a phase of loading; the phases are config, "),
+        pytest.raises(ValueError, match=r"unknown phase tokenizer of a start; the phases are config, "),
         LoadPhases().timed("tokenizer"),
     ):
         pass

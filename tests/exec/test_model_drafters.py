@@ -251,7 +251,7 @@ def test_load_refuses_folders_that_cannot_draft(tmp_path: Path) -> None:
     messages = {
         ("draft", str(draft)): "its vocabulary has 100 tokens, fewer than the model's 257",
         ("draft", ""): "needs --speculative-draft-model-path",
-        ("eagle3", str(draft)): "LlamaForCausalLM; that of an EAGLE-3 head",
+        ("eagle3", str(draft)): "LlamaForCausalLM; the architecture of an EAGLE-3 head ends in Eagle3",
         ("eagle3", str(pickled)): "is for a model of 100 tokens",
         ("mtp", ""): "no layer for multi-token prediction",
         ("mtp", str(draft)): "no layer for multi-token prediction",

@@ -410,7 +410,7 @@ def test_unreadable_batch_does_not_stop_other_batches(
     assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
     assert newer.id not in [each.id for each in client.batches.list()]
     system.allow(None)
-    wait_until(lambda: logged("a batch cannot be read"), "the next attempt to read the batch")
+    wait_until(lambda: logged("the record of a batch is unreadable"), "the next attempt to read the batch")
     assert wait_for_end(client, begin(client, [line(2)])).status == "completed"
     assert not logged("batches wait for the store"), "the other batches are still found"
     store.client.hset(key, "status", "in_progress")
