@@ -49,6 +49,24 @@ class RaggedRows:
     max_context: int  # largest starts[r] + num_tokens[r]
 
 
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The recurrent states of a step's rows: units of the state pools, -1 for none. No unit that is read is also written."""
+
+    before: Tensor  # int32[R]: unit of the state before the row's first token; -1: the row begins its sequence, with zeros
+    after: Tensor  # int32[R]: unit that gets the state after the row's last token
+    cuts: Tensor  # int32[R]: number of the row's first tokens after which the state is also stored in at_cut; 0: it is not
+    at_cut: Tensor  # int32[R]: unit that gets the state after `cuts` tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaGates:
+    """The weights by which a Gated DeltaNet layer computes the decay of its state, per value head."""
+
+    rates: Tensor  # float32[J], exp(A_log)
+    biases: Tensor  # float32[J], dt_bias
+
+
 def require_contiguous(*tensors: Tensor) -> None:
     """Checks that each tensor is contiguous. Raises ValueError with the shape of the first strided tensor."""
     for tensor in tensors:
@@ -180,3 +198,45 @@ class Kernels(Protocol):
             softcap: scores become softcap * tanh(score / softcap); 0 for no cap (Gemma 2, arXiv 2408.00118, section 2).
             sinks: [H], an additional score in each softmax of the head, without a value; None for no sinks.
         """
+
+
+class RecurrentKernels(Protocol):
+    """The kernels of recurrent layers. CpuKernels and the module rootstock_llm.kernels.reference.layers implement them."""
+
+    def gated_delta_rule(
+        self,
+        out: Tensor,
+        qkv: Tensor,
+        gates: Tensor,
+        weight: Tensor,
+        decay: DeltaGates,
+        rows: RaggedRows,
+        states: StateRows,
+        conv_pool: Tensor,
+        state_pool: Tensor,
+    ) -> None:
+        """Computes a causal convolution and the gated delta rule, one token after the other.
+
+        The source is Yang et al., arXiv 2412.06464, equation 10. S [D, E] is the state of a value head. A token has a key k and a
+        query q (both of length 1, q also divided by sqrt(D)), a value v, a decay a and a learning rate b:
+
+            S = a S + k (b (v - a S^T k))^T,    out = S^T q
+
+        Letters: I key heads, J value heads, D key size, E value size, C = 2 I D + J E channels, K taps, U units. Value head j
+        uses key head j // (J / I). All arithmetic is in float32; the result of the convolution is rounded to the model dtype
+        bits of a token do not depend on the way in which its sequence is cut into rows.
+
+        Args:
+            out: [T, J E].
+            qkv: [T, C], queries, keys and values before the convolution; overwritten.
+            gates: [T, 2 J], inputs of b = sigmoid(.), then inputs of a = exp(-rate * softplus(. + bias)).
+            weight: [C, K] of the convolution, whose result passes through silu.
+            decay: rate and bias of each value head.
+            rows: the tokens' rows.
+            states: the units that each row reads and writes.
+            conv_pool: [U, K - 1, C], the last inputs of the convolution, oldest first.
+            state_pool: float32[U, J, D, E].
+        """
+
+    def gated_rms_norm(self, out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
+        """Computes out [T, N] = rms_norm(x [T, N]) * silu(gate [T, N]) in float32, with weight [N]."""

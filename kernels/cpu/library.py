@@ -1,4 +1,4 @@
-"""Implements Kernels, StepKernels, SampleKernels and copies of pages with the C++ library.
+"""Implements Kernels, RecurrentKernels, StepKernels, SampleKernels and copies of pages with the C++ library.
 
 Layers take float32 and bfloat16 tensors. Each method checks shapes and passes addresses to the library.
 
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import PackedLinear, RaggedRows, misfit, require_contiguous
+from rootstock_llm.kernels.contracts.ops import DeltaGates, PackedLinear, RaggedRows, StateRows, misfit, require_contiguous
 from rootstock_llm.kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 from rootstock_llm.kernels.reference import layers
@@ -28,6 +28,8 @@ LAYER_SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
     "silu_and_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "rope_write_kv": [POINTER] * 8 + [INT64] * 5 + [FLOAT, INT, INT],
+    "gated_delta_rule": [POINTER] * 14 + [INT64] * 7 + [INT, INT],
+    "gated_rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
     "update_page_table": [POINTER] * 6 + [INT64] * 2 + [INT],
     "resolve_tokens": [POINTER] * 12 + [INT64] * 5 + [INT],
     "paged_attention": [POINTER] * 9 + [INT64] * 7 + [FLOAT, INT, INT, INT],
@@ -45,6 +47,7 @@ SAMPLING_SIGNATURES: dict[str, list[type]] = {
     "uniforms": [POINTER] * 3 + [INT64, INT],
 }
 BLOCK = 64  # output columns of a packed block
+MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
 
 
 class CpuKernels:
@@ -191,6 +194,44 @@ class CpuKernels:
         addresses = [tensor.data_ptr() for tensor in (out, qkv, k_pool, v_pool, *columns)]
         sizes = (len(rows.slots), width, heads, kv_heads, head_dim, page_size, window)
         self._call("paged_attention", *addresses, *sizes, scale, self._deterministic, _is_bfloat16(qkv))
+
+    def gated_delta_rule(
+        self,
+        out: Tensor,
+        qkv: Tensor,
+        gates: Tensor,
+        weight: Tensor,
+        decay: DeltaGates,
+        rows: RaggedRows,
+        states: StateRows,
+        conv_pool: Tensor,
+        state_pool: Tensor,
+    ) -> None:
+        """Implements RecurrentKernels.gated_delta_rule(). Raises ValueError if the shapes do not fit, or for more than 8 taps."""
+        require_contiguous(out, qkv, gates, weight, decay.rates, decay.biases, conv_pool, state_pool)
+        units, heads, key_dim, value_dim = state_pool.shape
+        channels, taps = weight.shape
+        key_channels = channels - heads * value_dim
+        key_heads = key_channels // (2 * key_dim)
+        fits = qkv.shape == (len(out), channels) and conv_pool.shape == (units, taps - 1, channels) and taps <= MOST_TAPS
+        if not fits or out.shape[1] != heads * value_dim or gates.shape != (len(out), 2 * heads) or heads % max(key_heads, 1):
+            raise misfit(out, qkv, gates, weight, conv_pool, state_pool)
+        if key_heads < 1 or 2 * key_heads * key_dim != key_channels or state_pool.dtype != torch.float32:
+            raise misfit(weight, state_pool)
+        columns = (rows.offsets, rows.num_tokens, states.before, states.after, states.cuts, states.at_cut)
+        if len({len(column) for column in columns}) > 1:
+            raise misfit(*columns)
+        tensors = (out, qkv, gates, weight, decay.rates, decay.biases, conv_pool, state_pool, *columns)
+        sizes = (len(out), len(rows.offsets), key_heads, heads, key_dim, value_dim, taps)
+        self._call("gated_delta_rule", *(tensor.data_ptr() for tensor in tensors), *sizes, _is_bfloat16(qkv))
+
+    def gated_rms_norm(self, out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
+        """Implements RecurrentKernels.gated_rms_norm(). Raises ValueError if the shapes do not fit."""
+        require_contiguous(out, x, gate, weight)
+        if not out.shape == x.shape == gate.shape or weight.shape[0] != x.shape[1]:
+            raise misfit(out, x, gate, weight)
+        places = (out.data_ptr(), x.data_ptr(), gate.data_ptr(), weight.data_ptr())
+        self._call("gated_rms_norm", *places, *x.shape, eps, _is_bfloat16(x))
 
     def update_page_table(self, table: Tensor, updates: DevicePageTableUpdates) -> None:
         """Implements StepKernels.update_page_table(). Raises ValueError if the shapes do not fit."""

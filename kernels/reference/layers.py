@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import PackedLinear, RaggedRows
+from rootstock_llm.kernels.contracts.ops import DeltaGates, PackedLinear, RaggedRows, StateRows
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 from rootstock_llm.kernels.reference.sampling import edit_logits as edit_logits
 from rootstock_llm.kernels.reference.sampling import measure_logprobs as measure_logprobs
@@ -100,6 +100,71 @@ def _sequence(pool: Tensor, pages: Tensor, length: int) -> Tensor:
     """
     picked = pool[pages].transpose(0, 1)
     return picked.reshape(picked.shape[0], -1, picked.shape[3])[:, :length].float()
+
+
+def gated_delta_rule(
+    out: Tensor,
+    qkv: Tensor,
+    gates: Tensor,
+    weight: Tensor,
+    decay: DeltaGates,
+    rows: RaggedRows,
+    states: StateRows,
+    conv_pool: Tensor,
+    state_pool: Tensor,
+) -> None:
+    columns = (rows.offsets, rows.num_tokens, states.before, states.after, states.cuts, states.at_cut)
+    for offset, count, before, after, cut, at_cut in torch.stack([column.long() for column in columns]).t().tolist():
+        conv, state = conv_pool.new_zeros(conv_pool.shape[1:]), state_pool.new_zeros(state_pool.shape[1:])
+        if before >= 0:
+            conv, state = conv_pool[before].clone(), state_pool[before].clone()
+        stops = sorted({count} | ({cut} if at_cut >= 0 and 0 < cut < count else set()))
+        first = 0
+        for stop in stops:
+            part = slice(offset + first, offset + stop)
+            conv, state = _delta_run(out[part], qkv[part], gates[part], weight, decay, conv, state)
+            for unit, end in ((at_cut, cut), (after, count)):
+                if unit >= 0 and end == stop:
+                    conv_pool[unit], state_pool[unit] = conv, state
+            first = stop
+
+
+def _delta_run(
+    out: Tensor, qkv: Tensor, gates: Tensor, weight: Tensor, decay: DeltaGates, conv: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes consecutive tokens of one sequence. Returns the inputs of the convolution and the state behind them.
+
+    Args:
+        conv: [K - 1, C], inputs before the first token.
+        state: float32[J, D, E], state before the first token.
+    """
+    heads, key_dim, value_dim = state.shape
+    inputs = torch.cat((conv, qkv))
+    taps = weight.shape[1]
+    windows = inputs.float().unfold(0, taps, 1)  # [tokens, C, K]
+    qkv.copy_(torch.nn.functional.silu((windows * weight.float()).sum(-1)))
+    split = (qkv.shape[1] - heads * value_dim) // 2
+    query, key, value = qkv.float().split((split, split, heads * value_dim), dim=1)
+    query, key = (_unit_length(each.view(len(qkv), -1, key_dim), heads) for each in (query, key))
+    value, query = value.view(len(qkv), heads, value_dim), query * key_dim**-0.5
+    rate, gate = gates.float().split(heads, dim=1)
+    decays = (-decay.rates * torch.nn.functional.softplus(gate + decay.biases)).exp()
+    for t in range(len(qkv)):
+        state = state * decays[t, :, None, None]
+        delta = (value[t] - torch.einsum("hde,hd->he", state, key[t])) * rate[t].sigmoid()[:, None]
+        state = state + key[t, :, :, None] * delta[:, None, :]
+        out[t] = torch.einsum("hde,hd->he", state, query[t]).flatten()
+    return inputs[len(inputs) - taps + 1 :], state
+
+
+def _unit_length(x: Tensor, heads: int) -> Tensor:
+    """Returns x, float32[T, I, D], scaled to length 1, with each key head repeated for its value heads."""
+    scaled = x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+    return scaled.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def gated_rms_norm(out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
+    out.copy_(_normed(x, weight, eps) * torch.nn.functional.silu(gate.float()))
 
 
 def write_kv(keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:

@@ -29,6 +29,27 @@ inline Vector load(const bf16* source) {
 
 inline void store(float* target, Vector values) { *reinterpret_cast<Vector*>(target) = values; }
 
+// Returns e^x of each lane, as numeric.h does.
+inline Vector exponential(Vector x) {
+    typedef int32_t Whole __attribute__((vector_size(4 * kWidth)));
+    const Vector low = Vector{} - 87.0f, high = Vector{} + 88.0f;
+    const Vector clamped = x < low ? low : (x > high ? high : x);
+    const Vector scaled = clamped * 1.44269504089f + 0.5f;
+    Whole whole = __builtin_convertvector(scaled, Whole);
+    whole += __builtin_convertvector(whole, Vector) > scaled;  // a comparison is -1 where it holds
+    const Vector exponent = __builtin_convertvector(whole, Vector);
+    const Vector rest = (clamped - exponent * 0.693359375f) + exponent * 2.12194440e-4f;
+    Vector poly = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    poly = poly * rest + 8.3334519073e-3f;
+    poly = poly * rest + 4.1665795894e-2f;
+    poly = poly * rest + 1.6666665459e-1f;
+    poly = poly * rest + 5.0000001201e-1f;
+    poly = poly * rest * rest + rest + 1.0f;
+    return x < low ? Vector{} : poly * (Vector)((whole + 127) << 23);
+}
+
+inline Vector silu(Vector x) { return x / (exponential(-x) + 1.0f); }
+
 // Returns the number of vectors per row of a tile for which all sums, a vector of columns and a broadcast element fit the registers.
 // The result is a power of two and at most `most`.
 constexpr int vectors_of(int rows, int most) {
