@@ -73,4 +73,6 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         disaggregation_hold_s=settings.disaggregation_hold_s,
         retract_interval=settings.retract_interval,
         random_seed=RANDOM_SEED,
+        groups=(),
+        state_interval=info.page_size,
     )

@@ -88,6 +88,7 @@ class Engine:
             time_model=TimeModel(per_page_moved=page_moved_s),
             clock=lambda: self.now,
             sleep=lambda seconds: None,
+            groups=config.groups,
         )
         self.executor.early_s = 0.0
         self.overlap = overlap
@@ -112,6 +113,11 @@ class Engine:
         """Overwrites the KV of free pages, so that a row that wrongly reads a free page computes a wrong token."""
         if isinstance(self.executor, FakeExecutor):
             self.executor.kv[self.core.memory.pages.free_pages()] = POISON
+            units = self.core.memory.units
+            if units is not None and units.windows is not None:
+                self.executor.window_kv[units.windows.free_units()] = POISON
+            if units is not None and units.states is not None:
+                self.executor.states[units.states.free_units()] = -POISON
 
     def submit(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,7 +80,14 @@ def session_traffic(rng: random.Random, engine: Engine) -> None:
         engine.core.close_session(name)
 
 
-def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked: bool = True) -> Engine:
+def drive(
+    config: SchedulerConfig,
+    seed: int,
+    steps: int,
+    overlap: bool,
+    checked: bool = True,
+    after_turn: Callable[[Engine], None] = lambda engine: None,
+) -> Engine:
     """Runs `steps` turns with random arrivals, aborts in every phase, and pauses in which all requests end."""
     rng = random.Random(seed)
     engine = Engine(config, overlap, checked, page_moved_s=rng.choice((0.0, 0.003, 0.05)))
@@ -125,6 +133,7 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked
         if rng.random() < 0.01:
             engine.drain()
         engine.turn()
+        after_turn(engine)
         assert engine.idle_turns < 3, "the scheduler is stuck with requests waiting"
     engine.drain()
     return engine

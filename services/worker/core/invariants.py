@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from rootstock_llm.services.worker.core.kv.cache_units import NO_UNIT
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.core.kv.other_tiers import OtherTiers
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
@@ -19,6 +20,7 @@ def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, 
     """Returns one sentence per broken invariant; empty if all invariants hold. Takes O(pool size)."""
     return (
         _page_states(queues, memory)
+        + _units(queues, memory)
         + _leases(queues, memory)
         + _blocked(queues)
         + _shares(queues)
@@ -45,6 +47,32 @@ def _page_states(queues: RequestQueues, memory: KVMemory) -> list[str]:
         out.append(f"{int((owners == 0).sum())} pages have no owner")
     if (owners > 1).any():
         out.append(f"{int((owners > 1).sum())} pages have two owners")
+    return out
+
+
+def _units(queues: RequestQueues, memory: KVMemory) -> list[str]:
+    """Checks that each unit of a cache group is free, held by one slot or owned by one cached page."""
+    units, out = memory.units, []
+    if units is None:
+        return []
+    leases = [request.kv.lease for request in queues.running() if request.kv.lease is not None]
+    held: list[list[int]] = [[] for _ in units.pools]
+    for lease in leases:
+        sizes = int(memory.slots.num_shared[lease.slot]), int(memory.slots.num_pages[lease.slot])
+        for index, found in enumerate(units.slot_units(lease.slot, *sizes)):
+            held[index] += found
+    if units.states is not None:
+        held[units.states.index] += units.leaving_units()
+    for pool in units.pools:
+        owned = [unit for unit, _ in pool.owned()]
+        owners = np.bincount([*pool.free_units().tolist(), *owned, *held[pool.index]], minlength=pool.num_units)
+        if (owners != 1).any():
+            out.append(f"{int((owners != 1).sum())} units of group {pool.index} have no owner or two owners")
+        cached = [unit for node in memory.tree.nodes() for unit in node.units[pool.index].tolist() if unit != NO_UNIT]
+        if sorted(cached) != owned or any((node.units[pool.index] == unit).sum() != 1 for unit, node in pool.owned()):
+            out.append(f"the units of group {pool.index} are not those of the cached pages")
+    if units.num_reserved and not leases:
+        out.append("window units are reserved, but no request runs")
     return out
 
 

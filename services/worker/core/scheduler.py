@@ -50,7 +50,8 @@ TIER_FIELDS = tuple(field.name for field in fields(TierStats))
 def configured_memory(
     config: SchedulerConfig, events: CacheEventLog | None = None, backups: BackupQueue | None = None
 ) -> KVMemory:
-    shape = KVShape(config.num_pages, config.page_size, config.max_running_requests, config.max_pages_per_request)
+    sizes = config.num_pages, config.page_size, config.max_running_requests, config.max_pages_per_request
+    shape = KVShape(*sizes, config.groups, config.state_interval, config.max_chunk)
     return KVMemory(shape, config.eviction_policy, config.enable_radix_cache, events, backups)
 
 

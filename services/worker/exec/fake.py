@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
 from rootstock_llm.services.worker.core.contracts.plan import (
     BatchPlan,
@@ -130,6 +131,7 @@ class FakeRun:
     ready_at: float  # time on the clock at which the step ends
     faults: dict[int, RowFault]  # by row of the plan
     predicted: NDArray[np.bool_]  # bool[rows], whether the row's draft tokens came from the request's prediction
+    wrong: set[int]  # rows whose window units or state are not those of their context
     sampled: bool = False
     tokens: I32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
@@ -158,6 +160,7 @@ class FakeExecutor:
         time_model: TimeModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        groups: Sequence[CacheGroup] = (),
     ) -> None:
         """Allocates the fake KV.
 
@@ -180,6 +183,12 @@ class FakeExecutor:
         self._busy_until = 0.0
         self.kv: I32 = np.full((num_pages, page_size), -1, dtype=np.int32)
         self.page_table: I32 = np.full((num_slots, pages_per_request), -1, dtype=np.int32)
+        units = {group.kind: group.num_units for group in groups}
+        self._window = next((group.window for group in groups if group.kind is CacheKind.WINDOW), 0)
+        self.window_kv: I32 = np.full((units.get(CacheKind.WINDOW, 0), page_size), -1, dtype=np.int32)
+        self.window_table: I32 = np.full_like(self.page_table, -1)
+        # States: the checksum of all tokens of a sequence.
+        self.states: NDArray[np.uint32] = np.zeros(units.get(CacheKind.STATE, 0), dtype=np.uint32)
         self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
         self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # number of tokens with valid KV, by slot
         self.host: dict[int, I32] = {}  # host tier: tokens of each page by host page
@@ -208,7 +217,9 @@ class FakeExecutor:
             "all columns of the plan have one element per row"
         )
         self._busy_until = max(self._busy_until, self._land(plan.table_pages))
-        self._apply_table(plan)
+        _apply_table(self.page_table, plan.table_slots, plan.table_firsts, plan.table_counts, plan.table_pages)
+        _apply_table(self.window_table, plan.window_slots, plan.window_firsts, plan.window_counts, plan.window_units)
+        wrong: set[int] = set()
         for admitted in plan.admitted:
             self.future_map[admitted.slot] = -1
             self._params[admitted.slot], self._drafted_for[admitted.slot] = admitted.params, admitted.drafted_for
@@ -229,6 +240,8 @@ class FakeExecutor:
                     "a decode row begins at the first position without KV"
                 )
             self._write(slot, start, ids)
+            if not self._advance_units(plan, row, slot, start, ids):
+                wrong.add(row)
             if count > len(ids):
                 assert self._drafted_for[slot], "draft tokens are planned only for requests that were admitted with drafted_for"
                 draft_tokens, predicted[row] = self._proposed(slot, self._read(slot, start + 1), count - 1)
@@ -237,7 +250,27 @@ class FakeExecutor:
         begin = max(self._busy_until, self._clock())
         self._busy_until = begin + self._time.seconds(plan)
         counts = np.ones(plan.num_rows, dtype=np.int32)
-        return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}), predicted)
+        return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}), predicted, wrong)
+
+    def _advance_units(self, plan: BatchPlan, row: int, slot: int, start: int, ids: I32) -> bool:
+        """Writes the window units and the states of a row. Returns whether those that the row reads are those of its context."""
+        fits = True
+        context = self._read(slot, start + len(ids))
+        if len(self.window_kv):
+            positions = np.arange(max(0, start - self._window + 1), start + len(ids))
+            units = self.window_table[slot, positions // self._page_size]
+            new = positions >= start
+            assert units[new].min() >= 0, "a row writes to window units that a plan has named"
+            self.window_kv[units[new], positions[new] % self._page_size] = ids
+            fits = bool((self.window_kv[units, positions % self._page_size] == context[positions]).all() and units.min() >= 0)
+        if len(self.states):
+            before, after = int(plan.state_before[row]), int(plan.state_after[row])
+            state = int(self.states[before]) if before >= 0 else 0
+            fits &= state == zlib.crc32(context[:start].tobytes())
+            if cut := int(plan.state_cuts[row]):
+                self.states[plan.state_at_cut[row]] = zlib.crc32(ids[:cut].tobytes(), state)
+            self.states[after] = zlib.crc32(ids.tobytes(), state)
+        return fits
 
     def _proposed(self, slot: int, context: I32, number: int) -> tuple[I32, bool]:
         """Returns draft tokens of a slot, and whether they come from its prediction."""
@@ -264,6 +297,7 @@ class FakeExecutor:
             params = self._params[int(plan.slots[row])]
             samples = bool(plan.sample[row]) and params.samples
             own = self._sample_row(plan, row, masks.get(row), behind.get(row)) if samples else [-1]
+            own = [(token + 1) % self._vocab_size for token in own] if row in run.wrong and samples else own
             if params.top_logprobs >= 0 and samples:
                 top, chosen = params.top_logprobs, len(params.logprob_token_ids)
                 run.logprobs |= {len(tokens) + index: fake_logprobs(token, top, chosen) for index, token in enumerate(own)}
@@ -501,3 +535,18 @@ class FakeExecutor:
         pages = self.page_table[slot, : -(-length // self._page_size)]
         assert len(pages) and pages.min() >= 0, "a row reads only pages in the page table"
         return self.kv[pages].reshape(-1)[:length].copy()
+
+
+def _apply_table(table: I32, slots: I32, firsts: I32, counts: I32, entries: I32) -> None:
+    """Applies a plan's updates to a table of the slots."""
+    slots, firsts_of = np.repeat(slots, counts), np.repeat(firsts, counts)
+    assert len(slots) == len(entries), "a page for every place that the updates name"
+    if not len(slots):
+        return
+    ends = np.cumsum(counts)
+    places = firsts_of + np.arange(len(slots)) - np.repeat(ends - counts, counts)
+    width = table.shape[1]
+    assert 0 <= places.min() <= places.max() < width, "an update beyond a slot's row of the page table"
+    named = slots.astype(np.int64) * width + places
+    assert len(np.unique(named)) == len(named), "two updates of one plan name the same place"
+    table[slots, places] = entries

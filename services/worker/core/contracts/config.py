@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
 from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
 
@@ -93,6 +94,8 @@ class SchedulerConfig:
     disaggregation_hold_s: float  # time limit of KV reservations, and of prefetched pages whose request does not arrive
     retract_interval: int  # for tests: number of decode steps after which one request is retracted; 0: never
     random_seed: int  # seed of the policy `random`
+    groups: tuple[CacheGroup, ...]  # caches beside the keys and values of every token, at most one of each kind
+    state_interval: int  # smallest distance in tokens between two chunk ends whose units are kept for prefix hits
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.num_pages < 1 or self.max_running_requests < 1:
@@ -112,8 +115,20 @@ class SchedulerConfig:
         for quota in (self.hicache_salt_quota, self.hicache_storage_salt_quota):
             if quota and self.page_bytes and not self.pages_within(quota):
                 raise ValueError(f"the salt quota of {quota} GB is smaller than one page of {self.page_bytes} bytes")
+        if self.groups and (self.host_pages or self.reads_peers or self.max_drafts):
+            raise ValueError("a model with windows or recurrent layers has no tiers, no remote KV and no draft tokens")
+        if self.groups and self.state_interval < self.page_size:
+            raise ValueError(f"state_interval {self.state_interval} is below page_size {self.page_size}")
         if self.max_drafts < 0:
             raise ValueError(f"max_drafts is {self.max_drafts}; it must not be negative")
+
+    @property
+    def max_chunk(self) -> int:
+        """Largest number of tokens of a chunk."""
+        size = self.chunked_prefill_size or self.context_len
+        return min(
+            max(min(size, self.max_prefill_tokens) if self.chunked_prefill_size else size, self.page_size), self.context_len
+        )
 
     @property
     def max_pages_per_request(self) -> int:

@@ -162,6 +162,18 @@ class BatchPlan:
     # [rows], largest number of draft tokens of a row; empty if the executor has no drafter. A decode row computes 1 + drafts
     # positions. Only the executor knows the first of them, because it depends on the tokens that the previous step accepts.
     drafts: I32 = field(default_factory=no_tokens)
+    # Updates of the window tables, in the form of the updates of the page tables. A slot's window table has the units of the
+    # windowed layers, and is stale before the window of its rows. Empty if the model has no windowed layers.
+    window_slots: I32 = field(default_factory=no_tokens)  # [updates]
+    window_firsts: I32 = field(default_factory=no_tokens)  # [updates]
+    window_counts: I32 = field(default_factory=no_tokens)  # [updates]
+    window_units: I32 = field(default_factory=no_tokens)  # flat
+    # State units of the recurrent layers, [rows] each; empty without such layers. No unit that a row reads is also written.
+    state_before: I32 = field(default_factory=no_tokens)  # state before the row's first token; -1: the sequence begins
+    state_after: I32 = field(default_factory=no_tokens)  # gets the state after the row's last token
+    # Number of the row's first tokens after which the state is also stored in state_at_cut; 0: it is not.
+    state_cuts: I32 = field(default_factory=no_tokens)
+    state_at_cut: I32 = field(default_factory=no_tokens)
     # Operations that begin when all previously launched steps have ended. A plan with operations and no rows is IDLE: it is not
     # launched and has no result.
     operations: tuple[PageOperation, ...] = ()
@@ -174,8 +186,8 @@ class BatchPlan:
 def idle_plan(operations: tuple[PageOperation, ...]) -> BatchPlan:
     """Returns a plan with operations and without rows."""
     none, no_rows = no_tokens(), np.empty(0, dtype=np.bool_)
-    columns = (none, none, none, none, no_rows, none, none, none, none, (), none, none, none, none, none)
-    return BatchPlan(NO_STEP, ForwardMode.IDLE, 0, *columns, operations)
+    columns = (none, none, none, none, no_rows, none, none, none, none, (), none, none, none, none)
+    return BatchPlan(NO_STEP, ForwardMode.IDLE, 0, *columns, operations=operations)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
 from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy
 from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.core.kv.cache_units import CacheUnits
 from rootstock_llm.services.worker.core.kv.radix_cache import RadixCache
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
@@ -25,7 +27,7 @@ I32 = NDArray[np.int32]
 TableUpdates = tuple[I32, I32, I32, I32]
 """(slots, firsts, counts, pages) of page-table updates, as in BatchPlan."""
 
-_NO_UPDATES: TableUpdates = (np.empty(0, dtype=np.int32),) * 4
+NO_UPDATES: TableUpdates = (np.empty(0, dtype=np.int32),) * 4
 
 
 class TokenToKVPool:
@@ -99,6 +101,70 @@ class Lease:
     page_keys: tuple[bytes, ...] = ()  # page keys of the first pages; keys of later pages are unknown
 
 
+class TableWrites:
+    """The writes to a table of the slots since the last plan."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._updates: list[TableUpdates] = []
+        self._runs: list[tuple[int, int, int]] = []  # (slot, first entry, number of entries) of writes after those in _updates
+        self._run_entries: list[I32] = []
+        self._num_updates = 0  # number of writes in _updates and _runs; a write is of one slot
+        self._ended: dict[int, int] = {}  # slots that were freed since the last plan, with the number of writes at that time
+
+    def add(self, slot: int, first: int, entries: I32) -> None:
+        """Adds a write of consecutive entries of one slot, int32[n]."""
+        if len(entries):
+            self._runs.append((slot, first, len(entries)))
+            self._run_entries.append(entries)
+            self._num_updates += 1
+
+    def add_each(self, slots: I32, firsts: I32, entries: I32) -> None:
+        """Adds a write of one entry for each slot. All arguments are int32[n]."""
+        self._gather_runs()
+        self._updates.append((slots, firsts, np.ones(len(slots), dtype=np.int32), entries))
+        self._num_updates += len(slots)
+
+    def end(self, slot: int) -> None:
+        """Drops the writes of a slot that is freed."""
+        if self._num_updates:
+            self._ended[slot] = self._num_updates
+
+    def take(self) -> TableUpdates:
+        """Returns the writes of leased slots since the last call.
+
+        No two writes change the same entry, so that they may be applied in any order.
+        """
+        self._gather_runs()
+        if not self._updates:
+            return NO_UPDATES
+        self._num_updates = 0
+        if len(self._updates) == 1:
+            updates = self._updates.pop()
+        else:
+            slots, firsts, counts, entries = (np.concatenate(part) for part in zip(*self._updates, strict=True))
+            updates = slots, firsts, counts, entries
+            self._updates.clear()
+        return self._without_ended(updates) if self._ended else updates
+
+    def _without_ended(self, updates: TableUpdates) -> TableUpdates:
+        """Drops the writes of leases that have ended. A later lease of the same slot has its own, later writes."""
+        slots, firsts, counts, entries = updates
+        until = np.zeros(self._num_slots, dtype=np.int64)
+        until[list(self._ended)] = list(self._ended.values())
+        self._ended.clear()
+        stays = np.arange(len(slots)) >= until[slots]
+        return slots[stays], firsts[stays], counts[stays], entries[np.repeat(stays, counts)]
+
+    def _gather_runs(self) -> None:
+        if self._runs:
+            slots, firsts, counts = (np.array(column, dtype=np.int32) for column in zip(*self._runs, strict=True))
+            entries = np.concatenate(self._run_entries) if len(self._run_entries) > 1 else self._run_entries[0]
+            self._updates.append((slots, firsts, counts, entries))
+            self._runs.clear()
+            self._run_entries.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """The sizes of the pools."""
@@ -107,6 +173,9 @@ class KVShape:
     page_size: int  # tokens
     num_slots: int
     pages_per_slot: int
+    groups: tuple[CacheGroup, ...] = ()
+    state_interval: int = 0  # see SchedulerConfig
+    max_chunk: int = 0  # see SchedulerConfig
 
 
 class KVMemory:
@@ -138,11 +207,13 @@ class KVMemory:
         self.tree = self._new_tree()
         self.quarantined: set[int] = set()
         self._num_pins = 0
-        self._updates: list[TableUpdates] = []
-        self._runs: list[tuple[int, int, int]] = []  # (slot, first entry, number of entries) of writes after those in _updates
-        self._run_pages: list[I32] = []
-        self._num_updates = 0  # number of writes in _updates and _runs; each write is to one slot
-        self._ended: dict[int, int] = {}  # for each slot that was freed since the last plan: _num_updates at that time
+        self._writes = TableWrites(shape.num_slots)
+        self._window_writes = TableWrites(shape.num_slots)
+        self.units = self.tree.units = self._new_units(shape) if shape.groups else None
+
+    def _new_units(self, shape: KVShape) -> CacheUnits:
+        sizes = shape.page_size, shape.num_slots, shape.pages_per_slot, shape.state_interval, shape.max_chunk
+        return CacheUnits(shape.groups, *sizes, self._enable_radix_cache, self.tree.lost_unit)
 
     @property
     def num_available(self) -> int:
@@ -155,12 +226,28 @@ class KVMemory:
 
     def match(self, namespace: str, key: bytes, limit: int) -> TreeNode:
         """Returns the end of the longest prefix hit of at most `limit` tokens that does not cover the last token of `key`."""
-        return self.tree.match(namespace, key, self._usable(len(key), limit))
+        return self.tree.match(namespace, key, self._hit_bytes(namespace, key, self._usable(len(key), limit)))
 
     def peek(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
         """Returns the node in which match() would end, and the number of tokens of the hit. Does not change recency."""
+        node, num_pages = self.tree.peek(namespace, key, self._hit_bytes(namespace, key, self._usable(len(key), limit)))
+        return node, num_pages * self.page_size
+
+    def cached(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
+        """Returns the same as peek() for the cached pages of `key`, whose units may be missing."""
         node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
+
+    def branch(self, namespace: str, key: bytes, limit: int) -> int:
+        """Returns the number of cached pages of `key`, whose units may be missing, within at most `limit` tokens."""
+        return sum(count for _, count in self.tree.path(namespace, key, self._usable(len(key), limit)))
+
+    def _hit_bytes(self, namespace: str, key: bytes, end: int) -> int:
+        """Returns the bytes of `key` that a hit of at most `end` bytes covers in all cache groups."""
+        if self.units is None or not end:
+            return end
+        page_bytes = self.page_size * TOKEN_BYTES
+        return self.units.hit_end(self.tree.path(namespace, key, end), end // page_bytes) * page_bytes
 
     def forget_empty(self) -> None:
         """Forgets empty namespaces, and unused pages of retired namespaces.
@@ -173,6 +260,7 @@ class KVMemory:
 
     def forget_retired(self) -> int:
         """Frees the unused pages of retired trees. Returns their number."""
+        self.settle_units()
         freed = self.tree.forget_retired()
         for pages in freed:
             self.pages.free(pages)
@@ -192,13 +280,14 @@ class KVMemory:
     def unlock(self, hit: TreeNode) -> None:
         self.tree.unlock(hit)
 
-    def lease(self, hit: TreeNode, rank: int = 0, page_keys: tuple[bytes, ...] = ()) -> Lease:
+    def lease(self, hit: TreeNode, rank: int = 0, page_keys: tuple[bytes, ...] = (), branch: int = 0) -> Lease:
         """Allocates a slot whose table begins with the pages of the hit.
 
         Args:
             hit: the locked end of the hit. The lease takes over its lock.
             rank: rank of the request.
             page_keys: known page keys, from the first page on.
+            branch: see branch(); ignored without cache groups.
         """
         assert hit.lock_ref > 0, "the caller has locked the hit"
         pages = self.tree.pages_to(hit)
@@ -206,7 +295,9 @@ class KVMemory:
         slot = self.slots.alloc()
         self.slots.page_table[slot, : hit.depth] = pages
         self.slots.num_pages[slot] = self.slots.num_shared[slot] = hit.depth
-        self._record(slot, 0, pages)
+        self._writes.add(slot, 0, pages)
+        if self.units is not None:
+            self._window_writes.add(slot, *self.units.begin(slot, hit, branch))
         return Lease(slot, hit, rank, page_keys)
 
     def grow(self, lease: Lease, num_tokens: int) -> int:
@@ -219,12 +310,16 @@ class KVMemory:
         have = int(self.slots.num_pages[slot])
         want = min(-(-num_tokens // self.page_size) - have, self.num_available)
         assert self.slots.num_shared[slot] <= have, "the shared pages of a slot are among its pages"
+        if self.units is not None:
+            want = min(want, self.units.room_for(slot, have))
         if want > 0:
             assert have + want <= self.slots.page_table.shape[1], "a slot has at most the pages of a context"
             pages = self._alloc(want)
             self.slots.page_table[slot, have : have + want] = pages
             self.slots.num_pages[slot] = have + want
-            self._record(slot, have, pages)
+            self._writes.add(slot, have, pages)
+            if self.units is not None:
+                self._window_writes.add(slot, have, self.units.grow(slot, have, want))
         return min(num_tokens, int(self.slots.num_pages[slot]) * self.page_size)
 
     def grow_each(self, slots: I32) -> None:
@@ -234,9 +329,9 @@ class KVMemory:
         firsts = self.slots.num_pages[slots]
         self.slots.page_table[slots, firsts] = pages
         self.slots.num_pages[slots] = firsts + 1
-        self._gather_runs()
-        self._updates.append((slots, firsts, np.ones(len(slots), dtype=np.int32), pages))
-        self._num_updates += len(slots)
+        self._writes.add_each(slots, firsts, pages)
+        if self.units is not None and len(units := self.units.grow_each(slots, firsts)):
+            self._window_writes.add_each(slots, firsts, units)
 
     def publish(self, lease: Lease, key: bytes) -> None:
         """Moves the whole pages of `key`, whose KV is computed, into the tree, where other requests can find them.
@@ -265,7 +360,9 @@ class KVMemory:
             self.pages.free(mine[differ])
             first = int(differ[0])
             self.slots.page_table[slot, shared + first : whole] = theirs[first:]
-            self._record(slot, shared + first, theirs[first:])
+            self._writes.add(slot, shared + first, theirs[first:])
+        if self.units is not None:
+            self._window_writes.add(slot, *self.units.publish(slot, node, shared))
 
     def hold(self, node: TreeNode) -> None:
         """Marks the path to `node` as held, so that it is evicted after paths without a hold."""
@@ -284,11 +381,14 @@ class KVMemory:
         slot = lease.slot
         shared, have = int(self.slots.num_shared[slot]), int(self.slots.num_pages[slot])
         assert shared <= have, "the shared pages of a slot are among its pages"
+        if self.units is not None:
+            self.units.publish_last(slot, lease.node)
+            self.units.end(slot, shared, have)
+            self._window_writes.end(slot)
         self.pages.free(self.slots.page_table[slot, shared:have].copy())
         self.tree.unlock(lease.node)
         self.slots.free(slot)
-        if self._num_updates:
-            self._ended[slot] = self._num_updates
+        self._writes.end(slot)
         locks = self.tree.num_locks - self._num_pins - self.slots.num_leased
         assert locks in (0, 1), "each lease and each pin has a lock, and at most one match is locked"
         assert self.num_leased >= 0, "free + leased + cached + quarantined = total"
@@ -345,40 +445,29 @@ class KVMemory:
         assert self.quarantined.issuperset(pages.tolist()), "only quarantined pages leave the quarantine"
         self.quarantined.difference_update(pages.tolist())
 
+    def settle_units(self) -> None:
+        """Frees the units that the last plan read. Then pages without a lease have no pinned unit. Called between two plans."""
+        if self.units is not None:
+            self.units.begin_plan()
+
     def flush(self) -> int:
         """Evicts every unlocked page. Returns the number of pages."""
+        self.settle_units()
         return self._evict(self.tree.num_evictable, needed=False)
 
     def forget(self, node: TreeNode) -> None:
         """Drops a node, and then each ancestor that has become an unlocked leaf."""
+        self.settle_units()
         for pages in self.tree.forget(node):
             self.pages.free(pages)
 
     def take_table_updates(self) -> TableUpdates:
-        """Returns the writes to the page tables of leased slots since the last call.
+        """Returns the writes to the page tables of leased slots since the last call, see TableWrites.take()."""
+        return self._writes.take()
 
-        No two writes change the same entry, so that the writes may be applied in any order.
-        """
-        self._gather_runs()
-        if not self._updates:
-            return _NO_UPDATES
-        self._num_updates = 0
-        if len(self._updates) == 1:
-            updates = self._updates.pop()
-        else:
-            slots, firsts, counts, pages = (np.concatenate(part) for part in zip(*self._updates, strict=True))
-            updates = slots, firsts, counts, pages
-            self._updates.clear()
-        return self._without_ended(updates) if self._ended else updates
-
-    def _without_ended(self, updates: TableUpdates) -> TableUpdates:
-        """Drops the writes of ended leases. Writes of a later lease of the same slot stay."""
-        slots, firsts, counts, pages = updates
-        until = np.zeros(len(self.slots.num_pages), dtype=np.int64)
-        until[list(self._ended)] = list(self._ended.values())
-        self._ended.clear()
-        stays = np.arange(len(slots)) >= until[slots]
-        return slots[stays], firsts[stays], counts[stays], pages[np.repeat(stays, counts)]
+    def take_window_updates(self) -> TableUpdates:
+        """Returns the writes to the window tables of leased slots since the last call, see TableWrites.take()."""
+        return self._window_writes.take()
 
     def _alloc(self, count: int) -> I32:
         if count > self.pages.num_free:
@@ -395,17 +484,3 @@ class KVMemory:
         assert self.num_leased >= 0, "free + leased + cached + quarantined = total"
         self.evicted_pages_total += total
         return total
-
-    def _record(self, slot: int, first: int, pages: I32) -> None:
-        if len(pages):
-            self._runs.append((slot, first, len(pages)))
-            self._run_pages.append(pages)
-            self._num_updates += 1
-
-    def _gather_runs(self) -> None:
-        if self._runs:
-            slots, firsts, counts = (np.array(column, dtype=np.int32) for column in zip(*self._runs, strict=True))
-            pages = np.concatenate(self._run_pages) if len(self._run_pages) > 1 else self._run_pages[0]
-            self._updates.append((slots, firsts, counts, pages))
-            self._runs.clear()
-            self._run_pages.clear()

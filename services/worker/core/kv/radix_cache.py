@@ -21,6 +21,7 @@ from rootstock_llm.services.shared.index.prefix_index import salt_of
 from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy
 from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.core.kv.cache_units import CacheUnits
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
@@ -83,6 +84,7 @@ class RadixCache:
         self._eviction_key = _EVICTION_KEYS[policy]
         self._events = events
         self._backups = backups
+        self.units: CacheUnits | None = None  # units of the pages, set by KVMemory; None if the model has no cache groups
         self._roots: dict[str, TreeNode] = {}
         self._empty_roots: list[TreeNode] = []  # roots that forget_empty() has to check
         self._retired: list[TreeNode] = []  # roots of retired trees
@@ -188,6 +190,19 @@ class RadixCache:
             num_pages += len(child.pages)
             at += len(child.key)
         return node, num_pages
+
+    def path(self, namespace: str, key: bytes, end: int) -> list[tuple[TreeNode, int]]:
+        """Returns the nodes with pages of the first `end` bytes of `key`, and the number of these pages. Changes nothing."""
+        node, at = self._roots.get(namespace), 0
+        found: list[tuple[TreeNode, int]] = []
+        while node is not None and at + self._page_bytes <= end and (child := node.children.get(key[at : at + self._page_bytes])):
+            if not key.startswith(child.key, at, end):
+                found.append((child, self._common_pages(child.key, key, at, end)))
+                break
+            found.append((child, len(child.pages)))
+            node = child
+            at += len(child.key)
+        return found
 
     def insert(
         self, node: TreeNode, key: bytes, pages: I32, rank: int = 0, page_keys: tuple[bytes, ...] = ()
@@ -308,7 +323,7 @@ class RadixCache:
             node.entry = 0
             if not self._is_evictable(node):
                 continue
-            if self._eviction_key(node) != key:
+            if self._sort_key(node) != key:
                 self._queue(node)
                 continue
             freed.append(node.pages)
@@ -368,6 +383,8 @@ class RadixCache:
             self._backups.marked(upper)
         if self._events:
             upper.blocks, node.blocks = self._events.split(node.blocks, upper.depth, node.depth)
+        if self.units is not None:
+            self.units.split(upper, node, num_pages)
         parent.children[upper.key[: self._page_bytes]] = upper
         self.num_nodes += 1
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[num_pages:]
@@ -383,6 +400,8 @@ class RadixCache:
         self.num_nodes += 1
         self.num_pages += len(pages)
         self.num_evictable += len(pages)
+        if self.units is not None:
+            self.units.appended(node)
         self._queue(node)
         if self._events:
             self._events.stored(node)
@@ -399,6 +418,8 @@ class RadixCache:
         assert 0 <= self.num_evictable <= self.num_pages, "only evictable pages are removed"
         node.gone = True
         node.entry = 0  # the node's entry in the queue, which forget() does not remove, becomes stale
+        if self.units is not None:
+            self.units.removed(node)
         if self._events:
             self._events.removed(node)
         if self._backups is not None:
@@ -407,6 +428,17 @@ class RadixCache:
             self._queue(parent)
         else:
             self._may_be_empty(parent)
+
+    def lost_unit(self, node: TreeNode) -> None:
+        """Puts a leaf that has lost a unit into the eviction queue again. If no hit can reach it now, its sort key is lower."""
+        node.entry = 0
+        self._queue(node)
+
+    def _sort_key(self, node: TreeNode) -> EvictionKey:
+        """Returns the sort key of the eviction queue. Leaves that no hit can reach are first."""
+        if self.units is not None and not self.units.is_reachable(node):
+            return -1, 0, node.stamp
+        return self._eviction_key(node)
 
     def _may_be_empty(self, root: TreeNode) -> None:
         if _is_empty(root):
@@ -424,7 +456,7 @@ class RadixCache:
         if not node.entry and self._is_evictable(node):
             self._seq += 1
             node.entry = self._seq
-            heapq.heappush(self._leaves, (self._eviction_key(node), node.entry, node))
+            heapq.heappush(self._leaves, (self._sort_key(node), node.entry, node))
             if len(self._leaves) > 2 * self.num_nodes + STALE_ENTRIES:
                 self._leaves = [entry for entry in self._leaves if entry[2].entry == entry[1]]
                 heapq.heapify(self._leaves)

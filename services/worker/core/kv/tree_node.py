@@ -28,6 +28,7 @@ class TreeNode:
     rank: int = 0  # lowest, most urgent rank of the requests that inserted this path
     blocks: tuple[bytes, ...] = ()  # hashes of the blocks whose last token is in this edge
     page_keys: tuple[bytes, ...] = ()  # page keys of the node's first pages; the other page keys are computed when needed
+    units: list[I32] = field(default_factory=list)  # units of each page by cache group, NO_UNIT for none; see CacheUnits
     offered: bool = False  # whether the node is in the backup queue
     backed: bool = False  # whether a lower tier has the whole node
     entry: int = 0  # number of the node's valid entry in the eviction queue; 0: the queue has no valid entry for the node

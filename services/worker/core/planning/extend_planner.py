@@ -435,6 +435,8 @@ class ExtendPlanner:
 
     def _may_admit(self, request: Request, hit: TreeNode) -> tuple[AddResult, int]:
         """Returns the result of the budgets and the number of tokens to compute in this step. `hit` is locked."""
+        if self._memory.units is not None and not self._memory.units.has_room:
+            return AddResult.NO_TOKEN, 0
         available = self._memory.num_available * self.config.page_size
         if self._queues.waiting.num_blocked:
             available -= self._queues.waiting.reserved_before(request.rank).tokens
@@ -465,11 +467,14 @@ class ExtendPlanner:
         """
         lease = request.kv.lease
         assert lease is not None
+        columns, units = self._columns, self._memory.units
+        target = int(columns.target[lease.slot])
+        if units is not None:
+            units.leave_extend(lease.slot, start, int(self._memory.slots.num_shared[lease.slot]))
+            count = units.chunk(lease.slot, start, count, target)
         count = self._memory.grow(lease, start + count) - start
         if count <= 0:
             return False
-        columns = self._columns
-        target = int(columns.target[lease.slot])
         assert start == columns.computed[lease.slot], "a chunk begins where the previous chunk ended"
         assert start + count <= target, "a chunk ends at the target or before"
         last = start + count == target
@@ -477,6 +482,9 @@ class ExtendPlanner:
         assert request.flow is not None, "an extending request has prompt tokens to plan"
         self._queues.shares.charge(request.flow, count)
         rows.add(request, start, count, last)
+        if units is not None:
+            states = units.extend(lease.slot, start, count, target)
+            rows.states += [states] if units.states is not None else []
         columns.computed[lease.slot] = start + count
         max_new = request.most_outputs - len(request.progress.output_ids)
         self._adder.added(count, target - start - count, max_new, request.params.ignore_eos, logprobs)

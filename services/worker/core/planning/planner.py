@@ -98,6 +98,7 @@ class DecodePlanner:
         with an error.
         """
         self._retract_for_test(flight_step, step_id)
+        self._leave_windows()
         before = self._counters.retractions_total
         requests, slots, need = self._free_pages(now, flight_step, step_id)
         if self._counters.retractions_total > before:
@@ -106,6 +107,8 @@ class DecodePlanner:
             return
         if len(need):
             self._memory.grow_each(need)
+        if self._memory.units is not None:
+            rows.decode_states = self._memory.units.decode(slots, self._columns.computed[slots])
         self._columns.computed[slots] += 1
         self._columns.planned_out[slots] += 1
         rows.decodes, rows.decode_slots = requests, slots
@@ -128,6 +131,15 @@ class DecodePlanner:
         need = slots[spare <= 0]
         assert not len(need) or spare[spare.argmin()] == 0, "a row computes at most the tokens of its pages"
         return requests, slots, need.astype(np.int32)
+
+    def _leave_windows(self) -> None:
+        """Frees the window units behind the decode rows. If reservations shrink, waiting requests may be admitted again."""
+        units, slots = self._memory.units, self._memory.slots
+        if units is None or not self._queues.decoding:
+            return
+        decoding = self._queues.decoding_slots()
+        if units.leave_decode(decoding, self._columns.computed[decoding], slots.num_pages, slots.num_shared):
+            self._queues.batch_is_full = False
 
     def _drafts(self, slots: NDArray[np.int64], draft_controller: DraftController) -> NDArray[np.int32]:
         """Returns the number of draft tokens of each row, and allocates pages for them.
@@ -239,6 +251,7 @@ class Planner:
         flight_step = flight.plan.step_id if flight else -1
         self._step_id += 1
         assert flight_step < self._step_id, "steps are numbered in the order of their plans"
+        self._memory.settle_units()
         self.extends.preempt(self.ratio.value, flight, self._step_id)
         rows = StepRows()
         if self._decodes_are_due():
@@ -249,7 +262,8 @@ class Planner:
         if not rows.extends and not rows.decodes:
             return None
         self._extends_in_a_row = self._extends_in_a_row + 1 if rows.extends and not rows.decodes else 0
-        return build_step(self._step_id, rows, self._columns, self._memory.take_table_updates())
+        updates = self._memory.take_table_updates(), self._memory.take_window_updates()
+        return build_step(self._step_id, rows, self._columns, *updates)
 
     def _plan_both(self, rows: StepRows, now: float, flight: Step | None, flight_step: int) -> None:
         """Plans extend rows. Plans decode rows if they share the step, or if there are no extend rows."""

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_tokens
-from rootstock_llm.services.worker.core.kv.memory import TableUpdates
+from rootstock_llm.services.worker.core.kv.cache_units import RowStates
+from rootstock_llm.services.worker.core.kv.memory import NO_UPDATES, TableUpdates
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
 
@@ -81,10 +82,13 @@ class StepRows:
     input_ids: list[NDArray[np.int32]] = field(default_factory=list)
     admitted: list[SlotParams] = field(default_factory=list)
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)  # (row, offset, next token) of rows with prompt logprobs
+    states: list[RowStates] = field(default_factory=list)  # of the extend rows; empty without recurrent layers
     # Decode rows as parallel columns
     decodes: list[Request] = field(default_factory=list)
     decode_slots: NDArray[np.int64] = field(default_factory=_no_slots)
     drafts: I32 = field(default_factory=no_tokens)  # see BatchPlan.drafts; empty unless the executor drafts
+    # State units that the decode rows read and write; empty without recurrent layers.
+    decode_states: tuple[I32, I32] = field(default_factory=lambda: (_NONE, _NONE))
 
     @property
     def num_decode_tokens(self) -> int:
@@ -133,8 +137,10 @@ class StepRows:
         request.progress.logprob_planned = min(end, length - 1) + 1
 
 
-def build_step(step_id: int, rows: StepRows, columns: SlotColumns, updates: TableUpdates) -> Step:
-    """Builds the plan of a step from its rows and the pending page-table updates."""
+def build_step(
+    step_id: int, rows: StepRows, columns: SlotColumns, updates: TableUpdates, windows: TableUpdates = NO_UPDATES
+) -> Step:
+    """Builds the plan of a step from its rows and the pending updates of the page tables and of the window tables."""
     num_extend, num_decode = len(rows.extends), len(rows.decodes)
     extend_slots = [r.kv.lease.slot for r in rows.extends if r.kv.lease]
     assert len(rows.decode_slots) == num_decode, "each decode row has a slot"
@@ -153,6 +159,7 @@ def build_step(step_id: int, rows: StepRows, columns: SlotColumns, updates: Tabl
     starts = _before(rows.starts, decode_starts)
     logprobs = np.array(rows.logprobs, dtype=np.int32).T.copy() if rows.logprobs else (_NONE, _NONE, _NONE)
     table_slots, table_firsts, table_counts, table_pages = updates
+    states = _state_columns(rows)
     plan = BatchPlan(
         step_id=step_id,
         mode=_MODES[bool(num_extend), bool(num_decode)],
@@ -172,6 +179,14 @@ def build_step(step_id: int, rows: StepRows, columns: SlotColumns, updates: Tabl
         table_counts=table_counts,
         table_pages=table_pages,
         drafts=drafts,
+        window_slots=windows[0],
+        window_firsts=windows[1],
+        window_counts=windows[2],
+        window_units=windows[3],
+        state_before=states[0],
+        state_after=states[1],
+        state_cuts=states[2],
+        state_at_cut=states[3],
     )
     assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "the columns have equal lengths"
     if num_extend:
@@ -181,6 +196,20 @@ def build_step(step_id: int, rows: StepRows, columns: SlotColumns, updates: Tabl
         assert ends.tolist() == columns.computed[slots[:num_extend]].tolist(), "a row ends at its slot's `computed`"
     assert len(table_slots) == len(table_firsts) == len(table_counts) <= len(table_pages), "each update has at least one page"
     return Step(plan, rows.extends + rows.decodes, columns.epoch[slots])
+
+
+def _state_columns(rows: StepRows) -> tuple[I32, I32, I32, I32]:
+    """Returns the plan's columns of state units: before, after, cuts and at_cut. Empty without recurrent layers."""
+    before, after = rows.decode_states
+    if not rows.states and not len(before):
+        return _NONE, _NONE, _NONE, _NONE
+    none = np.zeros_like(before)
+    return (
+        _before([states.before for states in rows.states], before),
+        _before([states.after for states in rows.states], after),
+        _before([states.cut for states in rows.states], none),
+        _before([states.at_cut for states in rows.states], none - 1),
+    )
 
 
 def _joined(rows: Sequence[I32]) -> I32:

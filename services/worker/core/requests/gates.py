@@ -143,7 +143,7 @@ class PrefixGate:
             return ADMIT
         kv, most = request.kv, request.prefix_limit()
         key = kv.token_key
-        node, num_cached = self._memory.peek(request.namespace, key, most)
+        node, num_cached = self._memory.cached(request.namespace, key, most)
         hit, limit = num_cached * TOKEN_BYTES, min(most * TOKEN_BYTES, len(key) - TOKEN_BYTES)
         if hit + self._cut > limit:
             return ADMIT

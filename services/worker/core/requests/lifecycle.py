@@ -198,7 +198,10 @@ class RequestLifecycle:
         """Allocates a slot for a waiting request. The lease takes over the lock of `hit`, the end of its prefix hit."""
         kv, progress = request.kv, request.progress
         self._queues.admit(request)
-        lease = kv.lease = self._memory.lease(hit, request.rank, tuple(kv.page_keys))
+        branch = 0
+        if self._memory.units is not None:
+            branch = self._memory.branch(request.namespace, kv.token_key, request.prefix_limit())
+        lease = kv.lease = self._memory.lease(hit, request.rank, tuple(kv.page_keys), branch)
         if self._tiers is not None:
             self._tiers.admitted(request.seq, kv.page_keys, hit.depth)
         if kv.source is not None:

@@ -1,0 +1,685 @@
+"""The units of the cache groups beside full attention: KV of windowed layers, and states of recurrent layers.
+
+A page of tokens may have one unit in each group: of a WINDOW group the keys and values of its tokens, of a STATE group the state
+after its last token. A unit is free, held by a slot, or owned by a page of the radix tree. It moves with its page: publish, split
+and eviction. A prefix hit ends at a page end at which every group has the units that the next token reads. Cached units without a
+pin are evicted by recency, before pages that sessions hold.
+
+The slot of a running request has a table of window units, like its page table, and these states:
+
+    kept ── the state at the last page end that the row has passed, for the next prefix hit
+    current ── the state after the last planned token, which the next step reads
+    next ── the unit that the next step writes; it becomes the current one when the step is planned
+
+A step never writes a unit that it reads. A unit that a step reads is freed when the next step is planned. One forward stream
+orders all steps, so that a later step may then write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+NO_UNIT = -1
+NO_LIMIT = 1 << 30
+_NONE: I32 = np.empty(0, dtype=np.int32)
+STATES_PER_SLOT = 3  # largest number of states that a slot needs: kept, current and next
+SPARE_PAGES = 2  # pages of a window that are partly outside of it, at both ends
+
+
+class UnitPool:
+    """The units of one group."""
+
+    def __init__(self, num_units: int, index: int, lost: Callable[[TreeNode], None]) -> None:
+        """Starts with all units free.
+
+        Args:
+            num_units: number of units.
+            index: index of the group, and of its units in TreeNode.units.
+            lost: called with a node that has lost a unit by eviction.
+        """
+        self.num_units, self.index = num_units, index
+        self._lost = lost
+        self._stack: I32 = np.arange(num_units, dtype=np.int32)[::-1].copy()
+        self.num_free = num_units
+        self.num_owned = 0  # units of cached pages
+        self.evicted_total = 0
+        self._owners: list[TreeNode | None] = [None] * num_units
+        self._pins: I32 = np.zeros(num_units, dtype=np.int32)
+        self._needed: NDArray[np.bool_] = np.zeros(num_units, dtype=np.bool_)
+        # Owned units without a pin, least recently used first. The first unit moves to _held if a session holds its node.
+        self._order: dict[int, None] = {}
+        self._held: dict[int, None] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Number of units that can be allocated now: free and evictable units."""
+        return self.num_free + len(self._order) + len(self._held)
+
+    @property
+    def num_slots_hold(self) -> int:
+        """Number of units that slots hold."""
+        return self.num_units - self.num_free - self.num_owned
+
+    def alloc(self, count: int) -> I32:
+        """Allocates units for a slot and returns them as int32[count]. At least `count` units must be available."""
+        while self.num_free < count:
+            self._evict()
+        self.num_free -= count
+        return self._stack[self.num_free : self.num_free + count][::-1].copy()
+
+    def free(self, units: I32) -> None:
+        """Frees units that a slot holds."""
+        end = self.num_free + len(units)
+        assert end <= self.num_units, "a unit was freed twice"
+        self._stack[self.num_free : end] = units
+        self.num_free = end
+
+    def free_units(self) -> I32:
+        """Returns a copy of the free units as int32[num_free], for checks."""
+        return self._stack[: self.num_free].copy()
+
+    def own(self, unit: int, node: TreeNode, page: int) -> None:
+        """Gives a slot's unit to a page of the tree. `page` is the page's index in the node."""
+        assert self._owners[unit] is None and node.units[self.index][page] == NO_UNIT, "a page has at most one unit"
+        self._owners[unit], node.units[self.index][page] = node, unit
+        self.num_owned += 1
+        self._order[unit] = None
+
+    def moved(self, unit: int, node: TreeNode) -> None:
+        """Records that a split has moved the unit's page to another node."""
+        self._owners[unit] = node
+
+    def disown(self, unit: int) -> None:
+        """Frees the unit of a page that leaves the tree. The unit has no pin."""
+        assert not self._pins[unit], "a page leaves the tree with a pinned unit"
+        self._owners[unit], self._needed[unit] = None, False
+        self._order.pop(unit, None)
+        self._held.pop(unit, None)
+        self.num_owned -= 1
+        self.free(np.array([unit], dtype=np.int32))
+
+    def pin(self, unit: int) -> None:
+        """Protects an owned unit from eviction, because a running request reads it."""
+        assert self._owners[unit] is not None, "a page owns the pinned unit"
+        if not self._pins[unit]:
+            self._order.pop(unit, None)
+            self._held.pop(unit, None)
+        self._pins[unit] += 1
+
+    def unpin(self, unit: int) -> None:
+        """Undoes one pin(). The unit is then the most recently used one. If no hit can need it, it is freed."""
+        assert self._pins[unit] > 0, "unpin without pin"
+        self._pins[unit] -= 1
+        if self._pins[unit]:
+            return
+        if self._needed[unit]:
+            self._order[unit] = None
+        else:
+            self._lost_by(unit)
+
+    def need(self, unit: int) -> None:
+        """Marks an owned unit as part of a possible prefix hit, so that it stays cached after its last pin."""
+        self._needed[unit] = True
+
+    def is_needed(self, unit: int) -> bool:
+        return bool(self._needed[unit])
+
+    def owned(self) -> list[tuple[int, TreeNode]]:
+        """Returns the owned units with their nodes, for checks."""
+        return [(unit, node) for unit, node in enumerate(self._owners) if node is not None]
+
+    def _evict(self) -> None:
+        """Frees the least recently used unit without a pin. Units of pages that sessions hold are evicted last."""
+        while self._order:
+            unit = next(iter(self._order))
+            node = self._owners[unit]
+            assert node is not None, "the order has only owned units"
+            if not node.holds:
+                break
+            del self._order[unit]
+            self._held[unit] = None
+        else:
+            unit = next((each for each in self._held if not self._is_held(each)), next(iter(self._held)))
+        self._lost_by(unit)
+        self.evicted_total += 1
+
+    def _is_held(self, unit: int) -> bool:
+        node = self._owners[unit]
+        return node is not None and node.holds > 0
+
+    def _lost_by(self, unit: int) -> None:
+        """Frees a cached page's unit without a pin."""
+        node = self._owners[unit]
+        assert node is not None, "a page owns the unit"
+        units = node.units[self.index]
+        units[units == unit] = NO_UNIT
+        self.disown(unit)
+        self._lost(node)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStates:
+    """The state units of one extend row, see BatchPlan."""
+
+    before: int
+    after: int
+    cut: int = 0
+    at_cut: int = NO_UNIT
+
+
+NO_STATES = RowStates(NO_UNIT, NO_UNIT)
+
+
+class CacheUnits:
+    """The units of all groups, and those of each slot. KVMemory is the owner."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        page_size: int,
+        num_slots: int,
+        pages_per_slot: int,
+        state_interval: int,
+        max_chunk: int,
+        keeps_ends: bool,
+        lost: Callable[[TreeNode], None],
+    ) -> None:
+        """Starts with all units free.
+
+        Args:
+            groups: at most one group of each kind.
+            page_size: tokens of a page.
+            num_slots: number of slots.
+            pages_per_slot: pages of a slot's row in the page table.
+            state_interval: smallest distance in tokens between two chunk ends whose units are kept for hits.
+            max_chunk: largest number of tokens of a chunk.
+            keeps_ends: whether slots keep the units of page ends for hits. False if nothing is cached.
+            lost: called with a node that has lost a unit by eviction.
+        """
+        kinds = [group.kind for group in groups]
+        assert len(set(kinds)) == len(kinds), "at most one group of each kind"
+        pools = {group.kind: UnitPool(group.num_units, index, lost) for index, group in enumerate(groups)}
+        self.pools = list(pools.values())
+        self.windows, self.states = pools.get(CacheKind.WINDOW), pools.get(CacheKind.STATE)
+        self._window = next((group.window for group in groups if group.kind is CacheKind.WINDOW), 0)
+        self._page_size, self._interval, self._keeps_ends = page_size, state_interval, keeps_ends
+        self.extend_pages = min(-(-(self._window + max_chunk) // page_size) + SPARE_PAGES, pages_per_slot)
+        self.decode_pages = min(-(-self._window // page_size) + SPARE_PAGES, pages_per_slot)
+
+        def column(value: int) -> I64:
+            return np.full(num_slots, value, dtype=np.int64)
+
+        self.window_table: I32 = np.full((num_slots, pages_per_slot if self.windows else 0), NO_UNIT, dtype=np.int32)
+        self._first = column(0)  # first page with a unit in the slot's window table
+        self._reserved = column(0)  # window units that are reserved for the slot
+        self.num_reserved = 0  # sum of _reserved
+        self._current = column(NO_UNIT)  # state after the last planned token; NO_UNIT: no token is planned
+        self._shared = np.zeros(num_slots, dtype=np.bool_)  # whether a cached page owns the current state, which is pinned
+        self._kept, self._kept_end = column(NO_UNIT), column(0)  # state at a page end that decoding has passed, and the page end
+        self._older, self._older_end = column(NO_UNIT), column(0)  # the same before the newer one is committed
+        self._last_end = column(0)  # last page end at which the slot keeps units for hits
+        self._branch = column(0)  # page end behind which the prompt differs from cached prompts; 0: none
+        # Page ends of planned chunks, rising, with their states. publish() gives the units to the pages when they are computed.
+        self._ends: dict[int, list[tuple[int, int]]] = {}
+        self._leaving: list[I32] = []  # states that the newest plan reads, and no later plan
+        self._unpinning: list[int] = []  # cached states that the newest plan reads, and no later plan
+
+    # Prefix hits
+
+    def hit_end(self, path: Sequence[tuple[TreeNode, int]], limit: int) -> int:
+        """Returns the number of pages of the longest prefix hit.
+
+        Args:
+            path: nodes from the root on, with the number of matching pages of each.
+            limit: largest number of pages of the hit.
+        """
+        total = min(sum(count for _, count in path), limit)
+        if total <= 0:
+            return 0
+        ends = np.arange(1, total + 1)
+        fits = np.ones(total, dtype=np.bool_)
+        if self.states is not None:
+            fits &= _along(path, self.states.index)[:total] != NO_UNIT
+        if self.windows is not None:
+            missing = np.zeros(total + 1, dtype=np.int64)
+            np.cumsum(_along(path, self.windows.index)[:total] == NO_UNIT, out=missing[1:])
+            fits &= missing[ends] == missing[np.maximum((ends * self._page_size - self._window + 1) // self._page_size, 0)]
+        found = np.flatnonzero(fits)
+        return int(found[-1]) + 1 if len(found) else 0
+
+    def is_reachable(self, node: TreeNode) -> bool:
+        """Whether a hit may end in the node, as far as its own units show."""
+        return bool(node.units) and bool((node.units[-1] != NO_UNIT).any())
+
+    # Nodes
+
+    def appended(self, node: TreeNode) -> None:
+        node.units = [np.full(len(node.pages), NO_UNIT, dtype=np.int32) for _ in self.pools]
+
+    def split(self, upper: TreeNode, lower: TreeNode, num_pages: int) -> None:
+        """Divides the units of `lower`, whose first `num_pages` pages have become the node `upper`."""
+        upper.units = [units[:num_pages].copy() for units in lower.units]
+        lower.units = [units[num_pages:].copy() for units in lower.units]
+        for pool, units in zip(self.pools, upper.units, strict=True):
+            for unit in units[units != NO_UNIT].tolist():
+                pool.moved(unit, upper)
+
+    def removed(self, node: TreeNode) -> None:
+        """Frees the units of a node that leaves the tree."""
+        for pool, units in zip(self.pools, node.units, strict=True):
+            for unit in units[units != NO_UNIT].tolist():
+                pool.disown(unit)
+
+    # Slots
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a further request gets the window units that it may need at once."""
+        return self.windows is None or self.num_reserved + self.extend_pages <= self.windows.num_units
+
+    def begin(self, slot: int, hit: TreeNode, branch: int) -> tuple[int, I32]:
+        """Reserves units for a slot and pins those of its hit.
+
+        Args:
+            slot: a free slot.
+            hit: end of the hit, which hit_end() has found.
+            branch: number of pages of the prompt that are cached, at least those of the hit.
+
+        Returns:
+            The first page with a window unit, and the units from this page on.
+        """
+        depth = hit.depth
+        self._last_end[slot], self._branch[slot] = depth, branch if branch > depth else 0
+        self._current[slot], self._shared[slot] = NO_UNIT, False
+        if self.states is not None and depth:
+            unit = int(hit.units[self.states.index][-1])
+            assert unit != NO_UNIT, "a hit ends at a page with a state"
+            self.states.pin(unit)
+            self._current[slot], self._shared[slot] = unit, True
+        self._first[slot] = first = self._first_page(depth)
+        if self.windows is None:
+            return 0, _NONE
+        self._reserve(slot, self.extend_pages)
+        for node, page, at in _backwards(hit, first):
+            unit = int(node.units[self.windows.index][page])
+            assert unit != NO_UNIT, "a hit has the units of its window"
+            self.windows.pin(unit)
+            self.window_table[slot, at] = unit
+        return first, self.window_table[slot, first:depth].copy()
+
+    def end(self, slot: int, num_shared: int, num_pages: int) -> None:
+        """Frees and unpins all units of a slot.
+
+        Args:
+            slot: the slot.
+            num_shared: first pages of the slot that the tree owns.
+            num_pages: pages of the slot.
+        """
+        self._leave(slot, num_pages, num_shared)
+        self._reserve(slot, 0)
+        if self.states is None:
+            return
+        unit = int(self._current[slot])
+        unpublished = [unit for _, unit in self._ends.pop(slot, ())]
+        if self._shared[slot]:
+            self.states.unpin(unit)
+        elif unit != NO_UNIT and unit not in unpublished:
+            unpublished.append(unit)
+        unpublished += [int(column[slot]) for column in (self._kept, self._older) if column[slot] != NO_UNIT]
+        self._current[slot] = self._kept[slot] = self._older[slot] = NO_UNIT
+        self._shared[slot] = False
+        self.states.free(np.array(unpublished, dtype=np.int32))
+
+    def room_for(self, slot: int, num_pages: int) -> int:
+        """Returns the number of pages that a slot with `num_pages` pages may still get."""
+        if self.windows is None:
+            return NO_LIMIT
+        return int(self._reserved[slot] - (num_pages - self._first[slot]))
+
+    def grow(self, slot: int, have: int, count: int) -> I32:
+        """Allocates the window units of further pages of a slot. Returns them, int32[count]; empty without a window."""
+        if self.windows is None:
+            return _NONE
+        units = self.windows.alloc(count)
+        self.window_table[slot, have : have + count] = units
+        return units
+
+    def grow_each(self, slots: I32, pages: I32) -> I32:
+        """Allocates the window unit of one further page for each slot. Returns them, int32[n]; empty without a window."""
+        if self.windows is None:
+            return _NONE
+        units = self.windows.alloc(len(slots))
+        self.window_table[slots, pages] = units
+        return units
+
+    # Steps
+
+    def begin_plan(self) -> None:
+        """Frees the states that the previous plan read. Called before the rows of a step are planned."""
+        if self.states is None:
+            return
+        for units in self._leaving:
+            self.states.free(units)
+        self._leaving.clear()
+        for unit in self._unpinning:
+            self.states.unpin(unit)
+        self._unpinning.clear()
+
+    def chunk(self, slot: int, start: int, count: int, target: int) -> int:
+        """Returns the number of first tokens of a chunk of `count` tokens that need at most the slot's units.
+
+        Args:
+            slot: the slot.
+            start: first position of the chunk, to which the previous steps have computed the request.
+            count: tokens of the chunk, 1 or more.
+            target: number of tokens to extend to.
+        """
+        if self.states is None:
+            return count
+        inside = self._ends_inside(slot, start, count, target)
+        cuts = 0 if self._kept[slot] != NO_UNIT or self._has_cut(slot) else 1
+        return count if len(inside) <= cuts else inside[cuts] * self._page_size - start
+
+    def extend(self, slot: int, start: int, count: int, target: int) -> RowStates:
+        """Allocates the states of a chunk that chunk() has accepted, and records the page ends at which units are kept."""
+        inside, size = self._ends_inside(slot, start, count, target), self._page_size
+        kept = (
+            []
+            if (start + count) % size or not self._is_kept(slot, (start + count) // size, target)
+            else [(start + count) // size]
+        )
+        if inside or kept:
+            self._last_end[slot] = (inside + kept)[-1]
+        ends = self._ends.setdefault(slot, []) if inside or kept else []
+        self._free_older(slot)
+        if self.states is None:
+            ends += [(end, NO_UNIT) for end in inside + kept]
+            return NO_STATES
+        before, after = int(self._current[slot]), int(self.states.alloc(1)[0])
+        cut, at_cut = 0, NO_UNIT
+        if inside:
+            assert len(inside) == 1, "chunk() allows one cut"
+            cut, at_cut = inside[0] * size - start, int(self.states.alloc(1)[0])
+            ends.append((inside[0], at_cut))
+        ends += [(end, after) for end in kept]
+        self._leave_state(slot, before)
+        self._current[slot], self._shared[slot] = after, False
+        return RowStates(before, after, cut, at_cut)
+
+    def decode(self, slots: I64, positions: I64) -> tuple[I32, I32]:
+        """Allocates the states of decode rows.
+
+        Args:
+            slots: int64[n], distinct.
+            positions: int64[n], the row's position, which is the number of its planned tokens before this step.
+
+        Returns:
+            The units that the rows read and write, int32[n] each; empty without states.
+        """
+        states = self.states
+        if states is None:
+            return _NONE, _NONE
+        older = self._older[slots]
+        if (older != NO_UNIT).any():
+            states.free(older[older != NO_UNIT].astype(np.int32))
+            self._older[slots] = NO_UNIT
+        before, after = self._current[slots], states.alloc(len(slots)).astype(np.int64)
+        at_end = (positions % self._page_size == 0) & self._keeps_ends
+        plain = ~at_end & ~self._shared[slots]
+        if self._ends:
+            plain &= ~np.isin(slots, list(self._ends))
+        self._leaving.append(before[plain].astype(np.int32))
+        for row in np.flatnonzero(~plain).tolist():
+            self._pass_end(int(slots[row]), int(positions[row]), bool(at_end[row]))
+        self._current[slots], self._shared[slots] = after, False
+        return before.astype(np.int32), after.astype(np.int32)
+
+    def leave_extend(self, slot: int, start: int, num_shared: int) -> None:
+        """Frees and unpins the window units that a slot no longer needs when it extends from `start` on."""
+        if self.windows is not None:
+            self._leave(slot, self._first_needed(slot, start // self._page_size), num_shared)
+
+    def leave_decode(self, slots: I64, positions: I64, num_pages: I32, num_shared: I32) -> bool:
+        """Frees and unpins the window units that decode rows no longer need.
+
+        A row keeps the window of its last committed page end. Its position may be one token behind that end.
+
+        Args:
+            slots: int64[n].
+            positions: int64[n], number of planned tokens of each row.
+            num_pages: int32[slots], pages of all slots.
+            num_shared: int32[slots], first pages of all slots that the tree owns.
+
+        Returns:
+            Whether fewer units are reserved than before, so that further requests may be admitted.
+        """
+        if self.windows is None:
+            return False
+        ends = (positions - 1) // self._page_size
+        first = np.maximum((ends * self._page_size - self._window + 1) // self._page_size, 0)
+        for row in np.flatnonzero(first > self._first[slots]).tolist():
+            slot = int(slots[row])
+            self._leave(slot, min(int(first[row]), self._first_needed(slot, int(ends[row]))), int(num_shared[slot]))
+        wide = slots[(self._reserved[slots] > self.decode_pages) & (num_pages[slots] - self._first[slots] < self.decode_pages)]
+        for slot in wide.tolist():
+            self._reserve(slot, self.decode_pages)
+        return len(wide) > 0
+
+    # Cached pages
+
+    def publish(self, slot: int, end: TreeNode, first: int) -> tuple[int, I32]:
+        """Gives the slot's units to newly published pages. If a page has a unit already, the slot's unit is freed.
+
+        Args:
+            slot: the slot.
+            end: node at the end of the slot's published pages.
+            first: first newly published page.
+
+        Returns:
+            The first page whose window unit has changed, and the slot's units from this page on to the end; empty if none has.
+        """
+        changed = end.depth
+        if self.windows is not None:
+            changed = self._publish_windows(slot, self.windows, end, max(first, int(self._first[slot])))
+        ends = self._ends.get(slot, ())
+        done = [(at, unit) for at, unit in ends if at <= end.depth]
+        if done:
+            rest = [(at, unit) for at, unit in ends if at > end.depth]
+            if rest:
+                self._ends[slot] = rest
+            else:
+                del self._ends[slot]
+            for at, unit in done:
+                self.keep_end(slot, end, at, unit)
+        return changed, self.window_table[slot, changed : end.depth].copy()
+
+    def publish_last(self, slot: int, end: TreeNode) -> None:
+        """Gives the state at the slot's last page end to its page, before the slot ends.
+
+        `end` is the end of the published pages.
+        """
+        if self.states is None:
+            if self.windows is not None and end.depth:
+                self.keep_end(slot, end, end.depth, NO_UNIT)
+            return
+        for units, ends in ((self._kept, self._kept_end), (self._older, self._older_end)):
+            if units[slot] != NO_UNIT and 0 < ends[slot] <= end.depth:
+                unit, units[slot] = int(units[slot]), NO_UNIT
+                self.keep_end(slot, end, int(ends[slot]), unit)
+                return
+
+    def keep_end(self, slot: int, end: TreeNode, at: int, unit: int) -> None:
+        """Gives a slot's state to the page before the page end `at`, and marks the units of the window before it as needed.
+
+        Args:
+            slot: the slot.
+            end: node of the published pages, at the page end or behind it.
+            at: number of pages.
+            unit: state at the page end; NO_UNIT without states.
+        """
+        node, page = _page_of(end, at - 1)
+        if self.states is not None and unit != NO_UNIT:
+            is_current = unit == self._current[slot] and not self._shared[slot]
+            if node.units[self.states.index][page] == NO_UNIT:
+                self.states.own(unit, node, page)
+                self.states.need(unit)
+                if is_current:
+                    self.states.pin(unit)
+                    self._shared[slot] = True
+            elif not is_current:
+                self.states.free(np.array([unit], dtype=np.int32))
+        if self.windows is not None:
+            for node, page, _ in _backwards(end, self._first_page(at), at):
+                unit = int(node.units[self.windows.index][page])
+                if unit != NO_UNIT:
+                    self.windows.need(unit)
+
+    # Checks
+
+    def slot_units(self, slot: int, num_shared: int, num_pages: int) -> list[list[int]]:
+        """Returns the units that a leased slot holds, by group."""
+        found: list[list[int]] = [[] for _ in self.pools]
+        if self.windows is not None:
+            own = self.window_table[slot, num_shared:num_pages]
+            found[self.windows.index] = own[own != NO_UNIT].tolist()
+        if self.states is not None:
+            units = {unit for _, unit in self._ends.get(slot, ())}
+            units |= {int(column[slot]) for column in (self._kept, self._older)}
+            units |= set() if self._shared[slot] else {int(self._current[slot])}
+            found[self.states.index] = sorted(units - {NO_UNIT})
+        return found
+
+    def leaving_units(self) -> list[int]:
+        """Returns the states that no slot has any more and that the next begin_plan() frees."""
+        return [unit for units in self._leaving for unit in units.tolist()]
+
+    # Details
+
+    def _first_page(self, end: int) -> int:
+        """Returns the first page that the token behind the page end `end` attends to in windowed layers."""
+        return max((end * self._page_size - self._window + 1) // self._page_size, 0) if self.windows is not None else 0
+
+    def _first_needed(self, slot: int, end: int) -> int:
+        """Returns the first page that the slot needs at the page end `end`, and at the page ends that are not published."""
+        return min([self._first_page(end), *(self._first_page(at) for at, _ in self._ends.get(slot, ()))])
+
+    def _reserve(self, slot: int, count: int) -> None:
+        self.num_reserved += count - int(self._reserved[slot])
+        self._reserved[slot] = count
+
+    def _leave(self, slot: int, first: int, num_shared: int) -> None:
+        """Frees the slot's window units before page `first`, and unpins those that the tree owns."""
+        begin = int(self._first[slot])
+        if self.windows is None or first <= begin:
+            return
+        units = self.window_table[slot, begin:first]
+        shared = max(min(num_shared, first) - begin, 0)
+        for unit in units[:shared][units[:shared] != NO_UNIT].tolist():
+            self.windows.unpin(unit)
+        own = units[shared:]
+        self.windows.free(own[own != NO_UNIT].copy())
+        units[:] = NO_UNIT
+        self._first[slot] = first
+
+    def _ends_inside(self, slot: int, start: int, count: int, target: int) -> list[int]:
+        """Returns the page ends inside a chunk at which units are kept in any case, rising."""
+        size = self._page_size
+        if not self._keeps_ends:
+            return []
+        wanted = {int(self._branch[slot]), (target - 1) // size}
+        return sorted(end for end in wanted if start < end * size < start + count)
+
+    def _is_kept(self, slot: int, end: int, target: int) -> bool:
+        """Returns whether units are kept at the page end `end`, which is the end of a chunk."""
+        if not self._keeps_ends:
+            return False
+        if end in (int(self._branch[slot]), (target - 1) // self._page_size):
+            return True
+        return (end - int(self._last_end[slot])) * self._page_size >= self._interval
+
+    def _has_cut(self, slot: int) -> bool:
+        """Returns whether the slot has an unpublished state that is not its current one."""
+        return any(unit != self._current[slot] for _, unit in self._ends.get(slot, ()))
+
+    def _leave_state(self, slot: int, unit: int) -> None:
+        """Makes begin_plan() of the next step free or unpin a slot's current state, which this step reads."""
+        if unit == NO_UNIT or any(unit == other for _, other in self._ends.get(slot, ())):
+            return
+        if self._shared[slot]:
+            self._unpinning.append(unit)
+        else:
+            self._leaving.append(np.array([unit], dtype=np.int32))
+
+    def _free_older(self, slot: int) -> None:
+        """Frees the kept state that a newer one has replaced. The step that computed the newer one is committed."""
+        if self.states is not None and self._older[slot] != NO_UNIT:
+            self.states.free(self._older[slot : slot + 1].astype(np.int32))
+            self._older[slot] = NO_UNIT
+
+    def _pass_end(self, slot: int, position: int, at_end: bool) -> None:
+        """Leaves the current state of a decode row. At a page end, it becomes the kept one."""
+        unit = int(self._current[slot])
+        unpublished = any(unit == other for _, other in self._ends.get(slot, ()))
+        if not at_end or self._shared[slot] or unpublished or unit == NO_UNIT:
+            self._leave_state(slot, unit)
+            return
+        self._older[slot], self._older_end[slot] = self._kept[slot], self._kept_end[slot]
+        self._kept[slot], self._kept_end[slot] = unit, position // self._page_size
+
+    def _publish_windows(self, slot: int, windows: UnitPool, end: TreeNode, first: int) -> int:
+        """Publishes the window units from page `first` on. Returns the first page whose unit has changed."""
+        changed = end.depth
+        for node, page, at in _backwards(end, first):
+            mine, theirs = int(self.window_table[slot, at]), int(node.units[windows.index][page])
+            if mine == NO_UNIT:
+                continue
+            if theirs == NO_UNIT:
+                windows.own(mine, node, page)
+                windows.pin(mine)
+            else:
+                windows.pin(theirs)
+                windows.free(np.array([mine], dtype=np.int32))
+                self.window_table[slot, at] = theirs
+                changed = min(changed, at)
+        return changed
+
+
+def _along(path: Sequence[tuple[TreeNode, int]], index: int) -> I32:
+    """Returns the units of a group along a path."""
+    return np.concatenate([node.units[index][:count] for node, count in path])
+
+
+def _backwards(end: TreeNode, first: int, stop: int | None = None) -> list[tuple[TreeNode, int, int]]:
+    """Returns (node, index of the page in the node, index in the sequence) of the pages from `first` to `stop`, last first.
+
+    Args:
+        end: node at the end of the pages, or behind it.
+        first: first page.
+        stop: number of pages; None for those up to the end of the node.
+    """
+    found = []
+    node = end
+    last = end.depth if stop is None else stop
+    while node.parent is not None and node.depth > first:
+        begin = node.parent.depth
+        found += [(node, at - begin, at) for at in range(min(node.depth, last) - 1, max(begin, first) - 1, -1)]
+        node = node.parent
+    return found
+
+
+def _page_of(end: TreeNode, page: int) -> tuple[TreeNode, int]:
+    """Returns the node that has page `page` of the sequence that ends with the node `end`, and the page's index in the node."""
+    node = end
+    while node.parent is not None and node.parent.depth > page:
+        node = node.parent
+    assert node.parent is not None and node.parent.depth <= page < node.depth, "the page is on the path"
+    return node, page - node.parent.depth

@@ -1,0 +1,275 @@
+"""Windows and states in the core, checked with FakeExecutor and with an oracle that knows only token prefixes."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason
+from tests.core.harness import Engine, small
+from tests.core.test_scheduler_properties import check_run, config_of, drive
+from tests.night import NIGHTLY
+
+STATES_PER_SLOT = 3
+TOKEN = 4  # bytes of a token in a token key
+
+
+@dataclass(frozen=True)
+class CachedPage:
+    """What the tree has for one page: window unit and state unit, -1 for none."""
+
+    window: int
+    state: int
+
+
+class PrefixOracle:
+    """All cached prefixes of one engine, each in full, by namespace. Hits are found by trying every length."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._config = engine.config
+        kinds = [group.kind for group in engine.config.groups]
+        self.pages: dict[tuple[str, bytes], CachedPage] = {}
+        for node in engine.core.memory.tree.nodes():
+            parts, walk = [], node
+            while walk.parent is not None:
+                parts.append(walk.key)
+                walk = walk.parent
+            namespace, path = walk.key.decode(), b"".join(parts[::-1])
+            size = self._config.page_size * TOKEN
+            units = {kind: node.units[index].tolist() for index, kind in enumerate(kinds)}
+            for at in range(len(node.pages)):
+                end = len(path) - len(node.key) + (at + 1) * size
+                found = [units[kind][at] if kind in units else -1 for kind in (CacheKind.WINDOW, CacheKind.STATE)]
+                self.pages[namespace, path[:end]] = CachedPage(*found)
+
+    def hit(self, namespace: str, key: bytes, limit: int) -> int:
+        """Returns the number of tokens of the longest hit of at most `limit` tokens that leaves a token of `key` to compute."""
+        size, groups = self._config.page_size, {group.kind: group for group in self._config.groups}
+        for end in range(min(len(key) // TOKEN - 1, limit) // size, 0, -1):
+            pages = [self.pages.get((namespace, key[: at * size * TOKEN])) for at in range(1, end + 1)]
+            if any(page is None for page in pages):
+                continue
+            if CacheKind.STATE in groups and pages[-1].state < 0:  # type: ignore[union-attr]
+                continue
+            if CacheKind.WINDOW in groups:
+                first_seen = end * size - groups[CacheKind.WINDOW].window + 1  # by the token behind the hit
+                seen = [page for at, page in enumerate(pages) if (at + 1) * size > first_seen]
+                if any(page.window < 0 for page in seen):  # type: ignore[union-attr]
+                    continue
+            return end * size
+        return 0
+
+    def check_contents(self, engine: Engine) -> None:
+        """Checks that each cached unit has the tokens of its prefix."""
+        executor, size = engine.executor, self._config.page_size
+        for (_, prefix), page in self.pages.items():
+            if page.state >= 0:
+                assert executor.states[page.state] == zlib.crc32(prefix), "a cached state is that of its prefix"
+            if page.window >= 0:
+                assert executor.window_kv[page.window].tobytes() == prefix[-size * TOKEN :], "a window unit has its page's tokens"
+
+
+def check_hits(engine: Engine, rng: random.Random) -> None:
+    """Compares the hits of waiting requests, of submitted prompts and of parts of them with the oracle."""
+    oracle, memory = PrefixOracle(engine), engine.core.memory
+    oracle.check_contents(engine)
+    known = [(request.namespace, request.kv.token_key) for request in engine.core.queues.by_key.values()]
+    known += [rng.choice(list(oracle.pages))] if oracle.pages else []
+    for namespace, key in known:
+        key = key[: rng.randrange(len(key) // TOKEN) * TOKEN + TOKEN] + np.int32(7).tobytes()
+        for limit in (1 << 30, rng.randrange(len(key) // TOKEN + 1)):
+            assert memory.peek(namespace, key, limit)[1] == (
+                oracle.hit(namespace, key, limit) if engine.config.enable_radix_cache else 0
+            )
+
+
+def groups_of(config: SchedulerConfig, window: int, spare_windows: int, spare_states: int) -> tuple[CacheGroup, ...]:
+    """Returns groups with the units that all slots need at once, and some more.
+
+    Args:
+        window: tokens of the window; 0 for no windows.
+        spare_windows: window units beyond those of one prompt.
+        spare_states: states beyond those of the slots; negative for no states.
+    """
+    groups = []
+    if window:
+        pages = min(-(-(window + config.max_chunk) // config.page_size) + 2, config.max_pages_per_request)
+        groups.append(CacheGroup(CacheKind.WINDOW, pages + spare_windows, 1, window))
+    if spare_states >= 0:
+        groups.append(CacheGroup(CacheKind.STATE, STATES_PER_SLOT * config.max_running_requests + spare_states, 1))
+    return tuple(groups)
+
+
+def hybrid(window: int = 8, spare_windows: int = 40, spare_states: int = 12, state_interval: int = 16, **changes: Any) -> Engine:
+    """Returns an engine with chunks of four pages of four tokens, a window of two pages, and states."""
+    plain = small(**{"num_pages": 64, **changes}).config
+    groups = groups_of(plain, window, spare_windows, spare_states)
+    return small(groups=groups, state_interval=state_interval, **{"num_pages": 64, **changes})
+
+
+def build(config: SchedulerConfig, window: int, spare_windows: int, spare_states: int, interval: int) -> SchedulerConfig:
+    groups = groups_of(config, window, spare_windows, spare_states)
+    return replace(config, groups=groups, state_interval=max(interval, config.page_size))
+
+
+plain_configs = st.builds(
+    config_of,
+    page_size=st.sampled_from([1, 4, 16]),
+    pool_tokens=st.sampled_from([96, 128, 256, 640]),
+    slots=st.integers(1, 6),
+    chunk=st.sampled_from([0, 16, 32]),
+    enable_mixed_chunk=st.booleans(),
+    enable_radix_cache=st.sampled_from([True, True, True, False]),
+    retract_interval=st.sampled_from([0, 0, 1, 5]),
+    running_timeout_s=st.sampled_from([0.0, 0.0, 0.3]),
+    schedule_conservativeness=st.sampled_from([0.3, 1.0]),
+    schedule_policy=st.sampled_from(SchedulePolicy),
+    eviction_policy=st.sampled_from(EvictionPolicy),
+    enable_priority_scheduling=st.booleans(),
+    priority_preemption_threshold=st.integers(0, 2),
+    adaptive_chunk_rows=st.sampled_from([0, 1, 64]),
+    prefill_max_requests=st.integers(0, 2),
+    max_prompt_logprob_tokens=st.sampled_from([16, 4096]),
+    max_sessions=st.integers(1, 3),
+    max_drafts=st.just(0),
+    host_pages=st.just(0),
+)
+configs = st.builds(
+    build,
+    plain_configs,
+    window=st.sampled_from([0, 1, 5, 16, 40, 200]),
+    spare_windows=st.sampled_from([0, 3, 20, 200]),
+    spare_states=st.sampled_from([-1, 0, 1, 4, 40]),
+    interval=st.sampled_from([1, 16, 64]),
+).filter(lambda config: bool(config.groups))
+
+
+@settings(max_examples=200 if NIGHTLY else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
+def test_random_traffic_gives_right_tokens_and_leaks_no_unit(config: SchedulerConfig, seed: int, overlap: bool) -> None:
+    rng = random.Random(seed)
+    engine = drive(config, seed, 120, overlap, after_turn=lambda engine: check_hits(engine, rng))
+    check_run(engine)
+    units = engine.core.memory.units
+    assert units is not None
+    engine.core.memory.settle_units()
+    assert units.num_reserved == 0 and all(pool.num_slots_hold == 0 for pool in units.pools)
+
+
+def served(engine: Engine, handle: int, prompt: list[int], **params: Any) -> int:
+    """Runs a request to its end. Returns the number of cached prompt tokens."""
+    engine.submit(handle, prompt, **{"max_new_tokens": 2, "ignore_eos": True, **params})
+    engine.drain()
+    assert engine.finishes[handle].reason is FinishReason.LENGTH
+    engine.check_answer(handle)
+    return engine.finishes[handle].cached_tokens
+
+
+KINDS = {"windows": {"spare_states": -1}, "states": {"window": 0}, "both": {}}
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_repeated_prompt_hits_its_last_page_end(kinds: str) -> None:
+    engine = hybrid(**KINDS[kinds])
+    assert served(engine, 0, [*range(43)]) == 0
+    assert served(engine, 1, [*range(43)]) == 40
+    assert served(engine, 2, [*range(40)]) == (36 if kinds == "windows" else 32)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_third_prompt_hits_the_branch_of_the_first_two(kinds: str) -> None:
+    engine = hybrid(context_len=128, state_interval=64, **KINDS[kinds])
+    shared = [*range(50)]
+    assert served(engine, 0, [*shared, *range(100, 140)]) == 0
+    served(engine, 1, [*shared, *range(200, 240)])
+    assert served(engine, 2, [*shared, *range(300, 340)]) == 48
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_turn_of_a_chat_computes_at_most_a_page_of_its_context_again(kinds: str) -> None:
+    engine, context = hybrid(context_len=128, **KINDS[kinds]), [*range(21)]
+    for turn in range(6):
+        cached = served(engine, turn, context, max_new_tokens=7)
+        assert not turn or cached >= len(context) - 5 - 4, "the new message and at most a page of the old context are computed"
+        context = [*context, *engine.outputs[turn], *range(900, 905)]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_retracted_request_computes_at_most_a_page_again(kinds: str) -> None:
+    engine = hybrid(retract_interval=9, **KINDS[kinds])
+    engine.submit(0, [*range(30)], max_new_tokens=30, ignore_eos=True)
+    engine.drain()
+    engine.check_answer(0)
+    extends = [plan.num_tokens[: plan.num_extend].sum() for plan in engine.plans if plan.num_extend]
+    retractions = engine.core.counters.retractions_total
+    assert retractions >= 2 and sum(extends) <= 30 + retractions * (engine.config.page_size + 1)
+
+
+def test_choices_of_one_prompt_compute_it_once() -> None:
+    engine = hybrid(max_running_requests=4, num_pages=128, context_len=128, chunked_prefill_size=128, spare_windows=200)
+    for handle in range(4):
+        engine.submit(handle, [*range(75)], max_new_tokens=2, ignore_eos=True)
+    engine.drain()
+    computed = sum(int(plan.num_tokens[: plan.num_extend].sum()) for plan in engine.plans)
+    assert computed == 75 + 3 * 3
+
+
+def test_long_prompt_keeps_few_window_units() -> None:
+    engine = hybrid(window=8, spare_windows=0, context_len=256, num_pages=128, max_running_requests=1)
+    units = engine.core.memory.units
+    assert units is not None and units.windows is not None
+    served(engine, 0, [*range(200)], max_new_tokens=20)
+    assert units.windows.num_units == (8 + 16) // 4 + 2
+
+
+def test_pool_without_spare_units_serves_one_request_after_the_other() -> None:
+    engine = hybrid(spare_windows=0, spare_states=0, max_running_requests=3, context_len=128)
+    for handle in range(5):
+        engine.submit(handle, [handle * 50 + each for each in range(40)], max_new_tokens=12, ignore_eos=True)
+    engine.drain()
+    for handle in range(5):
+        engine.check_answer(handle)
+
+
+def test_used_hits_outlive_unused_ones() -> None:
+    engine = hybrid(window=0, spare_states=2, max_running_requests=1, state_interval=64)
+    first, second = [*range(20)], [*range(100, 120)]
+    for handle, prompt in enumerate([first, second, first]):
+        served(engine, handle, prompt, max_new_tokens=1)
+    for handle in range(3, 9):
+        served(engine, handle, [handle * 100 + each for each in range(20)], max_new_tokens=1)
+        assert served(engine, handle + 100, first, max_new_tokens=1) == 16
+    assert served(engine, 500, second, max_new_tokens=1) == 0
+
+
+def test_pages_without_a_reachable_hit_are_evicted_first() -> None:
+    engine = hybrid(
+        window=0,
+        spare_states=1,
+        num_pages=40,
+        context_len=128,
+        max_running_requests=1,
+        state_interval=64,
+        eviction_policy=EvictionPolicy.FIFO,
+    )
+    prompts = [[100 * number + each for each in range(20)] for number in range(4)]
+    order = [1, 0, 2, 1, 3]  # the second prompt is the oldest, and its state the second newest
+    for handle, number in enumerate(order):
+        served(engine, handle, prompts[number], max_new_tokens=1)
+
+    def num_cached(number: int) -> int:
+        return engine.core.memory.cached("", np.array(prompts[number], dtype=np.int32).tobytes(), 1 << 30)[1] // 4
+
+    assert [num_cached(number) for number in range(4)] == [4, 4, 4, 4]
+    assert engine.core.memory.peek("", np.array(prompts[0], dtype=np.int32).tobytes(), 1 << 30)[1] == 0, "its state was evicted"
+    served(engine, 9, [*range(500, 600)], max_new_tokens=1)
+    assert num_cached(0) == 0 and num_cached(1) == 4
