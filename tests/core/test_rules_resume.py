@@ -64,6 +64,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 class TestResumedOutput:
     @pytest.mark.by_day(one_in=3, seed=10)
+    @pytest.mark.by_day(one_in=1, wish="prompt logprobs")
     @each_value(wish=list(WISHES), overlap=[True, False])
     def test_resumed_output_equals_the_uninterrupted_output(self, wish: str, overlap: bool) -> None:
         params = {"max_new_tokens": 24, "ignore_eos": True, **WISHES[wish]}

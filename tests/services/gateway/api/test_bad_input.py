@@ -191,7 +191,6 @@ def expect_refusal(shared: System, path: str, change: dict[str, Any], param: str
     assert len(shared.worker.submits) == before
 
 
-@pytest.mark.by_day(one_in=2, seed=90)
 @pytest.mark.parametrize(
     ("path", "change", "param"), [case[1:] for case in REFUSED_BY_RULES], ids=[case[0] for case in REFUSED_BY_RULES]
 )
