@@ -252,7 +252,7 @@ def test_load_refuses_folders_that_cannot_draft(tmp_path: Path) -> None:
         ("draft", str(draft)): "its vocabulary has 100 tokens, fewer than the model's 257",
         ("draft", ""): "needs --speculative-draft-model-path",
         ("eagle3", str(draft)): "LlamaForCausalLM; the architecture of an EAGLE-3 head ends in Eagle3",
-        ("eagle3", str(pickled)): "is for a model of 100 tokens",
+        ("eagle3", str(pickled)): "drafts for a model with a vocabulary of 100 tokens",
         ("mtp", ""): "no layer for multi-token prediction",
         ("mtp", str(draft)): "no layer for multi-token prediction",
         ("ngram", str(draft)): "has no effect with --speculative-algorithm ngram",
@@ -260,5 +260,5 @@ def test_load_refuses_folders_that_cannot_draft(tmp_path: Path) -> None:
     for (algorithm, path), words in messages.items():
         with pytest.raises(ValueError, match=words):
             made_of(target, algorithm, path)
-    with pytest.raises(ValueError, match=r"may run code when it is read.*save_file"):
+    with pytest.raises(ValueError, match=r"could run code of the file.*save_file"):
         made_of(target, "draft", str(pickled))
