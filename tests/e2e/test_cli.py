@@ -119,7 +119,7 @@ def typed(line: str, system: System, folder: Path = ROOT) -> subprocess.Complete
     """Runs a line in a shell with the command `rootstock` and with the server's URL in ROOTSTOCK_URL."""
     environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}
     words = ["bash", "--norc", "-c", SHELL + line]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 class Watch:
@@ -178,7 +178,7 @@ def test_bench_writes_results_outside_a_checkout(system: System, tmp_path: Path)
     words = [sys.executable, "-m", "rootstock_llm.services.cli", "bench", "--num-requests", "2", "--output-len", "4", "--json"]
     environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}
     command = [*words, "--output-file", "results.jsonl"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=True)
     (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
     assert json.loads(line) == json.loads(done.stdout)
     assert json.loads(line)["results"]["successful_requests"] == 2
