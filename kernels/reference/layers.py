@@ -132,7 +132,7 @@ def gated_delta_rule(
 def _delta_run(
     out: Tensor, qkv: Tensor, gates: Tensor, weight: Tensor, decay: DeltaGates, conv: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes consecutive tokens of one sequence. Returns the inputs of the convolution and the state behind them.
+    """Computes consecutive tokens of one sequence. Returns the inputs of the convolution and the state after them.
 
     Args:
         conv: [K - 1, C], inputs before the first token.

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
+from rootstock_llm.services.worker.core.contracts.cache_groups import STATES_PER_SLOT, CacheGroup, CacheKind, window_pages
 from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.messages import FinishReason
 from tests.core.harness import Engine, small
 from tests.core.test_scheduler_properties import check_run, config_of, drive
 from tests.night import NIGHTLY
 
-STATES_PER_SLOT = 3
 TOKEN = 4  # bytes of a token in a token key
 
 
@@ -102,10 +101,10 @@ def groups_of(config: SchedulerConfig, window: int, spare_windows: int, spare_st
     """
     groups = []
     if window:
-        pages = min(-(-(window + config.max_chunk) // config.page_size) + 2, config.max_pages_per_request)
-        groups.append(CacheGroup(CacheKind.WINDOW, pages + spare_windows, 1, window))
+        pages = window_pages(window + config.max_chunk, config.page_size, config.max_pages_per_request)
+        groups.append(CacheGroup(CacheKind.WINDOW, pages + spare_windows, window))
     if spare_states >= 0:
-        groups.append(CacheGroup(CacheKind.STATE, STATES_PER_SLOT * config.max_running_requests + spare_states, 1))
+        groups.append(CacheGroup(CacheKind.STATE, STATES_PER_SLOT * config.max_running_requests + spare_states))
     return tuple(groups)
 
 
@@ -162,7 +161,7 @@ def test_random_traffic_gives_right_tokens_and_leaks_no_unit(config: SchedulerCo
     units = engine.core.memory.units
     assert units is not None
     engine.core.memory.settle_units()
-    assert units.num_reserved == 0 and all(pool.num_slots_hold == 0 for pool in units.pools)
+    assert units.num_reserved == 0 and all(pool.num_in_slots == 0 for pool in units.pools)
 
 
 def served(engine: Engine, handle: int, prompt: list[int], **params: Any) -> int:
@@ -273,3 +272,26 @@ def test_pages_without_a_reachable_hit_are_evicted_first() -> None:
     assert engine.core.memory.peek("", np.array(prompts[0], dtype=np.int32).tobytes(), 1 << 30)[1] == 0, "its state was evicted"
     served(engine, 9, [*range(500, 600)], max_new_tokens=1)
     assert num_cached(0) == 0 and num_cached(1) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spare_windows": -1}, "the group window has 7 units; it needs at least 8"),
+        (
+            {"window": 0, "spare_states": 0, "groups": (CacheGroup(CacheKind.STATE, 11),)},
+            "the group state has 11 units; it needs at least 12",
+        ),
+        ({"host_pages": 8}, "no tiers"),
+        ({"max_drafts": 2}, "no draft tokens"),
+        ({"state_interval": 3}, "state_interval 3 is below page_size 4"),
+    ],
+    ids=["window units", "states", "tiers", "drafts", "interval"],
+)
+def test_configuration_refuses_groups_that_a_slot_may_exhaust(changes: dict[str, Any], message: str) -> None:
+    given = dict(changes)
+    sizes = {name: given.pop(name) for name in ("window", "spare_windows", "spare_states") if name in given}
+    plain = small(num_pages=64).config
+    groups = groups_of(plain, **{"window": 8, "spare_windows": 40, "spare_states": 12, **sizes})
+    with pytest.raises(ValueError, match=message):
+        replace(plain, **{"groups": groups, "state_interval": 16, **given})

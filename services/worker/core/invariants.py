@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 
-from rootstock_llm.services.worker.core.kv.cache_units import NO_UNIT
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.core.kv.other_tiers import OtherTiers
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.kv.unit_pool import NO_UNIT
 from rootstock_llm.services.worker.core.requests.queues import RequestQueues
 from rootstock_llm.services.worker.core.requests.request import Phase
 from rootstock_llm.services.worker.core.requests.sessions import SessionTable

@@ -20,5 +20,13 @@ class CacheGroup:
 
     kind: CacheKind
     num_units: int
-    unit_bytes: int
     window: int = 0  # number of last tokens, including the token itself, to which a token attends; 0 for states
+
+
+STATES_PER_SLOT = 3  # largest number of states of a slot: at the last page end, before and after the newest step
+SPARE_PAGES = 2  # pages at both ends of a window that are partly outside of it
+
+
+def window_pages(tokens: int, page_size: int, pages_per_slot: int) -> int:
+    """Returns the largest number of pages of a slot that `tokens` consecutive tokens are on."""
+    return min(-(-tokens // page_size) + SPARE_PAGES, pages_per_slot)

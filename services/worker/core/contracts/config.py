@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
+from rootstock_llm.services.worker.core.contracts.cache_groups import STATES_PER_SLOT, CacheGroup, CacheKind, window_pages
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
 from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
 
@@ -119,6 +119,12 @@ class SchedulerConfig:
             raise ValueError("a model with windows or recurrent layers has no tiers, no remote KV and no draft tokens")
         if self.groups and self.state_interval < self.page_size:
             raise ValueError(f"state_interval {self.state_interval} is below page_size {self.page_size}")
+        for group in self.groups:
+            least = STATES_PER_SLOT * self.max_running_requests
+            if group.kind is CacheKind.WINDOW:
+                least = window_pages(group.window + self.max_chunk, self.page_size, self.max_pages_per_request)
+            if group.num_units < least:
+                raise ValueError(f"the group {group.kind} has {group.num_units} units; it needs at least {least}")
         if self.max_drafts < 0:
             raise ValueError(f"max_drafts is {self.max_drafts}; it must not be negative")
 

@@ -1,9 +1,9 @@
 """The units of the cache groups beside full attention: KV of windowed layers, and states of recurrent layers.
 
-A page of tokens may have one unit in each group: of a WINDOW group the keys and values of its tokens, of a STATE group the state
-after its last token. A unit is free, held by a slot, or owned by a page of the radix tree. It moves with its page: publish, split
-and eviction. A prefix hit ends at a page end at which every group has the units that the next token reads. Cached units without a
-pin are evicted by recency, before pages that sessions hold.
+A page of tokens may have one unit in each group. In a WINDOW group, the unit has the keys and values of the page's tokens; in a
+STATE group, it is the state after the page's last token. A unit moves with its page when the page is published or split, and is
+freed at the latest when the page is evicted. A prefix hit ends at a page end at which every group has the units that the next
+token reads.
 
 The slot of a running request has a table of window units, like its page table, and these states:
 
@@ -23,147 +23,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind, window_pages
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.kv.unit_pool import NO_UNIT, UnitPool
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-NO_UNIT = -1
 NO_LIMIT = 1 << 30
 _NONE: I32 = np.empty(0, dtype=np.int32)
-STATES_PER_SLOT = 3  # largest number of states that a slot needs: kept, current and next
-SPARE_PAGES = 2  # pages of a window that are partly outside of it, at both ends
-
-
-class UnitPool:
-    """The units of one group."""
-
-    def __init__(self, num_units: int, index: int, lost: Callable[[TreeNode], None]) -> None:
-        """Starts with all units free.
-
-        Args:
-            num_units: number of units.
-            index: index of the group, and of its units in TreeNode.units.
-            lost: called with a node that has lost a unit by eviction.
-        """
-        self.num_units, self.index = num_units, index
-        self._lost = lost
-        self._stack: I32 = np.arange(num_units, dtype=np.int32)[::-1].copy()
-        self.num_free = num_units
-        self.num_owned = 0  # units of cached pages
-        self.evicted_total = 0
-        self._owners: list[TreeNode | None] = [None] * num_units
-        self._pins: I32 = np.zeros(num_units, dtype=np.int32)
-        self._needed: NDArray[np.bool_] = np.zeros(num_units, dtype=np.bool_)
-        # Owned units without a pin, least recently used first. The first unit moves to _held if a session holds its node.
-        self._order: dict[int, None] = {}
-        self._held: dict[int, None] = {}
-
-    @property
-    def num_available(self) -> int:
-        """Number of units that can be allocated now: free and evictable units."""
-        return self.num_free + len(self._order) + len(self._held)
-
-    @property
-    def num_slots_hold(self) -> int:
-        """Number of units that slots hold."""
-        return self.num_units - self.num_free - self.num_owned
-
-    def alloc(self, count: int) -> I32:
-        """Allocates units for a slot and returns them as int32[count]. At least `count` units must be available."""
-        while self.num_free < count:
-            self._evict()
-        self.num_free -= count
-        return self._stack[self.num_free : self.num_free + count][::-1].copy()
-
-    def free(self, units: I32) -> None:
-        """Frees units that a slot holds."""
-        end = self.num_free + len(units)
-        assert end <= self.num_units, "a unit was freed twice"
-        self._stack[self.num_free : end] = units
-        self.num_free = end
-
-    def free_units(self) -> I32:
-        """Returns a copy of the free units as int32[num_free], for checks."""
-        return self._stack[: self.num_free].copy()
-
-    def own(self, unit: int, node: TreeNode, page: int) -> None:
-        """Gives a slot's unit to a page of the tree. `page` is the page's index in the node."""
-        assert self._owners[unit] is None and node.units[self.index][page] == NO_UNIT, "a page has at most one unit"
-        self._owners[unit], node.units[self.index][page] = node, unit
-        self.num_owned += 1
-        self._order[unit] = None
-
-    def moved(self, unit: int, node: TreeNode) -> None:
-        """Records that a split has moved the unit's page to another node."""
-        self._owners[unit] = node
-
-    def disown(self, unit: int) -> None:
-        """Frees the unit of a page that leaves the tree. The unit has no pin."""
-        assert not self._pins[unit], "a page leaves the tree with a pinned unit"
-        self._owners[unit], self._needed[unit] = None, False
-        self._order.pop(unit, None)
-        self._held.pop(unit, None)
-        self.num_owned -= 1
-        self.free(np.array([unit], dtype=np.int32))
-
-    def pin(self, unit: int) -> None:
-        """Protects an owned unit from eviction, because a running request reads it."""
-        assert self._owners[unit] is not None, "a page owns the pinned unit"
-        if not self._pins[unit]:
-            self._order.pop(unit, None)
-            self._held.pop(unit, None)
-        self._pins[unit] += 1
-
-    def unpin(self, unit: int) -> None:
-        """Undoes one pin(). The unit is then the most recently used one. If no hit can need it, it is freed."""
-        assert self._pins[unit] > 0, "unpin without pin"
-        self._pins[unit] -= 1
-        if self._pins[unit]:
-            return
-        if self._needed[unit]:
-            self._order[unit] = None
-        else:
-            self._lost_by(unit)
-
-    def need(self, unit: int) -> None:
-        """Marks an owned unit as part of a possible prefix hit, so that it stays cached after its last pin."""
-        self._needed[unit] = True
-
-    def is_needed(self, unit: int) -> bool:
-        return bool(self._needed[unit])
-
-    def owned(self) -> list[tuple[int, TreeNode]]:
-        """Returns the owned units with their nodes, for checks."""
-        return [(unit, node) for unit, node in enumerate(self._owners) if node is not None]
-
-    def _evict(self) -> None:
-        """Frees the least recently used unit without a pin. Units of pages that sessions hold are evicted last."""
-        while self._order:
-            unit = next(iter(self._order))
-            node = self._owners[unit]
-            assert node is not None, "the order has only owned units"
-            if not node.holds:
-                break
-            del self._order[unit]
-            self._held[unit] = None
-        else:
-            unit = next((each for each in self._held if not self._is_held(each)), next(iter(self._held)))
-        self._lost_by(unit)
-        self.evicted_total += 1
-
-    def _is_held(self, unit: int) -> bool:
-        node = self._owners[unit]
-        return node is not None and node.holds > 0
-
-    def _lost_by(self, unit: int) -> None:
-        """Frees a cached page's unit without a pin."""
-        node = self._owners[unit]
-        assert node is not None, "a page owns the unit"
-        units = node.units[self.index]
-        units[units == unit] = NO_UNIT
-        self.disown(unit)
-        self._lost(node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +58,7 @@ class CacheUnits:
         state_interval: int,
         max_chunk: int,
         keeps_ends: bool,
-        lost: Callable[[TreeNode], None],
+        on_lost: Callable[[TreeNode], None],
     ) -> None:
         """Starts with all units free.
 
@@ -203,17 +70,17 @@ class CacheUnits:
             state_interval: smallest distance in tokens between two chunk ends whose units are kept for hits.
             max_chunk: largest number of tokens of a chunk.
             keeps_ends: whether slots keep the units of page ends for hits. False if nothing is cached.
-            lost: called with a node that has lost a unit by eviction.
+            on_lost: called with a node that has lost a unit by eviction.
         """
         kinds = [group.kind for group in groups]
         assert len(set(kinds)) == len(kinds), "at most one group of each kind"
-        pools = {group.kind: UnitPool(group.num_units, index, lost) for index, group in enumerate(groups)}
+        pools = {group.kind: UnitPool(group.num_units, index, on_lost) for index, group in enumerate(groups)}
         self.pools = list(pools.values())
         self.windows, self.states = pools.get(CacheKind.WINDOW), pools.get(CacheKind.STATE)
         self._window = next((group.window for group in groups if group.kind is CacheKind.WINDOW), 0)
         self._page_size, self._interval, self._keeps_ends = page_size, state_interval, keeps_ends
-        self.extend_pages = min(-(-(self._window + max_chunk) // page_size) + SPARE_PAGES, pages_per_slot)
-        self.decode_pages = min(-(-self._window // page_size) + SPARE_PAGES, pages_per_slot)
+        self.extend_pages = window_pages(self._window + max_chunk, page_size, pages_per_slot)
+        self.decode_pages = window_pages(self._window, page_size, pages_per_slot)
 
         def column(value: int) -> I64:
             return np.full(num_slots, value, dtype=np.int64)
@@ -223,11 +90,13 @@ class CacheUnits:
         self._reserved = column(0)  # window units that are reserved for the slot
         self.num_reserved = 0  # sum of _reserved
         self._current = column(NO_UNIT)  # state after the last planned token; NO_UNIT: no token is planned
-        self._shared = np.zeros(num_slots, dtype=np.bool_)  # whether a cached page owns the current state, which is pinned
+        self._current_is_cached = np.zeros(
+            num_slots, dtype=np.bool_
+        )  # whether a cached page owns the current state, which is pinned
         self._kept, self._kept_end = column(NO_UNIT), column(0)  # state at a page end that decoding has passed, and the page end
         self._older, self._older_end = column(NO_UNIT), column(0)  # the same before the newer one is committed
         self._last_end = column(0)  # last page end at which the slot keeps units for hits
-        self._branch = column(0)  # page end behind which the prompt differs from cached prompts; 0: none
+        self._branch = column(0)  # page end after which the prompt differs from cached prompts; 0: none
         # Page ends of planned chunks, rising, with their states. publish() gives the units to the pages when they are computed.
         self._ends: dict[int, list[tuple[int, int]]] = {}
         self._leaving: list[I32] = []  # states that the newest plan reads, and no later plan
@@ -282,7 +151,7 @@ class CacheUnits:
     # Slots
 
     @property
-    def has_room(self) -> bool:
+    def can_reserve(self) -> bool:
         """Whether a further request gets the window units that it may need at once."""
         return self.windows is None or self.num_reserved + self.extend_pages <= self.windows.num_units
 
@@ -299,12 +168,12 @@ class CacheUnits:
         """
         depth = hit.depth
         self._last_end[slot], self._branch[slot] = depth, branch if branch > depth else 0
-        self._current[slot], self._shared[slot] = NO_UNIT, False
+        self._current[slot], self._current_is_cached[slot] = NO_UNIT, False
         if self.states is not None and depth:
             unit = int(hit.units[self.states.index][-1])
             assert unit != NO_UNIT, "a hit ends at a page with a state"
             self.states.pin(unit)
-            self._current[slot], self._shared[slot] = unit, True
+            self._current[slot], self._current_is_cached[slot] = unit, True
         self._first[slot] = first = self._first_page(depth)
         if self.windows is None:
             return 0, _NONE
@@ -330,16 +199,16 @@ class CacheUnits:
             return
         unit = int(self._current[slot])
         unpublished = [unit for _, unit in self._ends.pop(slot, ())]
-        if self._shared[slot]:
+        if self._current_is_cached[slot]:
             self.states.unpin(unit)
         elif unit != NO_UNIT and unit not in unpublished:
             unpublished.append(unit)
         unpublished += [int(column[slot]) for column in (self._kept, self._older) if column[slot] != NO_UNIT]
         self._current[slot] = self._kept[slot] = self._older[slot] = NO_UNIT
-        self._shared[slot] = False
+        self._current_is_cached[slot] = False
         self.states.free(np.array(unpublished, dtype=np.int32))
 
-    def room_for(self, slot: int, num_pages: int) -> int:
+    def num_spare_pages(self, slot: int, num_pages: int) -> int:
         """Returns the number of pages that a slot with `num_pages` pages may still get."""
         if self.windows is None:
             return NO_LIMIT
@@ -412,7 +281,7 @@ class CacheUnits:
             ends.append((inside[0], at_cut))
         ends += [(end, after) for end in kept]
         self._leave_state(slot, before)
-        self._current[slot], self._shared[slot] = after, False
+        self._current[slot], self._current_is_cached[slot] = after, False
         return RowStates(before, after, cut, at_cut)
 
     def decode(self, slots: I64, positions: I64) -> tuple[I32, I32]:
@@ -434,13 +303,13 @@ class CacheUnits:
             self._older[slots] = NO_UNIT
         before, after = self._current[slots], states.alloc(len(slots)).astype(np.int64)
         at_end = (positions % self._page_size == 0) & self._keeps_ends
-        plain = ~at_end & ~self._shared[slots]
+        plain = ~at_end & ~self._current_is_cached[slots]
         if self._ends:
             plain &= ~np.isin(slots, list(self._ends))
         self._leaving.append(before[plain].astype(np.int32))
         for row in np.flatnonzero(~plain).tolist():
             self._pass_end(int(slots[row]), int(positions[row]), bool(at_end[row]))
-        self._current[slots], self._shared[slots] = after, False
+        self._current[slots], self._current_is_cached[slots] = after, False
         return before.astype(np.int32), after.astype(np.int32)
 
     def leave_extend(self, slot: int, start: int, num_shared: int) -> None:
@@ -451,7 +320,7 @@ class CacheUnits:
     def leave_decode(self, slots: I64, positions: I64, num_pages: I32, num_shared: I32) -> bool:
         """Frees and unpins the window units that decode rows no longer need.
 
-        A row keeps the window of its last committed page end. Its position may be one token behind that end.
+        A row keeps the window of its last committed page end. Its position may be one token after that end.
 
         Args:
             slots: int64[n].
@@ -522,19 +391,19 @@ class CacheUnits:
 
         Args:
             slot: the slot.
-            end: node of the published pages, at the page end or behind it.
+            end: node of the published pages, at the page end or after it.
             at: number of pages.
             unit: state at the page end; NO_UNIT without states.
         """
         node, page = _page_of(end, at - 1)
         if self.states is not None and unit != NO_UNIT:
-            is_current = unit == self._current[slot] and not self._shared[slot]
+            is_current = unit == self._current[slot] and not self._current_is_cached[slot]
             if node.units[self.states.index][page] == NO_UNIT:
                 self.states.own(unit, node, page)
                 self.states.need(unit)
                 if is_current:
                     self.states.pin(unit)
-                    self._shared[slot] = True
+                    self._current_is_cached[slot] = True
             elif not is_current:
                 self.states.free(np.array([unit], dtype=np.int32))
         if self.windows is not None:
@@ -554,7 +423,7 @@ class CacheUnits:
         if self.states is not None:
             units = {unit for _, unit in self._ends.get(slot, ())}
             units |= {int(column[slot]) for column in (self._kept, self._older)}
-            units |= set() if self._shared[slot] else {int(self._current[slot])}
+            units |= set() if self._current_is_cached[slot] else {int(self._current[slot])}
             found[self.states.index] = sorted(units - {NO_UNIT})
         return found
 
@@ -565,7 +434,7 @@ class CacheUnits:
     # Details
 
     def _first_page(self, end: int) -> int:
-        """Returns the first page that the token behind the page end `end` attends to in windowed layers."""
+        """Returns the first page that the token after the page end `end` attends to in windowed layers."""
         return max((end * self._page_size - self._window + 1) // self._page_size, 0) if self.windows is not None else 0
 
     def _first_needed(self, slot: int, end: int) -> int:
@@ -614,7 +483,7 @@ class CacheUnits:
         """Makes begin_plan() of the next step free or unpin a slot's current state, which this step reads."""
         if unit == NO_UNIT or any(unit == other for _, other in self._ends.get(slot, ())):
             return
-        if self._shared[slot]:
+        if self._current_is_cached[slot]:
             self._unpinning.append(unit)
         else:
             self._leaving.append(np.array([unit], dtype=np.int32))
@@ -629,7 +498,7 @@ class CacheUnits:
         """Leaves the current state of a decode row. At a page end, it becomes the kept one."""
         unit = int(self._current[slot])
         unpublished = any(unit == other for _, other in self._ends.get(slot, ()))
-        if not at_end or self._shared[slot] or unpublished or unit == NO_UNIT:
+        if not at_end or self._current_is_cached[slot] or unpublished or unit == NO_UNIT:
             self._leave_state(slot, unit)
             return
         self._older[slot], self._older_end[slot] = self._kept[slot], self._kept_end[slot]
@@ -662,7 +531,7 @@ def _backwards(end: TreeNode, first: int, stop: int | None = None) -> list[tuple
     """Returns (node, index of the page in the node, index in the sequence) of the pages from `first` to `stop`, last first.
 
     Args:
-        end: node at the end of the pages, or behind it.
+        end: node at the end of the pages, or after it.
         first: first page.
         stop: number of pages; None for those up to the end of the node.
     """

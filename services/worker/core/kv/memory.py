@@ -311,7 +311,7 @@ class KVMemory:
         want = min(-(-num_tokens // self.page_size) - have, self.num_available)
         assert self.slots.num_shared[slot] <= have, "the shared pages of a slot are among its pages"
         if self.units is not None:
-            want = min(want, self.units.room_for(slot, have))
+            want = min(want, self.units.num_spare_pages(slot, have))
         if want > 0:
             assert have + want <= self.slots.page_table.shape[1], "a slot has at most the pages of a context"
             pages = self._alloc(want)

@@ -435,7 +435,7 @@ class ExtendPlanner:
 
     def _may_admit(self, request: Request, hit: TreeNode) -> tuple[AddResult, int]:
         """Returns the result of the budgets and the number of tokens to compute in this step. `hit` is locked."""
-        if self._memory.units is not None and not self._memory.units.has_room:
+        if self._memory.units is not None and not self._memory.units.can_reserve:
             return AddResult.NO_TOKEN, 0
         available = self._memory.num_available * self.config.page_size
         if self._queues.waiting.num_blocked:
