@@ -26,6 +26,7 @@ from rootstock_llm.services.worker.core.contracts.reservations import KvReservat
 from rootstock_llm.services.worker.core.contracts.transfers import Tier
 from rootstock_llm.services.worker.core.planning import planner
 from rootstock_llm.services.worker.core.requests.request import Request
+from tests.core.plans import decode_plan
 from tests.sim.deployed_worker import on_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,14 @@ DRAFTS = ("--max-drafts", "3")
 # Attributes that the canonical form omits: texts, and parts of a schema that a gateway has generated.
 LEFT_OUT = {Finish: {"message"}, GrammarSpec: {"parts"}}
 # Attributes that a function of the digest reads.
-READ_BY_FUNCTIONS = {BatchPlan: {"admitted", "table_slots", "table_firsts", "table_counts", "table_pages"}}
+READ_BY_FUNCTIONS = {
+    BatchPlan: {
+        "admitted",
+        *(f"table_{name}" for name in ("slots", "firsts", "counts", "pages")),
+        *(f"window_{name}" for name in ("slots", "firsts", "counts", "units")),
+        *(f"state_{name}" for name in ("before", "after", "cuts", "at_cut")),
+    }
+}
 
 
 @pytest.fixture
@@ -100,6 +108,14 @@ def test_canonical_ignores_names_of_classes_and_attributes(monkeypatch: pytest.M
     paths = {"rows": "num_rows", "drafted": "drafts.all", "accepted": "drafts.right", "predicted": "drafts.none"}
     monkeypatch.setitem(NAMES, Renamed, paths | {"accepted_predicted": lambda record: 0})
     assert canonical(Renamed(1, SimpleNamespace(all=3, right=2, none=0))) == canonical(Verified(1, 3, 2))
+
+
+@pytest.mark.parametrize("column", ["state_before", "state_after", "state_cuts", "state_at_cut", "window_units"])
+def test_canonical_plan_differs_when_a_unit_differs(column: str) -> None:
+    names = ("window_slots", "window_firsts", "window_counts", "window_units")
+    states = ("state_before", "state_after", "state_cuts", "state_at_cut")
+    plan = replace(decode_plan(1), **{name: np.ones(1, dtype=np.int32) for name in (*names, *states)})
+    assert canonical(plan) != canonical(replace(plan, **{column: np.full(1, 2, dtype=np.int32)}))
 
 
 def test_digest_is_the_hash_of_the_written_lines(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

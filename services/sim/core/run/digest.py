@@ -36,19 +36,31 @@ import numpy as np
 
 from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
 from rootstock_llm.services.worker.core.contracts.messages import Finish, PeerOutput, Verified
-from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams, SlotParams
+from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, SamplingParams, SlotParams
 
 
 def _sorted_admitted(plan: BatchPlan) -> list[SlotParams]:
     return sorted(plan.admitted, key=lambda admitted: admitted.slot)
 
 
-def _table_updates(plan: BatchPlan) -> list[tuple[int, int, list[int]]]:
-    """Returns [slot, first logical page, page ids] of each update, sorted."""
-    ends = np.cumsum(plan.table_counts).tolist()
-    columns = (plan.table_slots.tolist(), plan.table_firsts.tolist(), plan.table_counts.tolist(), ends)
-    pages = plan.table_pages.tolist()
-    return sorted((slot, first, pages[end - count : end]) for slot, first, count, end in zip(*columns, strict=True))
+def _table_updates(plan: BatchPlan) -> list[tuple[int, int, list[int]]] | dict[str, object]:
+    """Returns [slot, first logical page, page ids] of each update, sorted.
+
+    With cache groups, returns an object with these updates, those of the window tables, and the columns of state units. A plan
+    without groups therefore has the digest that it had before there were groups.
+    """
+    pages = _sorted_updates(plan.table_slots, plan.table_firsts, plan.table_counts, plan.table_pages)
+    if not len(plan.window_slots) and not len(plan.state_after):
+        return pages
+    windows = _sorted_updates(plan.window_slots, plan.window_firsts, plan.window_counts, plan.window_units)
+    states = [plan.state_before, plan.state_after, plan.state_cuts, plan.state_at_cut]
+    return {"pages": pages, "windows": windows, "states": states}
+
+
+def _sorted_updates(slots: I32, firsts: I32, counts: I32, entries: I32) -> list[tuple[int, int, list[int]]]:
+    columns = (slots.tolist(), firsts.tolist(), counts.tolist(), np.cumsum(counts).tolist())
+    values = entries.tolist()
+    return sorted((slot, first, values[end - count : end]) for slot, first, count, end in zip(*columns, strict=True))
 
 
 # Each record has its canonical names with the attribute path or the function that reads the value. If an attribute is
