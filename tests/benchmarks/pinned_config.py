@@ -59,6 +59,8 @@ PINNED = SchedulerConfig(
     disaggregation_hold_s=10.0,
     retract_interval=0,
     random_seed=0,
+    groups=(),
+    state_interval=1,
 )
 
 

@@ -46,6 +46,8 @@ FIELDS_WITHOUT_A_SETTING = {
     "reads_peers": MODEL,
     "bos_token_id": ENGINE,
     "random_seed": BINDING,
+    "groups": BINDING,
+    "state_interval": BINDING,
 }
 # Fields that are computed from their setting and other values. tests/services/worker/test_engine_config.py tests each of them.
 COMPUTED = {"max_prefill_tokens", "chunked_prefill_size", "enable_mixed_chunk", "enable_radix_cache"}

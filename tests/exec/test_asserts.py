@@ -13,7 +13,7 @@ import torch
 from rootstock_llm.kernels.contracts.ops import RaggedRows
 from rootstock_llm.services.worker.core.contracts.plan import DryParams, EmbeddingParams, SamplingParams
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
-from rootstock_llm.services.worker.exec.fake import FakeExecutor
+from rootstock_llm.services.worker.exec.fake import FakeExecutor, _apply_table
 from rootstock_llm.services.worker.exec.loading import load_model
 from rootstock_llm.services.worker.exec.models.rope import rope_table
 from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind
@@ -85,10 +85,10 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     (
         Fault(
             "a table update adds only one page",
-            FakeExecutor._apply_table,
-            "np.repeat(plan.table_slots, plan.table_counts)",
-            "plan.table_slots",
-            "a page for each index",
+            _apply_table,
+            "np.repeat(slots, counts), np",
+            "slots, np",
+            "an entry for each index",
         ),
         served,
     ),
@@ -106,7 +106,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "the core adds pages to a table without recording them for a plan",
             KVMemory.grow,
-            "self._record(slot, have, pages)",
+            "self._writes.add(slot, have, pages)",
             "pass",
             "only to pages in the page table",
         ),

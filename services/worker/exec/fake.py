@@ -512,19 +512,6 @@ class FakeExecutor:
         top_ids = np.repeat(ids[:, None], k, axis=1)
         return PromptLogprobs(values, top_ids, np.repeat(values[:, None], k, axis=1), np.repeat(values[:, None], chosen, axis=1))
 
-    def _apply_table(self, plan: BatchPlan) -> None:
-        slots, firsts = np.repeat(plan.table_slots, plan.table_counts), np.repeat(plan.table_firsts, plan.table_counts)
-        assert len(slots) == len(plan.table_pages), "the updates have a page for each index that they change"
-        if not len(slots):
-            return
-        ends = np.cumsum(plan.table_counts)
-        indices = firsts + np.arange(len(slots)) - np.repeat(ends - plan.table_counts, plan.table_counts)
-        width = self.page_table.shape[1]
-        assert 0 <= indices.min() <= indices.max() < width, "updates stay within a slot's row of the page table"
-        changed = slots.astype(np.int64) * width + indices
-        assert len(np.unique(changed)) == len(changed), "a plan updates each entry of the page table at most once"
-        self.page_table[slots, indices] = plan.table_pages
-
     def _write(self, slot: int, start: int, ids: I32) -> None:
         positions = np.arange(start, start + len(ids))
         pages = self.page_table[slot, positions // self._page_size]
@@ -538,15 +525,15 @@ class FakeExecutor:
 
 
 def _apply_table(table: I32, slots: I32, firsts: I32, counts: I32, entries: I32) -> None:
-    """Applies a plan's updates to a table of the slots."""
-    slots, firsts_of = np.repeat(slots, counts), np.repeat(firsts, counts)
-    assert len(slots) == len(entries), "a page for every place that the updates name"
-    if not len(slots):
+    """Applies a plan's updates to a table of the slots. `entries` has the new values of all updates, in their order."""
+    slots_of, firsts_of = np.repeat(slots, counts), np.repeat(firsts, counts)
+    assert len(slots_of) == len(entries), "the updates have an entry for each index that they change"
+    if not len(entries):
         return
     ends = np.cumsum(counts)
-    places = firsts_of + np.arange(len(slots)) - np.repeat(ends - counts, counts)
+    indices = firsts_of + np.arange(len(entries)) - np.repeat(ends - counts, counts)
     width = table.shape[1]
-    assert 0 <= places.min() <= places.max() < width, "an update beyond a slot's row of the page table"
-    named = slots.astype(np.int64) * width + places
-    assert len(np.unique(named)) == len(named), "two updates of one plan name the same place"
-    table[slots, places] = entries
+    assert 0 <= indices.min() <= indices.max() < width, "updates stay within a slot's row of the table"
+    changed = slots_of.astype(np.int64) * width + indices
+    assert len(np.unique(changed)) == len(changed), "a plan updates each entry of a table at most once"
+    table[slots_of, indices] = entries
