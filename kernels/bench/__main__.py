@@ -80,7 +80,7 @@ def attention_case(batch: int, start: int, count: int) -> Case:
 def rope_case(batch: int, start: int, count: int) -> Case:
     rows = rows_of(batch, start, count)
     qkv = torch.randn(batch * count, (HEADS + 2 * KV_HEADS) * HEAD_DIM).bfloat16()
-    norms = (torch.ones(HEAD_DIM).bfloat16(), torch.ones(HEAD_DIM).bfloat16())
+    norms = (torch.ones(HEAD_DIM), torch.ones(HEAD_DIM))
     cos_sin = torch.randn(start + count, HEAD_DIM)
 
     def prepare(kernels: Kernels) -> Callable[[], object]:
@@ -91,9 +91,10 @@ def rope_case(batch: int, start: int, count: int) -> Case:
 
 
 def norm_case(tokens: int) -> Case:
-    x, residual, weight = (torch.randn(n, HIDDEN).bfloat16() for n in (tokens, tokens, 1))
+    x, residual = (torch.randn(tokens, HIDDEN).bfloat16() for _ in range(2))
+    weight = torch.randn(HIDDEN)
     out = torch.empty_like(x)
-    return lambda kernels: lambda: kernels.fused_add_rms_norm(out, x, residual, weight[0], 1e-6)
+    return lambda kernels: lambda: kernels.fused_add_rms_norm(out, x, residual, weight, 1e-6)
 
 
 def silu_case(tokens: int) -> Case:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rootstock_llm.kernels.bench.gpu_timing import GpuCase, Make, Work
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import DeltaGates, RaggedRows, StateRows
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.kernels.triton.layers.layers import TritonLayers
@@ -43,6 +43,8 @@ SHAPES = (
     DecoderShape("8B", 4096, 12288, 32, 8, 128, 151936),
 )
 TOKENS = (1, 64, 256, 8192)
+MOST_DECODES = 256  # largest number of tokens that the case of a recurrent layer computes as a decode step
+TAPS = 4  # width of the convolution in a recurrent layer
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:
@@ -52,7 +54,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 def _norm_case(shape: DecoderShape, tokens: int) -> GpuCase:
     def inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, residual = _random(device, tokens, shape.hidden), _random(device, tokens, shape.hidden)
-        return torch.empty_like(x), x, residual, _random(device, shape.hidden)
+        return torch.empty_like(x), x, residual, torch.randn(shape.hidden, device=device)
 
     def make(device: torch.device) -> Work:
         kernels, given = TritonLayers(device), inputs(device)
@@ -60,9 +62,9 @@ def _norm_case(shape: DecoderShape, tokens: int) -> GpuCase:
 
     def plain(device: torch.device) -> Work:
         out, x, residual, weight = inputs(device)
-        return lambda: out.copy_(functional.rms_norm(residual.add_(x), (shape.hidden,), weight, EPS))
+        return lambda: out.copy_(functional.rms_norm(residual.add_(x), (shape.hidden,), weight.to(DTYPE), EPS))
 
-    moved = (4 * tokens + 1) * shape.hidden * SIZE
+    moved = (4 * tokens + 2) * shape.hidden * SIZE  # the weight is float32
     return GpuCase(f"fused_add_rms_norm {shape.name} {tokens}", make, moved, plain=plain)
 
 
@@ -87,7 +89,7 @@ def rope_case(shape: DecoderShape, tokens: int, context: int, deterministic: boo
             rows = decode_rows(tokens, context, shape.page_size, device)
             pool_shape = (rows.page_table.numel(), shape.kv_heads, shape.page_size, shape.head_dim)
             keys, values = (torch.empty(pool_shape, dtype=DTYPE, device=device) for _ in range(2))
-            norms = _random(device, shape.head_dim), _random(device, shape.head_dim)
+            norms = torch.randn(shape.head_dim, device=device), torch.randn(shape.head_dim, device=device)
             qkv, cos_sin = _random(device, tokens, shape.qkv), torch.randn(context, shape.head_dim, device=device)
             return lambda: kernels.rope_write_kv(qkv, norms, EPS, cos_sin, rows, keys, values)
 
@@ -149,6 +151,46 @@ def _gated_case(shape: DecoderShape, tokens: int) -> GpuCase:
     return GpuCase(f"gated_linear {shape.name} {tokens}", make_with(TritonLayers), moved, flops, plain=make_with(None))
 
 
+def _delta_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
+    """Creates a case of Gated DeltaNet with the model's heads: a decode step, or one prompt of more than MOST_DECODES tokens."""
+    heads, dim = shape.heads, shape.head_dim
+    size, num_rows = 3 * heads * dim, 1 if tokens > MOST_DECODES else tokens
+
+    def make(device: torch.device) -> Work:
+        kernels = TritonLayers(device)
+        rows = _long_row(tokens, device) if num_rows == 1 else decode_rows(tokens, context, shape.page_size, device)
+        qkv, gates = _random(device, tokens, size), _random(device, tokens, 2 * heads)
+        weight, out = _random(device, size, TAPS), _random(device, tokens, heads * dim)
+        decay = DeltaGates(torch.rand(heads, device=device), torch.rand(heads, device=device))
+        before = torch.arange(num_rows, dtype=torch.int32, device=device)
+        states = StateRows(before, before + num_rows, before * 0, before * 0 - 1)
+        conv = _random(device, 2 * num_rows, TAPS - 1, size)
+        pool = torch.zeros(2 * num_rows, heads, dim, dim, device=device)
+        return lambda: kernels.gated_delta_rule(out, qkv, gates, weight, decay, rows, states, conv, pool)
+
+    moved = 2 * num_rows * heads * dim * dim * 4 + tokens * (2 * size + heads * dim) * SIZE
+    return GpuCase(f"gated_delta_rule {shape.name} {tokens}", make, moved, flops=8 * tokens * heads * dim * dim)
+
+
+def _gated_norm_case(shape: DecoderShape, tokens: int) -> GpuCase:
+    def make(device: torch.device) -> Work:
+        kernels, rows = TritonLayers(device), tokens * shape.heads
+        out, x, gate = (_random(device, rows, shape.head_dim) for _ in range(3))
+        weight = torch.rand(shape.head_dim, device=device)
+        return lambda: kernels.gated_rms_norm(out, x, gate, weight, EPS)
+
+    return GpuCase(f"gated_rms_norm {shape.name} {tokens}", make, 3 * tokens * shape.heads * shape.head_dim * SIZE)
+
+
+def _sigmoid_case(shape: DecoderShape, tokens: int) -> GpuCase:
+    def make(device: torch.device) -> Work:
+        kernels, width = TritonLayers(device), shape.heads * shape.head_dim
+        x, gate = _random(device, tokens, width), _random(device, tokens, width)
+        return lambda: kernels.sigmoid_mul(x, gate)
+
+    return GpuCase(f"sigmoid_mul {shape.name} {tokens}", make, 3 * tokens * shape.heads * shape.head_dim * SIZE)
+
+
 def cases(shapes: tuple[DecoderShape, ...] = SHAPES, tokens: tuple[int, ...] = TOKENS, context: int = 1024) -> list[GpuCase]:
     found: list[GpuCase] = []
     for shape in shapes:
@@ -157,6 +199,7 @@ def cases(shapes: tuple[DecoderShape, ...] = SHAPES, tokens: tuple[int, ...] = T
         for count in tokens:
             found += [_norm_case(shape, count), _silu_case(shape, count), _gated_case(shape, count)]
             found += [rope_case(shape, count, context), _write_case(shape, count, context)]
+            found += [_delta_case(shape, count, context), _gated_norm_case(shape, count), _sigmoid_case(shape, count)]
             found += [_linear_case(shape, layer, ins, outs, count) for layer, (ins, outs) in layers.items()]
         for count in tokens[:-1]:
             found.append(_linear_case(shape, "lm_head", shape.hidden, shape.vocab, count))

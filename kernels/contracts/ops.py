@@ -10,7 +10,7 @@ device. They are contiguous; some implementations also take strided inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -47,6 +47,15 @@ class RaggedRows:
     # int64[T]: where the token's key and value are written, as page * S + offset in the page; below 0: not written
     locations: Tensor
     max_context: int  # largest starts[r] + num_tokens[r]
+    window_table: Tensor | None = None  # the page table of windowed layers, if their KV is in other pages
+    window_locations: Tensor | None = None  # int64[T]: `locations` in the pages of window_table
+    states: StateRows | None = None  # states of recurrent layers
+
+    def in_windows(self) -> RaggedRows:
+        """Returns the same rows with the page table and the locations of windowed layers."""
+        if self.window_table is None or self.window_locations is None:
+            return self
+        return replace(self, page_table=self.window_table, locations=self.window_locations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,7 @@ class Kernels(Protocol):
         """Computes out [T, N] = silu(x @ gate.T) * (x @ up.T) with x [T, K]; biases are added before the activation."""
 
     def rms_norm(self, out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-        """Computes out [T, N] = x / sqrt(mean(x^2) + eps) * weight [N] in float32.
+        """Computes out [T, N] = x / sqrt(mean(x^2) + eps) * weight, float32[N], in float32.
 
         The source is Zhang and Sennrich, arXiv 1910.07467, section 4.
         """
@@ -127,6 +136,15 @@ class Kernels(Protocol):
 
     def silu_and_mul(self, out: Tensor, x: Tensor) -> None:
         """Computes out [T, N] = silu(x[:, :N]) * x[:, N:] with x [T, 2N] (SwiGLU: Shazeer, arXiv 2002.05202, section 2)."""
+
+    def gelu_and_mul(self, out: Tensor, x: Tensor) -> None:
+        """Computes out [T, N] = gelu(x[:, :N]) * x[:, N:] with x [T, 2N].
+
+        gelu is Hendrycks and Gimpel's approximation by tanh (arXiv 1606.08415, section 2).
+        """
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> None:
+        """Multiplies x [T, N] by sigmoid(gate [T, N]) in place."""
 
     def rope_write_kv(
         self,
@@ -144,7 +162,7 @@ class Kernels(Protocol):
 
         Args:
             qkv: [T, (H + 2G) D]; q is rewritten in place.
-            norms: weights [D] of the RMS norms of q and k, applied to each head before the rotation; None for no norms.
+            norms: weights float32[D] of the RMS norms of q and k, applied to each head before the rotation; None for no norms.
             eps: epsilon of these norms.
             cos_sin: float32[positions, D], cosines and then sines of D / 2 angles.
             rows: the tokens' rows. Keys and values are written only at rows.locations.
@@ -199,10 +217,6 @@ class Kernels(Protocol):
             sinks: [H], an additional score in each softmax of the head, without a value; None for no sinks.
         """
 
-
-class RecurrentKernels(Protocol):
-    """The kernels of recurrent layers. CpuKernels and the module rootstock_llm.kernels.reference.layers implement them."""
-
     def gated_delta_rule(
         self,
         out: Tensor,
@@ -223,7 +237,7 @@ class RecurrentKernels(Protocol):
             S = a S + k (b (v - a S^T k))^T,    out = S^T q
 
         Letters: I key heads, J value heads, D key size, E value size, C = 2 I D + J E channels, K taps, U units. Value head j
-        uses key head j // (J / I). All arithmetic is in float32; the result of the convolution is rounded to the model dtype
+        uses key head j // (J / I). All arithmetic is in float32; the result of the convolution is rounded to the model dtype. The
         bits of a token do not depend on the way in which its sequence is cut into rows.
 
         Args:
@@ -239,4 +253,4 @@ class RecurrentKernels(Protocol):
         """
 
     def gated_rms_norm(self, out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
-        """Computes out [T, N] = rms_norm(x [T, N]) * silu(gate [T, N]) in float32, with weight [N]."""
+        """Computes out [T, N] = rms_norm(x [T, N]) * silu(gate [T, N]) in float32, with weight float32[N]."""

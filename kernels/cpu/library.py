@@ -1,4 +1,4 @@
-"""Implements Kernels, RecurrentKernels, StepKernels, SampleKernels and copies of pages with the C++ library.
+"""Implements Kernels, StepKernels, SampleKernels and copies of pages with the C++ library.
 
 Layers take float32 and bfloat16 tensors. Each method checks shapes and passes addresses to the library.
 
@@ -27,6 +27,8 @@ POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctyp
 LAYER_SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
     "silu_and_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
+    "gelu_and_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
+    "sigmoid_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "rope_write_kv": [POINTER] * 8 + [INT64] * 5 + [FLOAT, INT, INT],
     "gated_delta_rule": [POINTER] * 14 + [INT64] * 7 + [INT, INT],
     "gated_rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
@@ -150,16 +152,28 @@ class CpuKernels:
 
     def _norm(self, out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
         require_contiguous(out, x, weight, *(() if residual is None else (residual,)))
-        if out.shape != x.shape or weight.shape[0] != x.shape[1]:
+        if out.shape != x.shape or weight.shape[0] != x.shape[1] or weight.dtype != torch.float32:
             raise misfit(out, x, weight)
         residual_address = None if residual is None else residual.data_ptr()
         self._call("rms_norm", out.data_ptr(), x.data_ptr(), residual_address, weight.data_ptr(), *x.shape, eps, _is_bfloat16(x))
 
     def silu_and_mul(self, out: Tensor, x: Tensor) -> None:
+        self._activate("silu_and_mul", out, x)
+
+    def gelu_and_mul(self, out: Tensor, x: Tensor) -> None:
+        self._activate("gelu_and_mul", out, x)
+
+    def _activate(self, name: str, out: Tensor, x: Tensor) -> None:
         require_contiguous(out, x)
         if x.shape != (out.shape[0], 2 * out.shape[1]):
             raise misfit(out, x)
-        self._call("silu_and_mul", out.data_ptr(), x.data_ptr(), *out.shape, _is_bfloat16(x))
+        self._call(name, out.data_ptr(), x.data_ptr(), *out.shape, _is_bfloat16(x))
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> None:
+        require_contiguous(x, gate)
+        if x.shape != gate.shape or x.dtype != gate.dtype:
+            raise misfit(x, gate)
+        self._call("sigmoid_mul", x.data_ptr(), gate.data_ptr(), *x.shape, _is_bfloat16(x))
 
     def rope_write_kv(
         self,
@@ -176,6 +190,8 @@ class CpuKernels:
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         if (heads + 2 * kv_heads) * head_dim != qkv.shape[1] or rows.positions.shape[0] != qkv.shape[0]:
             raise misfit(qkv, k_pool, rows.positions)
+        if norms is not None and any(norm.dtype != torch.float32 for norm in norms):
+            raise misfit(*norms)
         norm_addresses = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
         tensors = (cos_sin, rows.positions, rows.locations, k_pool, v_pool)
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -207,7 +223,7 @@ class CpuKernels:
         conv_pool: Tensor,
         state_pool: Tensor,
     ) -> None:
-        """Implements RecurrentKernels.gated_delta_rule(). Raises ValueError if the shapes do not fit, or for more than 8 taps."""
+        """Implements Kernels.gated_delta_rule(). Raises ValueError if the shapes do not fit, or for more than 8 taps."""
         require_contiguous(out, qkv, gates, weight, decay.rates, decay.biases, conv_pool, state_pool)
         units, heads, key_dim, value_dim = state_pool.shape
         channels, taps = weight.shape
@@ -226,9 +242,9 @@ class CpuKernels:
         self._call("gated_delta_rule", *(tensor.data_ptr() for tensor in tensors), *sizes, _is_bfloat16(qkv))
 
     def gated_rms_norm(self, out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
-        """Implements RecurrentKernels.gated_rms_norm(). Raises ValueError if the shapes do not fit."""
+        """Implements Kernels.gated_rms_norm(). Raises ValueError if the shapes do not fit."""
         require_contiguous(out, x, gate, weight)
-        if not out.shape == x.shape == gate.shape or weight.shape[0] != x.shape[1]:
+        if not out.shape == x.shape == gate.shape or weight.shape[0] != x.shape[1] or weight.dtype != torch.float32:
             raise misfit(out, x, gate, weight)
         places = (out.data_ptr(), x.data_ptr(), gate.data_ptr(), weight.data_ptr())
         self._call("gated_rms_norm", *places, *x.shape, eps, _is_bfloat16(x))

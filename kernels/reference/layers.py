@@ -45,9 +45,9 @@ def gated_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns the RMS norm of x [..., N] with weight [N], as float32."""
+    """Returns the RMS norm of x [..., N] with weight float32[N], as float32."""
     wide = x.float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -62,6 +62,15 @@ def fused_add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor,
 def silu_and_mul(out: Tensor, x: Tensor) -> None:
     gate, up = x.float().chunk(2, dim=-1)
     out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def gelu_and_mul(out: Tensor, x: Tensor) -> None:
+    gate, up = x.float().chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
+    x.copy_(x.float() * gate.float().sigmoid())
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from rootstock_llm.services.shared.served_config import TABLE, TYPE_LISTS, unknown_layers
+from rootstock_llm.services.shared.served_config import LAYER_TYPES, TABLE, TYPE_LISTS, unknown_layers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- end -->)", re.M | re.S)
@@ -20,7 +20,7 @@ WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- e
 
 def render(page: str) -> str:
     """Returns the page with the current list of architectures."""
-    from rootstock_llm.services.worker.exec.models.dense import CAUSAL
+    from rootstock_llm.services.worker.exec.models.dense_config import CAUSAL
     from rootstock_llm.services.worker.exec.models.registry import FAMILIES
 
     names = ", ".join(f"{family}{CAUSAL}" for family in sorted(FAMILIES))
@@ -35,7 +35,7 @@ def table() -> str:
     from transformers.models.auto import modeling_auto
     from transformers.utils import logging
 
-    from rootstock_llm.services.worker.exec.models.registry import FAMILIES
+    from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, FAMILIES, WRAPPER
 
     logging.set_verbosity_error()  # default configs of a model and its submodels do not match, which transformers logs
     verdicts: dict[str, dict[str, Any]] = defaultdict(dict)  # by architecture, then by model type
@@ -47,6 +47,10 @@ def table() -> str:
     found: dict[str, Any] = {
         "transformers": __version__,
         "families": sorted(FAMILIES),
+        "wrappers": sorted(name for name in ARCHITECTURES if name.endswith(WRAPPER)),
+        "own_layer_types": {
+            name: sorted(own) for name, family in ARCHITECTURES.items() if (own := family.model.layer_types - LAYER_TYPES)
+        },
         "model_types": sorted(CONFIG_MAPPING),
         "served": [],
         "fixed_attention": [],

@@ -15,6 +15,7 @@ from typing import Any
 QUANTISED = ("quantization_config", "compression_config")  # keys of config.json
 QUANTISED_FILE = "hf_quant_config.json"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # supported values of transformers' layer_types
+RECURRENT = "linear_attention"  # layer type of a recurrence, which some of our model classes have
 TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")  # keys of config.json with a type per layer
 TABLE = Path(__file__).with_name("served_architectures.json")
 
@@ -83,7 +84,9 @@ def refusal(config: Any, files: Collection[str], subject: str) -> str:
     if not (isinstance(architectures, list) and architectures and isinstance(model_type, str)):
         return ""
     architecture = str(architectures[0])
-    if types := unknown_layers(config.get(key) for key in TYPE_LISTS):
+    text = config.get("text_config") if architecture in table["wrappers"] else config
+    served = LAYER_TYPES | set(table["own_layer_types"].get(architecture, ()))
+    if isinstance(text, Mapping) and (types := unknown_layers((text.get(key) for key in TYPE_LISTS), served)):
         return unserved_layers(architecture, types)
     return _by_architecture(table, architecture, model_type, {key for key in TYPE_LISTS if config.get(key)})
 

@@ -117,6 +117,13 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     built, weights = _load(name, settings, on_lost, exchanges)
     eos_ids = end_of_sequence(settings.model, built.info.eos_token_ids, tokenizer, built.info.vocab_size)
     info = replace(built.info, eos_token_ids=eos_ids)
+    if info.max_running_requests and info.max_running_requests < settings.max_running_requests:
+        logger.warning(
+            "the memory for states of recurrent layers allows fewer running requests than max_running_requests. Raise"
+            " mamba_full_memory_ratio for more",
+            extra=fields(max_running_requests=info.max_running_requests, wanted=settings.max_running_requests),
+        )
+        settings = settings.model_copy(update={"max_running_requests": info.max_running_requests})
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
     logger.info("model ready", extra=fields(**asdict(info) | {"load_seconds": dict(info.load_seconds)}))
     tokens, size = info.num_pages * info.page_size, info.num_pages * info.page_bytes / 1e9
@@ -265,6 +272,10 @@ def _build_on_device(
         draft_corpus=draft_corpus(settings, lambda: load_tokenizer(settings.model).encode_batch),
         tiers=exchanges.tiers,
         peers=exchanges.peers,
+        max_chunk=min(settings.chunked_prefill_size or 0, settings.max_prefill_tokens),
+        swa_full_tokens_ratio=settings.swa_full_tokens_ratio,
+        mamba_full_memory_ratio=settings.mamba_full_memory_ratio,
+        max_mamba_cache_size=settings.max_mamba_cache_size,
     )
     executor, info = build_device_executor(
         model_path=settings.model,

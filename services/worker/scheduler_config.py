@@ -9,8 +9,6 @@ from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.settings import BY_DEVICE, WorkerSettings
 
-GROUPS = ()  # no model class has layers in cache groups yet
-STATE_INTERVAL = 1  # read only with groups
 RANDOM_SEED = 0  # seed of schedule_policy `random`; equal in all workers, so that equal requests give an equal order
 
 
@@ -75,6 +73,6 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         disaggregation_hold_s=settings.disaggregation_hold_s,
         retract_interval=settings.retract_interval,
         random_seed=RANDOM_SEED,
-        groups=GROUPS,
-        state_interval=STATE_INTERVAL,
+        groups=info.groups,
+        state_interval=max(settings.state_interval, info.page_size),
     )

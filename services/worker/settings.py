@@ -76,6 +76,27 @@ class WorkerSettings(ServiceSettings):
         " the KV pool gets this share minus weights, graphs and activations. 0: 0.5 on a CPU, 0.9 on a GPU.",
     )
     max_total_tokens: int = Field(0, ge=0, description="Size of the KV pool in tokens. 0: mem_fraction_static sets the size.")
+    swa_full_tokens_ratio: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="Tokens that the caches of layers with a sliding window hold, per token that the caches of layers with full"
+        " attention hold.",
+    )
+    mamba_full_memory_ratio: float = Field(
+        0.9, gt=0, le=100, description="Memory for states of recurrent layers, per byte of the KV pool."
+    )
+    max_mamba_cache_size: int = Field(
+        0,
+        ge=0,
+        description="Number of states of recurrent layers; a running request has up to 3. 0: mamba_full_memory_ratio sets it.",
+    )
+    state_interval: int = Field(
+        1024,
+        ge=1,
+        description="Smallest distance in tokens between two ends of prompt chunks at which recurrent and windowed layers keep"
+        " their caches for later requests with the same beginning. Smaller than a page: the page size.",
+    )
     max_running_requests: int = Field(
         BY_DEVICE,
         ge=0,

@@ -21,9 +21,9 @@ from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, Forward
 from rootstock_llm.services.worker.exec.build import EXTRA_GRAPH_ROWS, DeviceOptions, DeviceParts, assemble_executor
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.kernel_set import KernelSet
-from rootstock_llm.services.worker.exec.models.dense import Decoder, DenseConfig, Qwen3
+from rootstock_llm.services.worker.exec.models.dense import Decoder, Qwen3
+from rootstock_llm.services.worker.exec.models.dense_config import DenseConfig
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
-from rootstock_llm.services.worker.exec.models.rope import rope_table
 from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
 from rootstock_llm.services.worker.exec.weights.source import RandomSource, WeightReader
 from tests.exec.device_doubles import InlineStreams
@@ -93,7 +93,7 @@ def executor_of(rows: int, graphs: bool) -> DeviceExecutor:
     kernels = NoKernels()
     weights = WeightReader(RandomSource(torch.float32, "cpu", 0), kernels)  # type: ignore[arg-type]
     model = Qwen3.read(weights, SHAPE)
-    cos_sin = rope_table(SHAPE.rope, SHAPE.head_dim, CONTEXT + PAGE_SIZE)
+    cos_sin = SHAPE.rope_tables(CONTEXT + PAGE_SIZE)
     loaded = LoadedModel(
         model=Decoder(model, cos_sin, kernels.paged_attention),
         config=SHAPE,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rootstock_llm.services.worker.exec.pools.kv_pool import PoolTooSmall
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolTooSmall
 from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, kv_pool_pages
 from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.chart.pods import pods

@@ -40,7 +40,8 @@ NAMES = """
     speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity
     speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens
     enable_multi_layer_eagle expert_parallel_size ep_size moe_a2a_backend moe_runner_backend enable_eplb
-    max_mamba_cache_size mamba_ssm_dtype enable_hierarchical_cache hicache_ratio hicache_size hicache_write_policy
+    max_mamba_cache_size mamba_full_memory_ratio mamba_ssm_dtype
+    enable_hierarchical_cache hicache_ratio hicache_size hicache_write_policy
     hicache_io_backend hicache_mem_layout hicache_storage_backend hicache_storage_prefetch_policy
     hicache_storage_backend_extra_config enable_lmcache cpu_offload_gb offload_group_size offload_mode
     multi_item_scoring_delimiter disable_radix_cache cuda_graph_max_bs cuda_graph_bs disable_cuda_graph

@@ -46,11 +46,10 @@ FIELDS_WITHOUT_A_SETTING = {
     "reads_peers": MODEL,
     "bos_token_id": ENGINE,
     "random_seed": BINDING,
-    "groups": BINDING,
-    "state_interval": BINDING,
+    "groups": MODEL,
 }
 # Fields that are computed from their setting and other values. tests/services/worker/test_engine_config.py tests each of them.
-COMPUTED = {"max_prefill_tokens", "chunked_prefill_size", "enable_mixed_chunk", "enable_radix_cache"}
+COMPUTED = {"max_prefill_tokens", "chunked_prefill_size", "enable_mixed_chunk", "enable_radix_cache", "state_interval"}
 # Settings without a field of SchedulerConfig → file that reads the setting.
 SETTINGS_ELSEWHERE = {
     "host": MAIN,
@@ -96,6 +95,9 @@ SETTINGS_ELSEWHERE = {
     "page_size": ENGINE,
     "mem_fraction_static": ENGINE,
     "max_total_tokens": ENGINE,
+    "swa_full_tokens_ratio": ENGINE,
+    "mamba_full_memory_ratio": ENGINE,
+    "max_mamba_cache_size": ENGINE,
     "enable_prefix_index": ENGINE,
     "grammar_compile_timeout_s": ENGINE,
     "grammar_memory_mib": ENGINE,

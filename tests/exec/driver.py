@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from rootstock_llm.services.worker.core.contracts.plan import (
     SlotParams,
 )
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Masks
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 
 
 @dataclass
@@ -62,8 +63,14 @@ def _prompt_scores(row: int, sequence: Sequence, count: int) -> tuple[int, int, 
 
 
 class Driver:
+    """Gives each page the window unit of the same number, and each slot two states, which its steps read and write in turn."""
+
     def __init__(self, executor: Executor, page_size: int) -> None:
         self.executor = executor
+        passes = executor.runner.passes if isinstance(executor, DeviceExecutor) else None
+        self.has_windows = passes is not None and passes.window_table is not None
+        self.has_states = passes is not None and passes.has_states
+        self.states: dict[int, int] = {}  # state of each slot
         self.page_size = page_size
         self.next_page = 0
         self.step_id = 0
@@ -100,9 +107,26 @@ class Driver:
             table_counts=i32([len(pages) for _, _, pages in updates]),
             table_pages=i32([page for _, _, pages in updates for page in pages]),
         )
+        if self.has_windows:
+            plan = replace(
+                plan,
+                window_slots=plan.table_slots,
+                window_firsts=plan.table_firsts,
+                window_counts=plan.table_counts,
+                window_units=plan.table_pages,
+            )
+        if self.has_states:
+            plan = replace(plan, **self._states(rows))
         for sequence, count in rows:
             sequence.computed += count
         return plan
+
+    def _states(self, rows: list[tuple[Sequence, int]]) -> dict[str, np.ndarray]:
+        before = [self.states.get(sequence.slot, -1) if sequence.computed else -1 for sequence, _ in rows]
+        after = [2 * sequence.slot + int(unit == 2 * sequence.slot) for (sequence, _), unit in zip(rows, before, strict=True)]
+        self.states.update({sequence.slot: unit for (sequence, _), unit in zip(rows, after, strict=True)})
+        none = i32([-1] * len(rows))
+        return {"state_before": i32(before), "state_after": i32(after), "state_cuts": 0 * none, "state_at_cut": none}
 
     def _new_pages(self, sequence: Sequence, count: int) -> tuple[int, int, list[int]] | None:
         needed = -(-(sequence.computed + count) // self.page_size)

@@ -12,6 +12,7 @@ import torch
 
 from rootstock_llm.kernels.contracts.ops import RaggedRows
 from rootstock_llm.services.worker.core.contracts.plan import DryParams, EmbeddingParams, SamplingParams
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.exec.fake import FakeExecutor, _apply_table
 from rootstock_llm.services.worker.exec.loading import load_model
@@ -50,7 +51,7 @@ def served(_: Path) -> bool:
 def computed(folder: Path) -> bool:
     """Computes five tokens of one sequence by a decoder that is loaded like in a worker."""
     loaded = load_model(load_request(folder, "float32", PAGE, 32))
-    pool = allocate(loaded.layers, 2, PAGE, loaded.dtype, loaded.kernels)
+    pool = allocate(loaded.layers, PoolSizes(2), PAGE, loaded.dtype, loaded.kernels)
     positions = torch.arange(5, dtype=torch.int32)
     one = torch.zeros(1, dtype=torch.int32)
     rows = RaggedRows(torch.tensor([[0, 1]], dtype=torch.int32), one, one, one + 5, one, positions, positions.long(), 5)
@@ -126,8 +127,8 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "angles for every dimension",
             rope_table,
-            "_base_frequencies(rope, head_dim)",
-            "_base_frequencies(rope, 2 * head_dim)",
+            "_base_frequencies(rope, rotary_dim)",
+            "_base_frequencies(rope, 2 * rotary_dim)",
             "pair of dimensions",
         ),
         computed,

@@ -90,6 +90,18 @@ def test_step_is_computed_in_pieces_when_memory_is_short(folder: Path, cpu: Exec
     assert narrow.refused >= 10 and executor.runner.stats.pieces > 10
 
 
+@pytest.mark.by_day(one_in=3, seed=1)
+@pytest.mark.parametrize("name", ["qwen3.5", "gemma3"])
+@pytest.mark.parametrize("max_pass", [1, 3, 10])
+def test_pieces_leave_the_states_and_windows_of_a_whole_step(tmp_path: Path, name: str, max_pass: int) -> None:
+    MODELS[name].build(tmp_path)
+    wide, narrow = built(tmp_path), built(tmp_path)
+    refusing = narrowed(narrow, max_pass)
+    expected = run_all(Driver(wide, PAGE_SIZE), sequences(), 8)
+    assert same(run_all(Driver(narrow, PAGE_SIZE), sequences(), 8), expected)
+    assert refusing.refused >= 10 and narrow.runner.stats.pieces > 10
+
+
 def test_step_is_computed_in_pieces_when_larger_than_max_tokens(folder: Path, cpu: Executor) -> None:
     executor = built(folder, max_tokens=16)
     assert same(run_all(Driver(executor, PAGE_SIZE), sequences(), 4), run_all(Driver(cpu, PAGE_SIZE), sequences(), 4))

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from rootstock_llm.services.shared.observe.log_fields import FIELDS
 from rootstock_llm.services.worker.core.contracts.plan import RowFault
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolTooSmall
 from rootstock_llm.services.worker.exec import build as build_module
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions, TierOptions
 from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorError
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
-from rootstock_llm.services.worker.exec.pools.kv_pool import PoolTooSmall
 from rootstock_llm.services.worker.exec.tiers import make_tiers
 from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy, i32

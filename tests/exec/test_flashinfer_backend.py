@@ -15,6 +15,7 @@ import torch
 
 from rootstock_llm.kernels.contracts.ops import RaggedRows
 from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
 from rootstock_llm.services.worker.exec.attention import flashinfer_limits as limits
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 from rootstock_llm.services.worker.exec.attention.flashinfer_backend import FlashInferAttention
@@ -458,7 +459,7 @@ def test_decoder_logits_equal_the_reference_attention(name: str, tmp_path: Path)
     shape = AttentionShape(config.num_heads, config.num_kv_heads, 64, 16, windows, 4, 96, 64, 40)
     bench, library = Bench(shape, torch.device("cpu"), torch.float16), Library(torch.device("cpu"))
     layers = [LayerKV(config.num_kv_heads, config.head_dim, config.head_dim)] * config.num_layers
-    given, wanted = (allocate(layers, len(bench.k), 16, torch.float16, reference) for _ in range(2))
+    given, wanted = (allocate(layers, PoolSizes(len(bench.k)), 16, torch.float16, reference) for _ in range(2))
     with torch.inference_mode(), library.ledger:
         backend = backend_of(bench, library)
         for lengths, num_extend in (([(0, 40), (0, 3), (0, 17)], 3), ([(40, 5), (3, 1), (17, 1)], 1)):

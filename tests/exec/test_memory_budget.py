@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from rootstock_llm.services.worker.exec.pools.kv_pool import PoolTooSmall
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolTooSmall
 from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, describe, kv_pool_bytes, kv_pool_pages, profile_peak
 
 MIB = 1 << 20

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.host_executors import build_host_executor, on_both_kernels
-from tests.exec.tiny_models import MODELS, greedy_answers
+from tests.exec.tiny_models import MODELS, greedy_answers, recurrent_logits
 
 NUM_NEW = 64
 
@@ -96,8 +97,7 @@ def test_top_logprobs_equal_transformers(reference: Reference) -> None:
     with driver(reference) as driving:
         driving.prefill([sequence])
         driving.decode([sequence], 8)
-    with torch.inference_mode():
-        logits = reference.model(torch.tensor([sequence.tokens])).logits[0].float()
+    logits = recurrent_logits(reference.model, sequence.tokens)
     expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     for step, row in enumerate(sequence.logprobs):
         assert row.sampled == pytest.approx(float(expected[step, sequence.output[step]]), abs=1e-4)
@@ -106,7 +106,7 @@ def test_top_logprobs_equal_transformers(reference: Reference) -> None:
 
 
 @pytest.mark.by_day(one_in=3, seed=3)
-@pytest.mark.parametrize("reference", ["llama-untied", "mistral-window", "qwen3"], indirect=True)
+@pytest.mark.parametrize("reference", ["llama-untied", "mistral-window", "qwen3", "qwen3.5", "gemma3"], indirect=True)
 def test_tokens_equal_transformers_when_sixteen_ragged_requests_share_a_batch(reference: Reference) -> None:
     prompts = [prompt_of(1 + 7 * index, index) for index in range(16)]
     with driver(reference) as driving:
@@ -129,7 +129,7 @@ def test_tokens_equal_transformers_when_decode_rows_join_prompt_chunks(reference
 
 
 @pytest.mark.by_day(one_in=6, seed=17)
-@pytest.mark.parametrize("reference", ["mistral-window", "qwen3"], indirect=True)
+@pytest.mark.parametrize("reference", ["mistral-window", "qwen3", "qwen3.5", "gemma3"], indirect=True)
 @pytest.mark.parametrize("chunk", [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48])
 def test_tokens_equal_transformers_when_a_prompt_is_chunked(reference: Reference, chunk: int) -> None:
     prompt = prompt_of(45)
@@ -170,3 +170,30 @@ def test_tokens_equal_transformers_when_pages_are_shuffled(reference: Reference)
         driving.prefill([sequence], 16)
         driving.decode([sequence], NUM_NEW)
     assert [sequence.output] == reference.generate(prompt)
+
+
+VISION: dict[str, dict[str, Any]] = {
+    "Qwen3_5": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+    "Gemma3": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+}
+
+
+@pytest.mark.parametrize(("name", "family"), [("qwen3.5", "Qwen3_5"), ("gemma3", "Gemma3")])
+def test_decoder_of_a_model_of_text_and_images_gives_the_bits_of_the_text_model(
+    name: str, family: str, kernel_name: str, tmp_path: Path
+) -> None:
+    text = MODELS[name].build(tmp_path / "text")
+    config = getattr(transformers, f"{family}Config")(text_config=text.config.to_dict(), vision_config=VISION[family])
+    config.tie_word_embeddings = text.config.tie_word_embeddings
+    whole = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    missing, _ = whole.model.language_model.load_state_dict(text.model.state_dict(), strict=False)
+    assert not missing
+    whole.save_pretrained(tmp_path / "whole")
+    prompt, logprobs = prompt_of(40), []
+    for folder in ("text", "whole"):
+        sequence = Sequence(prompt, 0, greedy(8, top_logprobs=5))
+        with driver(Reference(tmp_path / folder, None, kernel_name)) as driving:
+            driving.prefill([sequence], 16)
+            driving.decode([sequence], 8)
+        logprobs.append(sequence.logprobs)
+    assert logprobs[0] == logprobs[1]

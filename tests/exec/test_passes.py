@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from rootstock_llm.services.worker.exec.step.passes import Piece, halves, select, whole
+from rootstock_llm.services.worker.exec.step.passes import SCRATCH, Piece, halves, select, whole
 from tests.exec.driver import i32
 
 ROWS = st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(-1, 8), st.booleans()), min_size=1, max_size=6)
@@ -100,6 +102,47 @@ def test_select_keeps_only_the_chosen_rows(rows: list[tuple[int, bool, int, bool
     chosen = select(begun, np.array(kept))
     for told in (tokens_of, scores_of, samples_of):
         assert told(chosen) == [each for each in told(begun) if each[0] in kept]
+
+
+def units_after(pieces: list[Piece], states: dict[int, list[tuple[int, int]]]) -> dict[int, list[tuple[int, int]]]:
+    """Returns the states after the pieces. A state is the list of (row, position) of the tokens that it stands for.
+
+    Args:
+        states: states before the pieces, by unit.
+    """
+    states = dict(states)
+    for piece in pieces:
+        plan = piece.plan
+        for row in range(plan.num_rows):
+            before, start = int(plan.state_before[row]), int(plan.starts[row])
+            tokens = [(int(piece.rows[row]), start + index) for index in range(int(plan.num_tokens[row]))]
+            state = states[before] if before != -1 else []
+            if cut := int(plan.state_cuts[row]):
+                assert plan.state_at_cut[row] >= 0 and cut <= len(tokens)
+                states[int(plan.state_at_cut[row])] = state + tokens[:cut]
+            states[int(plan.state_after[row])] = state + tokens
+    return states
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROWS, st.integers(0, 3), st.data())
+def test_pieces_leave_the_states_of_the_whole_plan(
+    rows: list[tuple[int, bool, int, bool]], num_decode: int, data: st.DataObject
+) -> None:
+    plan = plan_of(rows, num_decode)
+    total = plan.num_rows
+    cuts = [data.draw(st.integers(0, int(count))) if row < len(rows) else 0 for row, count in enumerate(plan.num_tokens)]
+    plan = replace(
+        plan,
+        state_before=i32([data.draw(st.sampled_from([-1, row])) for row in range(total)]),
+        state_after=i32(list(range(total, 2 * total))),
+        state_cuts=i32(cuts),
+        state_at_cut=i32([2 * total + row if cut else -1 for row, cut in enumerate(cuts)]),
+    )
+    begun, states = whole(plan), {row: [(row, -1)] for row in range(total)}
+    found = units_after(cut_up(begun), states)
+    found.pop(SCRATCH, None)
+    assert found == units_after([begun], states)
 
 
 def test_halves_split_between_rows_or_within_a_row() -> None:

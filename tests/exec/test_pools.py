@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolSizes, PoolTooSmall
 from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
-from rootstock_llm.services.worker.exec.pools.kv_pool import kv_pool_tokens
 
 GIB = 1 << 30
 
 
+MISTRAL = CacheShape(page_bytes=100, max_slots=2)
+WINDOWED = CacheShape(page_bytes=100, window_bytes=50, slot_windows=6, swa_full_tokens_ratio=0.5)
+ALL_WINDOWED = CacheShape(page_bytes=0, window_bytes=50, slot_windows=6, swa_full_tokens_ratio=0.5)
+HYBRID = CacheShape(page_bytes=100, state_bytes=1000, max_slots=2, mamba_full_memory_ratio=1.0)
+
+
 @pytest.mark.parametrize(
-    ("free", "fraction", "per_token", "expected"),
-    [(1000, 0.5, 100, 5), (1000, 1.0, 300, 3), (99, 1.0, 100, 0), (-5, 0.9, 10, 0)],
-    ids=["half", "rounds-down", "nothing-fits", "overdrawn"],
+    ("shape", "budget", "expected"),
+    [
+        (MISTRAL, 1099, PoolSizes(10)),
+        (MISTRAL, 99, PoolSizes(0)),
+        (MISTRAL, -5, PoolSizes(0)),
+        (WINDOWED, 2500, PoolSizes(20, 10)),
+        (WINDOWED, 800, PoolSizes(5, 6)),  # a request needs 6 units, so that fewer pages fit than by the ratio
+        (ALL_WINDOWED, 1000, PoolSizes(40, 20)),
+        (HYBRID, 20_000, PoolSizes(100, 0, 10)),
+        (HYBRID, 4000, PoolSizes(10, 0, 3)),
+        (replace(HYBRID, max_mamba_cache_size=7), 20_000, PoolSizes(130, 0, 7)),
+    ],
 )
-def test_kv_pool_tokens_rounds_down_to_whole_tokens(free: int, fraction: float, per_token: int, expected: int) -> None:
-    assert kv_pool_tokens(free, fraction, per_token) == expected
+def test_split_fills_the_budget(shape: CacheShape, budget: int, expected: PoolSizes) -> None:
+    found = shape.split(budget)
+    assert found == expected
+    taken = found.pages * shape.page_bytes + found.windows * shape.window_bytes + found.states * shape.state_bytes
+    assert taken <= max(budget, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"), [(WINDOWED, "6 window units of 0.0 MiB for one request"), (HYBRID, "3 states of 0.0 MiB for one request")]
+)
+def test_split_refuses_a_budget_without_the_units_of_one_request(shape: CacheShape, text: str) -> None:
+    with pytest.raises(PoolTooSmall, match=text):
+        shape.split(200)
+
+
+def test_given_pages_get_states_for_all_slots_as_far_as_they_fit() -> None:
+    assert HYBRID.for_pages(10, 100_000) == PoolSizes(10, 0, 8)
+    assert HYBRID.for_pages(10, 5999) == PoolSizes(10, 0, 4)
+    assert HYBRID.for_pages(10, 0) == PoolSizes(10, 0, 3)
+    assert HYBRID.for_pages(200, 100_000) == PoolSizes(200, 0, 20)
+
+
+def test_states_limit_the_running_requests() -> None:
+    assert [PoolSizes(1, 0, states).max_running_requests(4) for states in (0, 3, 8, 100)] == [4, 1, 2, 4]
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -61,7 +61,7 @@ def broken(saved: Callable[[str], Path], tmp_path: Path) -> Path:
 
 def reading(folder: Path) -> Callable[[WeightReader], DenseModel]:
     config = config_of(read_config(folder))
-    return partial(ARCHITECTURES[config.architecture].read, config=config)
+    return partial(ARCHITECTURES[config.architecture].model.read, config=config)
 
 
 def streamed(
@@ -106,7 +106,7 @@ def assert_same(found: DenseModel, expected: DenseModel, device: torch.device) -
 
 
 # Models whose weights have different forms. Models that differ only in rope or windows are omitted, as these are in the config.
-WEIGHT_FORMS = ["llama-untied", "llama-tied", "llama-sharded", "llama-biases", "mistral", "qwen2", "qwen3"]
+WEIGHT_FORMS = ["llama-untied", "llama-tied", "llama-sharded", "llama-biases", "mistral", "qwen2", "qwen3", "qwen3.5", "gemma3"]
 
 
 @pytest.mark.by_day(one_in=2, seed=37)
@@ -165,7 +165,7 @@ def test_stream_weights_packs_with_the_given_kernels(saved: Callable[[str], Path
 
     found, expected = streamed(saved("qwen3"), device, kernels=Packing()), plain(saved("qwen3"))
     for ours, theirs in zip(found.layers, expected.layers, strict=True):
-        assert torch.equal(ours.attention.qkv.packed.data.cpu(), theirs.attention.qkv.packed.data.flip(1))
+        assert torch.equal(ours.mixer.qkv.packed.data.cpu(), theirs.mixer.qkv.packed.data.flip(1))
         assert torch.equal(ours.mlp.gate_up.data.cpu(), theirs.mlp.gate_up.data.flip(0)) and ours.mlp.gate_up.out_features == 96
 
 
@@ -347,7 +347,9 @@ def test_random_source_gives_the_structure_of_a_checkpoint(name: str, saved: Cal
     expected = dict(leaves(plain(saved(name), torch.bfloat16)))
     for path, value in leaves(made):
         if isinstance(value, Tensor):
-            assert (value.shape, value.dtype, value.device.type) == (expected[path].shape, torch.bfloat16, device.type), path
+            assert (value.shape, value.dtype, value.device.type) == (expected[path].shape, expected[path].dtype, device.type), (
+                path
+            )
             assert torch.equal(value, dict(leaves(again))[path])
         else:
             assert value == expected[path]
@@ -355,5 +357,5 @@ def test_random_source_gives_the_structure_of_a_checkpoint(name: str, saved: Cal
     assert not torch.equal(made.embedding.weight, other.embedding.weight)
     assert 0.018 < made.embedding.weight.float().std() < 0.022
     norms = [norm.weight for layer in made.layers for norm in (layer.input_norm, layer.post_norm)]
-    norms += [norm for layer in made.layers for norm in layer.attention.qk_norms or ()]
+    norms += [norm for layer in made.layers for norm in layer.mixer.qk_norms or ()]
     assert all(bool((norm == 1).all()) for norm in (*norms, made.norm.weight))

@@ -32,6 +32,24 @@ LLAMA3_ROPE = {
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
+QWEN35 = {
+    "initializer_range": 0.12,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "tie_word_embeddings": True,
+}
+GEMMA3 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 20,
+}
+
 
 @dataclass(frozen=True)
 class TinyModel:
@@ -76,6 +94,21 @@ def greedy_answers(model: Any, prompts: list[list[int]], num_new: int) -> list[l
     return answers
 
 
+def recurrent_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Returns transformers' logits, float32[tokens, V], computed token by token.
+
+    For a recurrent layer, transformers computes a whole prompt in chunks, whose rounding differs more than this order from the
+    exact result.
+    """
+    cache, rows = None, []
+    with torch.inference_mode():
+        for token in tokens:
+            out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            rows.append(out.logits[0, 0].float())
+    return torch.stack(rows)
+
+
 MODELS = {
     "llama-untied": TinyModel("Llama", {"tie_word_embeddings": False}),
     "llama-tied": TinyModel("Llama", {"tie_word_embeddings": True}),
@@ -89,4 +122,6 @@ MODELS = {
     "qwen2": TinyModel("Qwen2", {}),
     "qwen2-window": TinyModel("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3": TinyModel("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3.5": TinyModel("Qwen3_5", QWEN35, config="Qwen3_5TextConfig"),
+    "gemma3": TinyModel("Gemma3", GEMMA3, config="Gemma3TextConfig"),
 }

@@ -40,7 +40,7 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
 @pytest.mark.by_day(one_in=5, seed=1)
 @each_value(dtype=DTYPES, rows=[1, 40, 40], size=[1, 31, 64, 1000, 1024])
 def test_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
-    x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
+    x, weight = random(rows, size, dtype=dtype), random(size, seed=1)
     found, expected = torch.empty_like(x), torch.empty_like(x)
     kernels.rms_norm(found, x, weight, 1e-5)
     reference.rms_norm(expected, x, weight, 1e-5)
@@ -50,7 +50,7 @@ def test_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, row
 @pytest.mark.by_day(one_in=2, seed=6)
 @each_pair(dtype=DTYPES, rows=[1, 40], size=[33, 1024])
 def test_fused_add_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
-    x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
+    x, weight = random(rows, size, dtype=dtype), random(size, seed=1)
     residual, expected_residual = random(rows, size, dtype=dtype, seed=2), random(rows, size, dtype=dtype, seed=2)
     found, expected = torch.empty_like(x), torch.empty_like(x)
     kernels.fused_add_rms_norm(found, x, residual, weight, 1e-6)
@@ -60,12 +60,22 @@ def test_fused_add_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.
 
 
 @pytest.mark.by_day(one_in=2, seed=5)
-@each_value(dtype=DTYPES, rows=[1, 40, 40], size=[1, 17, 768])
-def test_silu_and_mul_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+@each_pair(dtype=DTYPES, rows=[1, 40, 40], size=[1, 17, 768], name=["silu_and_mul", "gelu_and_mul"])
+def test_activation_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int, name: str) -> None:
     x = random(rows, 2 * size, dtype=dtype) * 8
     found, expected = torch.empty(rows, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
-    kernels.silu_and_mul(found, x)
-    reference.silu_and_mul(expected, x)
+    getattr(kernels, name)(found, x)
+    getattr(reference, name)(expected, x)
+    assert_same(found, expected, dtype)
+
+
+@pytest.mark.by_day(one_in=2, seed=5)
+@each_value(dtype=DTYPES, rows=[1, 40], size=[17, 768])
+def test_sigmoid_mul_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+    gate, found = random(rows, size, dtype=dtype) * 8, random(rows, size, dtype=dtype, seed=1)
+    expected = found.clone()
+    kernels.sigmoid_mul(found, gate)
+    reference.sigmoid_mul(expected, gate)
     assert_same(found, expected, dtype)
 
 
@@ -175,7 +185,7 @@ def test_rope_write_kv_matches_reference(
     rows, num_pages = ragged([(0, 5), (17, 1), (3, 30)], page_size)
     rows.locations[2] = -1
     qkv = random(36, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    norms = (random(head_dim, dtype=dtype, seed=1), random(head_dim, dtype=dtype, seed=2)) if normed else None
+    norms = (random(head_dim, seed=1), random(head_dim, seed=2)) if normed else None
     angles = random(64, head_dim // 2, seed=3)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     results = []
@@ -388,5 +398,7 @@ def test_cpu_kernels_reject_unfit_tensors(kernels: CpuKernels) -> None:
         kernels.silu_and_mul(torch.empty(2, 3), torch.empty(2, 5))
     with pytest.raises(ValueError, match="not contiguous"):
         kernels.rms_norm(torch.empty(4, 2), torch.empty(2, 4).t(), torch.empty(2), 1e-6)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.rms_norm(torch.empty(2, 4), torch.empty(2, 4), torch.empty(4, dtype=torch.bfloat16), 1e-6)
     with pytest.raises(TypeError, match="float32 and bfloat16"):
         kernels.silu_and_mul(torch.empty(1, 1, dtype=torch.float16), torch.empty(1, 2, dtype=torch.float16))

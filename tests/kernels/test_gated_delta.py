@@ -13,9 +13,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5TextConfig,
 )
 
-from rootstock_llm.kernels.contracts.ops import DeltaGates, RaggedRows, RecurrentKernels, StateRows
+from rootstock_llm.kernels.contracts.ops import DeltaGates, Kernels, RaggedRows, StateRows
 from rootstock_llm.kernels.cpu import load_kernels
 from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 
 SIZES = [(2, 4, 16, 24), (1, 1, 8, 40), (4, 4, 32, 32), (2, 6, 128, 128)]  # key heads, value heads, key size, value size
 UNITS = 8
@@ -79,13 +80,13 @@ def states_of(*units: tuple[int, int, int, int]) -> StateRows:
     return StateRows(*(torch.tensor(column, dtype=torch.int32) for column in zip(*units, strict=True)))
 
 
-def kernels_of(name: str) -> RecurrentKernels:
-    return reference if name == "torch" else load_kernels(2, torch.float32)  # type: ignore[return-value]
+def kernels_of(name: str) -> Kernels:
+    if name == "Triton":
+        return TritonLayers(torch.device("cpu"))
+    return reference if name == "torch" else load_kernels(2, torch.float32)
 
 
-def computed(
-    kernels: RecurrentKernels, one: Layer, cuts: list[int], dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
+def computed(kernels: Kernels, one: Layer, cuts: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the sequence in one call for each part between two cuts. Returns the outputs, and the last unit of both pools."""
     qkv, gates = one.inputs(dtype)
     conv, state = one.pools(dtype)
@@ -105,7 +106,7 @@ def computed(
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
-@pytest.mark.parametrize("name", ["torch", "C++"])
+@pytest.mark.parametrize("name", ["torch", "C++", "Triton"])
 def test_layer_equals_transformers(name: str, sizes: tuple[int, int, int, int]) -> None:
     one = layer(sizes, 75)
     net = one.net
@@ -118,9 +119,10 @@ def test_layer_equals_transformers(name: str, sizes: tuple[int, int, int, int]) 
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
-def test_kernel_equals_its_twin(sizes: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("name", ["C++", "Triton"])
+def test_kernel_equals_its_twin(name: str, sizes: tuple[int, int, int, int]) -> None:
     one = layer(sizes, 40)
-    for ours, twins in zip(computed(kernels_of("C++"), one, [17]), computed(kernels_of("torch"), one, [17]), strict=True):
+    for ours, twins in zip(computed(kernels_of(name), one, [17]), computed(kernels_of("torch"), one, [17]), strict=True):
         torch.testing.assert_close(ours, twins, atol=1e-5, rtol=1e-4)
 
 
@@ -133,13 +135,14 @@ def test_kernel_is_close_to_its_twin_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("cuts", [[1], [39], [3, 4, 5], [16, 32], list(range(1, 40))], ids=lambda cuts: f"{len(cuts)} cuts")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_do_not_depend_on_cuts(cuts: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["C++", "Triton"])
+def test_bits_do_not_depend_on_cuts(name: str, cuts: list[int], dtype: torch.dtype) -> None:
     one = layer((2, 4, 32, 48), 40)
-    whole, cut = computed(kernels_of("C++"), one, [], dtype), computed(kernels_of("C++"), one, cuts, dtype)
+    whole, cut = computed(kernels_of(name), one, [], dtype), computed(kernels_of(name), one, cuts, dtype)
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 
 
-@pytest.mark.parametrize("name", ["torch", "C++"])
+@pytest.mark.parametrize("name", ["torch", "C++", "Triton"])
 def test_rows_store_the_state_at_their_cut_and_leave_what_they_read(name: str) -> None:
     one = layer((2, 4, 16, 24), 30)
     kernels, net = kernels_of(name), one.net

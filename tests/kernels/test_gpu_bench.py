@@ -26,7 +26,11 @@ SHARED_MEMORY = 227 * 1024  # bytes of shared memory that a program may use on H
 KERNELS = {
     "gpu_layers": {
         "_rms_norm_kernel",
-        "_silu_and_mul_kernel",
+        "_activate_and_mul_kernel",
+        "_sigmoid_mul_kernel",
+        "_convolve_kernel",
+        "_delta_kernel",
+        "_gated_norm_kernel",
         "_rope_write_kernel",
         "_write_kv_kernel",
         "_update_table_kernel",

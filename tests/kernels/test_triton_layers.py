@@ -12,7 +12,7 @@ from rootstock_llm.kernels.triton.launch import MAX_BLOCK
 from rootstock_llm.kernels.triton.layers import linear
 from rootstock_llm.kernels.triton.layers.kv_writes import FEW_TOKENS
 from rootstock_llm.kernels.triton.layers.layers import TritonLayers
-from tests.all_pairs import each_value
+from tests.all_pairs import each_pair, each_value
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -51,7 +51,7 @@ def test_rms_norm_matches_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     rows, size = shape
-    x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=dtype, device=device, seed=1)
+    x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=torch.float32, device=device, seed=1)
     (found, whole), expected = guarded(rows, size, dtype, device), torch.empty_like(x)
     kernels.rms_norm(found, x, weight, 1e-5)
     reference.rms_norm(expected, x, weight, 1e-5)
@@ -65,7 +65,7 @@ def test_fused_add_rms_norm_matches_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     rows, size = shape
-    x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=dtype, device=device, seed=1)
+    x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=torch.float32, device=device, seed=1)
     residual, whole = guarded(rows, size, dtype, device)
     residual.copy_(random(rows, size, dtype=dtype, device=device, seed=2))
     expected_residual, found, expected = residual.clone(), torch.full_like(x, POISON), torch.empty_like(x)
@@ -83,22 +83,36 @@ def test_fused_add_rms_norm_reads_the_rounded_residual(kernels: TritonLayers, de
     """1 + 2^-11 rounds to 1 in float16, so neither the residual nor the norm contains the addend."""
     x = torch.full((1, 2), 2.0**-11, dtype=torch.float16, device=device)
     residual = torch.tensor([[1.0, 0.0]], dtype=torch.float16, device=device)
-    weight, found = torch.full((2,), 1.0, dtype=torch.float16, device=device), torch.empty_like(x)
+    weight, found = torch.full((2,), 1.0, device=device), torch.empty_like(x)
     kernels.fused_add_rms_norm(found, x, residual, weight, 0.0)
     assert residual.tolist() == [[1.0, 2.0**-11]]
     assert found.tolist() == torch.tensor([[2.0**0.5, 2.0**-10.5]], dtype=torch.float16).tolist()
 
 
 @pytest.mark.by_day(one_in=3, seed=1)
-@each_value(dtype=DTYPES, shape=[(1, 1), (3, 17), (2, 1030)])
-def test_silu_and_mul_matches_reference(
-    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+@each_pair(dtype=DTYPES, shape=[(1, 1), (3, 17), (2, 1030)], name=["silu_and_mul", "gelu_and_mul"])
+def test_activation_matches_reference(
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], name: str
 ) -> None:
     rows, size = shape
     x = random(rows, 2 * size, dtype=dtype, device=device) * 8
     (found, whole), expected = guarded(rows, size, dtype, device), torch.empty(rows, size, dtype=dtype, device=device)
-    kernels.silu_and_mul(found, x)
-    reference.silu_and_mul(expected, x)
+    getattr(kernels, name)(found, x)
+    getattr(reference, name)(expected, x)
+    assert_same(found, expected, dtype)
+    assert_unharmed(whole)
+
+
+@pytest.mark.by_day(one_in=2, seed=1)
+@each_value(dtype=DTYPES, shape=[(1, 1), (3, 1030)])
+def test_sigmoid_mul_matches_reference(
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    gate, (found, whole) = random(*shape, dtype=dtype, device=device) * 8, guarded(*shape, dtype, device)
+    found.copy_(random(*shape, dtype=dtype, device=device, seed=1))
+    expected = found.clone()
+    kernels.sigmoid_mul(found, gate)
+    reference.sigmoid_mul(expected, gate)
     assert_same(found, expected, dtype)
     assert_unharmed(whole)
 
@@ -200,7 +214,7 @@ def test_rope_write_kv_matches_reference(
     rows = scattered(tokens, pages * page_size, device)
     width = (heads + 2 * kv_heads) * dim
     cos_sin = random(20, dim, dtype=torch.float32, device=device, seed=3)
-    norms = tuple(random(dim, dtype=dtype, device=device, seed=seed) for seed in (1, 2)) if normed else None
+    norms = tuple(random(dim, dtype=torch.float32, device=device, seed=seed) for seed in (1, 2)) if normed else None
     given, results = random(tokens, width, dtype=dtype, device=device), []
     for which in (kernels, reference):
         mine, whole = guarded(tokens, width, dtype, device)

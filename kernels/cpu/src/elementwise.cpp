@@ -1,4 +1,4 @@
-// Norms, the gated activation, and the rotary embedding with the write to the paged pool. Memory limits their speed; the loops are
+// Norms, gates, and the rotary embedding with the write to the paged pool. Memory limits their speed; the loops are
 // plain.
 
 #include <algorithm>
@@ -21,13 +21,13 @@ template <typename T> float inverse_rms(const T* x, int64_t size, float eps) {
     return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
 }
 
-template <typename T> void scale_row(T* out, const T* x, const T* weight, int64_t size, float scale) {
+template <typename T> void scale_row(T* out, const T* x, const float* weight, int64_t size, float scale) {
 #pragma omp simd
-    for (int64_t i = 0; i < size; ++i) out[i] = narrow<T>(widen(x[i]) * scale * widen(weight[i]));
+    for (int64_t i = 0; i < size; ++i) out[i] = narrow<T>(widen(x[i]) * scale * weight[i]);
 }
 
 template <typename T>
-void rms_norm(T* out, const T* x, T* residual, const T* weight, int64_t rows, int64_t size, float eps, int threads) {
+void rms_norm(T* out, const T* x, T* residual, const float* weight, int64_t rows, int64_t size, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1 && rows * size > kParallelElements)
     for (int64_t row = 0; row < rows; ++row) {
         const T* source = x + row * size;
@@ -41,14 +41,28 @@ void rms_norm(T* out, const T* x, T* residual, const T* weight, int64_t rows, in
     }
 }
 
-template <typename T> void silu_and_mul(T* out, const T* x, int64_t rows, int64_t size, int threads) {
+// gelu(x) with the approximation of its integral by tanh. 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2 u)).
+inline float gelu_tanh(float x) { return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x))); }
+
+template <float (*ACTIVATION)(float), typename T>
+void activate_and_mul(T* out, const T* x, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1 && rows * size > kParallelElements)
     for (int64_t row = 0; row < rows; ++row) {
         const T* gate = x + row * 2 * size;
         const T* up = gate + size;
         T* target = out + row * size;
 #pragma omp simd
-        for (int64_t i = 0; i < size; ++i) target[i] = narrow<T>(silu(widen(gate[i])) * widen(up[i]));
+        for (int64_t i = 0; i < size; ++i) target[i] = narrow<T>(ACTIVATION(widen(gate[i])) * widen(up[i]));
+    }
+}
+
+template <typename T> void sigmoid_mul(T* x, const T* gate, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1 && rows * size > kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+        T* target = x + row * size;
+        const T* gates = gate + row * size;
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) target[i] = narrow<T>(widen(target[i]) / (1.0f + exponential(-widen(gates[i]))));
     }
 }
 
@@ -59,19 +73,19 @@ struct RopeShape {
 
 // Rotates the two halves of one head, after its norm if NORMED. `to` may equal `from`.
 template <bool NORMED, typename T>
-void rotate(T* to, const T* from, const T* norm, const float* cos_sin, int64_t dim, float eps) {
+void rotate(T* to, const T* from, const float* norm, const float* cos_sin, int64_t dim, float eps) {
     const int64_t half = dim / 2;
     const float scale = NORMED ? inverse_rms(from, dim, eps) : 1.0f;
 #pragma omp simd
     for (int64_t i = 0; i < half; ++i) {
-        const float low = NORMED ? widen(from[i]) * scale * widen(norm[i]) : widen(from[i]);
-        const float high = NORMED ? widen(from[half + i]) * scale * widen(norm[half + i]) : widen(from[half + i]);
+        const float low = NORMED ? widen(from[i]) * scale * norm[i] : widen(from[i]);
+        const float high = NORMED ? widen(from[half + i]) * scale * norm[half + i] : widen(from[half + i]);
         to[i] = narrow<T>(low * cos_sin[i] - high * cos_sin[half + i]);
         to[half + i] = narrow<T>(high * cos_sin[i] + low * cos_sin[half + i]);
     }
 }
 
-template <typename T> void rotate(T* to, const T* from, const T* norm, const float* cos_sin, int64_t dim, float eps) {
+template <typename T> void rotate(T* to, const T* from, const float* norm, const float* cos_sin, int64_t dim, float eps) {
     if (norm != nullptr) {
         rotate<true>(to, from, norm, cos_sin, dim, eps);
     } else {
@@ -80,7 +94,7 @@ template <typename T> void rotate(T* to, const T* from, const T* norm, const flo
 }
 
 template <typename T>
-void rope_token(T* token, const T* q_norm, const T* k_norm, const float* cos_sin, int64_t location, T* keys, T* values,
+void rope_token(T* token, const float* q_norm, const float* k_norm, const float* cos_sin, int64_t location, T* keys, T* values,
                 const RopeShape& shape) {
     const int64_t dim = shape.head_dim;
     for (int64_t head = 0; head < shape.heads; ++head) {
@@ -98,7 +112,7 @@ void rope_token(T* token, const T* q_norm, const T* k_norm, const float* cos_sin
 }
 
 template <typename T>
-void rope_write_kv(T* qkv, const T* q_norm, const T* k_norm, const float* cos_sin, const int32_t* positions,
+void rope_write_kv(T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin, const int32_t* positions,
                    const int64_t* locations, T* keys, T* values, int64_t tokens, const RopeShape& shape, int threads) {
     const int64_t width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
 #pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 1 && tokens * width > kParallelElements)
@@ -115,37 +129,53 @@ using rootstock::bf16;
 
 extern "C" {
 
-// bfloat16 is 1 if the tensors are bfloat16, 0 if they are float32. residual may be null.
-void rootstock_rms_norm(void* out, const void* x, void* residual, const void* weight, int64_t rows, int64_t size, float eps,
+// bfloat16 is 1 if the tensors in the model dtype are bfloat16, 0 if they are float32. residual may be null.
+void rootstock_rms_norm(void* out, const void* x, void* residual, const float* weight, int64_t rows, int64_t size, float eps,
                         int bfloat16, int threads) {
     if (bfloat16) {
-        rootstock::rms_norm(static_cast<bf16*>(out), static_cast<const bf16*>(x), static_cast<bf16*>(residual),
-                            static_cast<const bf16*>(weight), rows, size, eps, threads);
+        rootstock::rms_norm(static_cast<bf16*>(out), static_cast<const bf16*>(x), static_cast<bf16*>(residual), weight,
+                            rows, size, eps, threads);
     } else {
-        rootstock::rms_norm(static_cast<float*>(out), static_cast<const float*>(x), static_cast<float*>(residual),
-                            static_cast<const float*>(weight), rows, size, eps, threads);
+        rootstock::rms_norm(static_cast<float*>(out), static_cast<const float*>(x), static_cast<float*>(residual), weight,
+                            rows, size, eps, threads);
     }
 }
 
 void rootstock_silu_and_mul(void* out, const void* x, int64_t rows, int64_t size, int bfloat16, int threads) {
+    using namespace rootstock;
     if (bfloat16) {
-        rootstock::silu_and_mul(static_cast<bf16*>(out), static_cast<const bf16*>(x), rows, size, threads);
+        activate_and_mul<silu>(static_cast<bf16*>(out), static_cast<const bf16*>(x), rows, size, threads);
     } else {
-        rootstock::silu_and_mul(static_cast<float*>(out), static_cast<const float*>(x), rows, size, threads);
+        activate_and_mul<silu>(static_cast<float*>(out), static_cast<const float*>(x), rows, size, threads);
     }
 }
 
-void rootstock_rope_write_kv(void* qkv, const void* q_norm, const void* k_norm, const float* cos_sin, const int32_t* positions,
+void rootstock_gelu_and_mul(void* out, const void* x, int64_t rows, int64_t size, int bfloat16, int threads) {
+    using namespace rootstock;
+    if (bfloat16) {
+        activate_and_mul<gelu_tanh>(static_cast<bf16*>(out), static_cast<const bf16*>(x), rows, size, threads);
+    } else {
+        activate_and_mul<gelu_tanh>(static_cast<float*>(out), static_cast<const float*>(x), rows, size, threads);
+    }
+}
+
+void rootstock_sigmoid_mul(void* x, const void* gate, int64_t rows, int64_t size, int bfloat16, int threads) {
+    if (bfloat16) {
+        rootstock::sigmoid_mul(static_cast<bf16*>(x), static_cast<const bf16*>(gate), rows, size, threads);
+    } else {
+        rootstock::sigmoid_mul(static_cast<float*>(x), static_cast<const float*>(gate), rows, size, threads);
+    }
+}
+
+void rootstock_rope_write_kv(void* qkv, const float* q_norm, const float* k_norm, const float* cos_sin, const int32_t* positions,
                              const int64_t* locations, void* keys, void* values, int64_t tokens, int64_t heads,
                              int64_t kv_heads, int64_t head_dim, int64_t page_size, float eps, int bfloat16, int threads) {
     const rootstock::RopeShape shape{heads, kv_heads, head_dim, page_size, eps};
     if (bfloat16) {
-        rootstock::rope_write_kv(static_cast<bf16*>(qkv), static_cast<const bf16*>(q_norm), static_cast<const bf16*>(k_norm),
-                                 cos_sin, positions, locations, static_cast<bf16*>(keys), static_cast<bf16*>(values), tokens,
-                                 shape, threads);
+        rootstock::rope_write_kv(static_cast<bf16*>(qkv), q_norm, k_norm, cos_sin, positions, locations, static_cast<bf16*>(keys),
+                                 static_cast<bf16*>(values), tokens, shape, threads);
     } else {
-        rootstock::rope_write_kv(static_cast<float*>(qkv), static_cast<const float*>(q_norm),
-                                 static_cast<const float*>(k_norm), cos_sin, positions, locations,
+        rootstock::rope_write_kv(static_cast<float*>(qkv), q_norm, k_norm, cos_sin, positions, locations,
                                  static_cast<float*>(keys), static_cast<float*>(values), tokens, shape, threads);
     }
 }

@@ -279,7 +279,7 @@ void gated_delta_rule(T* out, T* qkv, const T* gates, const T* weight, const flo
 }
 
 template <typename T>
-void gated_rms_norm(T* out, const T* x, const T* gate, const T* weight, int64_t rows, int64_t size, float eps, int threads) {
+void gated_rms_norm(T* out, const T* x, const T* gate, const float* weight, int64_t rows, int64_t size, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > (1 << 14))
     for (int64_t row = 0; row < rows; ++row) {
         const T *from = x + row * size, *gates = gate + row * size;
@@ -289,7 +289,7 @@ void gated_rms_norm(T* out, const T* x, const T* gate, const T* weight, int64_t 
         const float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
         T* to = out + row * size;
 #pragma omp simd
-        for (int64_t i = 0; i < size; ++i) to[i] = narrow<T>(widen(from[i]) * scale * widen(weight[i]) * silu(widen(gates[i])));
+        for (int64_t i = 0; i < size; ++i) to[i] = narrow<T>(widen(from[i]) * scale * weight[i] * silu(widen(gates[i])));
     }
 }
 
@@ -319,14 +319,14 @@ void rootstock_gated_delta_rule(void* out, void* qkv, const void* gates, const v
     }
 }
 
-void rootstock_gated_rms_norm(void* out, const void* x, const void* gate, const void* weight, int64_t rows, int64_t size,
+void rootstock_gated_rms_norm(void* out, const void* x, const void* gate, const float* weight, int64_t rows, int64_t size,
                               float eps, int bfloat16, int threads) {
     if (bfloat16) {
         rootstock::gated_rms_norm(static_cast<bf16*>(out), static_cast<const bf16*>(x), static_cast<const bf16*>(gate),
-                                  static_cast<const bf16*>(weight), rows, size, eps, threads);
+                                  weight, rows, size, eps, threads);
     } else {
         rootstock::gated_rms_norm(static_cast<float*>(out), static_cast<const float*>(x), static_cast<const float*>(gate),
-                                  static_cast<const float*>(weight), rows, size, eps, threads);
+                                  weight, rows, size, eps, threads);
     }
 }
 

@@ -1,4 +1,4 @@
-"""Computes RMS norms and the gated activation. For a norm, one program has the whole row of a token in registers."""
+"""Computes RMS norms and gates. For a norm, one program has the whole row of a token in registers."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def fused_add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor,
     _launch(out, x, residual, weight, eps)
 
 
-BLOCK = 1024  # columns of the activation per program
+BLOCK = 1024  # columns of a gate per program
 
 
 @triton.jit
-def _silu_and_mul_kernel(out, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _activate_and_mul_kernel(out, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, CHAINED: tl.constexpr):
     take_turn(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -83,12 +83,23 @@ def _silu_and_mul_kernel(out, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN
     offsets = token * (2 * WIDTH) + columns
     gate = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + offsets + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    # 0.5 (1 + tanh(u)) of gelu's approximation is sigmoid(2 u)
+    exponent = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    value = gate / (1.0 + tl.exp(-exponent)) * up
     tl.store(out + token * WIDTH + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
 def silu_and_mul(out: Tensor, x: Tensor) -> None:
     """Implements Kernels.silu_and_mul(). Raises ValueError if the shapes do not fit."""
+    _activate_and_mul(out, x, gelu=False)
+
+
+def gelu_and_mul(out: Tensor, x: Tensor) -> None:
+    """Implements Kernels.gelu_and_mul(). Raises ValueError if the shapes do not fit."""
+    _activate_and_mul(out, x, gelu=True)
+
+
+def _activate_and_mul(out: Tensor, x: Tensor, gelu: bool) -> None:
     require_contiguous(out, x)
     if out.dim() != 2 or x.shape != (out.shape[0], 2 * out.shape[1]):
         raise misfit(out, x)
@@ -96,5 +107,26 @@ def silu_and_mul(out: Tensor, x: Tensor) -> None:
     if tokens == 0:
         return
     block = min(BLOCK, triton.next_power_of_2(width))
-    grid = (tokens, triton.cdiv(width, block))
-    _silu_and_mul_kernel[grid](out, x, WIDTH=width, BLOCK=block, num_warps=warps_for(block), **chained(x.device))
+    grid, warps = (tokens, triton.cdiv(width, block)), warps_for(block)
+    _activate_and_mul_kernel[grid](out, x, WIDTH=width, BLOCK=block, GELU=gelu, num_warps=warps, **chained(x.device))
+
+
+@triton.jit
+def _sigmoid_mul_kernel(x, gate, size, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    take_turn(CHAINED)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < size
+    wide = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0 + tl.exp(-tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32))
+    tl.store(x + offsets, (wide / factor).to(x.dtype.element_ty), mask=inside)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
+    """Implements Kernels.sigmoid_mul(). Raises ValueError if the shapes do not fit."""
+    require_contiguous(x, gate)
+    if x.shape != gate.shape:
+        raise misfit(x, gate)
+    size = x.numel()
+    if size:
+        grid = (triton.cdiv(size, BLOCK),)
+        _sigmoid_mul_kernel[grid](x, gate, size, BLOCK=BLOCK, num_warps=warps_for(BLOCK), **chained(x.device))

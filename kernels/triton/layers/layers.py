@@ -12,7 +12,7 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import PackedLinear, RaggedRows, misfit
 from rootstock_llm.kernels.reference import layers
 from rootstock_llm.kernels.triton.attention import attention
-from rootstock_llm.kernels.triton.layers import elementwise, kv_writes, step
+from rootstock_llm.kernels.triton.layers import elementwise, gated_delta, kv_writes, step
 from rootstock_llm.kernels.triton.layers.linear import OrderedLinear, one_row_linear
 
 
@@ -40,6 +40,10 @@ class TritonLayers:
     rms_norm = staticmethod(elementwise.rms_norm)
     fused_add_rms_norm = staticmethod(elementwise.fused_add_rms_norm)
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
+    gelu_and_mul = staticmethod(elementwise.gelu_and_mul)
+    sigmoid_mul = staticmethod(elementwise.sigmoid_mul)
+    gated_delta_rule = staticmethod(gated_delta.gated_delta_rule)
+    gated_rms_norm = staticmethod(gated_delta.gated_rms_norm)
     write_kv = staticmethod(kv_writes.write_kv)
     paged_attention = staticmethod(attention.paged_attention)
     general_attention = staticmethod(attention.general_attention)

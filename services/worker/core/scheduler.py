@@ -392,8 +392,30 @@ class Scheduler:
             rooms_total=self.reservations.opened_total,
             expired_rooms_total=self.reservations.expired_total,
             **{name: getattr(self.counters, name) for name in COUNTER_NAMES},
+            **self._unit_stats(),
             **self._tier_stats(),
         )
+
+    def _unit_stats(self) -> dict[str, Any]:
+        """Returns the fields of StepStats about the units of cache groups; empty without groups."""
+        units, found = self.memory.units, dict[str, Any]()
+        if units is not None and (windows := units.windows) is not None:
+            found |= {
+                "window_units": windows.num_units,
+                "window_units_free": windows.num_free,
+                "window_units_evictable": windows.num_evictable,
+                "window_evicted_units_total": windows.evicted_total,
+                "window_missed_pages_total": windows.missed_pages_total,
+            }
+        if units is not None and (states := units.states) is not None:
+            found |= {
+                "states": states.num_units,
+                "states_free": states.num_free,
+                "states_evictable": states.num_evictable,
+                "states_evicted_total": states.evicted_total,
+                "state_missed_pages_total": states.missed_pages_total,
+            }
+        return found
 
     def _tier_stats(self) -> dict[str, Any]:
         """Returns the fields of TierStats and the number of quarantined pages; empty without tiers."""

@@ -13,7 +13,9 @@ import torch
 
 from rootstock_llm.kernels.contracts.step_ops import BringPieces
 from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.cache_groups import window_pages
 from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
+from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolSizes, PoolTooSmall
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionShape, KernelAttention
 from rootstock_llm.services.worker.exec.attention.choose import choose_attention
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
@@ -29,11 +31,12 @@ from rootstock_llm.services.worker.exec.kernel_set import KernelSet, bring_piece
 from rootstock_llm.services.worker.exec.loading import load_again, load_model
 from rootstock_llm.services.worker.exec.memory_parts import MemoryParts, NoModel
 from rootstock_llm.services.worker.exec.models.dense import Decoder
+from rootstock_llm.services.worker.exec.models.layers import Attention
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
 from rootstock_llm.services.worker.exec.pools import kv_pool
 from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool
 from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
-from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerKV, PoolTooSmall, kv_pool_tokens
+from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerKV, LayerState
 from rootstock_llm.services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from rootstock_llm.services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
 from rootstock_llm.services.worker.exec.sizing import PoolNeeds, pages_of_device
@@ -49,6 +52,7 @@ from rootstock_llm.services.worker.exec.tiers.make_tiers import make_mover
 from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier, PieceCopies, PoolReader
 from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
 from rootstock_llm.services.worker.exec.warm_up import PROMPTS, warm_up
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 
@@ -118,7 +122,8 @@ def build_device_executor(
             f"the draft model has a context of {draft.model.max_context} tokens; longer requests continue without draft tokens"
         )
     made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay, parts, drafting)
-    pages = made.finish(num_pages, mem_fraction_static, context_len)
+    sizes = made.finish(num_pages, mem_fraction_static, context_len)
+    pages = sizes.pages
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
     if fitting < loaded.context_len:
         logger.warning(
@@ -127,15 +132,21 @@ def build_device_executor(
             extra=fields(context_len=fitting, model_context=loaded.context_len),
         )
     info = loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
-    sizes = info.weight_bytes + draft.weight_bytes, info.kv_bytes_per_token + draft.kv_bytes_per_token
-    by_model = draft.model is not None
     info = replace(
-        info, max_drafts=options.max_drafts, drafts_by_model=by_model, weight_bytes=sizes[0], kv_bytes_per_token=sizes[1]
+        info,
+        max_drafts=options.max_drafts,
+        drafts_by_model=draft.model is not None,
+        weight_bytes=info.weight_bytes + draft.weight_bytes,
+        kv_bytes_per_token=made.token_bytes,
+        groups=sizes.groups(made.window),
+        window_bytes=made.caches.window_bytes,
+        state_bytes=made.caches.state_bytes,
+        max_running_requests=sizes.max_running_requests(max_slots),
     )
     layout = f"{made.kv_layout} {info.numerics}"
     mover, host_pages = made.tiers(pages, layout)
     server = made.kv_server(layout)
-    memory = made.memory_parts(request, pages)
+    memory = made.memory_parts(request, sizes)
     executor = DeviceExecutor(made.runner, memory, steps=made.steps, mover=mover, server=server)
     progress(f"loaded in: {phases.describe()}")
     has_storage = mover is not None and mover.store is not None
@@ -163,8 +174,8 @@ def assemble_executor(
         The executor and the number of pages of its pool.
     """
     made = _Assembly(loaded, max_slots, page_size, options, progress, LoadPhases(), check_relay, parts)
-    pages = made.finish(num_pages, mem_fraction_static)
-    return DeviceExecutor(made.runner, steps=made.steps), pages
+    sizes = made.finish(num_pages, mem_fraction_static)
+    return DeviceExecutor(made.runner, steps=made.steps), sizes.pages
 
 
 def _step_tokens(options: DeviceOptions, loaded: LoadedModel) -> int:
@@ -183,6 +194,15 @@ def _sum_in_float32() -> None:
     """Makes cuBLAS accumulate sums in float32, as Kernels.linear requires. The setting applies to the whole process."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def _check_states(options: DeviceOptions) -> None:
+    """Raises UnsupportedModel if an option knows no states of recurrent layers."""
+    for name, value in (("--enable-hierarchical-cache", options.tiers), ("--disaggregation-mode", options.peers)):
+        if value is not None:
+            raise UnsupportedModel(f"{name} is not available for a model with recurrent layers")
+    if options.max_drafts:
+        raise UnsupportedModel("speculative decoding is not available for a model with recurrent layers")
 
 
 class _Assembly:
@@ -206,6 +226,10 @@ class _Assembly:
         self._parts = parts or DeviceParts()
         self._device = device_of(options.device)
         _sum_in_float32()
+        self.window, self._has_states = self._window(), any(isinstance(layer, LayerState) for layer in loaded.layers)
+        if self._has_states:
+            _check_states(options)
+        self.caches = self._caches()
         self._arrivals = Arrivals()
         self._streams = self._parts.streams or streams_of(self._device, options.num_threads)
         vocab_size = int(loaded.config.vocab_size)
@@ -222,6 +246,31 @@ class _Assembly:
         self.runner = self._run(partial(self._make_runner, vocab_size, pages_per_slot, check_relay))
         self.graph_rows = self._graph_rows()
         self.steps = self._run(self._drafted_steps) if options.max_drafts else None
+
+    def _window(self) -> int:
+        """Returns the largest window in tokens of the layers whose KV is in window units; 0 if no layer's is.
+
+        Tiers, KV transfers and speculative decoding know pages only. With one of them, windowed layers have their KV in pages.
+        """
+        options = self._options
+        if options.tiers is not None or options.peers is not None or options.max_drafts:
+            return 0
+        return max((layer.window for layer in self._loaded.layers if isinstance(layer, LayerKV)), default=0)
+
+    def _caches(self) -> CacheShape:
+        layers, dtype, options, size = self._loaded.layers, self._loaded.dtype, self._options, self._page_size
+        pages_per_slot = -(-self._loaded.context_len // size)
+        chunk = options.max_chunk or self._loaded.context_len
+        return CacheShape(
+            page_bytes=self.token_bytes * size,
+            window_bytes=kv_pool.window_bytes_per_token(layers, dtype) * size if self.window else 0,
+            state_bytes=kv_pool.state_bytes(layers, dtype),
+            max_slots=self._max_slots,
+            slot_windows=window_pages(self.window + chunk, size, pages_per_slot) if self.window else 0,
+            swa_full_tokens_ratio=options.swa_full_tokens_ratio,
+            mamba_full_memory_ratio=options.mamba_full_memory_ratio,
+            max_mamba_cache_size=options.max_mamba_cache_size if self._has_states else 0,
+        )
 
     def _kernels_for(self, rows: int, vocab_size: int) -> KernelSet:
         """Returns the model's layer kernels, which decided the layout of its weights, and sampling kernels.
@@ -252,7 +301,18 @@ class _Assembly:
         relay = torch.full((max_slots,), POISON, dtype=torch.int64, device=device)
         unwritten = torch.zeros(1, dtype=torch.int32, device=device) if check_relay else None
         model, attention = self._model_and_attention()
-        passes = ForwardPass(model, self._pool(1), self._kernels.layers, table, relay, self._page_size, vocab_size, unwritten)
+        passes = ForwardPass(
+            model,
+            self._pool(self._smallest_pool),
+            self._kernels.layers,
+            table,
+            relay,
+            self._page_size,
+            vocab_size,
+            unwritten,
+            torch.full_like(table, -1) if self.window else None,
+            self._has_states,
+        )
         return DeviceRunner(
             streams=self._streams,
             passes=passes,
@@ -277,19 +337,20 @@ class _Assembly:
         model, self._loaded = self._loaded.model, replace(self._loaded, model=NoModel())
         if not isinstance(model, Decoder):
             return model, KernelAttention(self._kernels.layers)
-        attentions, context = [layer.attention for layer in model.model.layers], self._loaded.context_len
-        first = attentions[0]
+        attentions = [layer.mixer for layer in model.model.layers if isinstance(layer.mixer, Attention)]
+        sizes, context = model.model.config.attention, self._loaded.context_len
         pages_per_slot = -(-context // self._page_size) + 1
         shape = AttentionShape(
-            num_heads=first.num_heads,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
             page_size=self._page_size,
             windows=tuple(dict.fromkeys(attention.window for attention in attentions)),
             max_rows=max(self._max_sampled, self._largest_graph),
             max_tokens=self._max_tokens,
             max_context=pages_per_slot * self._page_size,
             max_pages=max(self._max_sampled, self._largest_graph) * pages_per_slot,
+            separate_windows=self.window > 0,
         )
         backend = self._attention(shape)
         attending = model.attending(backend.attend, self._drafting.aux_layers)
@@ -303,7 +364,12 @@ class _Assembly:
         fixed = self._options.deterministic
         return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress, fixed)
 
-    def _pool(self, pages: int, layers: tuple[LayerKV, ...] | None = None) -> KVPool:
+    @property
+    def _smallest_pool(self) -> PoolSizes:
+        """The sizes of a pool with one page, and one unit of each group."""
+        return PoolSizes(1, int(self.window > 0), int(self._has_states))
+
+    def _pool(self, sizes: PoolSizes, layers: tuple[LayerKV, ...] | None = None) -> KVPool:
         """Allocates a KV pool.
 
         On a GPU, it is filled with zeros: attention multiplies masked values by 0, and 0 times a NaN in new memory would be NaN.
@@ -314,7 +380,7 @@ class _Assembly:
         with self._device:  # for kernels that allocate on torch's default device
             own, first = (self._loaded.layers, 0) if layers is None else (layers, len(self._loaded.layers))
             size, dtype = self._page_size, self._loaded.dtype
-            pool = kv_pool.allocate(own, pages, size, dtype, self._kernels.layers, self._arrivals, first)
+            pool = kv_pool.allocate(own, sizes, size, dtype, self._kernels.layers, self._arrivals, first)
         if self._device.type == "cuda":
             for each in (*pool.keys, *pool.values):
                 each.zero_()
@@ -329,8 +395,8 @@ class _Assembly:
             return ()
         return graph_sizes(self._largest_graph)
 
-    def finish(self, num_pages: int | None, mem_fraction_static: float, context_len: int | None = None) -> int:
-        """Allocates the pool, warms up and captures graphs. Returns the number of pages of the pool.
+    def finish(self, num_pages: int | None, mem_fraction_static: float, context_len: int | None = None) -> PoolSizes:
+        """Allocates the pool, warms up and captures graphs. Returns the sizes of the pool.
 
         Args:
             num_pages: pages of the pool, or None for as many as fit into the memory.
@@ -339,15 +405,17 @@ class _Assembly:
         """
         return self._run(partial(self._finished, num_pages, mem_fraction_static, context_len or self._page_size))
 
-    def _finished(self, num_pages: int | None, mem_fraction_static: float, context_len: int) -> int:
-        self._drafting.allocate(partial(self._pool, 1))
+    def _finished(self, num_pages: int | None, mem_fraction_static: float, context_len: int) -> PoolSizes:
+        self._drafting.allocate(partial(self._pool, self._smallest_pool))
         with self._phases.timed("profile"):
-            pages = num_pages or self._pages(mem_fraction_static, context_len)
+            if num_pages is not None:
+                sizes = self.caches.for_pages(num_pages, self._host_budget(mem_fraction_static) if self._has_states else 0)
+            else:
+                sizes = self._sizes(mem_fraction_static, context_len)
         with self._phases.timed("kv_pool"):
-            self.runner.passes.pool = self._pool(pages)
-            self._drafting.allocate(partial(self._pool, pages))
-        megabytes = pages * self._page_size * self._token_bytes >> 20
-        self._progress(f"KV pool: {pages} pages of {self._page_size} tokens, {megabytes} MiB")
+            self.runner.passes.pool = self._pool(sizes)
+            self._drafting.allocate(partial(self._pool, sizes))
+        self._report(sizes)
         with self._phases.timed("warm_up"):
             prompts = (*PROMPTS, self._max_tokens) if self._device.type == "cuda" else HOST_PROMPTS
             warm_up(self.runner, self._bounds, prompts, self._options.max_drafts)
@@ -358,7 +426,17 @@ class _Assembly:
             self.capture()
             self._limit_graphs()
         self._streams.synchronize()
-        return pages
+        return sizes
+
+    def _report(self, sizes: PoolSizes) -> None:
+        size, caches = self._page_size, self.caches
+        self._progress(f"KV pool: {sizes.pages} pages of {size} tokens, {sizes.pages * caches.page_bytes >> 20} MiB")
+        if sizes.windows:
+            megabytes = sizes.windows * caches.window_bytes >> 20
+            self._progress(f"windows of up to {self.window} tokens: {sizes.windows} units of {size} tokens, {megabytes} MiB")
+        if sizes.states:
+            megabytes, running = sizes.states * caches.state_bytes >> 20, sizes.max_running_requests(self._max_slots)
+            self._progress(f"states of recurrent layers: {sizes.states} states, {megabytes} MiB, for {running} running requests")
 
     def capture(self) -> None:
         """Captures decode steps as graphs if the executor uses graphs. The new graphs replace earlier ones."""
@@ -407,14 +485,18 @@ class _Assembly:
             self.runner.graphs, self.graph_rows = None, ()
 
     @property
-    def _token_bytes(self) -> int:
-        """Bytes of the keys and values of one token, of the model and of the draft model."""
-        return self._loaded.kv_bytes_per_token + self._drafting.kv_bytes_per_token
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in the pages, of the model and of the draft model."""
+        layers = self._loaded.layers
+        return kv_pool.bytes_per_token(layers, self._loaded.dtype, self.window > 0) + self._drafting.kv_bytes_per_token
 
     @property
     def kv_layout(self) -> str:
         """Dtype, page size and sizes of the layers, which determine the bytes of a page."""
-        layers = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in (*self._loaded.layers, *self._drafting.layers)]
+        layers = [
+            (layer.kv_heads, layer.key_dim, layer.value_dim) if isinstance(layer, LayerKV) else layer
+            for layer in (*self._loaded.layers, *self._drafting.layers)
+        ]
         return f"{self._loaded.dtype} {self._page_size} {layers}"
 
     def tiers(self, pages: int, layout: str) -> tuple[PageMover | None, int]:
@@ -444,7 +526,7 @@ class _Assembly:
 
     @property
     def _has_kv(self) -> bool:
-        return not self._loaded.is_encoder and bool(self._token_bytes)
+        return not self._loaded.is_encoder and bool(self.token_bytes)
 
     def _copier(self) -> PageCopier:
         """Returns a copier of the present pools. It is invalid after memory was released, because pools are then replaced."""
@@ -465,7 +547,7 @@ class _Assembly:
         read = partial(_read_states, drafting, passes)
         return DraftedSteps(self.runner, drafter, self._max_slots, self._max_tokens, read)
 
-    def memory_parts(self, request: LoadRequest, pages: int) -> MemoryParts:
+    def memory_parts(self, request: LoadRequest, sizes: PoolSizes) -> MemoryParts:
         shape = self._loaded.shape
 
         def load_model_again() -> CausalModel:
@@ -476,22 +558,21 @@ class _Assembly:
             return model
 
         def allocate_pools() -> KVPool:
-            self._drafting.allocate(partial(self._pool, pages))
-            return self._pool(pages)
+            self._drafting.allocate(partial(self._pool, sizes))
+            return self._pool(sizes)
 
         return MemoryParts(self.runner, load_model_again, allocate_pools, self.capture, self._drafting.drop)
 
-    def _pages(self, mem_fraction_static: float, context_len: int) -> int:
-        per_token = self._token_bytes
-        if per_token == 0:
-            return self._max_slots * -(-self._loaded.context_len // self._page_size)
+    def _sizes(self, mem_fraction_static: float, context_len: int) -> PoolSizes:
+        """Returns the sizes of the largest pool that fits into the memory. Raises PoolTooSmall."""
+        if self.caches.page_cost == 0:
+            return PoolSizes(self._max_slots * -(-self._loaded.context_len // self._page_size))
         if self._device.type != "cuda":
-            return self._pages_of_host(mem_fraction_static, per_token)
+            return self._sizes_of_host(mem_fraction_static)
         self._run_draft_pass(self._max_tokens)  # allocates the drafter's permanent buffers, which are part of fixed_bytes
         weight_bytes = self._loaded.weight_bytes + self._drafting.weight_bytes
         needs = PoolNeeds(
-            layers=(*self._loaded.layers, *self._drafting.layers),
-            dtype=self._loaded.dtype,
+            caches=self.caches,
             page_size=self._page_size,
             context_len=context_len,
             weight_bytes=weight_bytes,
@@ -506,7 +587,8 @@ class _Assembly:
             self._run_draft_pass(self._max_tokens)
             del pending
 
-        return pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
+        pages = pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
+        return self.caches.with_units(pages)
 
     def _run_draft_pass(self, num_tokens: int) -> None:
         """Runs the pass of the draft model that follows a step with num_tokens prompt tokens.
@@ -515,14 +597,19 @@ class _Assembly:
         """
         self._drafting.rehearse(self.runner.passes.model, num_tokens)
 
-    def _pages_of_host(self, mem_fraction_static: float, per_token: int) -> int:
-        """Returns the pages that fit into the share mem_fraction_static of the free memory. Raises PoolTooSmall."""
-        pages, size = kv_pool_tokens(free_memory(), mem_fraction_static, per_token) // self._page_size, self._page_size
-        if pages < 1:
+    def _host_budget(self, mem_fraction_static: float) -> int:
+        """Returns the bytes of the host's free memory that pools may take."""
+        return int(free_memory() * mem_fraction_static)
+
+    def _sizes_of_host(self, mem_fraction_static: float) -> PoolSizes:
+        """Returns the sizes of pools in the share mem_fraction_static of the free memory. Raises PoolTooSmall."""
+        sizes = self.caches.split(self._host_budget(mem_fraction_static))
+        if sizes.pages < 1:
+            size, num_bytes = self._page_size, self.caches.page_bytes
             raise PoolTooSmall(
-                f"no KV page of {size} tokens ({size * per_token} bytes) fits into {mem_fraction_static:g} of the free memory"
+                f"no KV page of {size} tokens ({num_bytes} bytes) fits into {mem_fraction_static:g} of the free memory"
             )
-        return pages
+        return sizes
 
     def _graph_bytes(self) -> int:
         """Estimates the bytes of all graphs: captures the largest graph, then the two largest, and measures both.

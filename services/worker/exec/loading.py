@@ -15,10 +15,10 @@ import torch
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
 from rootstock_llm.kernels.cpu import load_kernels
 from rootstock_llm.services.shared import served_config
-from rootstock_llm.services.worker.exec.models.dense import Decoder, DenseConfig
+from rootstock_llm.services.worker.exec.models.dense import Decoder
+from rootstock_llm.services.worker.exec.models.dense_config import DenseConfig
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
-from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, NotCovered, config_of
-from rootstock_llm.services.worker.exec.models.rope import rope_table
+from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, NotCovered, config_of, text_config
 from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
 from rootstock_llm.services.worker.exec.weights.checkpoint import (
     Checkpoint,
@@ -67,6 +67,8 @@ def load_model(request: LoadRequest) -> LoadedModel:
     with request.phases.timed("config"):
         config = read_config(request.folder)
         native = _native_config(config)
+        if isinstance(native, DenseConfig):
+            config = text_config(config)
         if isinstance(native, NotCovered):
             _refuse_by_config(request, config)
         checkpoint = Checkpoint(request.folder)
@@ -124,13 +126,13 @@ def _native_config(config: Any) -> DenseConfig | NotCovered:
 
 
 def _native(opened: _Opened, config: DenseConfig) -> LoadedModel:
-    request = opened.request
-    read = partial(ARCHITECTURES[config.architecture].read, config=config)
+    request, context = opened.request, opened.context(config.max_position_embeddings)
+    config = config.within(context)
+    read = partial(ARCHITECTURES[config.architecture].model.read, config=config)
     model = opened.target.weights(opened.checkpoint, read, opened.dtype, opened.kernels, request.progress, request.phases)
-    context = opened.context(config.max_position_embeddings)
     num_positions = (-(-context // request.page_size) + 1) * request.page_size  # positions in the pages of a slot
     assert 0 < context < num_positions, "the table has a row for each position of a slot's pages"
-    cos_sin = rope_table(config.rope, config.head_dim, num_positions).to(opened.target.device)
+    cos_sin = [table.to(opened.target.device) for table in config.rope_tables(num_positions)]
     return LoadedModel(
         model=Decoder(model, cos_sin, opened.kernels.paged_attention),
         config=opened.config,

@@ -6,14 +6,14 @@ that these parts, the weights and other processes leave. Numbers without another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from rootstock_llm.services.worker.exec.pools import kv_pool
-from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, PoolTooSmall
+from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolTooSmall
 from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner
 from rootstock_llm.services.worker.exec.streams.returned_memory import return_memory
 
@@ -25,8 +25,7 @@ PARTS = ("weights", "activation_peak", "graphs", "workspace")
 class PoolNeeds:
     """The sizes of one executor on which the size of its pool depends."""
 
-    layers: Sequence[LayerKV]  # layers of the model and of the drafter
-    dtype: torch.dtype
+    caches: CacheShape  # caches of the model and of the drafter
     page_size: int  # tokens
     context_len: int  # tokens that the pool must hold
     weight_bytes: int  # resident weights
@@ -34,7 +33,8 @@ class PoolNeeds:
 
     @property
     def page_bytes(self) -> int:
-        return kv_pool.bytes_per_token(self.layers, self.dtype) * self.page_size
+        """Bytes of a page, with its share of the units of cache groups."""
+        return math.ceil(self.caches.page_cost)
 
 
 def pages_of_device(
@@ -69,7 +69,7 @@ def pages_of_device(
         weights=needs.weight_bytes,
         activation_peak=peak,
         graphs=graphs,
-        workspace=needs.fixed_bytes,
+        workspace=needs.fixed_bytes + needs.caches.fixed_bytes,
         allocated_now=("weights", "workspace"),
     )
     pages = kv_pool_pages(use, mem_fraction_static, RESERVE, needs.page_bytes, needs.page_size, needs.context_len)

@@ -92,7 +92,10 @@ def _small(folder: Path, loaded: LoadedModel, target: LoadedModel) -> LoadedDraf
             f"{folder} cannot draft: its vocabulary has {loaded.config.vocab_size} tokens, fewer than the model's"
             f" {target.config.vocab_size}"
         )
-    model = DecoderDraftModel(loaded.model, loaded.layers, loaded.context_len, int(target.config.vocab_size))
+    layers = tuple(layer for layer in loaded.layers if isinstance(layer, LayerKV))
+    if len(layers) < len(loaded.layers):
+        raise UnsupportedModel(f"{folder} cannot draft: it has recurrent layers")
+    model = DecoderDraftModel(loaded.model, layers, loaded.context_len, int(target.config.vocab_size))
     return LoadedDraft(model, (), loaded.kv_bytes_per_token, loaded.weight_bytes)
 
 

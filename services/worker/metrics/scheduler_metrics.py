@@ -220,6 +220,28 @@ class LoopCounts:
         return self.stats.pages_used * self.page_size if self.stats is not None else 0
 
     @property
+    def full_usage(self) -> float:
+        """Share of the pages that running requests use."""
+        return self.used_tokens / (self.num_pages * self.page_size)
+
+    @property
+    def used_windows(self) -> int:
+        """Window units that running requests use."""
+        stats = self.stats
+        return 0 if stats is None else stats.window_units - stats.window_units_free - stats.window_units_evictable
+
+    @property
+    def used_states(self) -> int:
+        """States that running requests use."""
+        stats = self.stats
+        return 0 if stats is None else stats.states - stats.states_free - stats.states_evictable
+
+    def share(self, used: int, field: str) -> float:
+        """Returns the share `used` of the units whose number is in a field of the stats; 0 without such units."""
+        total = getattr(self.stats, field) if self.stats is not None else 0
+        return used / total if total else 0.0
+
+    @property
     def decode_context_tokens(self) -> int:
         """Context tokens of the decode rows in the last launched step, including the tokens of the step."""
         plan = self._plan
@@ -351,8 +373,28 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(
         Gauge,
         "sglang:token_usage",
-        "Share of the KV pool that running requests use.",
-        lambda c: c.used_tokens / (c.num_pages * c.page_size),
+        "Share of the KV pool that running requests use; of pages, windows or states, whichever is largest.",
+        lambda c: max(c.full_usage, c.share(c.used_windows, "window_units"), c.share(c.used_states, "states")),
+    ),
+    Reading(Gauge, "sglang:full_token_usage", "Share of the pages that running requests use.", lambda c: c.full_usage),
+    Reading(
+        Gauge,
+        "sglang:swa_used_tokens",
+        "Tokens of KV of windowed layers that running requests use.",
+        lambda c: c.used_windows * c.page_size,
+    ),
+    Reading(
+        Gauge,
+        "sglang:swa_token_usage",
+        "Share of the caches of windowed layers that running requests use.",
+        lambda c: c.share(c.used_windows, "window_units"),
+    ),
+    Reading(Gauge, "sglang:mamba_used_tokens", "States of recurrent layers that running requests use.", lambda c: c.used_states),
+    Reading(
+        Gauge,
+        "sglang:mamba_usage",
+        "Share of the states of recurrent layers that running requests use.",
+        lambda c: c.share(c.used_states, "states"),
     ),
     Reading(Gauge, "sglang:max_total_num_tokens", "Size of the KV pool in tokens.", lambda c: c.num_pages * c.page_size),
     Reading(Gauge, "sglang:page_size", "Tokens of a page of KV.", lambda c: c.page_size),

@@ -17,7 +17,6 @@ from rootstock_llm.services.worker.exec.kernel_set import layer_kernels
 from rootstock_llm.services.worker.exec.loading import LAST_TOKEN
 from rootstock_llm.services.worker.exec.models.dense import Decoder, Qwen3
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
-from rootstock_llm.services.worker.exec.models.rope import rope_table
 from rootstock_llm.services.worker.exec.weights.source import RandomSource, WeightReader
 from tests.benchmarks.gpu.command import Setting
 from tests.benchmarks.gpu.serving import Serving
@@ -127,7 +126,7 @@ def random_model(shape: Shape, context_len: int, options: DeviceOptions) -> Load
     num_positions = (-(-context_len // PAGE_SIZE) + 2) * PAGE_SIZE  # largest number of positions in a slot's pages
     with torch.inference_mode():
         model = Qwen3.read(WeightReader(RandomSource(dtype, device, seed=0), kernels), native)
-        cos_sin = rope_table(native.rope, native.head_dim, num_positions).to(device)
+        cos_sin = [table.to(device) for table in native.rope_tables(num_positions)]
     return LoadedModel(
         model=Decoder(model, cos_sin, kernels.paged_attention),
         config=config,

@@ -83,7 +83,7 @@ EXEC = (
     *of(
         "exec",
         "services/worker/exec/attention/flashinfer_backend.py",
-        ("pages.tail(extend), slot, len(self._shape.windows))", "pages.tail(extend), slot, 0)"),
+        ("tails, slot, len(self._shape.windows))", "tails, slot, 0)"),
         ("head, tail = columns.head(extend),", "head, tail = columns.head(rows),"),
         only="test_flashinfer_backend",
     ),

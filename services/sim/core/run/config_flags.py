@@ -53,6 +53,7 @@ SETTINGS = (
     "hicache_salt_quota",
     "hicache_storage_salt_quota",
     "hicache_write_policy",
+    "state_interval",
     "disaggregation_hold_s",
     "retract_interval",
 )

@@ -119,6 +119,43 @@ class StepStats:
         int, ExportedAs("rootstock_worker_rooms_expired", "KV reservations that reached their time limit.")
     ]
 
+    window_units: Annotated[
+        int,
+        ExportedAs("sglang:max_total_num_tokens_swa", "Tokens that the window units can hold; 0 without window units.", True),
+    ] = 0
+    window_units_free: Annotated[
+        int, ExportedAs("sglang:swa_available_tokens", "Tokens of free KV of windowed layers.", True)
+    ] = 0
+    window_units_evictable: Annotated[
+        int, ExportedAs("sglang:swa_evictable_tokens", "Tokens of cached KV of windowed layers that can be evicted.", True)
+    ] = 0
+    window_evicted_units_total: Annotated[
+        int, ExportedAs("rootstock_worker_window_evicted_tokens", "Tokens of KV of windowed layers that were evicted.", True)
+    ] = 0
+    states: Annotated[int, ExportedAs("rootstock_worker_states", "Size of the pool of states of recurrent layers.")] = 0
+    states_free: Annotated[int, ExportedAs("sglang:mamba_available_tokens", "Free states of recurrent layers.")] = 0
+    states_evictable: Annotated[
+        int, ExportedAs("sglang:mamba_evictable_tokens", "Cached states of recurrent layers that can be evicted.")
+    ] = 0
+    states_evicted_total: Annotated[
+        int, ExportedAs("rootstock_worker_evicted_states", "States of recurrent layers that were evicted.")
+    ] = 0
+    window_missed_pages_total: Annotated[
+        int,
+        ExportedAs(
+            "rootstock_worker_window_missed_tokens",
+            "Prompt tokens with cached KV after the last page end whose window was cached.",
+            True,
+        ),
+    ] = 0
+    state_missed_pages_total: Annotated[
+        int,
+        ExportedAs(
+            "rootstock_worker_state_missed_tokens",
+            "Prompt tokens with cached KV after the last page end whose state was cached.",
+            True,
+        ),
+    ] = 0
     pages_quarantined: Annotated[
         int, ExportedAs("rootstock_worker_quarantined_tokens", "Tokens of KV that imports from other tiers are writing.", True)
     ] = 0

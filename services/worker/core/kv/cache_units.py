@@ -114,16 +114,28 @@ class CacheUnits:
         total = min(sum(count for _, count in path), limit)
         if total <= 0:
             return 0
-        ends = np.arange(1, total + 1)
         fits = np.ones(total, dtype=np.bool_)
-        if self.states is not None:
-            fits &= _along(path, self.states.index)[:total] != NO_UNIT
-        if self.windows is not None:
-            missing = np.zeros(total + 1, dtype=np.int64)
-            np.cumsum(_along(path, self.windows.index)[:total] == NO_UNIT, out=missing[1:])
-            fits &= missing[ends] == missing[np.maximum((ends * self._page_size - self._window + 1) // self._page_size, 0)]
-        found = np.flatnonzero(fits)
-        return int(found[-1]) + 1 if len(found) else 0
+        for pool in self.pools:
+            fits &= self._has_units(pool, path, total)
+        return _last_end(fits)
+
+    def count_misses(self, path: Sequence[tuple[TreeNode, int]]) -> None:
+        """Adds the pages of an admitted prompt after the last page end that has a group's units to the group's counter."""
+        total = sum(count for _, count in path)
+        for pool in self.pools if total else ():
+            pool.missed_pages_total += total - _last_end(self._has_units(pool, path, total))
+
+    def _has_units(self, pool: UnitPool, path: Sequence[tuple[TreeNode, int]], total: int) -> NDArray[np.bool_]:
+        """Returns for each of the page ends 1 to `total` of a path whether the group has what the next token reads."""
+        missing: NDArray[np.bool_] = _along(path, pool.index)[:total] == NO_UNIT
+        if pool is not self.windows:
+            return ~missing
+        ends, counts = np.arange(1, total + 1), np.zeros(total + 1, dtype=np.int64)
+        np.cumsum(missing, out=counts[1:])
+        found: NDArray[np.bool_] = (
+            counts[ends] == counts[np.maximum((ends * self._page_size - self._window + 1) // self._page_size, 0)]
+        )
+        return found
 
     def is_reachable(self, node: TreeNode) -> bool:
         """Whether a hit may end in the node, as far as its own units show."""
@@ -520,6 +532,12 @@ class CacheUnits:
                 self.window_table[slot, at] = theirs
                 changed = min(changed, at)
         return changed
+
+
+def _last_end(fits: NDArray[np.bool_]) -> int:
+    """Returns the number of pages up to the last page end that fits, 0 if none does."""
+    found = np.flatnonzero(fits)
+    return int(found[-1]) + 1 if len(found) else 0
 
 
 def _along(path: Sequence[tuple[TreeNode, int]], index: int) -> I32:

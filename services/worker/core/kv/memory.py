@@ -239,8 +239,14 @@ class KVMemory:
         return node, num_pages * self.page_size
 
     def branch(self, namespace: str, key: bytes, limit: int) -> int:
-        """Returns the number of cached pages of `key`, whose units may be missing, within at most `limit` tokens."""
-        return sum(count for _, count in self.tree.path(namespace, key, self._usable(len(key), limit)))
+        """Returns the number of cached pages of an admitted `key`, whose units may be missing, within at most `limit` tokens.
+
+        Counts the pages that have to be computed again because of missing units. Called once for each admission.
+        """
+        path = self.tree.path(namespace, key, self._usable(len(key), limit))
+        if self.units is not None:
+            self.units.count_misses(path)
+        return sum(count for _, count in path)
 
     def _hit_bytes(self, namespace: str, key: bytes, end: int) -> int:
         """Returns the bytes of `key` that a hit of at most `end` bytes covers in all cache groups."""

@@ -29,6 +29,8 @@ class UnitPool:
         self._stack: I32 = np.arange(num_units, dtype=np.int32)[::-1].copy()
         self.num_free = num_units
         self.num_owned = 0  # units of cached pages
+        self.evicted_total = 0
+        self.missed_pages_total = 0  # see CacheUnits.count_misses()
         self._owners: list[TreeNode | None] = [None] * num_units
         self._pins: I32 = np.zeros(num_units, dtype=np.int32)
         self._needed: NDArray[np.bool_] = np.zeros(num_units, dtype=np.bool_)
@@ -41,6 +43,11 @@ class UnitPool:
     def num_in_slots(self) -> int:
         """Number of units that belong to slots."""
         return self.num_units - self.num_free - self.num_owned
+
+    @property
+    def num_evictable(self) -> int:
+        """Number of units of cached pages without a pin."""
+        return len(self._order) + len(self._session_order)
 
     def alloc(self, count: int) -> I32:
         """Allocates units for a slot and returns them as int32[count]. At least `count` units must be free or without a pin."""
@@ -121,6 +128,7 @@ class UnitPool:
             assert self._session_order, "admission reserves the units of all slots, so that some unit can be evicted"
             first = next(iter(self._session_order))
             unit = next((each for each in self._session_order if not self._is_of_session(each)), first)
+        self.evicted_total += 1
         self._drop_from_page(unit)
 
     def _is_of_session(self, unit: int) -> bool:

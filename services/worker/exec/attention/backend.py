@@ -31,6 +31,7 @@ class AttentionShape:
     max_tokens: int  # largest number of tokens that one step computes
     max_context: int  # largest number of tokens that one row attends to
     max_pages: int  # largest number of pages of all rows of one step together
+    separate_windows: bool = False  # whether windowed layers have a page table of their own, RaggedRows.window_table
 
 
 @dataclass(frozen=True, slots=True)

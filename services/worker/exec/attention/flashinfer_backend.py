@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from rootstock_llm.services.worker.exec.attention.flashinfer_staging import (
     make_slot,
 )
 
+_PagesOf = dict[int, wrappers.StepPages]  # by window
 EXTEND, MIXED, DECODE = "extend", "mixed", "decode"
 SMS_WITHOUT_DEVICE = 132  # multiprocessors that are assumed without a GPU, in tests and prebuilds; an H100 has 132
 
@@ -85,6 +86,11 @@ class FlashInferAttention:
         self._counting.copy_(torch.arange(shape.max_rows + 1))
         num_indices = shape.max_pages + shape.max_rows  # max_rows more, because each padding row also has a page
         self._pages = wrappers.PageMemory(self._zeros(2 * shape.max_rows + 1, torch.int32), self._zeros(num_indices, torch.int32))
+        # Memory of each window's page indices. The columns are those of self._pages, because both tables have the same lengths.
+        self._pages_of = dict.fromkeys(shape.windows, self._pages)
+        if shape.separate_windows:
+            in_windows = replace(self._pages, indices=self._zeros(num_indices, torch.int32))
+            self._pages_of |= {window: in_windows for window in shape.windows if window}
         self._eager: dict[tuple[str, int], Any] = {}
         self._graphs: dict[tuple[int, int], Any] = {}
         self._parts: tuple[_Part, ...] = ()
@@ -107,8 +113,10 @@ class FlashInferAttention:
         assert rows <= self._shape.max_rows, "a step has at most max_rows rows"
         columns = fill(slot.columns, batch.starts, batch.num_tokens, self._shape.page_size)
         self._pages.columns[: 2 * rows + 1].copy_(slot.columns[: 2 * rows + 1], non_blocking=True)
-        pages = self._pages.step(rows, columns.num_pages)
-        self._kernels.page_indices(pages.indices, pages.kv_indptr, batch.rows)
+        pages = {window: memory.step(rows, columns.num_pages) for window, memory in self._pages_of.items()}
+        for window in {id(memory): window for window, memory in self._pages_of.items()}.values():
+            table = batch.rows.in_windows() if window else batch.rows
+            self._kernels.page_indices(pages[window].indices, pages[window].kv_indptr, table)
         if batch.graph:
             self._parts = (self._graph_part(columns, pages, slot),)
         else:
@@ -131,9 +139,7 @@ class FlashInferAttention:
         self._graphs.clear()
         self._parts = ()
 
-    def _eager_parts(
-        self, extend: int, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot
-    ) -> tuple[_Part, ...]:
+    def _eager_parts(self, extend: int, columns: StagedColumns, pages: _PagesOf, slot: StagingSlot) -> tuple[_Part, ...]:
         rows, tokens = len(columns.kv_lens), int(columns.qo_indptr[-1])
         if extend == 0:
             return (_Part(0, tokens, self._decoders(columns, pages, slot, 0)),)
@@ -143,12 +149,11 @@ class FlashInferAttention:
         first = int(head.qo_indptr[-1])
         assert tokens - first == rows - extend, "each decode row has one token"
         extending = self._prefillers(EXTEND, head, pages, slot, 0)
-        decoding = self._decoders(tail, pages.tail(extend), slot, len(self._shape.windows))
+        tails = {window: each.tail(extend) for window, each in pages.items()}
+        decoding = self._decoders(tail, tails, slot, len(self._shape.windows))
         return _Part(0, first, extending), _Part(first, tokens, decoding)
 
-    def _prefillers(
-        self, kind: str, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot, schedule: int
-    ) -> dict[int, Any]:
+    def _prefillers(self, kind: str, columns: StagedColumns, pages: _PagesOf, slot: StagingSlot, schedule: int) -> dict[int, Any]:
         """Plans a prefill wrapper for each window and returns the wrappers by window.
 
         Args:
@@ -159,10 +164,10 @@ class FlashInferAttention:
         for index, window in enumerate(self._shape.windows, schedule):
             wrapper = planned[window] = self._wrapper(kind, window)
             wrappers.set_schedule_buffers(wrapper, slot.schedules[index], self._schedules[index])
-            self._planner.prefill(wrapper, columns, pages, window, causal=kind != DECODE)
+            self._planner.prefill(wrapper, columns, pages[window], window, causal=kind != DECODE)
         return planned
 
-    def _decoders(self, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot, schedule: int) -> dict[int, Any]:
+    def _decoders(self, columns: StagedColumns, pages: _PagesOf, slot: StagingSlot, schedule: int) -> dict[int, Any]:
         if self._tensor_cores:  # a decode wrapper uses the same kernels, but its plan copies from pageable memory
             return self._prefillers(DECODE, columns, pages, slot, schedule)
         planned = {}
@@ -170,24 +175,26 @@ class FlashInferAttention:
             planned_before = (DECODE, window) in self._eager
             wrapper = planned[window] = self._wrapper(DECODE, window)
             wrappers.set_schedule_buffers(wrapper, slot.schedules[index], self._schedules[index])
-            (self._planner.decode if planned_before else self._planner.first_decode)(wrapper, columns, pages, window)
+            (self._planner.decode if planned_before else self._planner.first_decode)(wrapper, columns, pages[window], window)
         return planned
 
-    def _graph_part(self, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot) -> _Part:
+    def _graph_part(self, columns: StagedColumns, pages: _PagesOf, slot: StagingSlot) -> _Part:
         rows, planned = len(columns.kv_lens), {}
         for index, window in enumerate(self._shape.windows):
             planned_before = (rows, window) in self._graphs
-            wrapper = planned[window] = self._graphs[(rows, window)] if planned_before else self._graph_wrapper(rows)
+            wrapper = planned[window] = self._graphs[(rows, window)] if planned_before else self._graph_wrapper(rows, window)
             wrappers.set_schedule_buffers(wrapper, slot.schedules[index], self._schedules[index])
-            (self._planner.graph_decode if planned_before else self._planner.first_decode)(wrapper, columns, pages, window)
+            (self._planner.graph_decode if planned_before else self._planner.first_decode)(
+                wrapper, columns, pages[window], window
+            )
             self._graphs[(rows, window)] = wrapper
         return _Part(0, rows, planned)
 
-    def _graph_wrapper(self, rows: int) -> Any:
+    def _graph_wrapper(self, rows: int, window: int) -> Any:
         wanted = limits.float_bytes(self._shape, self._num_sms, rows)
         if wanted > len(self._workspace):  # earlier captured graphs keep using the old, smaller workspace
             self._workspace = self._zeros(wanted, torch.uint8)
-        return wrappers.graph_wrapper(self._module, self._workspace, self._pages, rows, self._tensor_cores)
+        return wrappers.graph_wrapper(self._module, self._workspace, self._pages_of[window], rows, self._tensor_cores)
 
     def _wrapper(self, kind: str, window: int) -> Any:
         wrapper = self._eager.get((kind, window))

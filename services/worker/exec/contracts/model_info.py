@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedInfo:
@@ -35,6 +37,10 @@ class LoadedInfo:
     has_storage: bool = False  # there is a storage tier below the host tier
     kv_layout: str = ""  # content and numerics of a page; two workers can exchange pages only if it is equal
     reads_peers: bool = False  # the worker reads KV from remote workers
+    groups: tuple[CacheGroup, ...] = ()  # cache groups of windowed and recurrent layers; empty if all KV is in pages
+    window_bytes: int = 0  # bytes of a unit of the WINDOW group
+    state_bytes: int = 0  # bytes of a unit of the STATE group
+    max_running_requests: int = 0  # largest number of requests that the units allow; 0: they set no limit
     kv_port: int = 0  # port at which remote workers read this worker's KV; 0 if they cannot
 
     @property

@@ -38,9 +38,9 @@ class ForwardBatch:
     sample_indices: I32  # [n or R], index in the pass of the token that is computed before it
     max_context: int  # tokens of KV that the longest row attends to; in a graph, the capacity of a slot
     max_tokens: int  # tokens of the longest row
-    order: I64 | None = (
-        None  # int64[tokens of the plan], index in the plan of each token of the pass; None if the orders are equal
-    )
+    # int64[tokens of the plan], index in the plan of each token of the pass; None if the orders are equal
+    order: I64 | None = None
+    states: I32 | None = None  # [4, R], the columns of StateRows; None without recurrent layers
 
     @classmethod
     def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> ForwardBatch:
@@ -71,6 +71,7 @@ class ForwardBatch:
             sample_indices=(ends - 1)[rows].astype(np.int32),
             max_context=int((starts + counts).max()),
             max_tokens=longest,
+            states=_states_of(plan),
         )
 
     @classmethod
@@ -86,6 +87,9 @@ class ForwardBatch:
         slots[:count] = plan.slots
         starts[:count] = np.minimum(plan.starts, capacity - 1)
         positions[:count] = plan.starts + 1
+        states = _states_of(plan)
+        if states is not None:
+            states = np.concatenate((states, np.full((4, size - count), -1, dtype=np.int32)), axis=1)
         return cls(
             num_extend=0,
             slots=slots,
@@ -98,6 +102,7 @@ class ForwardBatch:
             sample_indices=order,
             max_context=capacity,
             max_tokens=1,
+            states=states,
         )
 
     @classmethod
@@ -175,6 +180,12 @@ class ForwardBatch:
     def sample_columns(self, words: Tensor) -> Sequence[Tensor]:
         """Returns sample_slots, sample_positions and sample_indices as views of the uploaded words(), int32[n or R] each."""
         return words[4 * len(self.slots) :].view(3, -1).unbind(0)
+
+
+def _states_of(plan: BatchPlan) -> I32 | None:
+    if not len(plan.state_before):
+        return None
+    return np.stack((plan.state_before, plan.state_after, plan.state_cuts, plan.state_at_cut))
 
 
 NOT_SAMPLED = -1  # code in SampleBatch.faults of a row that was not sampled
@@ -327,3 +338,4 @@ class CudaGraph:
     batch: SampleBatch
     forward: Graph
     sample: Graph
+    states: Tensor | None = None  # int32[4, size], the columns of rows.states; None without recurrent layers

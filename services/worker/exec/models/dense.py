@@ -8,15 +8,18 @@ A DenseModel has the weights, and a Decoder runs it over the ragged batch of a s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.services.shared.served_config import LAYER_TYPES, RECURRENT
 from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
+from rootstock_llm.services.worker.exec.models.dense_config import DenseConfig, dense_config, windows_by_layer
+from rootstock_llm.services.worker.exec.models.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from rootstock_llm.services.worker.exec.models.layers import (
     Attend,
     Attention,
@@ -24,6 +27,7 @@ from rootstock_llm.services.worker.exec.models.layers import (
     ForwardContext,
     GatedMlp,
     Head,
+    Mixer,
     RmsNorm,
     Take,
     TransformerLayer,
@@ -31,21 +35,18 @@ from rootstock_llm.services.worker.exec.models.layers import (
     storage_bytes,
     stream_buffers,
 )
-from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerKV
-from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, UnsupportedModel, architecture_of
+from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerCache
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
-
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-CAUSAL = "ForCausalLM"  # ending of an architecture with a vocabulary projection
 
 
 class Decoder:
     """Implements CausalModel. Owns the activation buffers of its passes; one thread calls it at a time."""
 
-    def __init__(self, model: DenseModel, cos_sin: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, model: DenseModel, cos_sin: Sequence[Tensor], attend: Attend, aux_layers: tuple[int, ...] = ()) -> None:
         """
         Args:
-            cos_sin: float32[positions, D], see rope_table().
+            cos_sin: tables of the model's rotary embeddings, see ForwardContext.
             attend: Kernels.paged_attention, or attend() of an attention back end.
             aux_layers: layers whose inputs are stored for a draft head, ascending. A number equal to the number of layers stands
                 for the output of the last layer.
@@ -117,7 +118,11 @@ class Decoder:
 
 @dataclass(frozen=True)
 class DenseModel(ABC):
-    """The weights of a decoder whose layers all have the same structure."""
+    """The weights of a decoder without experts. Each layer has attention or a recurrence, and an MLP."""
+
+    activation: ClassVar[str] = "silu"  # hidden_act of the configs
+    layer_types: ClassVar[frozenset[str]] = LAYER_TYPES  # supported values in layer_types of the configs
+    partial_rotation: ClassVar[bool] = False  # whether partial_rotary_factor may be below 1
 
     config: DenseConfig
     embedding: Embedding
@@ -134,20 +139,20 @@ class DenseModel(ABC):
     def read(cls, weights: WeightReader, config: DenseConfig) -> Self:
         """Reads the model's tensors, each of them once, the embedding first."""
         body = weights.at(config.prefix.removesuffix(".")) if config.prefix else weights
-        embedding = Embedding.read(body.at("embed_tokens"), config.vocab_size, config.hidden_size)
-        layers = [read_layer(body.at(f"layers.{index}"), config, window) for index, window in enumerate(config.windows)]
-        assert len(layers) == config.num_layers, "the config has a window for each layer"
-        norm = RmsNorm.read(body.at("norm"), config.hidden_size, config.rms_norm_eps)
+        embedding = Embedding.read(body.at("embed_tokens"), config.vocab_size, config.hidden_size, config.embedding_scale)
+        assert len(config.windows) == config.num_layers, "the config has a window for each layer"
+        layers = [read_layer(body.at(f"layers.{index}"), config, index) for index in range(config.num_layers)]
+        norm = RmsNorm.read(body.at("norm"), config.hidden_size, config.rms_norm_eps, config.centered_norms)
         head = None
         if config.has_head and config.tie_word_embeddings:
             head = Head.tied(embedding, weights.kernels)
         elif config.has_head:
-            head = Head.read(weights.at("lm_head"), config.vocab_size, config.hidden_size)
+            head = Head.read(weights.at(config.head_name), config.vocab_size, config.hidden_size)
         return cls(config, embedding, tuple(layers), norm, head)
 
     @property
-    def cache(self) -> tuple[LayerKV, ...]:
-        """The size of a token's KV in each layer."""
+    def cache(self) -> tuple[LayerCache, ...]:
+        """The size of each layer's cache."""
         return tuple(layer.cache for layer in self.layers)
 
     def reserve(self, take: Take) -> None:
@@ -191,7 +196,7 @@ class Llama(DenseModel):
     @classmethod
     def config_of(cls, given: Any) -> DenseConfig:
         bias = bool(given.attention_bias)
-        return _dense_config(given, _no_windows(given), qkv_bias=bias, o_bias=bias, mlp_bias=bool(given.mlp_bias))
+        return dense_config(given, (0,) * int(given.num_hidden_layers), qkv_bias=bias, o_bias=bias, mlp_bias=bool(given.mlp_bias))
 
 
 class Mistral(DenseModel):
@@ -199,7 +204,7 @@ class Mistral(DenseModel):
 
     @classmethod
     def config_of(cls, given: Any) -> DenseConfig:
-        return _dense_config(given, (int(given.sliding_window or 0),) * int(given.num_hidden_layers))
+        return dense_config(given, (int(given.sliding_window or 0),) * int(given.num_hidden_layers))
 
 
 class Qwen2(DenseModel):
@@ -207,7 +212,7 @@ class Qwen2(DenseModel):
 
     @classmethod
     def config_of(cls, given: Any) -> DenseConfig:
-        return _dense_config(given, _windows_by_layer(given), qkv_bias=True)
+        return dense_config(given, windows_by_layer(given), qkv_bias=True)
 
 
 class Qwen3(DenseModel):
@@ -216,118 +221,89 @@ class Qwen3(DenseModel):
     @classmethod
     def config_of(cls, given: Any) -> DenseConfig:
         bias = bool(given.attention_bias)
-        return _dense_config(given, _windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        return dense_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-@dataclass(frozen=True, slots=True)
-class DenseConfig:
-    """Sizes and switches of a dense decoder."""
+class Qwen3_5(DenseModel):
+    """Qwen3.5 without experts: Gated DeltaNet in most layers, and attention with an output gate in the others.
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    rope: dict[str, Any]  # rope_parameters of the config: rope_type, rope_theta and the parameters of this type
-    windows: tuple[int, ...]  # per layer: number of last tokens, itself included, to which a token attends; 0 for all
-    qkv_bias: bool = False  # whether the projections to queries, keys and values have biases
-    o_bias: bool = False  # whether the output projection of attention has a bias
-    mlp_bias: bool = False  # whether the projections of the MLP have biases
-    qk_norm: bool = False  # whether an RMS norm is applied to each head's queries and keys
-    has_head: bool = True  # whether the model has a vocabulary projection, which may be the embedding
-    prefix: str = "model."  # prefix of all tensor names except the vocabulary projection's: "model." or empty
+    Each norm's weight is stored minus 1, and a quarter of each head is rotated. Only text positions occur, for which the model's
+    rotary embedding of three axes is the usual one.
+    """
 
-    def resolved(self, checkpoint: Checkpoint, dtype: torch.dtype) -> DenseConfig:
-        """Returns the config, corrected by what the checkpoint's tensors show, as transformers does it.
+    layer_types = LAYER_TYPES | {RECURRENT}
+    partial_rotation = True
 
-        - If tensor names lack "model.", the model was saved without its vocabulary projection. It then has a projection only if
-          the config ties it to the embedding.
-        - If the checkpoint has a projection that differs from the embedding, the projection is not tied, even if
-          tie_word_embeddings is set.
-        """
-        config = replace(self, prefix="" if checkpoint.has(EMBEDDING) else "model.")
-        in_checkpoint = checkpoint.has(HEAD)
-        if config.has_head and not config.tie_word_embeddings and not config.prefix and not in_checkpoint:
-            return replace(config, has_head=False)
-        name = config.prefix + EMBEDDING
-        if config.tie_word_embeddings and in_checkpoint and checkpoint.has(name):
-            shape = (config.vocab_size, config.hidden_size)
-            embedding, head = (checkpoint.tensor(each, shape, dtype) for each in (name, HEAD))
-            return replace(config, tie_word_embeddings=torch.equal(embedding, head))
-        return config
+    @classmethod
+    def config_of(cls, given: Any) -> DenseConfig:
+        delta = DeltaNetSizes(
+            key_heads=given.linear_num_key_heads,
+            value_heads=given.linear_num_value_heads,
+            key_dim=given.linear_key_head_dim,
+            value_dim=given.linear_value_head_dim,
+            taps=given.linear_conv_kernel_dim,
+        )
+        if min(delta.key_heads, delta.key_dim, delta.value_dim, delta.taps - 1) < 1 or delta.value_heads % delta.key_heads:
+            raise UnsupportedModel(f"the recurrent layers have sizes that do not fit: {delta}")
+        bias = bool(given.attention_bias)
+        config = dense_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        recurrent = tuple(index for index, kind in enumerate(given.layer_types) if kind == RECURRENT)
+        return replace(config, centered_norms=True, output_gate=True, delta=delta, recurrent=recurrent)
 
 
-def read_layer(weights: WeightReader, config: DenseConfig, window: int, attention_features: int = 0) -> TransformerLayer:
+class Gemma3(DenseModel):
+    """Gemma 3 (arXiv 2503.19786): windows in five of six layers, which have their own rotary base.
+
+    Attention and MLP have norms before and after them. Each norm's weight is stored minus 1, and the embedding is multiplied by
+    the root of its size.
+    """
+
+    activation = "gelu_pytorch_tanh"
+
+    @classmethod
+    def config_of(cls, given: Any) -> DenseConfig:
+        bias = bool(given.attention_bias)
+        ropes = given.rope_parameters
+        config = dense_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        return replace(
+            config,
+            rope=dict(ropes["full_attention"]),
+            local_rope=dict(ropes["sliding_attention"]),
+            local_layers=tuple(index for index, kind in enumerate(given.layer_types) if kind == "sliding_attention"),
+            score_scale=given.query_pre_attn_scalar**-0.5,
+            embedding_scale=given.hidden_size**0.5,
+            centered_norms=True,
+            output_norms=True,
+            gelu=True,
+        )
+
+
+def read_layer(weights: WeightReader, config: DenseConfig, index: int, attention_features: int = 0) -> TransformerLayer:
     """Reads one layer.
 
     Args:
         weights: reader with the layer's prefix, such as "model.layers.3.".
-        window: sliding window of the layer in tokens, 0 for none.
+        index: number of the layer in the config.
         attention_features: size of the attention's input, 0 for the hidden size.
     """
-    hidden, eps = config.hidden_size, config.rms_norm_eps
-    return TransformerLayer(
-        input_norm=RmsNorm.read(weights.at("input_layernorm"), hidden, eps),
-        attention=Attention.read(
-            weights.at("self_attn"),
-            attention_features or hidden,
-            hidden,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            window=window,
-            eps=eps,
-            qkv_bias=config.qkv_bias,
-            o_bias=config.o_bias,
-            qk_norm=config.qk_norm,
-        ),
-        post_norm=RmsNorm.read(weights.at("post_attention_layernorm"), hidden, eps),
-        mlp=GatedMlp.read(weights.at("mlp"), hidden, config.intermediate_size, config.mlp_bias),
-    )
+    hidden, eps, centered = config.hidden_size, config.rms_norm_eps, config.centered_norms
 
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm.read(weights.at(name), hidden, eps, centered)
 
-def _no_windows(given: Any) -> tuple[int, ...]:
-    return (0,) * int(given.num_hidden_layers)
-
-
-def _windows_by_layer(given: Any) -> tuple[int, ...]:
-    return tuple((given.sliding_window or 0) if kind == "sliding_attention" else 0 for kind in given.layer_types)
-
-
-def _dense_config(
-    given: Any,
-    windows: tuple[int, ...],
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-) -> DenseConfig:
-    head_dim = getattr(given, "head_dim", None) or given.hidden_size // given.num_attention_heads
-    if head_dim % 2:
-        raise UnsupportedModel(f"head_dim {head_dim} is odd; rotary embedding needs an even head_dim")
-    return DenseConfig(
-        architecture=architecture_of(given),
-        vocab_size=given.vocab_size,
-        hidden_size=given.hidden_size,
-        intermediate_size=given.intermediate_size,
-        num_layers=given.num_hidden_layers,
-        num_heads=given.num_attention_heads,
-        num_kv_heads=given.num_key_value_heads or given.num_attention_heads,
-        head_dim=head_dim,
-        rms_norm_eps=given.rms_norm_eps,
-        max_position_embeddings=given.max_position_embeddings,
-        tie_word_embeddings=bool(given.tie_word_embeddings),
-        rope=dict(given.rope_parameters or {}),
-        windows=windows,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        has_head=architecture_of(given).endswith(CAUSAL),
-    )
+    input_norm = norm("input_layernorm")
+    mixer: Mixer
+    if index in config.recurrent:
+        assert config.delta is not None, "a config with recurrent layers has their sizes"
+        mixer = GatedDeltaNet.read(weights.at("linear_attn"), hidden, config.delta, eps)
+    else:
+        rope = int(index in config.local_layers)
+        features, window = attention_features or hidden, config.windows[index]
+        mixer = Attention.read(weights.at("self_attn"), features, hidden, config.attention, window, rope)
+    if config.output_norms:
+        after = norm("post_attention_layernorm"), norm("post_feedforward_layernorm")
+        before_mlp = norm("pre_feedforward_layernorm")
+    else:
+        after, before_mlp = None, norm("post_attention_layernorm")
+    mlp = GatedMlp.read(weights.at("mlp"), hidden, config.intermediate_size, config.mlp_bias, config.gelu)
+    return TransformerLayer(input_norm, mixer, before_mlp, mlp, after)

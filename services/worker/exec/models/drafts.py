@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
 from rootstock_llm.services.worker.exec.contracts.drafter import HiddenStates
 from rootstock_llm.services.worker.exec.models import registry
-from rootstock_llm.services.worker.exec.models.dense import Decoder, DenseConfig, read_layer
+from rootstock_llm.services.worker.exec.models.dense import Decoder, read_layer
+from rootstock_llm.services.worker.exec.models.dense_config import DenseConfig
 from rootstock_llm.services.worker.exec.models.layers import (
     Embedding,
     ForwardContext,
@@ -41,7 +42,6 @@ from rootstock_llm.services.worker.exec.models.layers import (
     Workspace,
     storage_bytes,
 )
-from rootstock_llm.services.worker.exec.models.rope import rope_table
 from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerKV
 from rootstock_llm.services.worker.exec.weights.checkpoint import (
     Checkpoint,
@@ -185,9 +185,11 @@ class HeadDraftModel:
         """
         config, weight = head.config, head.embedding.weight
         self.max_context = min(context_len, config.max_position_embeddings)
-        self.layers: tuple[LayerKV, ...] = (head.layer.cache,)
+        cache = head.layer.cache
+        assert isinstance(cache, LayerKV), "a draft head has attention"
+        self.layers: tuple[LayerKV, ...] = (cache,)
         self._head, self._attend, self._hidden_size = head, kernels.paged_attention, config.hidden_size
-        self._cos_sin = rope_table(config.rope, config.head_dim, self.max_context + 1).to(weight.device)
+        self._cos_sin = [table.to(weight.device) for table in config.rope_tables(self.max_context + 1)]
         self._space = Workspace(weight.dtype, weight.device)
         self._last: tuple[Tensor, Tensor] | None = None  # residual and update of the last pass
 
@@ -229,15 +231,15 @@ def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kern
         weights = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.weight.device), kernels)
         body = weights.at("model") if checkpoint.has("model.norm.weight") else weights
         name = "layers.0" if checkpoint.has(f"{body.prefix}layers.0.hidden_norm.weight") else "midlayer"
-        layer = read_layer(body.at(name), config, 0, 2 * hidden)
+        layer = read_layer(body.at(name), config.of_one_layer(), 0, 2 * hidden)
         has_embedding = checkpoint.has(f"{body.prefix}embed_tokens.weight")
         return Eagle3Head(
             config=config,
             embedding=Embedding.read(body.at("embed_tokens"), config.vocab_size, hidden) if has_embedding else model.embedding,
             embedding_norm=layer.input_norm,
-            state_norm=RmsNorm.read(body.at(f"{name}.hidden_norm"), hidden, eps),
+            state_norm=RmsNorm.read(body.at(f"{name}.hidden_norm"), hidden, eps, config.centered_norms),
             layer=layer,
-            norm=RmsNorm.read(body.at("norm"), hidden, eps),
+            norm=RmsNorm.read(body.at("norm"), hidden, eps, config.centered_norms),
             head=Head.read(weights.at("lm_head"), draft_vocab, hidden),
             aux_layers=aux_layers,
             fc=Linear.read(body, [("fc", hidden)], hidden * len(aux_layers)),
@@ -291,7 +293,7 @@ def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int, devic
 def load_mtp(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels) -> DraftHead:
     """Loads the MTP layer of the target's checkpoint. Raises CheckpointError if the folder has no such layer."""
     model = target.model
-    config = replace(model.config, num_layers=1, windows=(0,))
+    config = model.config.of_one_layer()
     hidden, eps, additional = config.hidden_size, config.rms_norm_eps, f"layers.{len(model.layers)}"
     with closing(Checkpoint(folder)) as checkpoint:
         if checkpoint.has("mtp.fc.weight"):
@@ -312,10 +314,10 @@ def load_mtp(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels
         return MtpHead(
             config=config,
             embedding=model.embedding,
-            embedding_norm=RmsNorm.read(body.at(embedding_norm), hidden, eps),
-            state_norm=RmsNorm.read(body.at(state_norm), hidden, eps),
+            embedding_norm=RmsNorm.read(body.at(embedding_norm), hidden, eps, config.centered_norms),
+            state_norm=RmsNorm.read(body.at(state_norm), hidden, eps, config.centered_norms),
             layer=read_layer(body.at(name), config, 0),
-            norm=RmsNorm.read(body.at(norm), hidden, eps),
+            norm=RmsNorm.read(body.at(norm), hidden, eps, config.centered_norms),
             head=model.head,
             aux_layers=(len(model.layers),),
             joined=Linear.read(body, [(joined, hidden)], 2 * hidden),

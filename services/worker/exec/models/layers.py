@@ -6,7 +6,7 @@ A layer has its weights in the layout of its kernels, and these methods:
 - `forward()` writes the result into its first argument.
 - `tensors()` yields the weights that stay in memory.
 - `buffers()` returns the activation buffers that forward() uses, if there are any.
-- `cache` is the size of a token's KV, if the layer has KV.
+- `cache` is the size of a token's KV or of a state, if the layer has one.
 
 Shapes: T tokens of the pass, hidden size N, H query heads, G key/value heads, head size D, vocabulary V.
 """
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import Kernels, PackedLinear, RaggedRows
-from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV
+from rootstock_llm.services.worker.exec.pools.kv_pool import LayerCache, LayerKV
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
 
 Take = Callable[[str, int], Tensor]  # returns the buffer [T, columns] of a name, see ForwardContext.take()
@@ -76,17 +77,23 @@ class ForwardContext:
     The output of a layer is the sum of the buffers `residual` and `update`, [T, N] each. `hidden` is a buffer for normed states.
     """
 
-    def __init__(self, space: Workspace, hidden_size: int, rows: RaggedRows, cos_sin: Tensor, attend: Attend) -> None:
+    def __init__(self, space: Workspace, hidden_size: int, rows: RaggedRows, cos_sin: Sequence[Tensor], attend: Attend) -> None:
         """Takes the buffers that every layer uses.
 
         Args:
             space: owns the buffers.
-            cos_sin: float32[positions, D]: per position, the cosines and then the sines of D / 2 angles.
+            cos_sin: tables of rotary angles, float32[positions, D] each: per position, the cosines and then the sines of D / 2
+                angles. Attention.rope is the index of a layer's table.
         """
         self.rows, self.cos_sin, self.attend = rows, cos_sin, attend
         self._space, self._num_tokens = space, len(rows.positions)
         self._taken: dict[tuple[str, int], Tensor] = {}
         self.residual, self.update, self.hidden = stream_buffers(self.take, hidden_size)
+
+    @cached_property
+    def window_rows(self) -> RaggedRows:
+        """The rows with the page table of windowed layers."""
+        return self.rows.in_windows()
 
     def take(self, name: str, columns: int) -> Tensor:
         """Returns the buffer [T, columns] of this name. All layers that take a name get the same memory."""
@@ -128,13 +135,19 @@ class Linear:
 class RmsNorm:
     """y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467)."""
 
-    weight: Tensor
+    weight: Tensor  # float32
     eps: float
     kernels: Kernels
 
     @classmethod
-    def read(cls, weights: WeightReader, size: int, eps: float) -> RmsNorm:
-        return cls(weights.tensor("weight", size), eps, weights.kernels)
+    def read(cls, weights: WeightReader, size: int, eps: float, centered: bool = False) -> RmsNorm:
+        """Reads the weight.
+
+        Args:
+            centered: whether the checkpoint has the weight minus 1. The sum with 1 is computed in float32, as Gemma does it.
+        """
+        weight = weights.tensor("weight", size).float()
+        return cls(weight + 1.0 if centered else weight, eps, weights.kernels)
 
     def forward(self, out: Tensor, x: Tensor) -> None:
         self.kernels.rms_norm(out, x, self.weight, self.eps)
@@ -152,112 +165,203 @@ class Embedding:
     """A vector for each token of the vocabulary."""
 
     weight: Tensor  # [V, N]
+    scale: float = 1.0  # factor of the vectors, a number of the model dtype; a tied vocabulary projection does not have it
 
     @classmethod
-    def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int) -> Embedding:
-        return cls(weights.tensor("weight", vocab_size, hidden_size))
+    def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int, scale: float = 1.0) -> Embedding:
+        weight = weights.tensor("weight", vocab_size, hidden_size)
+        return cls(weight, float(torch.tensor(scale, dtype=weight.dtype)))
 
     def forward(self, out: Tensor, input_ids: Tensor) -> None:
         torch.index_select(self.weight, 0, input_ids, out=out)
+        if self.scale != 1.0:
+            out.mul_(self.scale)
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSizes:
+    """Sizes and switches of the attention of all layers of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int  # number of a head's first elements that are rotated; even
+    scale: float  # factor of the scores
+    eps: float  # epsilon of the norms of queries and keys
+    qkv_bias: bool = False  # whether the projections to queries, keys and values have biases
+    o_bias: bool = False  # whether the output projection has a bias
+    qk_norm: bool = False  # whether an RMS norm is applied to each head's queries and keys
+    centered_norms: bool = False  # whether the checkpoint has the norms' weights minus 1
+    has_gate: bool = False  # whether q_proj also has an output gate
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        return ("q_norm", "k_norm") if self.qk_norm else ()
+
+    def head_order(self) -> Tensor:
+        """Returns the order of a head's elements in which the kernels rotate them, int64[D].
+
+        The kernels rotate element i with element i + D / 2. A model with partial rotation rotates element i with element
+        i + R / 2 for i < R / 2, where R is rotary_dim. Queries and keys may have any order of elements if they have the same one.
+        """
+        half, rotated = self.head_dim // 2, self.rotary_dim // 2
+        order = torch.arange(self.head_dim)
+        rest = order[self.rotary_dim :]
+        return torch.cat((order[:rotated], rest[: half - rotated], order[rotated : 2 * rotated], rest[half - rotated :]))
+
+    def qkv_rows(self) -> Tensor | None:
+        """Returns the rows of queries, keys and values in the stacked q_proj, k_proj and v_proj; None if these are all rows."""
+        if not self.has_gate and self.rotary_dim == self.head_dim:
+            return None
+        dim, order = self.head_dim, self.head_order()
+        stride, first = 2 * dim if self.has_gate else dim, 0
+        queries = [head * stride + order for head in range(self.num_heads)]
+        first = self.num_heads * stride
+        keys = [first + head * dim + order for head in range(self.num_kv_heads)]
+        first += self.num_kv_heads * dim
+        return torch.cat((*queries, *keys, torch.arange(first, first + self.num_kv_heads * dim)))
+
+    def gate_rows(self) -> Tensor | None:
+        """Returns the rows of the gate in q_proj, int64[H D]; None without a gate."""
+        if not self.has_gate:
+            return None
+        heads = torch.arange(self.num_heads)[:, None] * 2 * self.head_dim
+        return (heads + self.head_dim + torch.arange(self.head_dim)).flatten()
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Grouped-query attention with rotary position embedding, over keys and values in pages."""
 
+    sizes: AttentionSizes
     qkv: Linear
     o: Linear
-    qk_norms: tuple[Tensor, Tensor] | None  # weights [D] of the RMS norms of queries and of keys, or None without norms
-    eps: float  # epsilon of these norms
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    gate: Linear | None  # to H D features, whose sigmoid multiplies the attention result; None without a gate
+    qk_norms: tuple[Tensor, Tensor] | None  # weights float32[D] of the RMS norms of queries and of keys, or None without norms
     window: int  # number of last tokens, itself included, to which a token attends; 0 for all
+    rope: int  # index of the layer's table in ForwardContext.cos_sin
     kernels: Kernels
 
     @classmethod
     def read(
-        cls,
-        weights: WeightReader,
-        in_features: int,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        window: int,
-        eps: float,
-        qkv_bias: bool,
-        o_bias: bool,
-        qk_norm: bool,
+        cls, weights: WeightReader, in_features: int, hidden_size: int, sizes: AttentionSizes, window: int, rope: int = 0
     ) -> Attention:
-        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
-        qkv = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
-        norms = [weights.tensor(f"{name}.weight", head_dim) for name in ("q_norm", "k_norm") if qk_norm]
-        assert len(norms) in (0, 2), "either both queries and keys have a norm, or none of them"
+        """Reads the projections and norms of the layer.
+
+        Args:
+            weights: reader with the prefix of the attention.
+            in_features: size of the input.
+            hidden_size: size of the output.
+            window: see Attention.
+            rope: see Attention.
+        """
+        dim, q_size, kv_size = sizes.head_dim, sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        # With a gate, the rows of q_proj are, for each head, D rows of the query and D rows of the gate.
+        parts = [("q_proj", 2 * q_size if sizes.has_gate else q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
+        weight, bias = weights.stacked(parts, in_features, sizes.qkv_bias)
+        kernels, gate = weights.kernels, None
+        if (rows := sizes.gate_rows()) is not None:
+            gate = Linear(kernels.pack_linear(*_selected(weight, bias, rows)), kernels)
+        if (rows := sizes.qkv_rows()) is not None:
+            weight, bias = _selected(weight, bias, rows)
+        qkv = Linear(kernels.pack_linear(weight, bias), kernels)
+        del weight, bias  # the kernels may have packed a copy
+        norms = [RmsNorm.read(weights.at(name), dim, sizes.eps, sizes.centered_norms).weight for name in sizes.norm_names]
+        if sizes.rotary_dim < dim:
+            norms = [torch.index_select(norm, 0, sizes.head_order().to(norm.device)) for norm in norms]
         return cls(
-            qkv=Linear.read(weights, qkv, in_features, qkv_bias),
-            o=Linear.read(weights, [("o_proj", hidden_size)], q_size, o_bias),
+            sizes=sizes,
+            qkv=qkv,
+            o=Linear.read(weights, [("o_proj", hidden_size)], q_size, sizes.o_bias),
+            gate=gate,
             qk_norms=(norms[0], norms[1]) if norms else None,
-            eps=eps,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
             window=window,
-            kernels=weights.kernels,
+            rope=rope,
+            kernels=kernels,
         )
 
     @property
     def cache(self) -> LayerKV:
         """The size of a token's KV in the layer."""
-        return LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
+        return LayerKV(self.sizes.num_kv_heads, self.sizes.head_dim, self.sizes.head_dim, self.window)
+
+    def reserve(self, take: Take) -> None:
+        """Takes the buffers of forward()."""
+        self.buffers(take)
+        if self.gate is not None:
+            take("gate", self.gate.packed.out_features)
 
     def buffers(self, take: Take) -> tuple[Tensor, Tensor]:
         """Returns the buffers of queries, keys and values, [T, (H + 2 G) D], and of the attention result, [T, H D]."""
         return take("qkv", self.qkv.packed.out_features), take("mixed", self.o.packed.in_features)
 
     def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
-        """Writes keys and values of the tokens to the pools, and the attention's output to out [T, N]."""
-        assert context.cos_sin.shape[1] == self.head_dim, "the table has cosines and sines of D / 2 angles"
+        """Writes keys and values of the tokens to the pools, and the attention's output to out [T, N].
+
+        `out` may be x.
+        """
+        cos_sin, rows = context.cos_sin[self.rope], context.window_rows if self.window else context.rows
+        assert cos_sin.shape[1] == self.sizes.head_dim, "the table has cosines and sines of D / 2 angles"
         qkv, mixed = self.buffers(context.take)
         keys, values = pools
         self.qkv.forward(qkv, x)
-        self.kernels.rope_write_kv(qkv, self.qk_norms, self.eps, context.cos_sin, context.rows, keys, values)
-        context.attend(mixed, qkv, keys, values, context.rows, self.head_dim**-0.5, self.window)
+        self.kernels.rope_write_kv(qkv, self.qk_norms, self.sizes.eps, cos_sin, rows, keys, values)
+        context.attend(mixed, qkv, keys, values, rows, self.sizes.scale, self.window)
+        if self.gate is not None:
+            gate = context.take("gate", self.gate.packed.out_features)
+            self.gate.forward(gate, x)
+            self.kernels.sigmoid_mul(mixed, gate)
         self.o.forward(out, mixed)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.qkv.tensors()
         yield from self.o.tensors()
+        yield from () if self.gate is None else self.gate.tensors()
         yield from self.qk_norms or ()
+
+
+def _selected(weight: Tensor, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns the given rows of a matrix and of its biases."""
+    index = rows.to(weight.device)
+    return torch.index_select(weight, 0, index), None if bias is None else torch.index_select(bias, 0, index)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """y = down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202)."""
+    """y = down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202), or the same with gelu."""
 
     gate_up: PackedLinear
     down: Linear
     kernels: Kernels
+    gelu: bool = False  # whether gelu takes the place of silu; gate_up is then a plain linear layer
 
     @classmethod
-    def read(cls, weights: WeightReader, hidden_size: int, intermediate_size: int, bias: bool) -> GatedMlp:
-        gate_up = [("gate_proj", intermediate_size), ("up_proj", intermediate_size)]
-        return cls(
-            gate_up=weights.kernels.pack_gated(*weights.stacked(gate_up, hidden_size, bias)),
-            down=Linear.read(weights, [("down_proj", hidden_size)], intermediate_size, bias),
-            kernels=weights.kernels,
-        )
+    def read(
+        cls, weights: WeightReader, hidden_size: int, intermediate_size: int, bias: bool = False, gelu: bool = False
+    ) -> GatedMlp:
+        parts, kernels = [("gate_proj", intermediate_size), ("up_proj", intermediate_size)], weights.kernels
+        pack = kernels.pack_linear if gelu else kernels.pack_gated
+        gate_up = pack(*weights.stacked(parts, hidden_size, bias))
+        return cls(gate_up, Linear.read(weights, [("down_proj", hidden_size)], intermediate_size, bias), kernels, gelu)
 
-    def buffers(self, take: Take) -> Tensor:
-        return take("activated", self.down.packed.in_features)
+    def reserve(self, take: Take) -> None:
+        """Takes the buffers of forward()."""
+        take("activated", self.down.packed.in_features)
+        if self.gelu:
+            take("gate_up", self.gate_up.out_features)
 
     def forward(self, out: Tensor, x: Tensor, context: ForwardContext) -> None:
-        activated = self.buffers(context.take)
-        self.kernels.gated_linear(activated, x, self.gate_up)
+        """Writes the output to out [T, N]. `out` may be x."""
+        activated = context.take("activated", self.down.packed.in_features)
+        if self.gelu:
+            both = context.take("gate_up", self.gate_up.out_features)
+            self.kernels.linear(both, x, self.gate_up)
+            self.kernels.gelu_and_mul(activated, both)
+        else:
+            self.kernels.gated_linear(activated, x, self.gate_up)
         self.down.forward(out, activated)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -265,37 +369,63 @@ class GatedMlp:
         yield from self.down.tensors()
 
 
-@dataclass(frozen=True, slots=True)
-class TransformerLayer:
-    """Attention and an MLP. Each of them has a norm before it, and its output is added to the residual stream."""
-
-    input_norm: RmsNorm
-    attention: Attention
-    post_norm: RmsNorm
-    mlp: GatedMlp
+class Mixer(Protocol):
+    """The part of a layer that reads earlier tokens: Attention or GatedDeltaNet."""
 
     @property
-    def cache(self) -> LayerKV:
-        return self.attention.cache
+    def cache(self) -> LayerCache: ...
+
+    def reserve(self, take: Take) -> None: ...
+
+    def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None: ...
+
+    def tensors(self) -> Iterator[Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerLayer:
+    """A mixer and an MLP. Each of them has a norm before it, and its output is added to the residual stream.
+
+    In some models, each of them also has a norm after it.
+    """
+
+    input_norm: RmsNorm
+    mixer: Mixer
+    post_norm: RmsNorm  # norm before the MLP
+    mlp: GatedMlp
+    output_norms: tuple[RmsNorm, RmsNorm] | None = None  # norms of the outputs of mixer and MLP; None: they have no norms
+
+    @property
+    def cache(self) -> LayerCache:
+        return self.mixer.cache
 
     def reserve(self, take: Take) -> None:
         """Takes all buffers that forward() uses, so that they are allocated before the first step."""
-        self.attention.buffers(take)
-        self.mlp.buffers(take)
+        self.mixer.reserve(take)
+        self.mlp.reserve(take)
 
     def forward(self, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
-        """Adds the output of attention to context.residual, and writes the output of the MLP to context.update.
+        """Adds the output of the mixer to context.residual, and writes the output of the MLP to context.update.
 
         Args:
-            x: [T, K], the input of attention after its norm. It may be context.hidden.
-            pools: the layer's keys and values.
+            x: [T, K], the input of the mixer after its norm. It may be context.hidden.
+            pools: the layer's keys and values, or its states.
         """
-        self.attention.forward(context.update, x, pools, context)
-        self.post_norm.add(context.hidden, context.update, context.residual)
-        self.mlp.forward(context.update, context.hidden, context)
+        hidden, update = context.hidden, context.update
+        if self.output_norms is None:
+            self.mixer.forward(update, x, pools, context)
+            self.post_norm.add(hidden, update, context.residual)
+            self.mlp.forward(update, hidden, context)
+            return
+        after_mixer, after_mlp = self.output_norms
+        self.mixer.forward(hidden, x, pools, context)
+        after_mixer.forward(update, hidden)
+        self.post_norm.add(hidden, update, context.residual)
+        self.mlp.forward(hidden, hidden, context)
+        after_mlp.forward(update, hidden)
 
     def tensors(self) -> Iterator[Tensor]:
-        for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
+        for part in (self.input_norm, self.mixer, self.post_norm, self.mlp, *(self.output_norms or ())):
             yield from part.tensors()
 
 

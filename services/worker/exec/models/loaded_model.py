@@ -12,7 +12,7 @@ from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimit
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, bytes_per_token
+from rootstock_llm.services.worker.exec.pools.kv_pool import LayerCache, bytes_per_token
 from rootstock_llm.services.worker.exec.weights.checkpoint import architecture_of, eos_token_ids
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 
@@ -27,7 +27,7 @@ class LoadedModel:
     config: Any  # transformers PreTrainedConfig
     kernels: LayerKernels  # kernels for which the weights are packed
     dtype: torch.dtype  # dtype of weights and KV
-    layers: tuple[LayerKV, ...]  # size of a token's KV in each layer; empty for an encoder
+    layers: tuple[LayerCache, ...]  # size of each layer's cache; empty for an encoder
     context_len: int  # tokens
     weight_bytes: int  # bytes of the weights, packed copies included
     pooling: PoolingConfig  # how an embedding is made of hidden states

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
-from rootstock_llm.services.shared.served_config import LAYER_TYPES
-from rootstock_llm.services.worker.exec.models.dense import CAUSAL, DenseConfig, DenseModel, Llama, Mistral, Qwen2, Qwen3
+from rootstock_llm.services.worker.exec.models.dense import DenseModel, Gemma3, Llama, Mistral, Qwen2, Qwen3, Qwen3_5
+from rootstock_llm.services.worker.exec.models.dense_config import CAUSAL, DenseConfig
 from rootstock_llm.services.worker.exec.models.rope import ROPE_TYPES
 from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
 
-FAMILIES: dict[str, type[DenseModel]] = {"Llama": Llama, "Mistral": Mistral, "Qwen2": Qwen2, "Qwen3": Qwen3}
 BASE = "Model"  # ending of an architecture without a vocabulary projection
-ARCHITECTURES = {f"{family}{ending}": model for family, model in FAMILIES.items() for ending in (CAUSAL, BASE)}
+WRAPPER = "ForConditionalGeneration"  # ending of an architecture of text and images, whose decoder is in text_config
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The architectures that one model class computes."""
+
+    model: type[DenseModel]
+    model_type: str  # model_type in the configs
+    wrapper_type: str = ""  # model_type of configs of text and images; empty if there are no such models
+    has_base: bool = False  # whether the model class also computes models without a vocabulary projection
+
+
+FAMILIES: dict[str, Family] = {
+    "Llama": Family(Llama, "llama", has_base=True),
+    "Mistral": Family(Mistral, "mistral", has_base=True),
+    "Qwen2": Family(Qwen2, "qwen2", has_base=True),
+    "Qwen3": Family(Qwen3, "qwen3", has_base=True),
+    "Qwen3_5": Family(Qwen3_5, "qwen3_5_text", "qwen3_5"),
+    "Gemma3": Family(Gemma3, "gemma3_text", "gemma3"),
+}
+
+
+def _endings(family: Family) -> Iterator[str]:
+    yield CAUSAL
+    if family.has_base:
+        yield BASE
+    if family.wrapper_type:
+        yield WRAPPER
+
+
+ARCHITECTURES = {f"{name}{ending}": family for name, family in FAMILIES.items() for ending in _endings(family)}
 
 
 class NotCovered(UnsupportedModel):
@@ -29,36 +62,67 @@ def config_of(given: Any) -> DenseConfig:
         UnsupportedModel: the config has sizes that no decoder can have.
     """
     architecture = architecture_of(given)
-    model = ARCHITECTURES.get(architecture)
-    if model is None:
+    family = ARCHITECTURES.get(architecture)
+    if family is None:
         raise NotCovered(
             f"architecture {architecture} is not of a family that this worker has code for: {', '.join(sorted(FAMILIES))}"
         )
-    _check_covered(given, architecture)
+    expected = family.wrapper_type if architecture.endswith(WRAPPER) else family.model_type
+    if given.model_type != expected:
+        raise NotCovered(f"model_type {given.model_type} does not match architecture {architecture}")
+    given = text_config(given)
+    _check_covered(given, family)
     _check_sizes(given)
-    return model.config_of(given)
+    return family.model.config_of(given)
+
+
+def text_config(given: Any) -> Any:
+    """Returns the config of the decoder in a model of text and images, and any other config unchanged.
+
+    The result has the architecture of a text model, and values that only the outer config has.
+    """
+    architecture = architecture_of(given)
+    if architecture not in ARCHITECTURES or not architecture.endswith(WRAPPER):
+        return given
+    text = copy(given.get_text_config())
+    text.architectures = [architecture.removesuffix(WRAPPER) + CAUSAL]
+    text.tie_word_embeddings = given.tie_word_embeddings  # transformers reads it from the outer config
+    for name in ("dtype", "eos_token_id"):
+        if getattr(text, name, None) is None:
+            setattr(text, name, getattr(given, name, None))
+    return text
 
 
 def model_type_of(architecture: str) -> str:
     """Returns the model_type in configs of a registered architecture."""
-    return architecture.removesuffix(CAUSAL).removesuffix(BASE).lower()
+    return ARCHITECTURES[architecture].model_type
 
 
-def _check_covered(given: Any, architecture: str) -> None:
-    """Checks that the dense models implement the arithmetic of the config. Raises NotCovered if not."""
-    if given.model_type != model_type_of(architecture):
-        raise NotCovered(f"model_type {given.model_type} does not match architecture {architecture}")
-    if given.hidden_act != "silu":
-        raise NotCovered(f"hidden_act {given.hidden_act} is not supported; supported: silu")
+def ropes_of(given: Any) -> list[dict[str, Any]]:
+    """Returns the rope parameters of a config: one dictionary, or one for each type of layer."""
+    rope = given.rope_parameters or {}
+    by_type = [each for each in rope.values() if isinstance(each, dict)]
+    return by_type or [rope]
+
+
+def _check_covered(given: Any, family: Family) -> None:
+    """Checks that the model class implements the arithmetic of the config. Raises NotCovered if not."""
+    model = family.model
+    activation = getattr(given, "hidden_act", None) or getattr(given, "hidden_activation", None)
+    if activation != model.activation:
+        raise NotCovered(f"hidden_act {activation} is not supported; supported: {model.activation}")
     if not getattr(given, "is_causal", True) or getattr(given, "use_bidirectional_attention", False):
         raise NotCovered("attention in both directions is not supported")
-    if unknown := set(getattr(given, "layer_types", None) or ()) - LAYER_TYPES:
+    if unknown := set(getattr(given, "layer_types", None) or ()) - model.layer_types:
         raise NotCovered(f"layers of type {', '.join(sorted(unknown))} are not supported")
-    rope = given.rope_parameters or {}
-    if rope.get("rope_type", "default") not in ROPE_TYPES:
-        raise NotCovered(f"rope type {rope['rope_type']} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise NotCovered("partial_rotary_factor other than 1 is not supported")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(given, cap, None) is not None:
+            raise NotCovered(f"{cap} is not supported")
+    for rope in ropes_of(given):
+        if rope.get("rope_type", "default") not in ROPE_TYPES:
+            raise NotCovered(f"rope type {rope['rope_type']} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        if float(rope.get("partial_rotary_factor", 1.0)) != 1.0 and not model.partial_rotation:
+            raise NotCovered("partial_rotary_factor other than 1 is not supported")
 
 
 def _check_sizes(given: Any) -> None:

@@ -56,28 +56,32 @@ def _yarn(rope: dict[str, Any], frequencies: Tensor, head_dim: int) -> tuple[Ten
     return frequencies / factor * ramp + frequencies * (1 - ramp), _yarn_attention_factor(rope, factor)
 
 
-def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int) -> Tensor:
+def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int, rotary_dim: int = 0) -> Tensor:
     """Returns float32[num_positions, head_dim]: per position, cosines and then sines of head_dim / 2 angles.
 
     Args:
         rope: the rope_parameters of the config.
         head_dim: elements of a head; even.
         num_positions: positions from 0 on.
+        rotary_dim: elements of a head that are rotated; even. The other angles are 0. 0: all elements are rotated.
 
     Raises:
         UnsupportedModel: the rope_type is not in ROPE_TYPES.
     """
-    assert head_dim % 2 == 0 and num_positions > 0, "dimensions are rotated in pairs"
+    rotary_dim = rotary_dim or head_dim
+    assert head_dim % 2 == rotary_dim % 2 == 0 and num_positions > 0, "dimensions are rotated in pairs"
     kind = rope.get("rope_type", "default")
-    frequencies, attention_factor = _base_frequencies(rope, head_dim), 1.0
+    frequencies, attention_factor = _base_frequencies(rope, rotary_dim), 1.0
     if kind == "linear":
         frequencies = frequencies / float(rope["factor"])
     elif kind == "llama3":
         frequencies = _llama3(rope, frequencies)
     elif kind == "yarn":
-        frequencies, attention_factor = _yarn(rope, frequencies, head_dim)
+        frequencies, attention_factor = _yarn(rope, frequencies, rotary_dim)
     elif kind != "default":
         raise UnsupportedModel(f"rope type {kind} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    assert len(frequencies) == head_dim // 2, "there is a frequency for each pair of dimensions"
+    assert len(frequencies) == rotary_dim // 2, "there is a frequency for each pair of dimensions"
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+    rest = torch.zeros(num_positions, (head_dim - rotary_dim) // 2)
+    return torch.cat((cos, rest + 1.0, sin, rest), dim=-1)

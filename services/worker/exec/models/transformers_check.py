@@ -35,6 +35,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
 from rootstock_llm.services.shared import served_config
 from rootstock_llm.services.shared.served_config import LAYER_TYPES, TYPE_LISTS
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
 from rootstock_llm.services.worker.exec.models.transformers_model import (
     PAGED_ATTENTION,
@@ -418,7 +419,7 @@ def _checked(paged: TransformersModel, subject: Subject, expected: tuple[Tensor,
 
 def check(model: CausalModel, subject: Subject, expected: tuple[Tensor, Tensor], trial: Trial) -> None:
     """Computes the trial with paged attention. Raises UnsupportedModel if the results differ from `expected`, see outputs()."""
-    pool = allocate(subject.layers, int(trial.table.max()) + 1, PAGE_SIZE, subject.dtype, subject.kernels)
+    pool = allocate(subject.layers, PoolSizes(int(trial.table.max()) + 1), PAGE_SIZE, subject.dtype, subject.kernels)
     ours = [torch.empty_like(own) for own in expected]
     for slots, starts, ends in trial.steps:
         spans = list(zip(slots, starts, ends, strict=True))

@@ -1,4 +1,7 @@
-"""Paged KV memory: the pools, whose layers may have different sizes, and loads that fill their pages layer by layer.
+"""The memory of a model's caches: KV in pages, and the units of its cache groups; loads that fill pages layer by layer.
+
+A layer with full attention has its KV in pages. A layer with a window has it in pages, or in units of the WINDOW group, which
+have as many tokens as pages. A recurrent layer has states in units of the STATE group (docs/design/cache-groups.md).
 
 A load runs on a thread in parallel with the steps. Its fact may be reported to the core before its last layers have arrived (an
 early fact). From then on, a step may have the pages in its page table. On the forward stream, the first such step waits for each
@@ -17,15 +20,12 @@ import torch
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
 from rootstock_llm.services.worker.core.contracts.transfers import EARLY_S, I32
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Arrival, LoadFailed, Streams
 
 MOST_GROUPS = 16  # largest number of groups of layers per load; each group takes a launch and an event
 MIN_RATED_BYTES = 16 << 20  # smallest size of a load whose rate predicts the duration of later loads
-
-
-class PoolTooSmall(ValueError):
-    """Raised if the free memory cannot hold a page, or the pages of one request with the configured context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class LayerKV:
     kv_heads: int  # key/value heads
     key_dim: int  # elements of a key, per head
     value_dim: int  # elements of a value, per head
+    window: int = 0  # number of last tokens, itself included, to which a token attends; 0 for all
 
     @property
     def size(self) -> int:
@@ -43,19 +44,42 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
-class KVPool:
-    """The KV of all layers of a model. The forward stream and the page mover write it."""
+class LayerState:
+    """The size of the state of one recurrent layer: the last inputs of a convolution, and a matrix for each head."""
 
-    keys: tuple[Tensor, ...]  # per layer [pages, kv heads, page size, key_dim] in the model dtype; every page id is usable
-    values: tuple[Tensor, ...]  # per layer [pages, kv heads, page size, value_dim]
+    taps: int  # width of the convolution, which reads the last `taps - 1` inputs
+    channels: int  # elements of an input
+    heads: int
+    key_dim: int  # rows of a matrix
+    value_dim: int  # columns of a matrix
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of one state. The matrices are float32, and the inputs have the model dtype."""
+        return (self.taps - 1) * self.channels * dtype.itemsize + 4 * self.heads * self.key_dim * self.value_dim
+
+
+LayerCache = LayerKV | LayerState
+SCRATCH_STATES = 2  # states at the end of a pool, for steps that are computed in pieces
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """The caches of all layers of a model. The forward stream and the page mover write it."""
+
+    # Per layer [pages, kv heads, page size, key_dim] in the model dtype; every page id is usable. For a windowed layer, the first
+    # dimension may be window units. For a recurrent layer, [states, taps - 1, channels] in the model dtype.
+    keys: tuple[Tensor, ...]
+    # Per layer [pages, kv heads, page size, value_dim]; for a recurrent layer, float32[states, heads, key_dim, value_dim].
+    values: tuple[Tensor, ...]
     arrivals: Arrivals | None = None  # layer-wise loads into the pool, None if there are no such loads
     first: int = 0  # number of the pool's first layer; layers are numbered across the pools of model and draft model
+    num_states: int = 0  # number of states of each recurrent layer, without the SCRATCH_STATES after them
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.values), "each layer has keys and values"
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values for the next launch on the current stream.
+        """Returns a layer's keys and values, or the two parts of its states, for the next launch on the current stream.
 
         The stream first waits for loads of the layer.
         """
@@ -67,26 +91,32 @@ class KVPool:
 NO_POOL = KVPool((), ())  # stands for a pool whose memory is released or not allocated yet
 
 
-def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
-    """Returns the bytes of a token's keys and values over all layers."""
-    return sum(layer.size for layer in layers) * dtype.itemsize
-
-
-def kv_pool_tokens(free_bytes: int, mem_fraction_static: float, token_bytes: int) -> int:
-    """Returns the number of tokens whose KV fits into a share of the free memory.
+def bytes_per_token(layers: Sequence[LayerCache], dtype: torch.dtype, in_windows: bool = False) -> int:
+    """Returns the bytes of a token's keys and values in the pages.
 
     Args:
-        free_bytes: free memory after the weights were loaded.
-        mem_fraction_static: the share, 0 to 1.
-        token_bytes: bytes of a token's KV.
+        in_windows: whether windowed layers have their KV in units instead of pages.
     """
-    assert token_bytes > 0, "a token's KV takes memory"
-    return max(0, int(free_bytes * mem_fraction_static)) // token_bytes
+    return sum(_kv_bytes(layer, dtype) for layer in layers if isinstance(layer, LayerKV) and not (in_windows and layer.window))
+
+
+def window_bytes_per_token(layers: Sequence[LayerCache], dtype: torch.dtype) -> int:
+    """Returns the bytes of a token's keys and values over all windowed layers."""
+    return sum(_kv_bytes(layer, dtype) for layer in layers if isinstance(layer, LayerKV) and layer.window)
+
+
+def state_bytes(layers: Sequence[LayerCache], dtype: torch.dtype) -> int:
+    """Returns the bytes of a state over all recurrent layers."""
+    return sum(layer.num_bytes(dtype) for layer in layers if isinstance(layer, LayerState))
+
+
+def _kv_bytes(layer: LayerKV, dtype: torch.dtype) -> int:
+    return layer.size * dtype.itemsize
 
 
 def allocate(
-    layers: Sequence[LayerKV],
-    num_pages: int,
+    layers: Sequence[LayerCache],
+    sizes: PoolSizes,
     page_size: int,
     dtype: torch.dtype,
     kernels: Kernels,
@@ -96,20 +126,29 @@ def allocate(
     """Allocates a pool with undefined content.
 
     Args:
-        layers: sizes of a token's KV in each layer.
-        num_pages: pages of the pool.
+        layers: sizes of each layer's cache.
+        sizes: numbers of pages and units.
         page_size: tokens of a page.
         dtype: dtype of keys and values.
         kernels: kernels that will use the pool; they allocate its tensors in the form that they need.
         arrivals: see KVPool.
         first: see KVPool.
     """
-    assert num_pages > 0 and page_size > 0 and all(layer.size > 0 for layer in layers), "a pool has pages and layers with KV"
-    shapes = [(num_pages, layer.kv_heads, page_size) for layer in layers]
-    keys = [kernels.allocate_pool((*shape, layer.key_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
-    values = [kernels.allocate_pool((*shape, layer.value_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
-    assert len(keys) == len(values) == len(layers), "each layer has keys and values"
-    return KVPool(tuple(keys), tuple(values), arrivals, first)
+    assert sizes.pages > 0 and page_size > 0, "a pool has pages"
+    keys, values = [], []
+    for layer in layers:
+        if isinstance(layer, LayerState):
+            assert sizes.states > 0, "a pool of recurrent layers has states"
+            count = sizes.states + SCRATCH_STATES
+            keys.append(kernels.allocate_pool((count, layer.taps - 1, layer.channels), dtype))
+            values.append(kernels.allocate_pool((count, layer.heads, layer.key_dim, layer.value_dim), torch.float32))
+            continue
+        assert layer.size > 0, "a token has keys and values"
+        count = sizes.windows if layer.window and sizes.windows else sizes.pages
+        shape = (count, layer.kv_heads, page_size)
+        keys.append(kernels.allocate_pool((*shape, layer.key_dim), dtype))
+        values.append(kernels.allocate_pool((*shape, layer.value_dim), dtype))
+    return KVPool(tuple(keys), tuple(values), arrivals, first, sizes.states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,10 @@ class CudaGraphRunner:
     def _captured(self, size: int) -> CudaGraph:
         columns = ForwardBatch.idle(self._forward.capacity, size)
         words = torch.from_numpy(columns.words()).to(self._forward.device)
-        ids, rows = self._forward.fresh_rows(columns, words)
-        known = torch.full((size,), -1, dtype=torch.int32, device=self._forward.device)
+        device, has_states = self._forward.device, self._forward.has_states
+        states = torch.full((4, size), -1, dtype=torch.int32, device=device) if has_states else None
+        ids, rows = self._forward.fresh_rows(columns, words, states)
+        known = torch.full((size,), -1, dtype=torch.int32, device=device)
         sampled = min(size, self._sampler.max_slots)
         slots, positions, _ = columns.sample_columns(words)
         inputs = self._sampler.fixed_inputs(slots[:sampled], positions[:sampled])
@@ -92,7 +94,7 @@ class CudaGraphRunner:
         forward_graph = self._memory.capture(forward)
         batch = replace(SampleBatch.idle(computed[0], inputs), fixed=True)
         sample_graph = self._memory.capture(lambda: self._sampler.run_kernels(batch))
-        return CudaGraph(size, words, known, ids, rows, batch, forward_graph, sample_graph)
+        return CudaGraph(size, words, known, ids, rows, batch, forward_graph, sample_graph, states)
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -39,8 +39,8 @@ class StepBounds:
 def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
     """Launches a step with max_tokens prompt tokens and max_slots sampled rows.
 
-    The prompt tokens form one row, or several rows if they exceed context_len. All rows use page 0. Afterwards, the page table is
-    empty.
+    The prompt tokens form one row, or several rows if they exceed context_len. All rows use page 0, and none reads or writes a
+    state. Afterwards, the page tables are empty.
     """
     max_tokens, max_slots = bounds.max_tokens, bounds.max_slots
     passes, streams = runner.passes, runner.streams
@@ -55,7 +55,9 @@ def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
     starts = np.zeros(rows, dtype=np.int32)
     columns = ForwardBatch(rows, slots, starts, counts, offsets, np.arange(0), nobody, zeros, zeros, count, count)
     with streams.on_forward():
-        passes.table.fill_(0)
+        tables = [table for table in (passes.table, passes.window_table) if table is not None]
+        for table in tables:
+            table.fill_(0)
         words = torch.from_numpy(columns.words()).to(passes.device)
         ids, ragged = passes.fresh_rows(columns, words)
         extend_ids = torch.zeros(columns.total, dtype=torch.int32, device=passes.device)
@@ -67,7 +69,8 @@ def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
             runner.sampler.run_kernels(SampleBatch.idle(logits, runner.sampler.step_inputs(sample_slots, positions)))
         else:
             passes.model.states(indices.long())
-        passes.table.fill_(-1)
+        for table in tables:
+            table.fill_(-1)
 
 
 def idle_decode(runner: StepLauncher, rows: int) -> tuple[Tensor, Tensor]:

@@ -32,14 +32,23 @@ from rootstock_llm.services.worker.exec.contracts.step_data import (
 from rootstock_llm.services.worker.exec.contracts.step_parts import StepGraphs, StepSampler
 from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool, finite_vectors
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals
-from rootstock_llm.services.worker.exec.step.passes import POISON, ForwardPass, Piece, UnwrittenToken, halves, select, whole
+from rootstock_llm.services.worker.exec.step.passes import (
+    POISON,
+    SCRATCH,
+    ForwardPass,
+    Piece,
+    UnwrittenToken,
+    halves,
+    select,
+    whole,
+)
 from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRing
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
 logger = logging.getLogger(__name__)
 
 I64 = NDArray[np.int64]
-TABLE_COLUMNS = ("table_slots", "table_firsts", "table_counts", "table_offsets", "table_pages")
+TABLE, WINDOW = "table", "window"  # prefixes of the sections with updates of the page table and of the window table
 UPLOAD_WORDS = 1 << 16  # words of an upload buffer for everything except token ids; the buffer grows if a step needs more
 
 
@@ -64,6 +73,7 @@ class StepRun:
     faults: dict[int, RowFault] = field(default_factory=dict)  # rows that did not fit into memory, by row of the plan
     error: BaseException | None = None  # the reason why the step failed
     in_pieces: bool = False  # whether several passes computed the step
+    scratch: int = 0  # scratch state, 0 or 1, that the last part of a row has written
     draft_tokens: Future[DraftTokens] = field(default_factory=Future)  # draft tokens by row of the plan, set by publish()
     result: Callable[[], StepResult] | None = None  # waits for the result; set by sample()
 
@@ -73,17 +83,25 @@ class StepRun:
             self.draft_tokens.set_result(draft_tokens)
 
 
+def _columns_of(table: str) -> tuple[str, ...]:
+    """Returns the names of the sections with the updates of a table, in the order of DevicePageTableUpdates."""
+    return tuple(f"{table}_{name}" for name in ("slots", "firsts", "counts", "offsets", "pages"))
+
+
 def _table_sections(plan: BatchPlan) -> list[tuple[str, NDArray[np.generic]]]:
-    """Returns the sections of an upload with the plan's page-table updates; empty if there are none."""
-    if not len(plan.table_slots):
+    """Returns the sections of an upload with the plan's updates of both tables; empty if there are none."""
+    pages = _updates(TABLE, plan.table_slots, plan.table_firsts, plan.table_counts, plan.table_pages)
+    return pages + _updates(WINDOW, plan.window_slots, plan.window_firsts, plan.window_counts, plan.window_units)
+
+
+def _updates(
+    table: str, slots: NDArray[np.int32], firsts: NDArray[np.int32], counts: NDArray[np.int32], entries: NDArray[np.int32]
+) -> list[tuple[str, NDArray[np.generic]]]:
+    if not len(slots):
         return []
-    offsets = np.cumsum(plan.table_counts) - plan.table_counts
-    assert len(plan.table_slots) == len(plan.table_firsts) == len(plan.table_counts), (
-        "each page-table update has a slot, a first index and a count"
-    )
-    assert int(plan.table_counts.sum()) == len(plan.table_pages), "the updates have as many pages as their counts say"
-    columns = (plan.table_slots, plan.table_firsts, plan.table_counts, offsets, plan.table_pages)
-    return list(zip(TABLE_COLUMNS, columns, strict=True))
+    assert len(slots) == len(firsts) == len(counts), "each update of a table has a slot, a first index and a count"
+    assert int(counts.sum()) == len(entries), "the updates have as many pages as their counts say"
+    return list(zip(_columns_of(table), (slots, firsts, counts, np.cumsum(counts) - counts, entries), strict=True))
 
 
 class DeviceRunner:
@@ -189,7 +207,7 @@ class DeviceRunner:
             self.streams.forward_after_schedule()
             with self.streams.on_forward():
                 self._arrivals.expect(plan.table_pages)
-                self._update_table(views)
+                self._update_tables(views)
 
     def copied_states(self, run: StepRun, of_pass: tuple[Tensor, ...], first: int, count: int) -> tuple[Tensor, ...]:
         """Copies the hidden states of the tokens first .. first + count - 1 of the plan. Called on the forward stream.
@@ -277,6 +295,8 @@ class DeviceRunner:
         """
         if self.graphs is None or not plan.sample[plan.num_extend :].all():
             return None
+        if len(plan.state_before) and (plan.num_extend or drafted):
+            return None  # the tokens of a row would be rows of the graph, which all read the same state
         if plan.num_extend and not self._extends_in_graph(plan):
             return None
         graph = self.graphs.for_rows(int(plan.num_tokens.sum()))
@@ -321,6 +341,8 @@ class DeviceRunner:
         sections: list[tuple[str, NDArray[np.generic]]] = []
         if columns is not None:
             sections += [("columns", columns.words()), ("ids", ids)]
+            if columns.states is not None:
+                sections.append(("states", columns.states.ravel()))
         sections += _table_sections(plan)
         if plan.admitted:
             sections += self.sampler.admission(plan.admitted).sections()
@@ -330,16 +352,18 @@ class DeviceRunner:
         return sections
 
     def _begin(self, plan: BatchPlan, views: Mapping[str, Tensor]) -> None:
-        if len(plan.table_slots):
-            self._update_table(views)
+        self._update_tables(views)
         if plan.admitted:
             self.sampler.admit(views)
             self._relay.index_fill_(0, views["admitted"].long(), POISON)
         if self._unwritten is not None:
             self._unwritten.zero_()
 
-    def _update_table(self, views: Mapping[str, Tensor]) -> None:
-        self._kernels.update_page_table(self.passes.table, DevicePageTableUpdates(*(views[name] for name in TABLE_COLUMNS)))
+    def _update_tables(self, views: Mapping[str, Tensor]) -> None:
+        for name, table in ((TABLE, self.passes.table), (WINDOW, self.passes.window_table)):
+            if f"{name}_slots" in views:
+                assert table is not None, "only plans for windowed layers have units of windows"
+                self._kernels.update_page_table(table, DevicePageTableUpdates(*(views[each] for each in _columns_of(name))))
 
     # Forward pass
 
@@ -348,6 +372,8 @@ class DeviceRunner:
         assert columns.total == graph.size, "the columns are padded to the size of the graph"
         self.stats.graph_steps += 1
         graph.words.copy_(views["columns"])
+        if graph.states is not None:
+            graph.states.copy_(views["states"].view(graph.states.shape))
         self.graphs.set_known(graph, views["ids"] if run.plan.num_extend or run.known is not None else None)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, graph.rows, graph=graph.size))
         graph.forward.replay()
@@ -378,7 +404,7 @@ class DeviceRunner:
         """
         assert columns.total <= self._max_tokens, "a pass has at most max_tokens tokens"
         plan, words = piece.plan, views["columns"]
-        ids, rows = self.passes.fresh_rows(columns, words)
+        ids, rows = self.passes.fresh_rows(columns, words, views.get("states"))
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, columns.num_extend, rows))
         self.passes.run(ids, rows, columns, views["ids"], views.get("known"))
         prompts = self.sampler.logprobs.measure_prompts(plan, ids, self.passes.model.logits, run.readback, f"{len(run.prompts)}_")
@@ -446,6 +472,7 @@ class DeviceRunner:
             return False
         done = (len(run.prompts), len(run.embeddings), len(run.batches), len(run.scores))
         self._free_memory()
+        piece, scratch = self._with_scratch(run, piece)
         try:
             columns, ids = self._columns(piece.plan, None, self._samples(piece.plan))
             assert columns is not None
@@ -455,7 +482,29 @@ class DeviceRunner:
         except torch.OutOfMemoryError:
             del run.prompts[done[0] :], run.embeddings[done[1] :], run.batches[done[2] :], run.scores[done[3] :]
             return False
+        run.scratch = scratch
         return True
+
+    def _with_scratch(self, run: StepRun, piece: Piece) -> tuple[Piece, int]:
+        """Replaces the units SCRATCH of a part of a row by scratch states of the pool.
+
+        The parts of a row are computed in their order. Each part reads the scratch state that the part before it has written, and
+        writes the other one, so that it can be repeated.
+
+        Returns:
+            The piece, and StepRun.scratch after it is computed.
+        """
+        plan = piece.plan
+        if SCRATCH not in plan.state_before and SCRATCH not in plan.state_after:
+            return piece, run.scratch
+        assert plan.num_rows == 1, "only a part of one row has scratch states"
+        first, before, after, left = self.passes.pool.num_states, plan.state_before, plan.state_after, run.scratch
+        if SCRATCH in before:
+            before = np.full(1, first + run.scratch, dtype=np.int32)
+        if SCRATCH in after:
+            left = 1 - run.scratch
+            after = np.full(1, first + left, dtype=np.int32)
+        return replace(piece, plan=replace(plan, state_before=before, state_after=after)), left
 
     def _free_memory(self) -> None:
         self.streams.synchronize()

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, StateRows
 from rootstock_llm.kernels.contracts.step_ops import StepKernels
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
@@ -23,6 +23,7 @@ from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
 
 I64 = NDArray[np.int64]
 NOTHING = np.empty(0, dtype=np.int32)
+SCRATCH = -2  # unit of a state between two parts of a row; the runner replaces it by a scratch state of the pool
 POISON = -1  # value of a slot in the relay until a token is sampled for it
 
 
@@ -46,6 +47,8 @@ class ForwardPass:
         page_size: int,
         vocab_size: int,
         unwritten: Tensor | None,
+        window_table: Tensor | None = None,
+        has_states: bool = False,
     ) -> None:
         """Stores the arguments.
 
@@ -54,7 +57,10 @@ class ForwardPass:
             relay: int64[slots], the last token sampled for each slot.
             unwritten: int32[1], to which each pass adds the number of rows that read POISON from the relay, because no token
                 was sampled for their slot. None: no check.
+            window_table: int32[slots, pages], the page table of windowed layers. None if their KV is in the same pages.
+            has_states: whether the model has recurrent layers.
         """
+        self.window_table, self.has_states = window_table, has_states
         self.model, self.pool = model, pool
         self._kernels, self.table, self._relay = kernels, table, relay
         self._page_size, self._vocab_size, self._unwritten = page_size, vocab_size, unwritten
@@ -66,11 +72,12 @@ class ForwardPass:
         """Number of positions for which the page table has pages, per slot."""
         return int(self.table.shape[1]) * self._page_size
 
-    def fresh_rows(self, columns: ForwardBatch, words: Tensor) -> tuple[Tensor, RaggedRows]:
+    def fresh_rows(self, columns: ForwardBatch, words: Tensor, states: Tensor | None = None) -> tuple[Tensor, RaggedRows]:
         """Allocates input ids, int64[T], and the rows of a pass. run() fills the ids, and positions and locations of the rows.
 
         Args:
             words: columns.words() on the device.
+            states: columns.states on the device; None if no row reads or writes a state.
         """
         total = columns.total
         assert columns.max_context <= self.capacity, "no row is longer than the pages of a slot"
@@ -85,8 +92,16 @@ class ForwardPass:
             positions=torch.empty(total, dtype=torch.int32, device=self.device),
             locations=torch.empty(total, dtype=torch.int64, device=self.device),
             max_context=columns.max_context,
+            window_table=self.window_table,
+            window_locations=None if self.window_table is None else torch.empty(total, dtype=torch.int64, device=self.device),
+            states=self._state_rows(len(slots), states) if self.has_states else None,
         )
         return ids, rows
+
+    def _state_rows(self, num_rows: int, states: Tensor | None) -> StateRows:
+        if states is None:
+            states = torch.full((4, num_rows), -1, dtype=torch.int32, device=self.device)
+        return StateRows(*states.view(4, num_rows).unbind(0))
 
     def run(
         self, ids: Tensor, rows: RaggedRows, columns: ForwardBatch, extend_ids: Tensor | None, known: Tensor | None = None
@@ -107,6 +122,11 @@ class ForwardPass:
         self._kernels.resolve_tokens(
             ids, rows, tokens, self._relay, self._unwritten, extends, self._page_size, self._vocab_size, longest, known
         )
+        if self.window_table is not None:  # for the locations; the ids are those that are resolved already
+            again, windows = torch.empty_like(ids), rows.in_windows()
+            self._kernels.resolve_tokens(
+                again, windows, tokens, self._relay, None, extends, self._page_size, self._vocab_size, longest, known
+            )
         self.model.forward(ids, rows, self.pool)
 
     def all_logits(self, count: int) -> Tensor:
@@ -129,6 +149,7 @@ class Piece:
 def whole(plan: BatchPlan) -> Piece:
     """Returns a piece with all rows of the plan."""
     rest = replace(plan, admitted=(), table_slots=NOTHING, table_firsts=NOTHING, table_counts=NOTHING, table_pages=NOTHING)
+    rest = replace(rest, window_slots=NOTHING, window_firsts=NOTHING, window_counts=NOTHING, window_units=NOTHING)
     return Piece(rest, np.arange(plan.num_rows))
 
 
@@ -170,6 +191,14 @@ def select(piece: Piece, rows: I64) -> Piece:
         prompt_logprob_offsets=plan.prompt_logprob_offsets[scored],
         prompt_logprob_nexts=plan.prompt_logprob_nexts[scored],
     )
+    if len(plan.state_before):
+        chosen = replace(
+            chosen,
+            state_before=plan.state_before[rows],
+            state_after=plan.state_after[rows],
+            state_cuts=plan.state_cuts[rows],
+            state_at_cut=plan.state_at_cut[rows],
+        )
     assert len(chosen.input_ids) == int(chosen.num_tokens[: chosen.num_extend].sum()), (
         "the piece has exactly the token ids of its extend rows"
     )
@@ -207,4 +236,19 @@ def _part(piece: Piece, first: int, end: int, following: int | None) -> Piece:
         prompt_logprob_offsets=offsets[inside],
         prompt_logprob_nexts=nexts[inside],
     )
+    if len(plan.state_before):
+        part = _with_part_of_states(part, plan, first, end)
     return Piece(part, piece.rows)
+
+
+def _with_part_of_states(part: BatchPlan, plan: BatchPlan, first: int, end: int) -> BatchPlan:
+    """Returns a part with its states. Between two parts of a row, the state is in the unit SCRATCH."""
+    scratch, cut = np.full(1, SCRATCH, dtype=np.int32), int(plan.state_cuts[0])
+    has_cut = first < cut <= end
+    return replace(
+        part,
+        state_before=plan.state_before if first == 0 else scratch,
+        state_after=plan.state_after if end == int(plan.num_tokens[0]) else scratch,
+        state_cuts=np.array([cut - first if has_cut else 0], dtype=np.int32),
+        state_at_cut=plan.state_at_cut if has_cut else np.full(1, -1, dtype=np.int32),
+    )

@@ -1,0 +1,113 @@
+"""Splits a device's memory between the pages and the units of cache groups (docs/design/cache-groups.md).
+
+The worker, the simulator and the documentation use the same function. Names of ratios are those of SGLang's flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rootstock_llm.services.worker.core.contracts.cache_groups import STATES_PER_SLOT, CacheGroup, CacheKind
+
+
+class PoolTooSmall(ValueError):
+    """Raised if the free memory cannot hold a page, or the pages of one request with the configured context."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """Numbers of pages and units of a pool."""
+
+    pages: int
+    windows: int = 0  # units of the WINDOW group; 0 if windowed layers have their KV in pages, or if there are none
+    states: int = 0  # units of the STATE group; 0 without recurrent layers
+
+    def groups(self, window: int) -> tuple[CacheGroup, ...]:
+        """Returns the cache groups with these units. `window` is the largest window of the model's layers in tokens."""
+        windows = (CacheGroup(CacheKind.WINDOW, self.windows, window),) if self.windows else ()
+        return windows + ((CacheGroup(CacheKind.STATE, self.states),) if self.states else ())
+
+    def max_running_requests(self, wanted: int) -> int:
+        """Returns the number of requests whose states fit, at most `wanted`."""
+        return min(wanted, self.states // STATES_PER_SLOT) if self.states else wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """The bytes of a model's caches, and the settings by which memory is split between them."""
+
+    page_bytes: int  # bytes of a page of tokens in the layers whose KV is in pages; 0 if there are none
+    window_bytes: int = 0  # bytes of a window unit; 0 without a WINDOW group
+    state_bytes: int = 0  # bytes of a state; 0 without recurrent layers
+    max_slots: int = 1  # largest number of running requests
+    slot_windows: int = 0  # window units that one request may need at once
+    swa_full_tokens_ratio: float = 0.8  # window units per page
+    mamba_full_memory_ratio: float = 0.9  # bytes of states per byte of KV
+    max_mamba_cache_size: int = 0  # number of states; 0: mamba_full_memory_ratio decides
+
+    @property
+    def page_cost(self) -> float:
+        """Bytes of a page with its share of units."""
+        kv = self.page_bytes + self._windows_per_page * self.window_bytes
+        return kv * (1.0 + self._state_share)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the states if their number is given."""
+        return self.max_mamba_cache_size * self.state_bytes
+
+    @property
+    def _windows_per_page(self) -> float:
+        return self.swa_full_tokens_ratio if self.window_bytes else 0.0
+
+    @property
+    def _state_share(self) -> float:
+        return self.mamba_full_memory_ratio if self.state_bytes and not self.max_mamba_cache_size else 0.0
+
+    def split(self, budget: int) -> PoolSizes:
+        """Returns the sizes of pools that take at most `budget` bytes.
+
+        Raises:
+            PoolTooSmall: the units of one request do not fit. The message names the group and the bytes.
+        """
+        assert self.page_cost > 0, "a token takes memory in some layer"
+        budget = max(budget, 0)
+        pages = max(0, int((budget - self.fixed_bytes) / self.page_cost))
+        sizes = self.with_units(pages)
+        taken = sizes.states * self.state_bytes + sizes.windows * self.window_bytes
+        if sizes.states and taken > budget:
+            raise PoolTooSmall(
+                f"{STATES_PER_SLOT} states of {_mib(self.state_bytes)} for one request do not fit into {_mib(budget)}"
+            )
+        if taken > budget:
+            raise PoolTooSmall(
+                f"{self.slot_windows} window units of {_mib(self.window_bytes)} for one request do not fit into {_mib(budget)}"
+            )
+        if taken + pages * self.page_bytes > budget and self.page_bytes:  # the least numbers of units exceed the ratios
+            pages = (budget - taken) // self.page_bytes
+        return PoolSizes(pages, sizes.windows, sizes.states)
+
+    def with_units(self, pages: int) -> PoolSizes:
+        """Returns the numbers of units for a number of pages: those of the ratios, and at least those of one request."""
+        windows = max(int(pages * self._windows_per_page), self.slot_windows) if self.window_bytes else 0
+        if not self.state_bytes:
+            return PoolSizes(pages, windows)
+        kv = pages * self.page_bytes + windows * self.window_bytes
+        states = self.max_mamba_cache_size or int(kv * self._state_share / self.state_bytes)
+        return PoolSizes(pages, windows, max(states, STATES_PER_SLOT))
+
+    def for_pages(self, pages: int, budget: int) -> PoolSizes:
+        """Returns the numbers of units for a number of pages that a setting gives.
+
+        There are states for max_slots requests and one cached state for each of them, if all of it fits into `budget` bytes.
+        """
+        sizes = self.with_units(pages)
+        if not self.state_bytes or self.max_mamba_cache_size:
+            return sizes
+        rest = budget - pages * self.page_bytes - sizes.windows * self.window_bytes
+        most = max(rest // self.state_bytes, STATES_PER_SLOT)
+        return PoolSizes(pages, sizes.windows, min(max(sizes.states, (STATES_PER_SLOT + 1) * self.max_slots), most))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB"

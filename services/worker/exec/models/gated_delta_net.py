@@ -1,0 +1,109 @@
+"""Gated DeltaNet: a recurrent layer whose state is a matrix for each head (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
+
+    x ─┬─► queries, keys, values ─► causal convolution, silu ─► gated delta rule ─► norm ─► ◦ ─► output projection
+       ├─► b, a: learning rate and decay of each value head ──────────┘                     │
+       └─► z ─► silu ────────────────────────────────────────────────────────────────────────┘
+
+Shapes: T tokens of the pass, hidden size N, I key heads of size D, J value heads of size E, C = 2 I D + J E channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rootstock_llm.kernels.contracts.ops import DeltaGates, Kernels
+from rootstock_llm.services.worker.exec.models.layers import ForwardContext, Linear, RmsNorm, Take
+from rootstock_llm.services.worker.exec.pools.kv_pool import LayerState
+from rootstock_llm.services.worker.exec.weights.source import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSizes:
+    """The sizes of the recurrent layers of a model."""
+
+    key_heads: int
+    value_heads: int  # a multiple of key_heads
+    key_dim: int  # elements of a key
+    value_dim: int  # elements of a value
+    taps: int  # width of the convolution
+
+    @property
+    def channels(self) -> int:
+        """Number of elements of queries, keys and values together."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Number of elements of the values of all heads."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """The weights of one layer."""
+
+    sizes: DeltaNetSizes
+    qkv: Linear  # to C features
+    z: Linear  # to J E features
+    gates: Linear  # to 2 J features: b, then a
+    taps: Tensor  # [C, K], weight of the convolution
+    decay: DeltaGates
+    norm: Tensor  # float32[E], weight of the norm of a value head
+    eps: float  # epsilon of this norm
+    out: Linear
+    kernels: Kernels
+
+    @classmethod
+    def read(cls, weights: WeightReader, hidden_size: int, sizes: DeltaNetSizes, eps: float) -> GatedDeltaNet:
+        heads = sizes.value_heads
+        rates = weights.tensor("A_log", heads).float().exp()
+        return cls(
+            sizes=sizes,
+            qkv=Linear.read(weights, [("in_proj_qkv", sizes.channels)], hidden_size),
+            z=Linear.read(weights, [("in_proj_z", sizes.values)], hidden_size),
+            gates=Linear.read(weights, [("in_proj_b", heads), ("in_proj_a", heads)], hidden_size),
+            taps=weights.tensor("conv1d.weight", sizes.channels, 1, sizes.taps).squeeze(1),
+            decay=DeltaGates(rates, weights.tensor("dt_bias", heads).float()),
+            norm=RmsNorm.read(weights.at("norm"), sizes.value_dim, eps).weight,
+            eps=eps,
+            out=Linear.read(weights, [("out_proj", hidden_size)], sizes.values),
+            kernels=weights.kernels,
+        )
+
+    @property
+    def cache(self) -> LayerState:
+        """The size of a state of the layer."""
+        sizes = self.sizes
+        return LayerState(sizes.taps, sizes.channels, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+
+    def reserve(self, take: Take) -> None:
+        """Takes the buffers of forward()."""
+        self._buffers(take)
+
+    def _buffers(self, take: Take) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        sizes = self.sizes
+        names = {"delta_qkv": sizes.channels, "delta_gates": 2 * sizes.value_heads, "delta_z": sizes.values}
+        qkv, gates, z = (take(name, columns) for name, columns in names.items())
+        return qkv, gates, z, take("delta_out", sizes.values)
+
+    def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
+        """Writes the layer's output to out [T, N], and the states that context.rows.states names. `out` may be x."""
+        states = context.rows.states
+        assert states is not None, "a step of a model with recurrent layers has state units"
+        qkv, gates, z, mixed = self._buffers(context.take)
+        self.qkv.forward(qkv, x)
+        self.gates.forward(gates, x)
+        self.z.forward(z, x)
+        self.kernels.gated_delta_rule(mixed, qkv, gates, self.taps, self.decay, context.rows, states, *pools)
+        heads = (-1, self.sizes.value_dim)
+        normed = qkv.view(-1)[: z.numel()].view(z.shape)  # the memory of qkv, whose content is not needed any more
+        self.kernels.gated_rms_norm(normed.view(heads), mixed.view(heads), z.view(heads), self.norm, self.eps)
+        self.out.forward(out, normed)
+
+    def tensors(self) -> Iterator[Tensor]:
+        for part in (self.qkv, self.z, self.gates, self.out):
+            yield from part.tensors()
+        yield from (self.taps, self.decay.rates, self.decay.biases, self.norm)

@@ -1,0 +1,95 @@
+"""Models with windows and recurrent layers through the whole system: prefix hits, and units that end with their requests."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.e2e.system import DEMO, System, wait_until
+from tests.exec.tiny_models import GEMMA3, QWEN35, TinyModel
+
+CONTEXT, VOCAB, PAGE = 4096, 1280, 16
+SIZES = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+MODELS = {
+    "qwen3.5": TinyModel("Qwen3_5", QWEN35 | SIZES, config="Qwen3_5TextConfig"),
+    "gemma3": TinyModel("Gemma3", GEMMA3 | SIZES | {"sliding_window": 64}, config="Gemma3TextConfig"),
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running system with one model."""
+
+    name: str
+    system: System
+
+    def generate(self, ids: Sequence[int], max_new_tokens: int = 1, **params: Any) -> dict[str, Any]:
+        params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True, **params}
+        status, answer = self.system.post("/generate", {"input_ids": list(ids), "sampling_params": params})
+        assert status == 200, answer
+        return answer
+
+    def cached(self, ids: Sequence[int], max_new_tokens: int = 1) -> int:
+        found: int = self.generate(ids, max_new_tokens)["meta_info"]["cached_tokens"]
+        return found
+
+    def metric(self, name: str) -> float:
+        return self.system.metric("worker-0", name)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("groups") / request.param
+    MODELS[request.param].build(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    with System(folder.parent / "logs", model=str(folder), max_total_tokens=65_536) as running:
+        yield Served(request.param, running)
+
+
+def prompt(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+def test_repeated_prompt_is_cached_up_to_its_last_page(served: Served) -> None:
+    ids = prompt(300, 1)
+    assert [served.cached(ids), served.cached(ids)] == [0, 288]
+
+
+def test_third_prompt_finds_what_two_others_share(served: Served) -> None:
+    shared = prompt(2400, 2)
+    cached = [served.cached(shared + prompt(count, count)) for count in (40, 400, 1300)]
+    assert cached[0] == 0 and cached[2] >= 2384
+
+
+def test_each_turn_of_a_chat_computes_at_most_one_known_page(served: Served) -> None:
+    ids, known = prompt(50, 3), 0
+    for turn in range(8):
+        answer = served.generate(ids, max_new_tokens=30)
+        assert answer["meta_info"]["cached_tokens"] >= known - PAGE
+        ids += answer["output_ids"]
+        known = len(ids)
+        ids += prompt(23, turn)
+
+
+def test_choices_of_one_prompt_share_its_pages(served: Served) -> None:
+    ids, before = prompt(300, 4), served.metric("sglang:cached_tokens_total")
+    answers = served.system.post(
+        "/v1/completions", {"model": served.name, "prompt": ids, "n": 8, "max_tokens": 4, "temperature": 1, "seed": 7}
+    )
+    assert answers[0] == 200 and len(answers[1]["choices"]) == 8
+    computed = 8 * 300 - (served.metric("sglang:cached_tokens_total") - before)
+    assert computed <= 412
+
+
+def test_no_unit_stays_in_use(served: Served) -> None:
+    groups = {"qwen3.5": ("mamba", "rootstock_worker_states"), "gemma3": ("swa", "sglang:max_total_num_tokens_swa")}
+    name, total = groups[served.name]
+    wait_until(lambda: served.metric(f"sglang:{name}_used_tokens") == 0, 30, "all units to be free or cached")
+    free, evictable = (served.metric(f"sglang:{name}_{kind}_tokens") for kind in ("available", "evictable"))
+    assert free + evictable == served.metric(total) and evictable > 0
