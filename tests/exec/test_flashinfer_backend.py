@@ -73,6 +73,7 @@ class Bench:
         slots = shape.max_rows + 2
         pages = torch.randperm(slots * per_row, generator=generator).to(torch.int32) + 1
         self.table = pages.view(slots, per_row).to(self.device)
+        self.window_table = self.table.flip(0, 1) if shape.separate_windows else None
         pool = (slots * per_row + 1, shape.num_kv_heads, shape.page_size, shape.head_dim)
         self.k, self.v = (torch.randn(pool, generator=generator).to(self.device, self.dtype) for _ in range(2))
         width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
@@ -88,7 +89,9 @@ class Bench:
         )
         positions = [start + step for start, count in lengths for step in range(count)] + [0] * padding
         unused = torch.tensor(positions, dtype=torch.int32, device=self.device)
-        return RaggedRows(self.table, *columns, unused, unused.long(), max(s + c for s, c in zip(starts, counts, strict=True)))
+        longest = max(s + c for s, c in zip(starts, counts, strict=True))
+        rows = RaggedRows(self.table, *columns, unused, unused.long(), longest)
+        return replace(rows, window_table=self.window_table, window_locations=unused.long())
 
     def batch(self, lengths: Lengths, num_extend: int, graph: int = 0) -> AttentionBatch:
         rows = self.rows(lengths, graph - len(lengths) if graph else 0)
@@ -96,14 +99,16 @@ class Bench:
 
     def expected(self, lengths: Lengths, scale: float, window: int) -> torch.Tensor:
         tokens = sum(count for _, count in lengths)
-        out = self.empty(tokens)
-        reference.paged_attention(out, self.all_qkv[:tokens], self.k, self.v, self.rows(lengths), scale, window)
+        out, rows = self.empty(tokens), self.rows(lengths)
+        rows = rows.in_windows() if window else rows
+        reference.paged_attention(out, self.all_qkv[:tokens], self.k, self.v, rows, scale, window)
         return out
 
     def actual(self, backend: FlashInferAttention, batch: AttentionBatch, scale: float, window: int) -> torch.Tensor:
         tokens = int(batch.num_tokens.sum())
         out = self.empty(tokens)
-        backend.attend(out, self.all_qkv[:tokens], self.k, self.v, batch.rows, scale, window)
+        rows = batch.rows.in_windows() if window else batch.rows
+        backend.attend(out, self.all_qkv[:tokens], self.k, self.v, rows, scale, window)
         return out
 
     def empty(self, tokens: int) -> torch.Tensor:
@@ -144,6 +149,8 @@ CASES = {
     "two windows": replace(SHAPE, windows=(0, 24)),
     "two windows, groups of two": replace(PAIRED, windows=(0, 24)),
     "a window of one": replace(SHAPE, windows=(1,)),
+    "two windows, a window table": replace(SHAPE, windows=(0, 24), separate_windows=True),
+    "only windows, a window table": replace(PAIRED, windows=(24, 7), separate_windows=True),
 }
 
 
@@ -178,7 +185,15 @@ def test_steps_equal_the_reference_for_both_dtypes(dtype: torch.dtype, device: t
 
 @pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize(
-    "shape", [SHAPE, PAIRED, replace(PAIRED, windows=(0, 24)), replace(SHAPE, windows=(0, 24), page_size=1, max_pages=1200)]
+    "shape",
+    [
+        SHAPE,
+        PAIRED,
+        replace(PAIRED, windows=(0, 24)),
+        replace(SHAPE, windows=(0, 24), page_size=1, max_pages=1200),
+        replace(SHAPE, windows=(0, 24), separate_windows=True),
+        replace(PAIRED, windows=(0, 24), separate_windows=True),
+    ],
 )
 def test_graphs_of_fixed_buffers_follow_the_plan(shape: AttentionShape, device: torch.device, module: Any) -> None:
     """A captured graph repeats run() on the same addresses. With the double, each replay is another call of run()."""

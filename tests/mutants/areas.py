@@ -147,6 +147,14 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/worker/identity/test_sampling_defaults.py",
         "tests/services/worker/test_peer_options.py",
     ),
+    "groups": (
+        "tests/core/test_cache_units.py",
+        "tests/exec/test_pools.py",
+        "tests/exec/test_passes.py",
+        "tests/exec/test_device_memory.py",
+        "tests/exec/test_parity.py",
+        "tests/kernels/test_gated_delta.py",
+    ),
     "exec": (
         *(f"tests/exec/test_{name}.py" for name in ("sampler", "penalties", "slots", "logprobs", "scores", "embedding_pool")),
         "tests/exec/test_flashinfer_backend.py",

@@ -13,9 +13,8 @@ import torch
 
 from rootstock_llm.kernels.contracts.step_ops import BringPieces
 from rootstock_llm.services.shared.observe.log_fields import fields
-from rootstock_llm.services.worker.core.contracts.cache_groups import window_pages
 from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
-from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolSizes, PoolTooSmall
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionShape, KernelAttention
 from rootstock_llm.services.worker.exec.attention.choose import choose_attention
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
@@ -30,13 +29,12 @@ from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.kernel_set import KernelSet, bring_pieces, copies, sample_kernels
 from rootstock_llm.services.worker.exec.loading import load_again, load_model
 from rootstock_llm.services.worker.exec.memory_parts import MemoryParts, NoModel
+from rootstock_llm.services.worker.exec.models.attention import Attention
 from rootstock_llm.services.worker.exec.models.dense import Decoder
-from rootstock_llm.services.worker.exec.models.layers import Attention
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
-from rootstock_llm.services.worker.exec.pools import kv_pool
 from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool
-from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
-from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerKV, LayerState
+from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool
+from rootstock_llm.services.worker.exec.pools.model_pools import ModelPools
 from rootstock_llm.services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from rootstock_llm.services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
 from rootstock_llm.services.worker.exec.sizing import PoolNeeds, pages_of_device
@@ -52,7 +50,6 @@ from rootstock_llm.services.worker.exec.tiers.make_tiers import make_mover
 from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier, PieceCopies, PoolReader
 from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
 from rootstock_llm.services.worker.exec.warm_up import PROMPTS, warm_up
-from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 
@@ -137,13 +134,13 @@ def build_device_executor(
         max_drafts=options.max_drafts,
         drafts_by_model=draft.model is not None,
         weight_bytes=info.weight_bytes + draft.weight_bytes,
-        kv_bytes_per_token=made.token_bytes,
-        groups=sizes.groups(made.window),
-        window_bytes=made.caches.window_bytes,
-        state_bytes=made.caches.state_bytes,
+        kv_bytes_per_token=made.pools.token_bytes,
+        groups=sizes.groups(made.pools.window),
+        window_bytes=made.pools.caches.window_bytes,
+        state_bytes=made.pools.caches.state_bytes,
         max_running_requests=sizes.max_running_requests(max_slots),
     )
-    layout = f"{made.kv_layout} {info.numerics}"
+    layout = f"{made.pools.layout} {info.numerics}"
     mover, host_pages = made.tiers(pages, layout)
     server = made.kv_server(layout)
     memory = made.memory_parts(request, sizes)
@@ -196,15 +193,6 @@ def _sum_in_float32() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def _check_states(options: DeviceOptions) -> None:
-    """Raises UnsupportedModel if an option knows no states of recurrent layers."""
-    for name, value in (("--enable-hierarchical-cache", options.tiers), ("--disaggregation-mode", options.peers)):
-        if value is not None:
-            raise UnsupportedModel(f"{name} is not available for a model with recurrent layers")
-    if options.max_drafts:
-        raise UnsupportedModel("speculative decoding is not available for a model with recurrent layers")
-
-
 class _Assembly:
     """Makes and connects the parts of an executor. All device work runs on the forward stream."""
 
@@ -226,15 +214,23 @@ class _Assembly:
         self._parts = parts or DeviceParts()
         self._device = device_of(options.device)
         _sum_in_float32()
-        self.window, self._has_states = self._window(), any(isinstance(layer, LayerState) for layer in loaded.layers)
-        if self._has_states:
-            _check_states(options)
-        self.caches = self._caches()
         self._arrivals = Arrivals()
         self._streams = self._parts.streams or streams_of(self._device, options.num_threads)
         vocab_size = int(loaded.config.vocab_size)
         rows = min(max_slots, EDITED_ROWS)
         self._kernels = self._parts.kernels or self._kernels_for(rows, vocab_size)
+        self.pools = ModelPools(
+            layers=loaded.layers,
+            draft_layers=self._drafting.layers,
+            dtype=loaded.dtype,
+            page_size=page_size,
+            max_slots=max_slots,
+            context_len=loaded.context_len,
+            device=self._device,
+            kernels=self._kernels.layers,
+            options=options,
+            arrivals=self._arrivals,
+        )
         pages_per_slot = -(-loaded.context_len // page_size) + 1
         self._max_tokens = min(_step_tokens(options, loaded), max_slots * loaded.context_len)
         # Largest number of rows that sample in one step, and largest number of rows of one call of the model's logits().
@@ -246,31 +242,6 @@ class _Assembly:
         self.runner = self._run(partial(self._make_runner, vocab_size, pages_per_slot, check_relay))
         self.graph_rows = self._graph_rows()
         self.steps = self._run(self._drafted_steps) if options.max_drafts else None
-
-    def _window(self) -> int:
-        """Returns the largest window in tokens of the layers whose KV is in window units; 0 if no layer's is.
-
-        Tiers, KV transfers and speculative decoding know pages only. With one of them, windowed layers have their KV in pages.
-        """
-        options = self._options
-        if options.tiers is not None or options.peers is not None or options.max_drafts:
-            return 0
-        return max((layer.window for layer in self._loaded.layers if isinstance(layer, LayerKV)), default=0)
-
-    def _caches(self) -> CacheShape:
-        layers, dtype, options, size = self._loaded.layers, self._loaded.dtype, self._options, self._page_size
-        pages_per_slot = -(-self._loaded.context_len // size)
-        chunk = options.max_chunk or self._loaded.context_len
-        return CacheShape(
-            page_bytes=self.token_bytes * size,
-            window_bytes=kv_pool.window_bytes_per_token(layers, dtype) * size if self.window else 0,
-            state_bytes=kv_pool.state_bytes(layers, dtype),
-            max_slots=self._max_slots,
-            slot_windows=window_pages(self.window + chunk, size, pages_per_slot) if self.window else 0,
-            swa_full_tokens_ratio=options.swa_full_tokens_ratio,
-            mamba_full_memory_ratio=options.mamba_full_memory_ratio,
-            max_mamba_cache_size=options.max_mamba_cache_size if self._has_states else 0,
-        )
 
     def _kernels_for(self, rows: int, vocab_size: int) -> KernelSet:
         """Returns the model's layer kernels, which decided the layout of its weights, and sampling kernels.
@@ -303,15 +274,15 @@ class _Assembly:
         model, attention = self._model_and_attention()
         passes = ForwardPass(
             model,
-            self._pool(self._smallest_pool),
+            self.pools.allocate(self.pools.smallest),
             self._kernels.layers,
             table,
             relay,
             self._page_size,
             vocab_size,
             unwritten,
-            torch.full_like(table, -1) if self.window else None,
-            self._has_states,
+            torch.full_like(table, -1) if self.pools.window else None,
+            self.pools.has_states,
         )
         return DeviceRunner(
             streams=self._streams,
@@ -350,7 +321,7 @@ class _Assembly:
             max_tokens=self._max_tokens,
             max_context=pages_per_slot * self._page_size,
             max_pages=max(self._max_sampled, self._largest_graph) * pages_per_slot,
-            separate_windows=self.window > 0,
+            separate_windows=self.pools.window > 0,
         )
         backend = self._attention(shape)
         attending = model.attending(backend.attend, self._drafting.aux_layers)
@@ -363,28 +334,6 @@ class _Assembly:
         name, dtype = self._options.attention_backend, self._loaded.dtype
         fixed = self._options.deterministic
         return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress, fixed)
-
-    @property
-    def _smallest_pool(self) -> PoolSizes:
-        """The sizes of a pool with one page, and one unit of each group."""
-        return PoolSizes(1, int(self.window > 0), int(self._has_states))
-
-    def _pool(self, sizes: PoolSizes, layers: tuple[LayerKV, ...] | None = None) -> KVPool:
-        """Allocates a KV pool.
-
-        On a GPU, it is filled with zeros: attention multiplies masked values by 0, and 0 times a NaN in new memory would be NaN.
-
-        Args:
-            layers: layers of the draft model, or None for those of the model.
-        """
-        with self._device:  # for kernels that allocate on torch's default device
-            own, first = (self._loaded.layers, 0) if layers is None else (layers, len(self._loaded.layers))
-            size, dtype = self._page_size, self._loaded.dtype
-            pool = kv_pool.allocate(own, sizes, size, dtype, self._kernels.layers, self._arrivals, first)
-        if self._device.type == "cuda":
-            for each in (*pool.keys, *pool.values):
-                each.zero_()
-        return pool
 
     def _graph_rows(self) -> tuple[int, ...]:
         if (
@@ -406,16 +355,16 @@ class _Assembly:
         return self._run(partial(self._finished, num_pages, mem_fraction_static, context_len or self._page_size))
 
     def _finished(self, num_pages: int | None, mem_fraction_static: float, context_len: int) -> PoolSizes:
-        self._drafting.allocate(partial(self._pool, self._smallest_pool))
+        self._drafting.allocate(partial(self.pools.allocate, self.pools.smallest))
         with self._phases.timed("profile"):
             if num_pages is not None:
-                sizes = self.caches.for_pages(num_pages, self._host_budget(mem_fraction_static) if self._has_states else 0)
+                sizes = self.pools.given_sizes(num_pages, mem_fraction_static)
             else:
                 sizes = self._sizes(mem_fraction_static, context_len)
         with self._phases.timed("kv_pool"):
-            self.runner.passes.pool = self._pool(sizes)
-            self._drafting.allocate(partial(self._pool, sizes))
-        self._report(sizes)
+            self.runner.passes.pool = self.pools.allocate(sizes)
+            self._drafting.allocate(partial(self.pools.allocate, sizes))
+        self.pools.report(sizes, self._progress)
         with self._phases.timed("warm_up"):
             prompts = (*PROMPTS, self._max_tokens) if self._device.type == "cuda" else HOST_PROMPTS
             warm_up(self.runner, self._bounds, prompts, self._options.max_drafts)
@@ -427,16 +376,6 @@ class _Assembly:
             self._limit_graphs()
         self._streams.synchronize()
         return sizes
-
-    def _report(self, sizes: PoolSizes) -> None:
-        size, caches = self._page_size, self.caches
-        self._progress(f"KV pool: {sizes.pages} pages of {size} tokens, {sizes.pages * caches.page_bytes >> 20} MiB")
-        if sizes.windows:
-            megabytes = sizes.windows * caches.window_bytes >> 20
-            self._progress(f"windows of up to {self.window} tokens: {sizes.windows} units of {size} tokens, {megabytes} MiB")
-        if sizes.states:
-            megabytes, running = sizes.states * caches.state_bytes >> 20, sizes.max_running_requests(self._max_slots)
-            self._progress(f"states of recurrent layers: {sizes.states} states, {megabytes} MiB, for {running} running requests")
 
     def capture(self) -> None:
         """Captures decode steps as graphs if the executor uses graphs. The new graphs replace earlier ones."""
@@ -484,21 +423,6 @@ class _Assembly:
             self.runner.attention.release_graphs()
             self.runner.graphs, self.graph_rows = None, ()
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in the pages, of the model and of the draft model."""
-        layers = self._loaded.layers
-        return kv_pool.bytes_per_token(layers, self._loaded.dtype, self.window > 0) + self._drafting.kv_bytes_per_token
-
-    @property
-    def kv_layout(self) -> str:
-        """Dtype, page size and sizes of the layers, which determine the bytes of a page."""
-        layers = [
-            (layer.kv_heads, layer.key_dim, layer.value_dim) if isinstance(layer, LayerKV) else layer
-            for layer in (*self._loaded.layers, *self._drafting.layers)
-        ]
-        return f"{self._loaded.dtype} {self._page_size} {layers}"
-
     def tiers(self, pages: int, layout: str) -> tuple[PageMover | None, int]:
         """Makes the mover of pages between tiers and workers.
 
@@ -526,7 +450,7 @@ class _Assembly:
 
     @property
     def _has_kv(self) -> bool:
-        return not self._loaded.is_encoder and bool(self.token_bytes)
+        return not self._loaded.is_encoder and bool(self.pools.token_bytes)
 
     def _copier(self) -> PageCopier:
         """Returns a copier of the present pools. It is invalid after memory was released, because pools are then replaced."""
@@ -558,21 +482,21 @@ class _Assembly:
             return model
 
         def allocate_pools() -> KVPool:
-            self._drafting.allocate(partial(self._pool, sizes))
-            return self._pool(sizes)
+            self._drafting.allocate(partial(self.pools.allocate, sizes))
+            return self.pools.allocate(sizes)
 
         return MemoryParts(self.runner, load_model_again, allocate_pools, self.capture, self._drafting.drop)
 
     def _sizes(self, mem_fraction_static: float, context_len: int) -> PoolSizes:
         """Returns the sizes of the largest pool that fits into the memory. Raises PoolTooSmall."""
-        if self.caches.page_cost == 0:
+        if self.pools.caches.page_cost == 0:
             return PoolSizes(self._max_slots * -(-self._loaded.context_len // self._page_size))
         if self._device.type != "cuda":
-            return self._sizes_of_host(mem_fraction_static)
+            return self.pools.host_sizes(mem_fraction_static)
         self._run_draft_pass(self._max_tokens)  # allocates the drafter's permanent buffers, which are part of fixed_bytes
         weight_bytes = self._loaded.weight_bytes + self._drafting.weight_bytes
         needs = PoolNeeds(
-            caches=self.caches,
+            caches=self.pools.caches,
             page_size=self._page_size,
             context_len=context_len,
             weight_bytes=weight_bytes,
@@ -588,7 +512,7 @@ class _Assembly:
             del pending
 
         pages = pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
-        return self.caches.with_units(pages)
+        return self.pools.caches.with_units(pages)
 
     def _run_draft_pass(self, num_tokens: int) -> None:
         """Runs the pass of the draft model that follows a step with num_tokens prompt tokens.
@@ -596,20 +520,6 @@ class _Assembly:
         Does nothing without a draft model.
         """
         self._drafting.rehearse(self.runner.passes.model, num_tokens)
-
-    def _host_budget(self, mem_fraction_static: float) -> int:
-        """Returns the bytes of the host's free memory that pools may take."""
-        return int(free_memory() * mem_fraction_static)
-
-    def _sizes_of_host(self, mem_fraction_static: float) -> PoolSizes:
-        """Returns the sizes of pools in the share mem_fraction_static of the free memory. Raises PoolTooSmall."""
-        sizes = self.caches.split(self._host_budget(mem_fraction_static))
-        if sizes.pages < 1:
-            size, num_bytes = self._page_size, self.caches.page_bytes
-            raise PoolTooSmall(
-                f"no KV page of {size} tokens ({num_bytes} bytes) fits into {mem_fraction_static:g} of the free memory"
-            )
-        return sizes
 
     def _graph_bytes(self) -> int:
         """Estimates the bytes of all graphs: captures the largest graph, then the two largest, and measures both.

@@ -215,4 +215,23 @@ KERNELS = (
         ("if weight.bias is not None:\n            out.add_(weight.bias)", "if weight.bias is None:\n            out.add_(0.0)"),
         only="test_triton_layers",
     ),
+    *of(
+        "groups",
+        f"{CPU}/gated_delta.cpp",
+        (
+            "if (t + 1 == row.cut && row.at_cut >= 0) store_past(row.at_cut, t + 1);",
+            "if (t == row.cut && row.at_cut >= 0) store_past(row.at_cut, t + 1);",
+        ),
+        ("if (begin + count == row.cut && row.at_cut >= 0)", "if (begin + count == row.count && row.at_cut >= 0)"),
+        ("head / (shape.value_heads / shape.key_heads);", "head % shape.key_heads;"),
+        only="test_gated_delta",
+    ),
+    *of(
+        "groups",
+        "kernels/triton/layers/gated_delta.py",
+        ("t = count - 1 - back", "t = back"),
+        ("        if t + 1 == cut:\n", "        if t + 1 == count:\n"),
+        ("key_head = head // (HEADS // KEY_HEADS)", "key_head = head % KEY_HEADS"),
+        only="test_gated_delta",
+    ),
 )

@@ -18,11 +18,11 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import RaggedRows
 from rootstock_llm.services.shared.served_config import LAYER_TYPES, RECURRENT
 from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
+from rootstock_llm.services.worker.exec.models.attention import Attention
 from rootstock_llm.services.worker.exec.models.dense_config import DenseConfig, dense_config, windows_by_layer
 from rootstock_llm.services.worker.exec.models.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from rootstock_llm.services.worker.exec.models.layers import (
     Attend,
-    Attention,
     Embedding,
     ForwardContext,
     GatedMlp,

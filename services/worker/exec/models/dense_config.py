@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rootstock_llm.services.worker.exec.models.attention import AttentionSizes
 from rootstock_llm.services.worker.exec.models.gated_delta_net import DeltaNetSizes
-from rootstock_llm.services.worker.exec.models.layers import AttentionSizes
 from rootstock_llm.services.worker.exec.models.rope import rope_table
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, UnsupportedModel, architecture_of
 

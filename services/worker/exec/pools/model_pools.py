@@ -1,0 +1,149 @@
+"""The pools of an executor: which layers have pages, windows and states, how many of each, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+
+from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.services.worker.core.contracts.cache_groups import window_pages
+from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolSizes, PoolTooSmall
+from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
+from rootstock_llm.services.worker.exec.pools import kv_pool
+from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
+from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerCache, LayerKV, LayerState
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
+
+
+class ModelPools:
+    """Computes the sizes of the pools of a model and its draft model, and allocates the pools."""
+
+    def __init__(
+        self,
+        layers: tuple[LayerCache, ...],
+        draft_layers: tuple[LayerKV, ...],
+        dtype: torch.dtype,
+        page_size: int,
+        max_slots: int,
+        context_len: int,
+        device: torch.device,
+        kernels: Kernels,
+        options: DeviceOptions,
+        arrivals: Arrivals,
+    ) -> None:
+        """Chooses the caches of the layers.
+
+        Args:
+            layers: caches of the model's layers.
+            draft_layers: KV of the draft model's layers; empty without a draft model.
+            dtype: dtype of keys and values.
+            kernels: kernels that will use the pools.
+            arrivals: layer-wise loads into the pools.
+
+        Raises:
+            UnsupportedModel: an option is not available for the model.
+        """
+        self._layers, self._draft_layers, self._dtype, self._page_size = layers, draft_layers, dtype, page_size
+        self._max_slots, self._context_len, self._device = max_slots, context_len, device
+        self._kernels, self._options, self._arrivals = kernels, options, arrivals
+        self.has_states = any(isinstance(layer, LayerState) for layer in layers)
+        if self.has_states:
+            _check_states(options)
+        in_pages_only = options.tiers is not None or options.peers is not None or options.max_drafts > 0
+        windows = [layer.window for layer in layers if isinstance(layer, LayerKV)]
+        # Largest window in tokens of the layers whose KV is in window units; 0 if no layer's is. Tiers, KV transfers and
+        # speculative decoding know pages only. With one of them, windowed layers have their KV in pages.
+        self.window = 0 if in_pages_only else max(windows, default=0)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in the pages, of the model and of the draft model."""
+        draft = kv_pool.bytes_per_token(self._draft_layers, self._dtype)
+        return kv_pool.bytes_per_token(self._layers, self._dtype, self.window > 0) + draft
+
+    @property
+    def layout(self) -> str:
+        """Dtype, page size and sizes of the layers, which determine the bytes of a page."""
+        layers = [
+            (layer.kv_heads, layer.key_dim, layer.value_dim) if isinstance(layer, LayerKV) else layer
+            for layer in (*self._layers, *self._draft_layers)
+        ]
+        return f"{self._dtype} {self._page_size} {layers}"
+
+    @cached_property
+    def caches(self) -> CacheShape:
+        """The bytes of pages and units, and the settings by which memory is split between them."""
+        size, options = self._page_size, self._options
+        chunk, pages_per_slot = options.max_chunk or self._context_len, -(-self._context_len // size)
+        return CacheShape(
+            page_bytes=self.token_bytes * size,
+            window_bytes=kv_pool.window_bytes_per_token(self._layers, self._dtype) * size if self.window else 0,
+            state_bytes=kv_pool.state_bytes(self._layers, self._dtype),
+            max_slots=self._max_slots,
+            slot_windows=window_pages(self.window + chunk, size, pages_per_slot) if self.window else 0,
+            swa_full_tokens_ratio=options.swa_full_tokens_ratio,
+            mamba_full_memory_ratio=options.mamba_full_memory_ratio,
+            max_mamba_cache_size=options.max_mamba_cache_size if self.has_states else 0,
+        )
+
+    @property
+    def smallest(self) -> PoolSizes:
+        """The sizes of a pool with one page, and one unit of each group."""
+        return PoolSizes(1, int(self.window > 0), int(self.has_states))
+
+    def given_sizes(self, num_pages: int, mem_fraction_static: float) -> PoolSizes:
+        """Returns the sizes for a number of pages that a setting gives."""
+        return self.caches.for_pages(num_pages, self._host_budget(mem_fraction_static) if self.has_states else 0)
+
+    def host_sizes(self, mem_fraction_static: float) -> PoolSizes:
+        """Returns the sizes of pools in the share mem_fraction_static of the host's free memory. Raises PoolTooSmall."""
+        sizes = self.caches.split(self._host_budget(mem_fraction_static))
+        if sizes.pages < 1:
+            size, num_bytes = self._page_size, self.caches.page_bytes
+            raise PoolTooSmall(
+                f"no KV page of {size} tokens ({num_bytes} bytes) fits into {mem_fraction_static:g} of the free memory"
+            )
+        return sizes
+
+    def allocate(self, sizes: PoolSizes, draft_layers: tuple[LayerKV, ...] | None = None) -> KVPool:
+        """Allocates a pool.
+
+        On a GPU, it is filled with zeros: attention multiplies masked values by 0, and 0 times a NaN in new memory would be NaN.
+
+        Args:
+            sizes: numbers of pages and units.
+            draft_layers: layers of the draft model, or None for those of the model.
+        """
+        with self._device:  # for kernels that allocate on torch's default device
+            own, first = (self._layers, 0) if draft_layers is None else (draft_layers, len(self._layers))
+            pool = kv_pool.allocate(own, sizes, self._page_size, self._dtype, self._kernels, self._arrivals, first)
+        if self._device.type == "cuda":
+            for each in (*pool.keys, *pool.values):
+                each.zero_()
+        return pool
+
+    def report(self, sizes: PoolSizes, progress: Callable[[str], None]) -> None:
+        """Passes a line for the log about each kind of cache to `progress`."""
+        size, caches = self._page_size, self.caches
+        progress(f"KV pool: {sizes.pages} pages of {size} tokens, {sizes.pages * caches.page_bytes >> 20} MiB")
+        if sizes.windows:
+            megabytes = sizes.windows * caches.window_bytes >> 20
+            progress(f"windows of up to {self.window} tokens: {sizes.windows} units of {size} tokens, {megabytes} MiB")
+        if sizes.states:
+            megabytes, running = sizes.states * caches.state_bytes >> 20, sizes.max_running_requests(self._max_slots)
+            progress(f"states of recurrent layers: {sizes.states} states, {megabytes} MiB, for {running} running requests")
+
+    def _host_budget(self, mem_fraction_static: float) -> int:
+        """Returns the bytes of the host's free memory that pools may take."""
+        return int(free_memory() * mem_fraction_static)
+
+
+def _check_states(options: DeviceOptions) -> None:
+    """Raises UnsupportedModel if an option knows no states of recurrent layers."""
+    for name, value in (("--enable-hierarchical-cache", options.tiers), ("--disaggregation-mode", options.peers)):
+        if value is not None:
+            raise UnsupportedModel(f"{name} is not available for a model with recurrent layers")
+    if options.max_drafts:
+        raise UnsupportedModel("speculative decoding is not available for a model with recurrent layers")
