@@ -5,6 +5,7 @@ Local cluster:
 - CLUSTER names a command that starts and stops it. tests/cluster/kubernetes.py lists the actions of the command.
 - CLUSTER_TEST_NODES is the number of nodes, by default 2. test_long_far_pools.py needs 3.
 - BASE_IMAGE names a command that makes the base image. It runs if the image is missing and is needed without an image registry.
+- CLUSTER_TEST_UPGRADE_FROM names a commit, whose images are built too, for test_long_upgrade.py.
 
 Existing cluster:
 
@@ -31,7 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tests.cluster import images, packages, proof
-from tests.cluster.conftest import HANDLE, PROOF
+from tests.cluster.conftest import HANDLE, PROOF, UPGRADE_FROM
 from tests.cluster.kubernetes import ROOT, Cluster, run, start, until
 
 NODES = int(os.environ.get("CLUSTER_TEST_NODES", "2"))
@@ -78,6 +79,9 @@ def _cluster(local: str, kubeconfig: str, folder: Path, record: proof.Proof, add
     pool = ThreadPoolExecutor(1)
     try:
         building = [pool.submit(images.build, service, folder) for service in images.SERVICES]
+        if commit := os.environ.get(UPGRADE_FROM):
+            old = images.checkout(commit, folder / "old")
+            building += [pool.submit(images.build, service, folder, old, images.tag_of(commit)) for service in images.SERVICES]
         cluster = _local(local, folder, addons) if local else Cluster({"KUBECONFIG": kubeconfig, "PATH": os.environ["PATH"]})
         load = [local, "load"] if local else [os.environ.get("CLUSTER_TEST_LOAD", "")]
         for built in building:

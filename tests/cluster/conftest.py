@@ -18,7 +18,10 @@ from tests.cluster.kubernetes import CHART, BrokenNodes, Cluster, Release
 from tests.cluster.spaces import namespace, state_of
 
 HANDLE, PROOF = "ROOTSTOCK_CLUSTER_ENV", "ROOTSTOCK_CLUSTER_PROOF"
+UPGRADE_FROM = "CLUSTER_TEST_UPGRADE_FROM"
 collect_ignore_glob = [] if os.environ.get(HANDLE) else ["test_*.py"]
+if not os.environ.get(UPGRADE_FROM):
+    collect_ignore_glob.append("test_long_upgrade.py")
 DEMO = CHART / "ci" / "cpu-demo-values.yaml"
 BASE = (DEMO, Path(__file__).with_name("little-values.yaml"))
 LONGEST_FIRST = ("scaling", "nodes", "admission", "mtls", "diagnosis", "disruptions", "scaling_taken_over", "monitoring")  # files

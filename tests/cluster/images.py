@@ -42,6 +42,24 @@ class Built:
     seconds: float  # duration of the build
 
 
+def checkout(commit: str, folder: Path, *paths: str) -> Path:
+    """Writes the files of a commit to a new folder and returns the folder.
+
+    Args:
+        paths: files and folders to write; without any, all.
+    """
+    folder.mkdir()
+    archive = folder.with_suffix(".tar")
+    run("git", "-C", str(ROOT), "archive", "--output", str(archive), commit, *paths)
+    shutil.unpack_archive(archive, folder)
+    return folder
+
+
+def tag_of(commit: str) -> str:
+    """Returns the tag of the images of a commit."""
+    return f"at-{commit}"
+
+
 def base() -> str:
     """Returns the full name of the base image in the Dockerfile."""
     found = re.search(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / DOCKERFILE).read_text(), re.M)
@@ -54,15 +72,20 @@ def has_base() -> bool:
     return subprocess.run(["buildah", "inspect", "--type", "image", base()], capture_output=True, check=False).returncode == 0
 
 
-def build(service: str, folder: Path) -> Built:
-    """Builds the image of a service and writes its archive, at a low priority because the cluster starts at the same time."""
+def build(service: str, folder: Path, source: Path = ROOT, tag: str = "") -> Built:
+    """Builds the image of a service and writes its archive, at a low priority because the cluster starts at the same time.
+
+    Args:
+        source: the checkout.
+        tag: tag of the image; empty for the version of this checkout.
+    """
     begun = time.monotonic()
-    name, archive = f"rootstock/{service}:{release()}", folder / f"{service}.tar"
+    name, archive = f"rootstock/{service}:{tag or release()}", folder / f"{service}{tag}.tar"
     archive.unlink(missing_ok=True)
     env, mildly = {"BUILDAH_ISOLATION": "chroot"}, ("nice", "-n", "5", "buildah")
     fixed = ["--layers", "--pull-never", "--network=host", *_wheel_folders()]
     arguments = _torch_index() if service == "worker" else []
-    command = [*mildly, "bud", *fixed, "-f", DOCKERFILE, "--target", service, *arguments, "-t", name, str(ROOT)]
+    command = [*mildly, "bud", *fixed, "-f", str(source / DOCKERFILE), "--target", service, *arguments, "-t", name, str(source)]
     run(*command, env=env, limit_s=1800)
     run(*mildly, "push", f"localhost/{name}", f"docker-archive:{archive}:{REGISTRY}/{name}", env=env)
     return Built(name, archive, time.monotonic() - begun)

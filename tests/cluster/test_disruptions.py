@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from tests.cluster.conftest import BASE, Install
+from tests.cluster.images import checkout
 from tests.cluster.kubernetes import CHART, ROOT, Cluster, CommandFailed, Pod, Release, run, until
 from tests.cluster.load import load_on
 from tests.cluster.values import FAKE, SERVICES, TWO
@@ -48,10 +48,8 @@ def previous_chart(folder: Path) -> tuple[Path, str]:
     commits = run("git", "-C", str(ROOT), "log", "-2", "--format=%h", "--", str(templates)).split()
     if len(commits) < 2:
         return CHART, "the current chart, because there is no git history"
-    archive = folder / "chart.tar"
-    run("git", "-C", str(ROOT), "archive", "--output", str(archive), commits[1], str(CHART.relative_to(ROOT)))
-    shutil.unpack_archive(archive, folder)
-    return folder / CHART.relative_to(ROOT), commits[1]
+    chart = CHART.relative_to(ROOT)
+    return checkout(commits[1], folder / "previous", str(chart)) / chart, commits[1]
 
 
 def test_streams_survive_an_upgrade_and_a_rollback(

@@ -61,6 +61,23 @@ def test_json_has_every_figure_of_a_run(trace: Path, capsys: pytest.CaptureFixtu
     assert report["counters"]["retractions"] == 0 and report["counters"]["generated_tokens"] == 320
 
 
+def test_states_limit_the_hits_to_kept_page_ends(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {}
+    for states in (0, 48, 400):
+        report = run_json(capsys, str(trace), *SMALL, "--states", str(states), "--concurrency", "1")
+        assert report["finished"] == 16
+        rates[states] = report["hit_rate"]
+        assert (report["counters"].get("state_missed_pages", 0) > 0) == (states > 0)
+    assert 0 < rates[48] <= rates[400] < rates[0], "a prefix gets its state with the second prompt that leaves it"
+
+
+def test_windows_are_part_of_the_simulated_model(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, str(trace), *SMALL, "--window", "128", "--chunked-prefill-size", "256", "--concurrency", "1")
+    assert report["finished"] == 16 and 0 < report["hit_rate"] < 1
+    assert cli.main([str(trace), *SMALL, "--window", "128", "--window-units", "4"]) == 1
+    assert "the group window has 4 units; it needs at least" in capsys.readouterr().err
+
+
 def test_flags_change_scheduler_and_time_model(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.json"
     model.write_text('{"base": 0.1}')

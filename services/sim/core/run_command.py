@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rootstock_llm.services.sim.core.report.report import as_dict, as_table, make_report
 from rootstock_llm.services.sim.core.report.timeline import check_drawable, draw_timeline
-from rootstock_llm.services.sim.core.run.config_flags import NUM_PAGES, add_config_flags, settings_of, simulated_config
+from rootstock_llm.services.sim.core.run.config_flags import NUM_PAGES, add_config_flags, groups_of, settings_of, simulated_config
 from rootstock_llm.services.sim.core.run.digest import RunDigest
 from rootstock_llm.services.sim.core.run.simulation import Simulation
 from rootstock_llm.services.sim.core.run.time_models import PRESETS, load_time_model
@@ -46,7 +46,7 @@ def _simulation(trace: Trace, args: argparse.Namespace, digest: RunDigest | None
     time_model, settings = load_time_model(args.time_model), settings_of(args)
     graphs = time_model.graphs if args.jumps == "graph" else GraphLimits()
     return Simulation(
-        simulated_config(settings, args.num_pages, graphs, args.max_drafts),
+        simulated_config(settings, args.num_pages, graphs, args.max_drafts, groups_of(args, settings, args.num_pages)),
         trace,
         _arrivals(trace, args),
         time_model if args.jumps == "graph" else replace(time_model, graph_rereads=0),

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from rootstock_llm.services.sim.core.run.config_flags import add_config_flags, settings_of, simulated_config
+from rootstock_llm.services.sim.core.run.config_flags import add_config_flags, groups_of, settings_of, simulated_config
 from rootstock_llm.services.sim.core.run.remote_reads import Wire
 from rootstock_llm.services.sim.core.run.simulation import SimulationError
 from rootstock_llm.services.sim.core.run.time_models import PRESETS, load_time_model
@@ -87,8 +87,9 @@ def _trace(args: argparse.Namespace) -> Trace:
 def _config(args: argparse.Namespace, trace: Trace) -> FleetConfig:
     settings, time_model = _settings(args, trace), load_time_model(args.time_model)
     kv_tokens = round(args.kv_share * trace.unique_block_tokens) if args.kv_share else args.kv_tokens
+    pages = max(kv_tokens // settings.page_size, 1)
     return FleetConfig(
-        scheduler=simulated_config(settings, max(kv_tokens // settings.page_size, 1), time_model.graphs),
+        scheduler=simulated_config(settings, pages, time_model.graphs, groups=groups_of(args, settings, pages)),
         time_model=time_model,
         routing=RoutingConfig(**{field.name: getattr(args, field.name) for field in fields(RoutingConfig)}),
         workers=args.workers,

@@ -6,14 +6,17 @@ import argparse
 import enum
 import typing
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
 from rootstock_llm.services.shared.settings import of_values
 from rootstock_llm.services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
 from rootstock_llm.services.worker.device_limits import resolved
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.scheduler_config import scheduler_config
@@ -67,6 +70,13 @@ def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] =
             add_setting_flag(group, name)
     about = f"Memory of a worker's GPU in GiB, from which default settings are derived; 0: a CPU (default {DEVICE_GIB:g})."
     group.add_argument("--device-gib", type=_gib, default=DEVICE_GIB, metavar="GIB", help=about)
+    caches = parser.add_argument_group("the model's cache groups (see docs/design/cache-groups.md)")
+    about = "Largest sliding window of the model's layers in tokens; 0 (default): no layer has a window."
+    caches.add_argument("--window", type=int, default=0, metavar="N", help=about)
+    about = "Window units of the pool; 0 (default): swa_full_tokens_ratio per page."
+    caches.add_argument("--window-units", type=int, default=0, metavar="N", help=about)
+    about = "States of the pool; 0 (default): the model has no recurrent layers."
+    caches.add_argument("--states", type=int, default=0, metavar="N", help=about)
 
 
 def add_setting_flag(flags: argparse._ActionsContainer, name: str) -> None:
@@ -89,7 +99,19 @@ def settings_of(args: argparse.Namespace, **given: Any) -> WorkerSettings:
     return resolved(of_values(WorkerSettings, {**values, **given}), round(args.device_gib * 2**30) or None)
 
 
-def simulated_config(settings: WorkerSettings, num_pages: int, graphs: GraphLimits, max_drafts: int = 0) -> SchedulerConfig:
+def groups_of(args: argparse.Namespace, settings: WorkerSettings, num_pages: int) -> tuple[CacheGroup, ...]:
+    """Returns the cache groups that the flags describe."""
+    windows = args.window_units or int(settings.swa_full_tokens_ratio * num_pages)
+    return PoolSizes(num_pages, windows if args.window else 0, args.states).groups(args.window)
+
+
+def simulated_config(
+    settings: WorkerSettings,
+    num_pages: int,
+    graphs: GraphLimits,
+    max_drafts: int = 0,
+    groups: tuple[CacheGroup, ...] = (),
+) -> SchedulerConfig:
     """Returns the scheduler's configuration of a worker whose model has the trace's vocabulary.
 
     Args:
@@ -97,11 +119,13 @@ def simulated_config(settings: WorkerSettings, num_pages: int, graphs: GraphLimi
         num_pages: pages of the KV pool.
         graphs: limits of the executor's graphs.
         max_drafts: largest number of draft tokens per row.
+        groups: cache groups of the model.
 
     Raises:
         ValueError: the scheduler does not accept a value.
     """
-    return scheduler_config(settings, simulated_model(settings, num_pages, graphs, max_drafts), bos_token_id=-1)
+    model = simulated_model(settings, num_pages, graphs, max_drafts)
+    return scheduler_config(settings, replace(model, groups=groups), bos_token_id=-1)
 
 
 def simulated_model(settings: WorkerSettings, num_pages: int, graphs: GraphLimits, max_drafts: int = 0) -> LoadedInfo:
