@@ -4,7 +4,7 @@
 
 Starts with the requirements in pyproject.toml and follows the metadata of the installed distributions. Packages that torch and
 FlashInfer need only with a GPU are not installed on a machine without a GPU. Their versions come from the existing
-worker-cuda.txt, or from report.json, which this command writes:
+worker-cuda.txt, or from report.json. The following command writes report.json:
 
     pip install --dry-run --ignore-installed --report report.json --target x --only-binary=:all: --python-version 3.11 \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 ... torch==VERSION flashinfer-python==VERSION

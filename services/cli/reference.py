@@ -43,7 +43,7 @@ since its start. The queue is the queue of this gateway. On a terminal the table
 Below the table is a sentence for each fault with its remedy: models without a ready worker, services that are not
 connected, workers that hang, are unused or have no free memory; DNS names that do not resolve, a Redis that does not respond,
 wrong files of keys or certificates, and metrics that are not scraped. The source is the gateway's `GET /server_info`.
-Drivers, RuntimeClasses and volumes are visible only inside the cluster; for these a sentence names the check of `helm test`
+Drivers, RuntimeClasses and volumes are visible only inside the cluster. For these, the command names the check of `helm test`
 ([comparison](../how-to/kubernetes/diagnosis.md#from-outside)).
 
 While load runs, just after one of three workers was killed:

@@ -53,7 +53,7 @@ class SamplingParameter:
     low: float | None = None  # smallest value (of BIASES: of each number); None: unlimited
     high: float | None = None  # largest value; None: unlimited
     default: float | None = None  # None: the default depends on the request, the model or the worker
-    neutral: tuple[float, ...] = ()  # values without effect, first the value that the core uses; empty: every value has an effect
+    neutral: tuple[float, ...] = ()  # values without effect; the core uses the first one. Empty: every value has an effect
     of_model: bool = False  # whether a model's files or an operator may set another default
     least: int = 0  # smallest number of entries of a list
     most: int = 0  # largest number of entries of a list
@@ -297,8 +297,8 @@ DRY_BASE = SamplingParameter(_everywhere("dry_base"), "dry.base", Kind.NUMBER, "
 DRY_ALLOWED_LENGTH = _integer(
     _everywhere("dry_allowed_length"), "dry.allowed_length", 1, limits.MAX_DRY_ALLOWED_LENGTH, "See `dry_multiplier`.", 2
 )
-# The range applies to the APIs. On the wire and in the core, a window of 0 means all tokens: the gateway omits the field for -1,
-# and the whole message Dry for 0 (services/gateway/api/generation_params.py).
+# This is the range in the APIs, where -1 means all tokens and 0 means no penalty. On the wire, a window of 0 means all tokens.
+# For -1 the gateway therefore omits the field, and for 0 the whole message Dry (services/gateway/api/generation_params.py).
 DRY_PENALTY_LAST_N = _integer(
     _everywhere("dry_penalty_last_n"),
     "dry.window",
@@ -351,7 +351,7 @@ def of_api(api: Api) -> Mapping[str, SamplingParameter]:
 
 
 def renamed(api: Api) -> Mapping[str, str]:
-    """Returns the API's name of each wire field that has another name in this API. If an API has several, the first is used."""
+    """Returns the API's name of each wire field whose name in the API differs; the first one if the API has several names."""
     rows = [row for row in reversed(PARAMETERS) if api in row.names and row.wire and "." not in row.wire]
     return {row.wire: row.names[api] for row in rows if row.wire != row.names[api]}
 

@@ -55,7 +55,10 @@ def sizing_rows() -> list[Row]:
 
 
 def context_lens() -> dict[str, tuple[int, dict[int, int]]]:
-    """Returns for each model its context length and, by GPU memory, the largest context_len if the whole context does not fit."""
+    """Returns the context lengths of sizing.md, by model: the model's own, and the largest that fits, by GPU memory in GB.
+
+    The inner dictionary has only GPUs that cannot hold the model's own context length.
+    """
     found: dict[str, tuple[int, dict[int, int]]] = {}
     for names, context, needed in table(3):
         if re.fullmatch(r"[\d,]+", context):

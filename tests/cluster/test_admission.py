@@ -69,7 +69,7 @@ def structural(schema: Schema) -> Schema:
 
 @pytest.mark.parametrize("name", CI)
 def test_api_server_admits_values_file(cluster: Cluster, name: str, proved: Callable[[str], None]) -> None:
-    """The API server must give no warning, also none about pod templates that break restricted Pod Security."""
+    """The API server gives no warning. The namespace's label makes it also warn about pods that break restricted Pod Security."""
     with namespace(cluster, f"admitted-{name}") as space:
         cluster.kubectl("label", "namespace", space, "pod-security.kubernetes.io/warn=restricted")
         values = yaml.safe_load(CI[name].read_text())
@@ -113,7 +113,7 @@ def start(cluster: Cluster, name: str) -> tuple[float, dict[str, str]]:
 
 @pytest.mark.parametrize("name", [each for each in CI if each != "cpu-demo"])
 def test_values_file_starts_on_this_machine(name: str, starts: Starts, proved: Callable[[str], None]) -> None:
-    """An overlay replaces values that do not fit this machine: GPUs, registry, volumes, and all models by the demo model."""
+    """An overlay replaces the GPUs, the registry and the volumes, which this machine lacks. All models are the demo model."""
     took, answers = result_of(starts[name])
     assert answers and set(answers.values()) == {"17 + 25 = 42."}, answers
     proved(f"{name}: up after {took:.0f} s, {' and '.join(answers)} answered")

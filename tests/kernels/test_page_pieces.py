@@ -1,4 +1,4 @@
-"""Checks that copying pages layer by layer from host memory into a device's pools writes the bytes that whole pages would."""
+"""Checks that copies of pages from host memory to a device's pools write the same bytes layer by layer as in whole pages."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ container. */}}
 {{- toJson $over -}}
 {{- end }}
 
-{{/* Metadata and spec of a pod or a pod template, with the additions of the values. Takes {scope, metadata, spec}. metadata, spec: the
-chart's own, as YAML; the first container is the chart's. */}}
+{{/* Renders a pod or a pod template: the chart's metadata and spec, and the operator's additions in the values. Takes {scope, metadata,
+spec}, where metadata and spec are the chart's, as YAML. The first container is the chart's. */}}
 {{- define "rootstock.pod.template" -}}
 {{- $over := include "rootstock.pod.overrides" .scope | fromJson -}}
 {{- $metadata := fromYaml .metadata -}}

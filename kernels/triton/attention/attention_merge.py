@@ -50,9 +50,9 @@ def split_index(split, first, rest, step):
 def split_indices(dealt, part, across, extra, split_capacity, DEAL: tl.constexpr):
     """Returns (counter, step, first, rest): the index of the tile's counter, and the arguments of split_index().
 
-    With DEAL, the splits beyond one per row are stored in the order of the rows; `dealt` is their number in earlier rows. The
-    first split of a row with several splits is stored `extra` splits after the row's second split. Without DEAL, a tile's splits
-    are adjacent, with space for `split_capacity` splits per tile.
+    With DEAL, the splits from split 1 on are stored one after the other, in the order of the rows. `dealt` is the number of
+    these splits in earlier rows. Split 0 of a row with several splits is stored `extra` splits after its split 1. Without DEAL,
+    a tile's splits are adjacent, with space for `split_capacity` splits per tile.
     """
     if DEAL:
         counter = dealt * across + part
@@ -151,7 +151,7 @@ def fold_splits(
         SPLIT: whether each split is stored, if the tile has several splits.
 
     Returns:
-        (acc [M, E], total [M], peak [M]) of the last computed split with SPLIT, otherwise of all splits after their merge.
+        (acc [M, E], total [M], peak [M]). With SPLIT: of the last computed split. Without: of all computed splits, merged.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -269,7 +269,10 @@ def merge_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merges the splits of attention_kernel with SPLIT, without DEAL and MERGE. The grid is the first axis of its grid."""
+    """Merges the splits that attention_kernel has stored with SPLIT and with neither DEAL nor MERGE.
+
+    The grid is the first axis of attention_kernel's grid.
+    """
     TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     across = NUM_KV_HEADS * CHUNKS

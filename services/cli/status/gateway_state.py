@@ -69,7 +69,7 @@ class GatewayState:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """A worker's counter of generated tokens in one report."""
+    """The value of a worker's counter of generated tokens, as one report has it."""
 
     at: float  # time of the report on the client's monotonic clock
     tokens: int

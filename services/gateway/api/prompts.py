@@ -78,7 +78,7 @@ UNBOUNDED = ContextBudget((1 << 31) - 1, 0, False)  # for prompts that are token
 
 
 def budget_with_output(model: ModelInfo, in_session: bool = False) -> ContextBudget:
-    """Returns the budget of a prompt with an output, for which it reserves one token.
+    """Returns the budget of a prompt that output follows. One token of the context is reserved for the output.
 
     A turn of a session is never cut, because only the worker knows the length of the session's context.
     """

@@ -66,7 +66,7 @@ class RunPorts:
     """The objects and functions of the gateway that all runs share."""
 
     store: BackgroundStore
-    answers: Answers  # the API whose responses run
+    answers: Answers  # prepares and renders the responses of the runs
     run: RunGeneration  # serves one attempt
     callers: Callable[[str, float], Caller]  # API key's name, Unix time of the client's request → caller; raises ApiError
     computed_by: Callable[[Choice], tuple[ModelVersion | None, str]]  # model version and numerics of a choice's output

@@ -23,7 +23,9 @@ from rootstock_llm.services.shared.limits import (
 )
 from rootstock_llm.services.shared.memory import trim_heap
 
-TRIM_BYTES = 1 << 20  # smallest body after which freed memory is returned to the system; the next body reuses smaller memory
+TRIM_BYTES = (
+    1 << 20
+)  # size of the smallest body whose memory is returned to the system; the next body reuses the memory of smaller bodies
 TRIM_S = 1.0  # seconds from the end of a large body to the trim, so that one trim serves several bodies
 QUIET_S = 15.0  # seconds after the last large body until the garbage collector scans all objects
 YOUNG, OLDEST = 1, 2  # generations of objects, as arguments of gc.collect()
@@ -64,7 +66,7 @@ class BodyPool:
         return len(self._growing) + len(self._new)
 
     def try_reserve(self, size: int, owned: int = 0) -> bool:
-        """Reserves bytes, unless they are not free or a body waits that comes before this one.
+        """Reserves bytes if they are free and no waiting body comes before this one.
 
         Args:
             owned: Bytes of the pool that the body has already reserved.
@@ -253,7 +255,7 @@ class RequestBody:
         self._content = content
 
     def take(self) -> bytes | bytearray:
-        """Returns the content and drops the reference to it. So parsing can free up to 64 MiB. May be called once."""
+        """Returns the content and drops the reference to it, so that the parser can release up to 64 MiB early. Call it once."""
         content, self._content = self._content, None
         assert content is not None, "take() is called once, after the content was received"
         return content

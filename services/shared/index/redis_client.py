@@ -104,7 +104,9 @@ def reload_files(pool: Any, url: str, reloading: type[Any]) -> None:
     given = set(parse_qs(urlsplit(url).query))
     unknown = {name for name in given if name.startswith("ssl_")} - TLS_QUERY | given & RESERVED
     if unknown:
-        raise ValueError(f"its query has {', '.join(sorted(unknown))}; the TLS parameters are {', '.join(sorted(TLS_QUERY))}")
+        raise ValueError(
+            f"its query has unsupported parameters: {', '.join(sorted(unknown))}; those of TLS are {', '.join(sorted(TLS_QUERY))}"
+        )
     try:
         pool.connection_class(**pool.connection_kwargs)  # the constructor does not connect
     except (TypeError, RedisError) as error:

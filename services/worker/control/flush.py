@@ -40,7 +40,7 @@ class Flushed:
 
 
 def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) -> Flush:
-    """Returns the selection of a request.
+    """Returns the pages that the fields of a flush request select.
 
     Args:
         names: names of tiers; may include SELECTED. Empty: AGE_TIERS if an age is given, else SALT_TIERS if a salt is given, else

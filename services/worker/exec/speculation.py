@@ -103,7 +103,8 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
     decoder = target.model
     if not isinstance(decoder, Decoder):
         raise UnsupportedModel(
-            f"--speculative-algorithm {algorithm} reads hidden states of our decoders; transformers' code computes this model"
+            f"--speculative-algorithm {algorithm} is not available for this model, because it needs hidden states of our own"
+            " decoder, and transformers' code computes the model"
         )
     load = load_eagle3 if algorithm == EAGLE3 else load_mtp
     head = load(folder, decoder, target.dtype, target.kernels)

@@ -197,7 +197,7 @@ class PendingCommands:
 
     @property
     def waits_for_settling(self) -> bool:
-        """Whether a command could run if no operation on device pages were running."""
+        """Whether a waiting command is delayed only by operations on device pages."""
         return self._core.idle and any(command.barrier is Barrier.IDLE for command in self._waiting)
 
     def add(self, command: Command, now: float) -> None:

@@ -50,7 +50,7 @@ class Timing:
         return _median_gap([at for at, _ in self.marks[4:]])
 
     def decode_step_s(self, steps: int) -> tuple[float, float]:
-        """Returns the median seconds between the tokens of two steps: for the first and the last `steps` decode steps.
+        """Returns two medians of the seconds between the tokens of consecutive steps: of the first and of the last `steps` steps.
 
         Only steps in which all requests decode count.
         """

@@ -59,7 +59,7 @@ class Install:
     redis: tuple[str, ...]  # purposes of the Redis servers: index, state
     prometheus: str  # URL
     sure: bool  # whether the operator has configured Prometheus, so that an unreachable one is a fault
-    unshown: str  # kinds of KEDA's credentials that this test lacks, such as a cloud identity or tls; "" if it lacks none
+    unshown: str  # kinds of credentials that KEDA has and this check cannot use, such as a cloud identity; "" if it has all of them
     scrapes: bool  # whether Prometheus should have the release's series
     scaled: Object  # {engine, metric, selector, names}
     policies: bool  # whether the chart has NetworkPolicies

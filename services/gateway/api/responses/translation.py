@@ -71,7 +71,7 @@ def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
 
 
 def as_served(request: ResponsesRequest) -> ResponsesRequest:
-    """Returns the request without its hosted tools, in the form that the response repeats and the store gets."""
+    """Returns the request without its hosted tools. The response repeats this request, and the store keeps it."""
     if not omitted_names(request.tools):
         return request
     choice = request.tool_choice

@@ -42,7 +42,7 @@ class Aborted(ResponseModel):
 
 
 class _Meta(ResponseModel):
-    """A list of log probabilities has an entry [logprob, token id, text] for each token."""
+    """The fields of every output. In all lists of log probabilities, a token has the entry [logprob, token id, text]."""
 
     id: str
     prompt_tokens: Count

@@ -29,7 +29,7 @@ class Counters:
     retracted_output_tokens_total: int = 0  # output tokens of retracted requests, counted at each retraction
     preemptions_total: int = 0  # running requests that a more urgent request displaced
     grammars_total: int = 0  # requests with a grammar
-    grammar_hits_total: int = 0  # requests whose grammar was compiled when they arrived
+    grammar_hits_total: int = 0  # requests whose grammar had been compiled before they arrived
     grammar_aborts_total: int = 0  # aborted requests with a grammar
     verified_rows_total: int = 0  # decode rows with draft tokens
     drafted_tokens_total: int = 0  # draft tokens of decode rows

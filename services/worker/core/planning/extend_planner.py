@@ -1,6 +1,6 @@
 """Plans the extend rows of a step: first the started extends, then waiting requests in the policy's order.
 
-A started extend is an admitted request with known tokens that no step has planned yet.
+A started extend is an admitted request, some of whose known tokens are not in any plan yet.
 
 docs/design/scheduler.md#which-rows-a-step-has and #admission-and-budgets have the rules.
 """

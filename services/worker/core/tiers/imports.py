@@ -198,9 +198,9 @@ class Imports:
         return memory.peek(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)[1] // memory.page_size
 
     def _is_readable(self, wanted: Wanted, at: int) -> bool:
-        """Returns whether page `at` of the prompt is in a lower tier, in a remote worker, or being read.
+        """Returns whether page `at` of the prompt is in a lower tier or a remote worker, or a running operation reads it.
 
-        Computes the missing page keys of `wanted`.
+        First adds the missing page keys to `wanted.keys`.
         """
         self._keys.extend(wanted.keys, self._keys.root(wanted.tree), wanted.tokens, wanted.limit)
         key, source = wanted.keys[at], wanted.source

@@ -50,7 +50,7 @@ class RunningImport:
 
 
 class Lanes:
-    """The running import operations, and the operation that reads each page."""
+    """The running import operations. For each page that is being read, its operation."""
 
     def __init__(self, rates: Rates) -> None:
         """Starts without operations. Measured times are recorded in `rates`."""

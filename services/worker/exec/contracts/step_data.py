@@ -200,9 +200,9 @@ class TokenRecorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputLogprobs:
-    """The log probabilities that the requests of sampled rows ask for.
+    """Which log probabilities the requests of the sampled rows ask for.
 
-    The fields are copies, because another request may be admitted to the slot before the result arrives.
+    The values are copied from the rows' slots, because a slot may have another request before the result arrives.
     """
 
     rows: I32  # indices into the sampled rows

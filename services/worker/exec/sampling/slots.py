@@ -296,7 +296,11 @@ class PastTokens:
         return bool(self._of) and any(slot in self._of for slot in plan.slots[: plan.num_extend].tolist())
 
     def follow(self, plan: BatchPlan) -> dict[tuple[int, int], int]:
-        """Adds the tokens of the plan's extend rows. Returns the necessary changes of the device's counts by (slot, token)."""
+        """Adds the tokens of the plan's extend rows to the Past of their slots.
+
+        Returns:
+            By (slot, token), the number to add to the device's count.
+        """
         changes: Counter[tuple[int, int]] = Counter()
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):

@@ -1,9 +1,10 @@
 """Runs steps whose decode rows verify draft tokens. A draft token is accepted if sampling at its position returns the same token.
 
-In the plan for the runner (the inner plan), a decode row with k draft tokens is replaced by k + 1 rows of one token each. These
-rows are sampled position by position: first the first row of every decode row, then the second, and so on. Each position sees the
-sampling state after the positions before it, as in separate steps. Penalties, draws, log probabilities and faults are therefore
-the same as without draft tokens. After a rejected draft token, the device turns the later rows of that decode row into padding.
+In the plan for the runner (the inner plan), a decode row with k draft tokens is replaced by k + 1 inner rows of one token each.
+The inner rows are sampled position by position: those of the first position of all decode rows, then those of the second position,
+and so on. Each position sees the sampling state after the positions before it, as in separate steps. Penalties, draws, log
+probabilities and faults are therefore the same as without draft tokens. After a rejected draft token, the device turns the later
+inner rows of that decode row into padding.
 
 The host needs the number of accepted draft tokens before the next step, because the next position and the text for drafting
 depend on it. forward() waits for earlier steps in three cases: an earlier step verifies draft tokens, the plan requests draft
@@ -184,7 +185,7 @@ class DraftedSteps:
     def _extends_unsettled(self, plan: BatchPlan) -> bool:
         """Returns whether the plan has tokens for a running request whose last sampled tokens are not on the host yet.
 
-        The drafter must receive the sampled tokens before the tokens of the plan, which may replace them.
+        The drafter must receive the sampled tokens first, because the tokens of the plan may replace them.
         """
         slots = set(plan.slots[: plan.num_extend].tolist())
         slots.difference_update(admitted.slot for admitted in plan.admitted)  # slots of new requests

@@ -238,7 +238,7 @@ class TestDetokenizer:
         system.do(lambda: setattr(system.detokenizer, "forget", 2))
         system.do(lambda: system.worker.allow(None))
         assert content_of(pending.result().text) == ANSWER
-        assert len(system.detokenizer.contexts) == 1  # on the same stream
+        assert len(system.detokenizer.contexts) == 1  # the gateway opens the handle again on the same stream
 
     def test_request_fails_when_the_ids_cannot_be_decoded(self, system: System) -> None:
         system.do(lambda: setattr(system.detokenizer, "forget", 1000))

@@ -125,7 +125,7 @@ TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, de
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=130), st.integers(0, 40))
 def test_match_returns_a_depth_per_owner(lengths: list[int], prompt_blocks: int) -> None:
-    """Depths change by small and large steps, across byte borders and beyond 64 owners."""
+    """The owners' depths differ by few and by many blocks. Some cases have more owners than a word of 64 bits."""
     prompt = [depth.to_bytes(8, "big") for depth in range(40)]
     index = PrefixIndex()
     for number, length in enumerate(lengths):
