@@ -29,12 +29,12 @@ from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.kernel_set import KernelSet, bring_pieces, copies, sample_kernels
 from rootstock_llm.services.worker.exec.loading import load_again, load_model
 from rootstock_llm.services.worker.exec.memory_parts import MemoryParts, NoModel
+from rootstock_llm.services.worker.exec.model_pools import ModelPools
 from rootstock_llm.services.worker.exec.models.attention import Attention
 from rootstock_llm.services.worker.exec.models.dense import Decoder
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
 from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool
-from rootstock_llm.services.worker.exec.pools.model_pools import ModelPools
 from rootstock_llm.services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from rootstock_llm.services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
 from rootstock_llm.services.worker.exec.sizing import PoolNeeds, pages_of_device

@@ -1,10 +1,10 @@
 """Runs steps whose decode rows verify draft tokens. A draft token is accepted if sampling at its position returns the same token.
 
 In the plan for the runner (the inner plan), a decode row with k draft tokens is replaced by k + 1 inner rows of one token each.
-The inner rows are sampled position by position: those of the first position of all decode rows, then those of the second position,
-and so on. Each position sees the sampling state after the positions before it, as in separate steps. Penalties, draws, log
-probabilities and faults are therefore the same as without draft tokens. After a rejected draft token, the device turns the later
-inner rows of that decode row into padding.
+The inner rows are sampled position by position: those of the first position of all decode rows, then those of the second, and so
+on. Each position sees the sampling state after the positions before it, as in separate steps. Penalties, draws, log probabilities
+and faults are therefore the same as without draft tokens. After a rejected draft token, the device turns the later inner rows of
+that decode row into padding.
 
 The host needs the number of accepted draft tokens before the next step, because the next position and the text for drafting
 depend on it. forward() waits for earlier steps in three cases: an earlier step verifies draft tokens, the plan requests draft
