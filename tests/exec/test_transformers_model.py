@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,32 @@ def test_registry_refuses_other_layer_types(family: str) -> None:
 def test_check_finds_an_ignored_window(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     TinyModel("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": window}).build(tmp_path)
     monkeypatch.setattr(Probe, "_window", lambda *_: 0)
+    assert "paged attention computes other results" in refusal(tmp_path)
+
+
+DEEP = {**SERVED["gpt-oss"].options, "num_hidden_layers": 24, "sliding_window": 128}
+
+
+def test_load_accepts_a_deep_model_with_experts_and_windows_in_half_precision(tmp_path: Path) -> None:
+    TinyModel("GptOss", DEEP).build(tmp_path, torch.bfloat16)
+    with serving(tmp_path, "bfloat16") as (_, info):
+        assert info.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_load_refuses_a_model_when_one_layer_has_half_of_its_window(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Probe.record
+
+    def halved(probe: Probe, module: Any, *others: Any) -> None:
+        whole(probe, module, *others)
+        if module.layer_idx == 2:
+            assert probe.layers[2].window == 128
+            probe.layers[2] = replace(probe.layers[2], window=64)
+
+    monkeypatch.setattr(Probe, "record", halved)
+    TinyModel("GptOss", DEEP).build(tmp_path, dtype)
     assert "paged attention computes other results" in refusal(tmp_path)
 
 

@@ -11,15 +11,18 @@ A trial computes two prompts in three steps:
 2. its second chunk, together with the whole second prompt
 3. one decoded token of each prompt
 
-The results differ if the model stores state between steps, mixes rows, or needs another kind of attention. The short trial runs
-all layers and the vocabulary projection. The prompt of the long trial is longer than every block and compression rate of the
-config, and than every window up to LONGEST_WINDOW. The long trial runs only the first layers of each kind, because all layers
-would take too long for a large model.
+The results differ if the model stores state between steps, mixes rows, or needs another kind of attention. In float32, the
+results of the whole model are compared. In half precision, the outputs of each attention module are compared, on the inputs that
+the module had in the model's own run (own_inputs.py).
+
+The short trial runs all layers and the vocabulary projection. The prompt of the long trial is longer than every block and
+compression rate of the config, and than every window up to LONGEST_WINDOW. The long trial runs only the first layers of each
+kind, because all layers would take too long for a large model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,6 +40,7 @@ from rootstock_llm.services.shared import served_config
 from rootstock_llm.services.shared.served_config import LAYER_TYPES, TYPE_LISTS
 from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.models.own_inputs import OwnInputs
 from rootstock_llm.services.worker.exec.models.transformers_model import (
     PAGED_ATTENTION,
     AttentionLayer,
@@ -62,7 +66,7 @@ BEYOND = 24  # tokens of the long trial's prompt after the last boundary
 LONGEST = 2048  # largest boundary in tokens that the long trial covers
 LONGEST_WINDOW = 1024  # largest window in tokens that the long trial covers; longer windows are checked only by their masks
 TOLERANCE = 1e-3  # largest relative error in float32
-HALF_TOLERANCE = 0.05  # largest relative error in half precision, whose rounding depends on the order of sums
+HALF_TOLERANCE = 0.05  # largest relative error of an attention module in half precision
 AGREEING = 0.95  # share of a long prompt's tokens that must agree; rounding may make a router choose another expert for a few
 # A key of a config is a length in tokens if it has a word of _SIZES, and no word of _NO_LENGTHS or _STATE.
 _SIZES = {"block", "chunk", "rate", "rates", "stride", "segment", "compress", "compression", "window"}
@@ -94,15 +98,16 @@ def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int,
     model = transformers_checkpoint.load(folder, config, auto_class_of(config), dtype, "eager")
     decoder = decoder_of(model) if has_head else model
     trial = short_trial(int(config.vocab_size), context_len)
-    expected = outputs(model, trial, has_head)
+    expected = outputs(model, trial, has_head)  # also shows whether the model runs at all
     if expected[0].shape[1] != config.vocab_size and has_head:
         raise UnsupportedModel(f"the model computes {expected[0].shape[1]} logits, but its vocab_size is {config.vocab_size}")
     holder = StepHolder()
     holder.attach(model)
     probe = _probed(model, holder, trial.ids[0], context_len)
+    own = _recorded(model, decoder, trial, probe.modules) if dtype != torch.float32 else None
     model.set_attn_implementation(PAGED_ATTENTION)
     paged = TransformersModel(model, decoder, PagedLayers(holder, probe.layers, kernels), context_len)
-    _checked(paged, Subject(probe.ordered(), dtype, kernels, has_head), expected, trial)
+    _checked(paged, Subject(probe.ordered(), dtype, kernels, has_head, own), expected, trial)
     _check_long(model, decoder, holder, probe, Subject((), dtype, kernels, False), long_trial(config, context_len))
     return LoadedCausal(paged, probe, transformers_checkpoint.num_bytes(model))
 
@@ -176,6 +181,7 @@ class Probe:
 
     context_len: int  # tokens
     layers: dict[int, AttentionLayer] = field(default_factory=dict)  # by layer_idx of the attention module
+    modules: dict[int, nn.Module] = field(default_factory=dict)  # the attention modules, by layer_idx
 
     def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, window: int | None) -> None:
         name = type(module).__name__
@@ -190,6 +196,7 @@ class Probe:
             )
         kv = LayerKV(key.shape[1], key.shape[3], value.shape[3])
         self.layers[number] = AttentionLayer(len(self.layers), kv, self._window(name, mask, window))
+        self.modules[number] = module
 
     def _window(self, name: str, mask: Any, window: int | None) -> int:
         """Returns the sliding window in tokens, 0 for none. Raises UnsupportedModel for any other mask."""
@@ -288,6 +295,7 @@ class Subject:
     dtype: torch.dtype
     kernels: Kernels
     has_head: bool  # whether logits are compared; otherwise, hidden states are
+    own: OwnInputs | None = None  # set in half precision: inputs and outputs of the attention modules in the model's own run
 
 
 @dataclass(frozen=True)
@@ -363,11 +371,23 @@ def _check_long(model: Any, decoder: Any, holder: StepHolder, probe: Probe, subj
     layers = {number: layer for number, layer in probe.layers.items() if number < count}
     with _first_layers(decoder, count, len(probe.layers)) as is_cut:
         layers = layers if is_cut else dict(probe.layers)
+        modules, own = {number: probe.modules[number] for number in layers}, None
+        if subject.dtype != torch.float32:
+            own = _recorded(model, decoder, trial, modules)
         model.set_attn_implementation("eager")
         expected = outputs(decoder, trial, False)
         model.set_attn_implementation(PAGED_ATTENTION)
         paged = TransformersModel(decoder, decoder, PagedLayers(holder, layers, subject.kernels), len(trial.ids[0]))
-        _checked(paged, replace(subject, layers=[layer.kv for layer in layers.values()]), expected, trial)
+        _checked(paged, replace(subject, layers=[layer.kv for layer in layers.values()], own=own), expected, trial)
+
+
+def _recorded(model: Any, decoder: Any, trial: Trial, modules: Mapping[int, nn.Module]) -> OwnInputs:
+    """Runs both prompts with the model's own attention. Returns the inputs and outputs of the attention modules."""
+    own = OwnInputs(modules)
+    model.set_attn_implementation("eager")
+    with own.recording():
+        outputs(decoder, trial, False)
+    return own
 
 
 def _layers_of_each_kind(probe: Probe, types: Sequence[str]) -> int:
@@ -425,14 +445,23 @@ def check(model: CausalModel, subject: Subject, expected: tuple[Tensor, Tensor],
         spans = list(zip(slots, starts, ends, strict=True))
         input_ids = torch.cat([trial.ids[slot][start:end] for slot, start, end in spans])
         assert len(input_ids) == sum(end - start for _, start, end in spans), "each position has a token"
-        model.forward(input_ids, _rows(trial.table, slots, starts, ends), pool)
+        rows = _rows(trial.table, slots, starts, ends)
+        if subject.own is not None:
+            with subject.own.replaying(spans) as errors:
+                model.forward(input_ids, rows, pool)
+            for each in errors:
+                _require(each.quantile(AGREEING), HALF_TOLERANCE)
+            continue
+        model.forward(input_ids, rows, pool)
         wanted = torch.arange(len(input_ids))
         computed = (model.logits(wanted) if subject.has_head else model.states(wanted)).float()
         for (slot, start, end), piece in zip(spans, torch.split(computed, [end - start for _, start, end in spans]), strict=True):
             ours[slot][start:end] = piece
+    if subject.own is not None:
+        return
     for part in trial.pieces():
-        _compare(ours[0][part], expected[0][part], subject.dtype, trial.agreeing)
-    _compare(ours[1], expected[1], subject.dtype, trial.agreeing)
+        _compare(ours[0][part], expected[0][part], trial.agreeing)
+    _compare(ours[1], expected[1], trial.agreeing)
 
 
 def _rows(table: Tensor, slots: tuple[int, ...], starts: tuple[int, ...], ends: tuple[int, ...]) -> RaggedRows:
@@ -455,14 +484,18 @@ def _rows(table: Tensor, slots: tuple[int, ...], starts: tuple[int, ...], ends: 
     )
 
 
-def _compare(ours: Tensor, own: Tensor, dtype: torch.dtype, agreeing: float) -> None:
-    """Compares the results of each token by the relative error in the norm. Raises UnsupportedModel if too few tokens agree.
+def _compare(ours: Tensor, own: Tensor, agreeing: float) -> None:
+    """Compares the float32 results of each token by the relative error in the norm.
 
-    In float32, the share `agreeing` of the tokens must agree, and in half precision half of them. The results of the other tokens
-    may differ, because rounding may make a router choose another expert.
+    The share `agreeing` of the tokens must agree. The results of the other tokens may differ, because rounding may make a router
+    choose another expert. Raises UnsupportedModel if too few tokens agree.
     """
     errors = (ours - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-6)
-    error, tolerance = (errors.quantile(agreeing), TOLERANCE) if dtype == torch.float32 else (errors.median(), HALF_TOLERANCE)
+    _require(errors.quantile(agreeing), TOLERANCE)
+
+
+def _require(error: Tensor, tolerance: float) -> None:
+    """Raises UnsupportedModel if the relative error is above the tolerance or is not a number."""
     if not error <= tolerance:
         raise UnsupportedModel(
             f"paged attention computes other results than the model's own attention (relative error {error:.2g})"
