@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -23,9 +24,11 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -60,7 +63,12 @@ class Shape:
     family: str = "qwen3"  # key of CONFIGS
 
 
-CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "qwen3": Qwen3Config,
+    "qwen2": Qwen2Config,
+    "llama": LlamaConfig,
+    "qwen3.5": Qwen3_5TextConfig,
+}
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, tied=True, head_dim=16, vocab=1024, text_tokens=1000, max_positions=2048),
     "smollm2-360m": Shape(
@@ -76,6 +84,16 @@ SHAPES = {
     ),
     "qwen2.5-0.5b": Shape(896, 4864, 24, 14, 2, tied=True, head_dim=64, max_positions=32_768, family="qwen2"),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, tied=True),
+    "qwen3.5-0.8b": Shape(
+        *(1024, 3584, 24, 8, 2),
+        tied=True,
+        head_dim=256,
+        vocab=248_320,
+        text_tokens=248_044,
+        max_positions=262_144,
+        rope_theta=1e7,
+        family="qwen3.5",
+    ),
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, tied=True),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, tied=True),
     "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, tied=False),
@@ -83,9 +101,12 @@ SHAPES = {
 }
 
 
-def config_of(shape: Shape) -> Qwen3Config | Qwen2Config | LlamaConfig:
-    windows = {} if shape.family == "llama" else {"max_window_layers": shape.layers}
-    config: Qwen3Config | Qwen2Config | LlamaConfig = CONFIGS[shape.family](
+def config_of(shape: Shape) -> PreTrainedConfig:
+    further: dict[str, Any] = {"max_window_layers": shape.layers} if shape.family.startswith("qwen") else {}
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.family == "qwen3.5":
+        further, rope["partial_rotary_factor"] = {"linear_num_value_heads": 16}, 0.25
+    return CONFIGS[shape.family](
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -94,8 +115,8 @@ def config_of(shape: Shape) -> Qwen3Config | Qwen2Config | LlamaConfig:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_positions,
-        **windows,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        **further,
+        rope_parameters=rope,
         rms_norm_eps=shape.norm_eps,
         initializer_range=shape.std,
         tie_word_embeddings=shape.tied,
@@ -104,7 +125,6 @@ def config_of(shape: Shape) -> Qwen3Config | Qwen2Config | LlamaConfig:
         pad_token_id=shape.text_tokens,
         dtype=torch.bfloat16,
     )
-    return config
 
 
 def random_model(shape: Shape, seed: int) -> PreTrainedModel:

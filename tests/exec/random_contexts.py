@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.messages import NOTHING_VERIFIED, FinishReason, PeerOutput, Submit, Verified
 from rootstock_llm.services.worker.core.contracts.plan import DryParams, PromptLogprobs, RowLogprobs, SamplingParams
@@ -52,6 +53,7 @@ class World:
     max_drafts: int = 0  # largest number of draft tokens per row; 0: no drafting
     adapts_drafts: bool = True  # whether the controller chooses the number of draft tokens
     drafts_by_model: bool = False  # whether a draft model drafts, not n-grams
+    groups: tuple[CacheGroup, ...] = ()  # cache groups of the model
 
     def config(self, **given: Any) -> SchedulerConfig:
         sizes = {"page_size": self.page_size, "context_len": self.context_len, "vocab_size": self.vocab_size}
@@ -61,7 +63,8 @@ class World:
             "speculative_adaptive": self.adapts_drafts,
             "drafts_by_model": self.drafts_by_model,
         }
-        return deployed_config(**{**sizes, **plain, **drafts, **given})
+        groups = {"groups": self.groups, "state_interval": self.page_size}
+        return deployed_config(**{**sizes, **plain, **drafts, **groups, **given})
 
     def ids(self, rng: random.Random, count: int) -> tuple[int, ...]:
         return tuple(rng.randrange(6, self.vocab_size) for _ in range(count))

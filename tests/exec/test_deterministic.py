@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
 from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
 from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor
@@ -19,7 +20,7 @@ from rootstock_llm.services.worker.exec.kernel_set import numerics
 from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 from tests.exec.driver import Driver, Sequence
 from tests.exec.random_contexts import Asked, World, alone, strings, targets
-from tests.exec.tiny_models import TinyModel
+from tests.exec.tiny_models import MODELS, TinyModel
 from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
@@ -37,11 +38,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made_of(folder: Path, dtype: str, deterministic: bool = True, kernels: str = "auto") -> Executor:
+    return with_groups(folder, dtype, deterministic, kernels)[0]
+
+
+def with_groups(
+    folder: Path, dtype: str, deterministic: bool = True, kernels: str = "auto"
+) -> tuple[Executor, tuple[CacheGroup, ...]]:
+    """Returns an executor and the cache groups of its model."""
     options = DeviceOptions(device="cpu", num_threads=1, deterministic=deterministic, kernels=kernels)
-    executor, _ = build_device_executor(
+    executor, info = build_device_executor(
         str(folder), dtype, WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len, options, lambda _: None
     )
-    return executor
+    return executor, info.groups
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -56,6 +64,19 @@ def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[Executor]
 def test_result_has_equal_bits_in_any_context(executor: Executor, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     assert len(strings(WORLD, executor, target, range(number, CONTEXTS, 3))) == 1
+
+
+@pytest.mark.by_day(one_in=3, seed=2)
+@pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["qwen3.5", "gemma3"])
+def test_result_of_windows_and_states_has_equal_bits_in_any_context(name: str, dtype: str, number: int, tmp_path: Path) -> None:
+    MODELS[name].build(tmp_path)
+    executor, groups = with_groups(tmp_path, dtype)
+    world = replace(WORLD, groups=groups)
+    target = list(targets(world, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    assert groups and len(strings(world, executor, target, range(number, CONTEXTS, 3))) == 1
+    executor.close()
 
 
 def test_result_has_different_bits_without_the_mode(folder: Path) -> None:
