@@ -221,6 +221,9 @@ def general_attention(
         length = start + count
         pages = rows.page_table[int(rows.slots[row]), : -(-length // page_size)].clamp(min=0).long()
         keys, values = _sequence(k_pool, pages, length), _sequence(v_pool, pages, length)
+        if window:  # earlier pages may belong to another request by now, and a weight of 0 times a NaN would be NaN
+            for each in (keys, values):
+                each[:, : max(start - window + 1, 0)] = 0.0
         for first, piece in _pieces(count, max(1, MAX_SCORES // (length * num_heads))):
             part = slice(offset + first, offset + first + piece)
             positions = torch.arange(start + first, start + first + piece, device=q.device)

@@ -254,9 +254,13 @@ def test_paged_attention_matches_reference(
         pages = rows.page_table[int(rows.slots[row]), positions // page_size].long()
         keys[pages, :, positions % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 1)
         values[pages, :, positions % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 50)
+        if window:  # pages before the window may belong to another request by now
+            left = pages[: max(start - window + 1, 0) // page_size * page_size]
+            keys[left], values[left] = torch.nan, torch.nan
     found, expected = (torch.empty(num_tokens, heads * head_dim, dtype=dtype) for _ in range(2))
     kernels.paged_attention(found, qkv, keys, values, rows, head_dim**-0.5, window)
     reference.paged_attention(expected, qkv, keys, values, rows, head_dim**-0.5, window)
+    assert bool(expected.isfinite().all())
     assert_same(found, expected, dtype)
 
 

@@ -100,6 +100,9 @@ def case(
     rows, num_pages = ragged(shapes, page_size)
     keys = filled_pool(rows, (num_pages, heads[1], page_size, dims[0]), dtype, 10)
     values = filled_pool(rows, (num_pages, heads[1], page_size, dims[1]), dtype, 50)
+    for row, start in enumerate(rows.starts.tolist() if window else ()):  # pages that may belong to another request by now
+        left = rows.page_table[int(rows.slots[row]), : max(start - window + 1, 0) // page_size].long()
+        keys[left], values[left] = torch.nan, torch.nan
     tokens = int(rows.num_tokens.sum())
     return AttentionCall(
         out=torch.full((tokens, heads[0], dims[1]), torch.nan, dtype=dtype, device=device),

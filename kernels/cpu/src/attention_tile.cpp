@@ -42,12 +42,19 @@ void gather_queries(const Tile& tile) {
     std::fill(tile.o, tile.o + tile.queries * tile.wide, 0.0f);
 }
 
+// Returns the offset in the pools of a position. Positions before the window of the tile's first token have the offset of the window's
+// first position: their weights are 0, but their pages may belong to another request by now, and 0 times a NaN would be NaN.
+int64_t offset_in_window(const Tile& tile, int64_t position) {
+    return tile.job.pool_offset(tile.row, std::max(position, tile.job.first_seen(tile.start)), tile.kv_head);
+}
+
 // Finds the offsets in the pools of positions begin .. end - 1, and fills the rest of the array with the last offset. Reads the page
 // table once in order, because a division per key would take longer than the key's dot product.
 void locate(const Tile& tile, int64_t begin, int64_t end, int64_t (&pool_offsets)[kOffsets]) {
     const Attention<bf16>& job = tile.job;
-    const int64_t count = std::min(kOffsets, end - begin);
-    for (int64_t i = 0; i < count;) {
+    const int64_t count = std::min(kOffsets, end - begin), before = std::min(count, job.first_seen(tile.start) - begin);
+    if (before > 0) std::fill(pool_offsets, pool_offsets + before, offset_in_window(tile, begin));
+    for (int64_t i = std::max<int64_t>(before, 0); i < count;) {
         const int64_t run = std::min(count - i, job.page_size - (begin + i) % job.page_size);
         const int64_t first = job.pool_offset(tile.row, begin + i, tile.kv_head);
         for (int64_t k = 0; k < run; ++k) pool_offsets[i + k] = first + k * job.head_dim;
@@ -65,7 +72,7 @@ void pack_keys(const Tile& tile, int64_t begin, int64_t count) {
         const bf16* source[16];
         for (int64_t i = 0; i < 16; ++i) {
             const int64_t key = block + i;
-            source[i] = key < count ? tile.job.keys + tile.job.pool_offset(tile.row, begin + key, tile.kv_head) : nullptr;
+            source[i] = key < count ? tile.job.keys + offset_in_window(tile, begin + key) : nullptr;
         }
         for (int64_t pair = 0; pair < pairs; pair += 16) {
             __m512 lanes[16];
@@ -84,8 +91,8 @@ void pack_values(const Tile& tile, int64_t begin, int64_t count) {
                                          36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t key = 0; key < kKeys; key += 2) {
-        const bf16* one = key < count ? tile.job.values + tile.job.pool_offset(tile.row, begin + key, tile.kv_head) : nullptr;
-        const bf16* two = key + 1 < count ? tile.job.values + tile.job.pool_offset(tile.row, begin + key + 1, tile.kv_head) : nullptr;
+        const bf16* one = key < count ? tile.job.values + offset_in_window(tile, begin + key) : nullptr;
+        const bf16* two = key + 1 < count ? tile.job.values + offset_in_window(tile, begin + key + 1) : nullptr;
         for (int64_t column = 0; column < tile.wide; column += 32) {
             const bool inside = column < tile.job.head_dim;
             const __m512i a = one != nullptr && inside ? _mm512_loadu_si512(one + column) : _mm512_setzero_si512();

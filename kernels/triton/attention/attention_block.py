@@ -96,10 +96,12 @@ def fold_keys(
     for first in range(begin, end, BLOCK_N):
         key_positions = first + lanes
         inside = key_positions < end
+        if MASKED and CAUSAL and HAS_WINDOW:  # pages before all windows may belong to another request by now
+            inside = inside & (key_positions > tl.min(positions, 0) - window)
         page = tl.maximum(pages, 0).to(tl.int64) * (NUM_KV_HEADS * PAGE_SIZE)
         cells = page + key_positions % PAGE_SIZE
         k = load_rows(k_head, cells * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, MASKED)
-        # Values are also masked, because memory after the end may contain NaN, and a weight of 0 times NaN is NaN.
+        # Values are also masked, because memory outside of the range may contain NaN, and a weight of 0 times NaN is NaN.
         v = load_rows(v_head, cells * VALUE_DIM, inside, VALUE_DIM, BLOCK_E, MASKED)
         ahead = key_positions + BLOCK_N
         pages = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)

@@ -16,6 +16,8 @@ from rootstock_llm.kernels.triton.launch import block_of, chained, take_turn, wa
 
 CHANNELS = 256  # largest number of channels of a program of the convolution
 COLUMNS = 32  # largest number of columns of a state in one program
+# Columns of rows begin anywhere in an upload, so that their alignment must not select a variant of a kernel.
+ROW_COLUMNS = ["offsets", "counts", "before", "after", "cuts", "at_cut"]
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def _input(qkv, pool, first, source, at, channels, inside, SIZE: tl.constexpr, T
     return tl.where(at >= 0, own, old).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_COLUMNS)
 def _convolve_kernel(qkv, weight, pool, offsets, counts, before, after, cuts, at_cut,
                      SIZE: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
     take_turn(CHAINED)
@@ -57,7 +59,7 @@ def _convolve_kernel(qkv, weight, pool, offsets, counts, before, after, cuts, at
         tl.store(qkv + (first + t) * SIZE + channels, value.to(qkv.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_COLUMNS)
 def _delta_kernel(out, qkv, gates, rates, biases, pool, offsets, counts, before, after, cuts, at_cut, scale,
                   SIZE: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
                   VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
