@@ -18,7 +18,7 @@ ELSEWHERE = {
     "MAX_LOGPROB_VALUES": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_LOGPROB_VALUES"),
     "MAX_REPEATED_LOGPROB_VALUES": (
         GATEWAY + "api/test_limits_of_a_request.py",
-        "test_cumulative_stream_has_a_lower_limit",
+        "test_cumulative_stream_has_a_lower_limit_of_logprob_values",
     ),
     "MAX_REQUEST_SET_IDS": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_REQUEST_SET_IDS"),
     "MAX_SCORE_TOKENS": (GATEWAY + "api/test_score.py", "MAX_SCORE_TOKENS"),
@@ -37,7 +37,7 @@ ELSEWHERE = {
     "SMALL_BODY_POOL_BYTES": (BODIES, "test_body_budget_admits_small_bodies_while_a_large_body_waits"),
     "MAX_JSON_DEPTH": (GATEWAY + "api/test_bad_input.py", "MAX_JSON_DEPTH"),
     **dict.fromkeys(("MAX_JSON_VALUES", "JSON_VALUE_BYTES"), (BODIES, "MAX_JSON_VALUES")),
-    "BODY_STEP_BYTES": (BODIES, "test_body_budget_grows_in_steps_when_the_size_is_unknown"),
+    "BODY_STEP_BYTES": (BODIES, "test_body_reserves_bytes_in_steps_when_the_size_of_the_body_is_unknown"),
     "MAX_WAITING_BODIES": (
         GATEWAY + "http/test_body_pool.py",
         "test_pool_refuses_a_body_when_all_other_bytes_belong_to_waiting_bodies",

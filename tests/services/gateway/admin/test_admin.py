@@ -212,7 +212,7 @@ def call_one_worker(method: str, path: str, content: bytes = b"", **kwargs: Any)
         ("POST", "/trace_request", '{"request_id": "r"}', "TraceRequest", pb.TraceRequestRequest(request_id="r")),
     ],
 )
-def test_route_calls_an_operation(method: str, path: str, body: str, rpc: str, request_: Message) -> None:
+def test_admin_route_sends_the_operation_to_the_worker(method: str, path: str, body: str, rpc: str, request_: Message) -> None:
     response, worker = call_one_worker(method, path, body.encode())
     assert response.status_code == 200, response.text
     ((called, sent, _, _),) = worker.calls
@@ -280,7 +280,7 @@ OTHER_TOKEN = FakeControl((grpc.StatusCode.UNAUTHENTICATED, "a valid token is re
         ([FakeControl()], 1, 502, [None, "UNAVAILABLE"]),
     ],
 )
-def test_response_has_a_result_of_each_worker(
+def test_response_has_a_result_for_each_worker(
     workers: list[FakeControl], down: int, status: int, codes: list[str | None]
 ) -> None:
     async def run() -> httpx.Response:
@@ -317,7 +317,7 @@ def test_response_has_a_result_of_each_worker(
         ("/flush_cache", '{"timeout_s": 3601}', "timeout_s"),
     ],
 )
-def test_invalid_body_is_400_and_reaches_no_worker(path: str, body: str, param: str | None) -> None:
+def test_request_with_an_invalid_body_gets_400_and_reaches_no_worker(path: str, body: str, param: str | None) -> None:
     response, worker = call_one_worker("POST", path, body.encode())
     error = response.json()["error"]
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
@@ -337,14 +337,14 @@ def test_unknown_route_is_refused(method: str, path: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong", TOKEN, f"Basic {TOKEN}", "Bearer", f"Bearer {TOKEN} x"])
-def test_request_without_the_token_reaches_no_worker(header: str | None) -> None:
+def test_request_without_the_control_token_reaches_no_worker(header: str | None) -> None:
     headers = {} if header is None else {"authorization": header}
     response, worker = call_one_worker("POST", "/flush_cache", headers=headers, settings={"control_token": TOKEN})
     assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
     assert not worker.calls
 
 
-def test_token_is_sent_to_the_workers(tmp_path: Path) -> None:
+def test_control_token_is_sent_to_the_workers(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     for settings in ({"control_token": TOKEN}, {"control_token_file": str(tmp_path / "token")}):
         response, worker = call_one_worker(
@@ -411,19 +411,19 @@ def test_abort_is_refused_when_the_worker_id_is_unknown() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_unknown") and not requests.scopes
 
 
-def test_request_with_an_origin_header_is_403() -> None:
+def test_request_with_an_origin_header_gets_403() -> None:
     response, worker = call_one_worker("POST", "/flush_cache", headers={"origin": "http://example.com"})
     assert response.status_code == 403 and not worker.calls
 
 
-def test_timeout_of_the_body_replaces_control_timeout_s() -> None:
+def test_timeout_in_the_body_replaces_the_setting_control_timeout_s() -> None:
     _, worker = call_one_worker("POST", "/flush_cache", settings={"control_timeout_s": 30})
     assert 20 < worker.calls[0][2] <= 31, "a call with 30 s; gRPC rounds the deadline up"
     _, worker = call_one_worker("POST", "/flush_cache", b'{"timeout_s": 300}', settings={"control_timeout_s": 30})
     assert 200 < worker.calls[0][2] <= 302, "a call with 300 s"
 
 
-def test_large_body_is_413() -> None:
+def test_request_with_a_large_body_gets_413() -> None:
     response, worker = call_one_worker(
         "POST", "/set_internal_state", json.dumps({"server_args": {"a": "x" * (1 << 20)}}).encode()
     )
@@ -438,7 +438,7 @@ def test_large_body_is_413() -> None:
         ({"control_token": "a", "control_token_file": "b"}, "set only one"),
     ],
 )
-def test_admin_listener_does_not_start_with_an_unusable_token(settings: dict[str, Any], message: str) -> None:
+def test_admin_listener_does_not_start_without_a_usable_control_token(settings: dict[str, Any], message: str) -> None:
     config = GatewaySettings(**{"admin_port": 1, "worker_control_addresses": "127.0.0.1:1", **settings})
 
     async def run() -> None:
@@ -460,7 +460,7 @@ def test_admin_listener_does_not_start_with_an_unusable_token(settings: dict[str
     ],
     ids=["done", "method", "path", "origin"],
 )
-def test_admin_request_leaves_a_line_in_the_access_log(
+def test_access_log_has_a_line_for_each_admin_request(
     tmp_path: Path, method: str, path: str, headers: dict[str, str], route: str, status: int, code: str, end: str
 ) -> None:
     log = tmp_path / "access.log"
@@ -512,7 +512,7 @@ def test_gateway_process_serves_the_admin_port(system: System) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--admin-host", "0.0.0.0"], ["--control-token-file", "/nowhere"]])
-def test_gateway_does_not_start_with_an_unusable_token(system: System, flags: list[str]) -> None:
+def test_gateway_does_not_start_without_a_usable_control_token(system: System, flags: list[str]) -> None:
     process = Process(system, "--admin-port", str(free_ports(1)[0]), "--worker-control-addresses", "127.0.0.1:1", *flags)
     code, log = process.wait()
     problems = [line for line in log if line["level"] == "error"]

@@ -118,7 +118,7 @@ def test_operation_reaches_a_discovered_worker_by_name() -> None:
     run(check)
 
 
-def test_paused_worker_gets_no_requests_and_abort_all_ends_the_rest() -> None:
+def test_paused_worker_gets_no_requests_and_abort_all_ends_requests_only_at_the_named_worker() -> None:
     async def check() -> None:
         async with operated(step_s=0.03) as at:
             first = [at.start(f"a{number}") for number in range(2)]
@@ -139,7 +139,7 @@ def test_paused_worker_gets_no_requests_and_abort_all_ends_the_rest() -> None:
     run(check)
 
 
-def test_requests_are_refused_at_once_when_no_worker_has_a_queue() -> None:
+def test_new_requests_are_refused_at_once_when_max_queued_requests_is_0_on_all_workers() -> None:
     async def check() -> None:
         async with operated(step_s=0.03) as at:
             first = [at.start(f"a{number}", 60) for number in range(2)]
@@ -167,7 +167,7 @@ async def set_tunables(at: Operated, **tunables: Any) -> None:
     ("name", "value"),
     [("max_queued_requests", -1), ("session_ttl_s", 0.0), ("adaptive_chunk_s", 1e300), ("max_sessions", 1 << 62)],
 )
-def test_admin_port_refuses_a_tunable_outside_the_range_of_the_setting(name: str, value: float) -> None:
+def test_admin_port_refuses_a_value_outside_the_range_of_the_setting(name: str, value: float) -> None:
     async def check() -> None:
         async with operated() as at:
             answer = await at.admin.post("/set_internal_state", json={"server_args": {name: value}})
@@ -191,7 +191,7 @@ async def has_load(at: Operated, worker: str, **fields: Any) -> bool:
     return all(load[name] == value for name, value in fields.items())
 
 
-def test_health_generate_is_503_when_every_step_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_generate_returns_503_when_a_step_of_every_worker_exceeds_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FLOOR_S", 2.5)
 
     async def check() -> None:
@@ -222,7 +222,7 @@ def test_health_generate_is_503_when_every_step_exceeds_the_limit(monkeypatch: p
     run(check)
 
 
-def test_operation_reports_workers_without_a_reachable_control_service() -> None:
+def test_response_has_an_error_for_each_worker_without_a_reachable_control_service() -> None:
     async def check() -> None:
         async with operated() as at, bare_worker() as address:
             endpoints = dict.fromkeys([*(worker.address for worker in at.workers), address, "127.0.0.1:1"], True)

@@ -105,7 +105,7 @@ def test_stream_and_response_have_the_same_content(
         assert document.content[0].thinking == ("" if hidden else "Hm.") and document.content[0].signature
 
 
-def test_call_input_omits_arguments_after_a_json_fault(client: Anthropic, set_output: Any) -> None:
+def test_input_of_a_tool_call_omits_arguments_after_a_json_fault(client: Anthropic, set_output: Any) -> None:
     """The client receives the complete members before the fault. Numbers may have any size."""
     arguments = '{"city": "Bonn", "day": 123456789012345678901234567890, "x": nope}'
     set_output(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
@@ -116,7 +116,7 @@ def test_call_input_omits_arguments_after_a_json_fault(client: Anthropic, set_ou
     assert plain(final)["content"] == plain(document)["content"]
 
 
-def test_usage_counts_cached_tokens(client: Anthropic) -> None:
+def test_usage_reports_the_number_of_cached_tokens(client: Anthropic) -> None:
     usage = ask(client).usage
     assert usage.cache_read_input_tokens == 3 and usage.cache_creation_input_tokens == 0
     counted = client.messages.count_tokens(model=MODEL, messages=HI)
@@ -156,7 +156,7 @@ def test_chat_template_receives_the_history_as_chat_messages(system: System, cli
     assert shown(system)[1] == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
 
 
-def test_worker_receives_tool_choices_and_formats(system: System, client: Anthropic) -> None:
+def test_worker_receives_the_tool_choice_and_the_output_format(system: System, client: Anthropic) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         ask(client, tools=[WEATHER], tool_choice=choice)
         assert "weather" in system.worker.submits[-1].sampling.grammar.structural_tag
@@ -227,7 +227,7 @@ def test_silent_stream_has_pings(system: System, client: Anthropic, set_output: 
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, "context"),
     ],
 )
-def test_refusal_names_the_field(client: Anthropic, body: dict[str, Any], word: str) -> None:
+def test_error_names_the_refused_field(client: Anthropic, body: dict[str, Any], word: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         ask(client, extra_body=body)
     error: Any = refused.value.body
@@ -235,7 +235,7 @@ def test_refusal_names_the_field(client: Anthropic, body: dict[str, Any], word: 
     assert error["request_id"] == refused.value.request_id == refused.value.response.headers["x-request-id"]
 
 
-def test_client_raises_its_exception_type_for_each_error_of_messages() -> None:
+def test_client_raises_the_matching_exception_for_each_error_of_the_messages_api() -> None:
     keys = [{"name": "a", "key": "a", "requests_per_minute": 1}, "b"]
     with System(keys=keys, max_concurrent_requests=1, sse_comment_s=0.1) as system:
         with pytest.raises(anthropic.AuthenticationError):
@@ -256,7 +256,7 @@ def test_client_raises_its_exception_type_for_each_error_of_messages() -> None:
             system.allow(None)
 
 
-def test_call_input_equals_the_parsed_stream_when_the_output_is_cut(client: Anthropic, set_output: Any) -> None:
+def test_input_of_a_tool_call_equals_the_parsed_stream_when_the_output_is_cut(client: Anthropic, set_output: Any) -> None:
     """The client's own parser reads the pieces of the stream, for random arguments and limits."""
     rng = random.Random(7)
     for _ in range(60):

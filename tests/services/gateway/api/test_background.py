@@ -133,7 +133,9 @@ def test_background_response_returns_before_generation(system: System, clients: 
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("fields", [{"tools": [WEATHER]}, {"include": ["message.output_text.logprobs"], "top_logprobs": 1}])
-def test_background_stream_equals_the_stream_of_a_response(system: System, clients: list[OpenAI], fields: Any) -> None:
+def test_background_stream_ends_with_the_output_of_a_foreground_response(
+    system: System, clients: list[OpenAI], fields: Any
+) -> None:
     if "tools" in fields:
         system.worker.answer = lambda submit: ALL
     whole = clients[0].responses.create(model=MODEL, input="Hi", **fields)
@@ -165,7 +167,7 @@ def test_background_stream_resumes_at_any_gateway(system: System, clients: list[
     assert text_of(seen) + text_of(rest) == LONG == rest[-1].response.output_text
 
 
-def test_background_stream_starts_after_a_known_event(system: System, clients: list[OpenAI]) -> None:
+def test_background_stream_starts_after_the_event_given_in_starting_after(system: System, clients: list[OpenAI]) -> None:
     client = clients[0]
     done = wait_for_end(client, begin(client))
     events = stream_events(client, done)
@@ -181,7 +183,9 @@ def test_background_stream_starts_after_a_known_event(system: System, clients: l
     assert code_of(lambda: client.responses.cancel(other.id)) == (400, "unsupported_operation")
 
 
-def test_background_response_is_cancelled_once_at_any_gateway(system: System, clients: list[OpenAI]) -> None:
+def test_repeated_cancellation_of_a_background_response_returns_the_same_response_at_any_gateway(
+    system: System, clients: list[OpenAI]
+) -> None:
     system.allow(10)
     stream = begin(clients[0], stream=True)
     events = [next(stream)]
@@ -226,14 +230,14 @@ def test_deletion_aborts_a_background_response(system: System, clients: list[Ope
     assert not list(store.client.scan_iter(f"*{response.id}*"))
 
 
-def test_background_response_is_not_found_with_another_key(system: System, clients: list[OpenAI]) -> None:
+def test_background_response_is_not_found_with_another_api_key(system: System, clients: list[OpenAI]) -> None:
     bob, response = system.openai(api_key="bob"), begin(clients[0])
     for call in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete, lambda id: stream_events(bob, response)):
         assert code_of(lambda: call(response.id))[0] == 404  # noqa: B023
     assert wait_for_end(clients[0], response).status == "completed"
 
 
-def test_background_refuses_invalid_and_excess_requests(
+def test_invalid_and_excess_background_requests_are_refused(
     system: System, clients: list[OpenAI], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert code_of(lambda: begin(clients[0], store=False)) == (400, "invalid_value")
@@ -276,7 +280,7 @@ def test_background_response_is_deleted_when_the_reply_of_the_store_is_lost(
     wait_until(lambda: not store.client.exists(*seen), "the deletion of the records")
 
 
-def test_refused_background_response_frees_resources_of_the_key_and_the_gateway() -> None:
+def test_refused_background_response_frees_slots_of_the_api_key_and_of_the_gateway() -> None:
     """A background response counts against max_concurrent of the API key and against the gateway's limit."""
     key = {"name": "a", "key": "a", "max_concurrent": 1}
     deepest: Any = {}
@@ -313,7 +317,7 @@ def test_background_response_ends_when_the_record_is_unreadable(
     )
 
 
-def test_background_response_counts_against_max_concurrent_of_the_key() -> None:
+def test_background_response_counts_against_max_concurrent_of_the_api_key() -> None:
     with redis_server() as own, System(keys=[{"name": "a", "key": "a", "max_concurrent": 1}], state_redis_url=own.url) as system:
         client = system.openai(api_key="a")
         system.allow(0)
@@ -326,7 +330,7 @@ def test_background_response_counts_against_max_concurrent_of_the_key() -> None:
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("tokens", [1, 9, 20, 60, 95])
-def test_other_gateway_continues_after_the_last_token(
+def test_other_gateway_continues_a_background_response_after_the_last_stored_token(
     system: System, clients: list[OpenAI], store: RedisServer, tokens: int
 ) -> None:
     """Takeovers happen within a mark, reasoning, text, a call and its arguments.
@@ -397,7 +401,9 @@ def begin_unreadable(system: System, clients: list[OpenAI], store: RedisServer) 
     return response
 
 
-def test_unreadable_response_is_failed_for_every_reader(system: System, clients: list[OpenAI], store: RedisServer) -> None:
+def test_response_with_an_unreadable_record_is_failed_for_every_reader(
+    system: System, clients: list[OpenAI], store: RedisServer
+) -> None:
     """The record of the failed response remains readable, and the temporary records are deleted."""
     response, owner = begin_unreadable(system, clients, store), owner_of("alice")
     last = wait_for_end(clients[1], response)
@@ -410,7 +416,7 @@ def test_unreadable_response_is_failed_for_every_reader(system: System, clients:
     assert not list(store.client.scan_iter(f"state:background:*{response.id}"))
 
 
-def test_retrieve_returns_the_end_when_the_response_ends_between_two_reads(
+def test_retrieval_returns_the_final_response_when_the_response_ends_between_two_store_reads(
     system: System, clients: list[OpenAI], store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway reads the record before the end of the response, and the status after it."""
@@ -427,7 +433,7 @@ def test_retrieve_returns_the_end_when_the_response_ends_between_two_reads(
     assert last.error is not None and "No gateway could continue" in last.error.message
 
 
-def test_stopping_gateway_releases_responses() -> None:
+def test_stopping_gateway_releases_the_leases_of_background_responses() -> None:
     with redis_server() as own:
         with System(state_redis_url=own.url) as first:
             first.worker.answer = lambda submit: LONG
@@ -449,7 +455,7 @@ def test_stopping_gateway_releases_responses() -> None:
             )
 
 
-def test_other_gateway_continues_with_the_stored_parameters() -> None:
+def test_other_gateway_continues_a_response_with_the_stored_parameters() -> None:
     """Tokenizers and workers report different values after the takeover. Dropped calls are not counted twice."""
     answer = "<think>Hm.</think>" + CALL.replace("weather", "wether")
     seen, answer = len(answer), answer + "It rains.\n" + CALL
@@ -477,7 +483,7 @@ def test_other_gateway_continues_with_the_stored_parameters() -> None:
             assert not second.metric("rootstock_gateway_tool_calls_dropped_total")
 
 
-def test_gateway_continues_a_stored_response_without_formats() -> None:
+def test_gateway_continues_a_response_when_the_stored_record_has_no_output_formats() -> None:
     """An older gateway wrote the order, so the tokenizer's formats apply. A new order contains every field that an older gateway
     reads.
     """
@@ -529,7 +535,7 @@ def test_gateway_waits_for_the_model_of_a_stored_response() -> None:
             assert client.responses.retrieve(response.id).status in OPEN
 
 
-def test_gateway_waits_for_the_key_of_a_stored_response(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateway_waits_for_the_api_key_of_a_stored_response(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_table, "POLL_S", 0.05)
     with redis_server() as own:
         with System(state_redis_url=own.url, keys=["alice"]) as first:

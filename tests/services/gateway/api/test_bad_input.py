@@ -202,7 +202,9 @@ def test_error_names_the_bad_field(shared: System, path: str, change: dict[str, 
 @pytest.mark.parametrize(
     ("path", "change", "param"), [case[1:] for case in REFUSED_BY_DECLARATIONS], ids=[case[0] for case in REFUSED_BY_DECLARATIONS]
 )
-def test_declared_type_and_range_of_a_field_refuse_a_value(shared: System, path: str, change: dict[str, Any], param: str) -> None:
+def test_value_outside_the_declared_type_or_range_of_a_field_is_refused(
+    shared: System, path: str, change: dict[str, Any], param: str
+) -> None:
     expect_refusal(shared, path, change, param)
 
 
@@ -246,7 +248,7 @@ def levels_of(value: Any) -> int:
     return 0 if inner is None else 1 + max(map(levels_of, inner), default=0)
 
 
-def test_body_with_too_many_levels_is_refused(shared: System) -> None:
+def test_body_with_too_many_nested_levels_is_refused(shared: System) -> None:
     """The body's own object counts as one level. Brackets in a string and sibling objects add none."""
     most = limits.MAX_JSON_DEPTH
     assert shared.chat(metadata=nested(most - 1)).status_code == 200
@@ -290,7 +292,7 @@ NESTED_VALUES: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
 ]
 
 
-def test_value_at_the_limit_of_levels_causes_no_internal_error() -> None:
+def test_value_nested_to_the_depth_limit_causes_no_internal_error() -> None:
     """The gateway also serializes derived messages, which have a few more levels. It refuses a body above the limit."""
     with System(formats=("hermes", "think")) as system:
         for path, body_of in NESTED_VALUES:
@@ -365,7 +367,7 @@ class TestBodySize:
             assert raw.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
-def test_tokenizer_refusal_names_the_field(system: System) -> None:
+def test_error_names_the_field_when_the_tokenizer_refuses_a_request(system: System) -> None:
     system.do(lambda: system.tokenizer.failures.append((grpc.StatusCode.INVALID_ARGUMENT, "roles must alternate")))
     answer = system.post("/v1/chat/completions", {"model": MODEL, **chat_body()})
     assert answer.status_code == 400

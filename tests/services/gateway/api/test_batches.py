@@ -89,7 +89,7 @@ def results(client: OpenAI, file_id: str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("endpoint", [pytest.param(path, id=path[4:]) for path in BODIES])
-def test_line_result_equals_the_response_of_the_route(system: System, client: OpenAI, endpoint: str) -> None:
+def test_result_of_a_batch_line_equals_the_response_of_the_endpoint(system: System, client: OpenAI, endpoint: str) -> None:
     batch = wait_for_end(
         client, begin(client, [line(1, endpoint), line(2, endpoint, body={"n": []})], endpoint, metadata={"a": "b"})
     )
@@ -107,7 +107,7 @@ def test_line_result_equals_the_response_of_the_route(system: System, client: Op
     assert batch.usage is not None and batch.usage.total_tokens == same["usage"]["total_tokens"]
 
 
-def test_batch_reports_faults_of_the_input_by_line(client: OpenAI) -> None:
+def test_batch_reports_input_errors_with_line_numbers(client: OpenAI) -> None:
     lines = [
         line(1),
         b"{nonsense",
@@ -138,7 +138,7 @@ def test_batch_reports_faults_of_the_input_by_line(client: OpenAI) -> None:
     assert blank.code == "empty_file"
 
 
-def test_refusal_of_a_batch_names_the_field(client: OpenAI) -> None:
+def test_error_names_the_refused_field_of_a_batch(client: OpenAI) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("endpoint", {"endpoint": "/v1/messages"}),
         ("completion_window", {"window": "a day"}),
@@ -152,7 +152,7 @@ def test_refusal_of_a_batch_names_the_field(client: OpenAI) -> None:
         assert str(refused.value.param).startswith(param)
 
 
-def test_lists_have_pages(client: OpenAI) -> None:
+def test_lists_of_files_and_batches_have_pages(client: OpenAI) -> None:
     begun = [wait_for_end(client, begin(client, [line(1)])) for _ in range(3)]
     first = client.batches.list(limit=2)
     assert [batch.id for batch in first.data] == [begun[2].id, begun[1].id] and first.has_more
@@ -167,7 +167,7 @@ def test_lists_have_pages(client: OpenAI) -> None:
             client.batches.list(**wrong)
 
 
-def test_files_and_batches_are_not_found_with_another_key(system: System, client: OpenAI) -> None:
+def test_files_and_batches_are_not_found_with_another_api_key(system: System, client: OpenAI) -> None:
     batch, bob = wait_for_end(client, begin(client, [line(1)])), system.openai(api_key="bob")
     ours: Any = batch.input_file_id, batch.output_file_id
     for find in (bob.files.retrieve, bob.files.content, bob.files.delete):
@@ -196,7 +196,7 @@ def test_deletion_removes_a_file_unless_a_batch_reads_the_file(system: System, c
                 find(file_id)
 
 
-def test_cancelled_batch_keeps_results(system: System, client: OpenAI) -> None:
+def test_cancelled_batch_keeps_the_results_of_completed_lines(system: System, client: OpenAI) -> None:
     """Running lines are aborted at the worker. Each custom_id has a result in one of the two files."""
     lines = [line(number, body={**BODIES[CHAT], "max_tokens": 1 if number < 3 else 20}) for number in range(40)]
     system.allow(0)
@@ -219,7 +219,7 @@ def test_cancelled_batch_keeps_results(system: System, client: OpenAI) -> None:
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
-def test_expired_batch_reports_each_open_line(system: System, client: OpenAI) -> None:
+def test_expired_batch_has_an_error_for_each_line_without_a_result(system: System, client: OpenAI) -> None:
     system.allow(0)
     done = wait_for_end(client, begin(client, [line(number) for number in range(3)], window="1s"))
     system.allow(None)
@@ -236,13 +236,15 @@ def test_results_are_in_the_order_of_the_input(system: System, client: OpenAI) -
     assert client.files.retrieve(done.output_file_id or "").bytes == len(client.files.content(done.output_file_id or "").content)
 
 
-def test_line_refuses_a_stream(client: OpenAI) -> None:
+def test_batch_line_that_requests_a_stream_fails(client: OpenAI) -> None:
     done = wait_for_end(client, begin(client, [line(1, body={**BODIES[CHAT], "stream": True})]))
     (found,) = results(client, done.error_file_id)
     assert found["response"]["status_code"] == 400 and found["response"]["body"]["error"]["param"] == "stream"
 
 
-def test_batch_retries_lines_only_after_temporary_errors(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_retries_a_failed_line_up_to_the_maximum_number_of_tries(
+    system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fault may be caused by the line, so the number of tries is limited."""
     monkeypatch.setattr(batch_run, "PAUSES_S", (0.01, 0.05))
     fault = (pb.ERROR_CODE_INTERNAL, "a fault")
@@ -257,7 +259,7 @@ def test_batch_retries_lines_only_after_temporary_errors(system: System, client:
     assert found["response"]["status_code"] == 500
 
 
-def test_line_leaves_the_lane_during_the_wait_for_a_retry(
+def test_batch_line_releases_the_lane_while_waiting_for_a_retry(
     system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other lines use the lane, and a gateway that ends does not wait for the retry."""
@@ -271,7 +273,7 @@ def test_line_leaves_the_lane_during_the_wait_for_a_retry(
     wait_for_end(client, batch)
 
 
-def test_lines_have_the_lowest_priority_and_the_key_of_the_batch(system: System, client: OpenAI) -> None:
+def test_lines_have_the_lowest_priority_and_the_api_key_of_the_batch(system: System, client: OpenAI) -> None:
     before = len(system.worker.submits)
     wait_for_end(client, begin(client, [line(1, body={**BODIES[CHAT], "priority": 7})]))
     (submit,) = system.worker.submits[before:]
@@ -301,7 +303,7 @@ def test_line_fails_when_the_api_key_was_removed(system: System, client: OpenAI,
     assert found["response"]["status_code"] == 401
 
 
-def test_gateway_takes_no_batch_of_an_unknown_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateway_takes_a_batch_only_after_the_api_key_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Secret may reach some nodes later. The gateway takes the batch when it has the API key."""
     monkeypatch.setattr(key_table, "POLL_S", 0.05)
     lookups, taken = list[str](), list[str]()
@@ -372,7 +374,9 @@ def test_line_is_repeated_when_the_call_is_cancelled(monkeypatch: pytest.MonkeyP
         assert done.status == "completed" and attempts.count("2") == 2
 
 
-def test_gateway_records_no_result_without_the_lease(system: System, store: RedisServer, client: OpenAI) -> None:
+def test_gateway_records_no_result_when_another_gateway_has_the_lease_of_the_batch(
+    system: System, store: RedisServer, client: OpenAI
+) -> None:
     """Another gateway owns the lease, so this gateway aborts its running lines."""
     system.allow(0)
     batch = begin(client, [line(1)])
@@ -418,7 +422,7 @@ def test_unreadable_batch_does_not_stop_other_batches(
     assert wait_for_end(client, newer).status == "completed"
 
 
-def test_request_overtakes_a_waiting_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interactive_request_overtakes_a_waiting_batch_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """No priorities are set, and the line is too old to be interrupted."""
     monkeypatch.setattr(lanes, "YOUNG_S", 0.0)
 
@@ -441,7 +445,7 @@ def test_request_overtakes_a_waiting_line(monkeypatch: pytest.MonkeyPatch) -> No
         assert wait_for_end(client, batch).status == "completed"
 
 
-def test_line_starts_when_the_gateway_has_no_interactive_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_line_starts_only_when_no_interactive_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "FREE_LANE_S", 60.0)
     with redis_server() as state, System(state_redis_url=state.url) as system, ThreadPoolExecutor(1) as pool:
         client = system.openai()
@@ -492,7 +496,7 @@ def test_waiting_batch_expires_and_can_be_cancelled(system: System, client: Open
     assert {wait_for_end(client, batch).status for batch in long} == {"completed"}
 
 
-def test_batch_of_another_key_replaces_the_newest_batch_of_a_key(system: System, client: OpenAI) -> None:
+def test_batch_of_another_api_key_pauses_the_newest_batch_when_all_slots_are_in_use(system: System, client: OpenAI) -> None:
     """If all slots are in use, the newest batch of an API key with several batches is paused. It continues later."""
     bob, before = system.openai(api_key="bob"), len(system.worker.submits)
     system.allow(0)

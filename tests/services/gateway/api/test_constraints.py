@@ -77,7 +77,7 @@ def test_neutral_value_sets_no_constraint(shared: System, body: dict[str, Any]) 
     assert not shared.worker.submits[-1].sampling.HasField("grammar")
 
 
-def test_refusal_of_two_constraints_names_both(shared: System) -> None:
+def test_error_names_both_constraints_when_a_request_has_two(shared: System) -> None:
     error = shared.chat(guided_json={}, response_format={"type": "json_object"}).json()["error"]
     assert "'response_format'" in error["message"] and "'guided_json'" in error["message"]
 
@@ -111,7 +111,7 @@ REFUSALS = [
     [(*case, stream) for case, stream in zip(REFUSALS, (True, False) * 2, strict=True)],
     ids=[param for *_, param in REFUSALS],
 )
-def test_refused_grammar_gets_400_with_the_workers_reason(
+def test_request_with_a_refused_grammar_gets_400_with_the_reason_of_the_worker(
     shared: System, body: dict[str, Any], reason: str, param: str, stream: bool
 ) -> None:
     shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, f"grammar: {reason}", "grammar")))
@@ -138,13 +138,13 @@ def bern(shared: System) -> Iterator[System]:
 
 
 class TestOpenAIClient:
-    def test_client_parses_a_model(self, bern: System) -> None:
+    def test_client_parses_a_completion_into_a_pydantic_model(self, bern: System) -> None:
         answer = bern.openai().chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=City, n=2)
         assert [choice.message.parsed for choice in answer.choices] == [BERN, BERN]
         schema = orjson.loads(bern.worker.submits[-1].sampling.grammar.json_schema)
         assert set(schema["properties"]) == {"name", "people"}
 
-    def test_client_parses_a_model_from_a_stream_with_logprobs(self, bern: System) -> None:
+    def test_client_parses_a_stream_with_logprobs_into_a_pydantic_model(self, bern: System) -> None:
         with bern.openai().chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=City, logprobs=True) as stream:
             kinds = {event.type for event in stream}
             choice = stream.get_final_completion().choices[0]

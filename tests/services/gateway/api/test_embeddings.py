@@ -37,7 +37,7 @@ def test_floats_are_the_default_encoding(shared: System) -> None:
     assert embed(shared, encoding_format="float").json() == embed(shared).json()
 
 
-def test_base64_is_little_endian_float32(shared: System) -> None:
+def test_base64_embedding_is_little_endian_float32(shared: System) -> None:
     raw = base64.b64decode(embed(shared, encoding_format="base64").json()["data"][0]["embedding"])
     assert list(struct.unpack(f"<{EMBEDDING_SIZE}f", raw)) == vector_of(ids_of("Hi"))
 

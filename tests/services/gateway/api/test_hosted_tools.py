@@ -88,7 +88,7 @@ def tools_of_template(system: System) -> list[str]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", BODIES)
-def test_hosted_tools_are_omitted_and_named(system: System, path: str, stream: bool) -> None:
+def test_hosted_tools_are_omitted_and_named_in_a_header(system: System, path: str, stream: bool) -> None:
     tools, named = HOSTED[path]
     answer = ask(system, path, [tools[0], FUNCTIONS[path], *tools[1:]], stream=stream)
     assert (answer.status_code, answer.headers[HEADER]) == (200, named), answer.text
@@ -104,7 +104,7 @@ def test_request_is_served_without_tools_when_all_are_hosted(system: System, pat
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_header_is_absent_when_no_tool_is_hosted(system: System, path: str) -> None:
+def test_header_with_omitted_tools_is_absent_when_no_tool_is_hosted(system: System, path: str) -> None:
     assert HEADER not in ask(system, path, [FUNCTIONS[path]]).headers
 
 
@@ -118,7 +118,7 @@ def test_response_lists_the_served_tools(system: System) -> None:
     assert ask(system, RESPONSES, tools).json()["tools"] == []
 
 
-def test_allowed_tools_keep_functions(system: System) -> None:
+def test_allowed_tools_of_the_tool_choice_keep_only_functions(system: System) -> None:
     tools = [*HOSTED[RESPONSES][0], FUNCTIONS[RESPONSES]]
     allowed = [{"type": "web_search"}, {"type": "function", "name": "weather"}]
     choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
@@ -136,13 +136,13 @@ def test_tool_choice_is_refused_when_an_omitted_tool_is_forced(system: System, p
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_required_call_is_refused_when_all_tools_are_hosted(system: System, path: str) -> None:
+def test_required_tool_choice_is_refused_when_all_tools_are_hosted(system: System, path: str) -> None:
     answer = ask(system, path, HOSTED[path][0], tool_choice=REQUIRED[path])
     assert answer.status_code == 400 and "cannot run any of the 'tools'" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_required_call_calls_a_function(system: System, path: str) -> None:
+def test_model_calls_a_function_when_the_tool_choice_is_required(system: System, path: str) -> None:
     system.worker.answer = lambda submit: '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
     answer = ask(system, path, [*HOSTED[path][0], FUNCTIONS[path]], tool_choice=REQUIRED[path])
     system.worker.answer = lambda submit: "Hello, world!"
@@ -151,7 +151,7 @@ def test_required_call_calls_a_function(system: System, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_error_keeps_the_index_of_a_function_after_hosted_tools(system: System, path: str) -> None:
+def test_index_of_a_bad_function_in_an_error_counts_the_omitted_hosted_tools(system: System, path: str) -> None:
     broken = {CHAT: {"type": "function", "function": {"name": "a b"}}, RESPONSES: {"type": "function", "name": "a b"}}
     answer = ask(system, path, [HOSTED[path][0][0], broken.get(path, {"name": "a b", "input_schema": SCHEMA})])
     assert answer.status_code == 400 and "tools[1]" in answer.json()["error"]["message"]
@@ -208,7 +208,7 @@ def test_background_response_omits_hosted_tools(system: System) -> None:
     assert (last["status"], [tool["name"] for tool in last["tools"]]) == ("completed", ["weather"])
 
 
-def test_header_is_cut_when_many_tools_are_omitted(system: System) -> None:
+def test_header_with_omitted_tools_is_shortened_when_many_tools_are_omitted(system: System) -> None:
     tools = [{"type": "custom", "name": f"{'x' * 60}{number:03}"} for number in range(100)]
     header = ask(system, RESPONSES, tools).headers[HEADER]
     assert len(header) < 4096 and header.endswith(", and 76 more")
@@ -226,7 +226,7 @@ class CountedName(str):
     __hash__ = str.__hash__
 
 
-def test_origin_does_not_compare_every_pair_of_tools() -> None:
+def test_omission_of_many_tools_does_not_compare_every_pair_of_names() -> None:
     names = [CountedName(f"tool{number}") for number in range(1000)]
     origin = Origin("a")
     for _ in range(2):

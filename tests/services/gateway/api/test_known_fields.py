@@ -141,7 +141,7 @@ def served_at(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_known_field_is_served_unused_or_refused(path: str) -> None:
+def test_every_known_field_is_served_or_ignored_or_refused(path: str) -> None:
     known, fields = KNOWN[path], TYPES[path].model_fields.keys()
     dropped = [name for name in known_to(path) if not (name in fields or name in known.unused or name in known.neutral)]
     assert not dropped, f"{path} drops {dropped}"
@@ -174,7 +174,7 @@ def test_neutral_value_has_no_effect(shared: System, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_refusal_names_the_unserved_field(shared: System, path: str) -> None:
+def test_error_names_the_unserved_field(shared: System, path: str) -> None:
     before = len(shared.worker.submits)
     left_out = known_fields.WEB_SEARCH if path == "/v1/chat/completions" else ""
     for name in KNOWN[path].neutral.keys() - {left_out}:
@@ -185,7 +185,7 @@ def test_refusal_names_the_unserved_field(shared: System, path: str) -> None:
 
 
 @pytest.mark.parametrize("names", [("functions", "audio"), ("audio", "functions")])
-def test_refusal_names_the_first_of_several_unserved_fields(names: tuple[str, ...]) -> None:
+def test_error_names_the_first_of_several_unserved_fields(names: tuple[str, ...]) -> None:
     body = {"messages": [], **{name: {"a": 1} for name in names}}
     with pytest.raises(ApiError) as refused:
         known_fields.refuse_unserved(body, known_fields.CHAT)
@@ -200,7 +200,7 @@ def test_every_member_of_stream_options_is_served_or_refused(shared: System) -> 
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"stream_options.{name}")
 
 
-def test_unknown_field_of_generate_is_refused_unless_null(shared: System) -> None:
+def test_unknown_field_of_the_generate_route_is_refused_unless_null(shared: System) -> None:
     before = len(shared.worker.submits)
     others = set(SGLANG_GENERATE.split()) - NativeGenerateRequest.model_fields.keys() - known_fields.NATIVE.unused
     for name in others:
@@ -210,7 +210,7 @@ def test_unknown_field_of_generate_is_refused_unless_null(shared: System) -> Non
     assert shared.post("/generate", {"text": "Hi", **dict.fromkeys(others)}).status_code == 200
 
 
-def test_unknown_sampling_param_of_generate_is_refused(shared: System) -> None:
+def test_unknown_sampling_param_of_the_generate_route_is_refused(shared: System) -> None:
     for name in set(SGLANG_SAMPLING.split()) - NativeSampling.model_fields.keys():
         refused = shared.post("/generate", {"text": "Hi", "sampling_params": {name: {"x": 1}}})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"sampling_params.{name}")
@@ -250,7 +250,7 @@ def test_reasoning_switch_is_refused_when_the_chat_template_does_not_read_the_va
         assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, name), answer.text
 
 
-def test_documents_are_refused_unless_the_chat_template_reads_them(shared: System) -> None:
+def test_gateway_requires_a_chat_template_that_reads_documents_when_the_request_has_documents(shared: System) -> None:
     for given, read in (([{"title": "a", "text": "b"}], ["documents"]), ([], []), (None, [])):
         assert shared.chat(documents=given).status_code == 200
         assert list(shared.tokenizer.calls[-1].read_variables) == read
@@ -284,7 +284,7 @@ CHAT_FIELDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CHAT_FIELDS)
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_chat_fields_are_refused_by_name_on_apis_without_them(shared: System, path: str, name: str) -> None:
+def test_chat_fields_are_refused_by_name_on_apis_that_do_not_serve_the_fields(shared: System, path: str, name: str) -> None:
     body = {"model": MODEL, "input": "Hi"} if path == "/v1/responses" else {"model": MODEL, "messages": USER, "max_tokens": 5}
     served = name in (ResponsesRequest if path == "/v1/responses" else MessagesRequest).model_fields
     answer = shared.post(path, {**body, name: CHAT_FIELDS[name], "store": False})
@@ -296,19 +296,19 @@ def test_chat_fields_are_refused_by_name_on_apis_without_them(shared: System, pa
 
 
 class TestFieldsOfGenerate:
-    def test_extra_key_alone_is_the_salt_on_every_route(self, shared: System) -> None:
+    def test_extra_key_without_a_salt_is_the_cache_salt_on_every_route(self, shared: System) -> None:
         for path, body in {**BODIES, "/generate": {"text": "Hi"}, "/encode": {"text": "Hi"}}.items():
             assert shared.post(path, {**body, "extra_key": "key"}).status_code == 200
             assert shared.worker.submits[-1].cache_salt == "key", path
 
-    def test_salt_and_extra_key_make_a_separate_namespace(self, shared: System) -> None:
+    def test_cache_salt_and_extra_key_together_make_a_separate_namespace(self, shared: System) -> None:
         seen = set()
         for salt, key in (("a", "bc"), ("ab", "c"), ("x" * 256, "y" * 256), (None, "abc"), ("abc", None)):
             assert shared.complete(cache_salt=salt, extra_key=key).status_code == 200
             seen.add(shared.worker.submits[-1].cache_salt)
         assert len(seen) == 4 and all(len(name) <= 256 for name in seen)
 
-    def test_no_stop_trim_keeps_the_stop_string(self, shared: System) -> None:
+    def test_field_no_stop_trim_keeps_the_stop_string(self, shared: System) -> None:
         def text(**body: Any) -> str:
             return str(shared.complete(stop="world", max_tokens=16, **body).json()["choices"][0]["text"])
 
@@ -355,7 +355,7 @@ class TestFieldsOfGenerate:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
 
 
-def test_abort_finds_a_request_by_name(system: System) -> None:
+def test_abort_finds_a_request_by_rid_or_request_id(system: System) -> None:
     """The request is found during tokenization and while it runs."""
     system.do(system.tokenizer.gate.clear)
     for path in (CHAT, EMBEDDINGS):
@@ -381,7 +381,7 @@ def test_abort_finds_a_request_by_name(system: System) -> None:
 
 @pytest.mark.by_day(one_in=5, seed=7)
 @pytest.mark.parametrize("path", [*BODIES, "/generate", "/encode"])
-def test_priority_is_passed_on_by_every_route(shared: System, path: str) -> None:
+def test_every_route_sends_the_priority_to_the_worker(shared: System, path: str) -> None:
     """A priority changes only the order. Without priority scheduling, the value is passed on and has no effect."""
     body = BODIES.get(path, {"text": "Hi"})
     for value in (-5, 0, 7, None):
@@ -389,7 +389,7 @@ def test_priority_is_passed_on_by_every_route(shared: System, path: str) -> None
         assert shared.worker.submits[-1].priority == (value or 0)
 
 
-def test_refusal_names_unserved_parts_of_messages(shared: System) -> None:
+def test_error_names_the_unserved_part_of_a_message(shared: System) -> None:
     message = {"role": "assistant", "content": "x"}
     assert shared.chat(messages=[*USER, {**message, "audio": None}, *USER]).status_code == 200
     answer = shared.chat(messages=[*USER, {**message, "audio": {"id": "a"}}, *USER])

@@ -56,7 +56,7 @@ def error_of(answer: Any) -> Any:
     ],
     ids=["chat", "completion", "generate"],
 )
-def test_texts_over_the_tokenizer_limit_are_not_sent(
+def test_texts_over_the_character_limit_are_not_sent_to_the_tokenizer(
     shared: System, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
 ) -> None:
     """The limit counts the characters of all messages, parts and prompts."""
@@ -92,17 +92,17 @@ class TestLogprobValues:
         ],
         ids=["top", "chosen", "echo, except for the first token", "max_tokens above the context"],
     )
-    def test_logprob_values_counts_the_values_of_a_choice(self, body: dict[str, Any], values: int) -> None:
+    def test_logprob_values_of_a_choice_are_counted_from_the_request_parameters(self, body: dict[str, Any], values: int) -> None:
         assert logprob_values(self.params(**body), 100, CONTEXT) == values
 
-    def test_request_at_the_limit_is_accepted(self) -> None:
+    def test_request_at_the_limit_of_logprob_values_is_accepted(self) -> None:
         max_prompts = limits.MAX_LOGPROB_VALUES // 32  # each choice has 32 log probabilities
         check_logprobs(self.request(max_prompts, 100, logprobs=1, max_tokens=16))
         with pytest.raises(ApiError) as error:
             check_logprobs(self.request(max_prompts + 1, 100, logprobs=1, max_tokens=16))
         assert error.value.param == "logprobs"
 
-    def test_request_without_logprobs_is_unlimited(self) -> None:
+    def test_request_without_logprobs_has_no_limit_of_logprob_values(self) -> None:
         check_logprobs(self.request(10_000, 100, max_tokens=900))
 
     @pytest.mark.parametrize("echo", [False, True])
@@ -115,12 +115,12 @@ class TestLogprobValues:
     def test_chats_over_the_limit_of_logprob_values_are_refused(self, shared: System) -> None:
         assert error_of(shared.chat(logprobs=True, top_logprobs=20, **MANY_LOGPROBS))["param"] == "logprobs"
 
-    def test_generate_over_the_limit_of_logprob_values_is_refused(self, shared: System) -> None:
+    def test_generate_request_over_the_limit_of_logprob_values_is_refused(self, shared: System) -> None:
         body = {"text": ["Hi"] * 32, "return_logprob": True, "top_logprobs_num": 20, "token_ids_logprob": list(range(256))}
         answer = shared.post(GENERATE, {**body, "sampling_params": {"max_new_tokens": None}})
         assert error_of(answer)["param"] == "return_logprob"
 
-    def test_cumulative_stream_has_a_lower_limit(self, shared: System) -> None:
+    def test_cumulative_stream_has_a_lower_limit_of_logprob_values(self, shared: System) -> None:
         body = {"text": "Hi", "return_logprob": True, "token_ids_logprob": list(range(256)), "sampling_params": {"n": 4}}
         assert shared.post(GENERATE, body).status_code == 200
         wide = {**body, "sampling_params": {"n": 8}}
@@ -131,7 +131,7 @@ class TestLogprobValues:
 class TestLogprobTable:
     WANTED = pb.Logprobs(top=2, token_ids=[66])
 
-    def test_rows_are_returned_unchanged(self) -> None:
+    def test_logprob_table_returns_rows_unchanged(self) -> None:
         table = LogprobTable()
         for tokens in ([10, 11], [12]):
             table.extend(logprob_rows(1, tokens, self.WANTED))
@@ -141,7 +141,7 @@ class TestLogprobTable:
             assert row.value == expected.values[0] and list(row.chosen_values) == list(expected.chosen_values)
             assert (list(row.top_ids), list(row.top_values)) == (list(expected.top_ids), list(expected.top_values))
 
-    def test_span_ends_at_the_last_row(self) -> None:
+    def test_span_of_a_logprob_table_ends_at_the_last_row(self) -> None:
         table = LogprobTable()
         table.extend(logprob_rows(1, [10, 11], self.WANTED))
         assert (len(table.span(1, 9)), len(table.span(5, 9)), list(table.span(1, 0))) == (1, 0, [])
@@ -155,17 +155,17 @@ class TestLogprobTable:
         ],
         ids=["top tokens missing", "more values than ids", "chosen values not a multiple"],
     )
-    def test_arrays_of_unequal_length_are_refused(self, rows: worker_pb2.LogprobRows) -> None:
+    def test_logprob_table_refuses_arrays_of_unequal_lengths(self, rows: worker_pb2.LogprobRows) -> None:
         with pytest.raises(ValueError, match="arrays of unequal lengths"):
             LogprobTable().extend(rows)
 
-    def test_rows_of_another_shape_are_refused(self) -> None:
+    def test_logprob_table_refuses_rows_of_another_shape(self) -> None:
         table = LogprobTable()
         table.extend(logprob_rows(1, [10], self.WANTED))
         with pytest.raises(ValueError, match="arrays of unequal lengths"):
             table.extend(logprob_rows(1, [10], pb.Logprobs(top=1, token_ids=[66])))
 
-    def test_table_stores_four_bytes_per_value(self) -> None:
+    def test_logprob_table_stores_four_bytes_per_value(self) -> None:
         tokens, top = 2000, 20
         rows = logprob_rows(1, list(range(tokens)), pb.Logprobs(top=top))
         tracemalloc.start()
@@ -186,7 +186,7 @@ class KnownTexts:
         return dict.fromkeys(ids, b"x")
 
 
-def test_slices_let_other_tasks_run() -> None:
+def test_event_loop_runs_other_tasks_between_slices_of_logprobs() -> None:
     slices = 5
     entries = [(token, LogprobRow(0.0, (), (), ())) for token in range(slices * SLICE_VALUES)]
     turns = 0
@@ -207,7 +207,7 @@ def test_slices_let_other_tasks_run() -> None:
     assert turns >= slices
 
 
-def test_slice_has_fewer_tokens_when_each_has_more_values() -> None:
+def test_slice_of_logprobs_has_fewer_tokens_when_each_token_has_more_values() -> None:
     async def run() -> list[int]:
         entries = [(token, None) for token in range(100)]
         return [len(batch) async for batch, _ in LogprobSlices(20, range(256), None).of(entries)]
@@ -221,7 +221,7 @@ CHOICES = limits.MAX_REQUEST_SET_IDS // limits.MAX_TOKEN_ID_SET
 
 
 class TestTokenSets:
-    def test_token_sets_are_sent_in_ascending_order_without_duplicates(self, shared: System) -> None:
+    def test_worker_receives_token_sets_in_ascending_order_without_duplicates(self, shared: System) -> None:
         assert shared.chat(allowed_token_ids=[9, 7, 9, 0], banned_token_ids=[5, 5]).status_code == 200
         sampling = shared.worker.submits[-1].sampling
         assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([0, 7, 9], [5])
@@ -238,11 +238,11 @@ class TestTokenSets:
         assert error_of(shared.complete(prompt=["a"] * (CHOICES + 1), **body))["param"] == "allowed_token_ids"
         assert shared.complete(prompt=["a"] * CHOICES, **body).status_code == 200
 
-    def test_generate_over_the_limit_of_token_sets_is_refused(self, shared: System) -> None:
+    def test_generate_request_over_the_limit_of_token_sets_is_refused(self, shared: System) -> None:
         body = {"text": ["a"] * (CHOICES + 1), "sampling_params": {"allowed_token_ids": FULL_SET}}
         assert error_of(shared.post(GENERATE, body))["param"] == "sampling_params.allowed_token_ids"
 
-    def test_generate_over_the_limit_of_token_sets_is_refused_when_each_prompt_has_its_own_set(self, shared: System) -> None:
+    def test_generate_request_is_refused_when_separate_token_sets_of_the_prompts_exceed_the_limit(self, shared: System) -> None:
         count = CHOICES + 1
         body = {"text": ["a"] * count, "sampling_params": [{"banned_token_ids": FULL_SET}] * count}
         assert error_of(shared.post(GENERATE, body))["param"] == f"sampling_params[{count - 1}].banned_token_ids"
@@ -255,17 +255,17 @@ class TestCheapChecks:
 
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("prompt", [LONG, [[1], LONG, [VOCAB_SIZE]]], ids=["ids", "lists of ids"])
-    def test_ids_longer_than_the_context_are_refused(self, shared: System, prompt: Any) -> None:
+    def test_list_of_ids_longer_than_the_context_is_refused(self, shared: System, prompt: Any) -> None:
         assert error_of(shared.complete(prompt=prompt))["code"] == "context_length_exceeded"
         assert error_of(shared.post(GENERATE, {"input_ids": prompt}))["code"] == "context_length_exceeded"
         answer = shared.post("/v1/embeddings", {"model": MODEL, "input": prompt})
         assert error_of(answer)["code"] == "context_length_exceeded"
 
-    def test_content_parts_of_a_message_are_limited(self, shared: System) -> None:
+    def test_number_of_content_parts_of_a_message_is_limited(self, shared: System) -> None:
         message = {"role": "user", "content": [5] * (limits.MAX_CONTENT_PARTS + 1)}
         assert error_of(shared.chat(messages=[message]))["param"] == "messages[0].content"
 
-    def test_content_parts_of_all_messages_are_limited(self, shared: System) -> None:
+    def test_number_of_content_parts_of_all_messages_is_limited(self, shared: System) -> None:
         part = {"type": "text", "text": ""}
         count = limits.MAX_REQUEST_CONTENT_PARTS // limits.MAX_CONTENT_PARTS
         full = [{"role": "user", "content": [part] * limits.MAX_CONTENT_PARTS}] * count
@@ -291,6 +291,6 @@ class TestCheapChecks:
         error = error_of(shared.post(GENERATE, {field: value}))
         assert error["param"] == field and str(limits.MAX_BATCH_PROMPTS) in error["message"]
 
-    def test_number_of_names_must_equal_the_number_of_prompts(self, shared: System) -> None:
+    def test_request_is_refused_when_the_numbers_of_request_ids_and_prompts_differ(self, shared: System) -> None:
         error = error_of(shared.post(GENERATE, {"text": "Hi", "rid": ["a", 5]}))
         assert "one entry for each prompt" in error["message"]

@@ -75,7 +75,7 @@ def value_of(name: str) -> int:
     return int(value[1] if isinstance(value, tuple) else value)
 
 
-def test_value_at_a_limit_passes_and_one_more_is_refused_by_name(shared: System) -> None:
+def test_value_at_a_limit_is_accepted_and_error_names_the_field_of_a_larger_value(shared: System) -> None:
     """A request passes if no field is refused. Long prompts may exceed the context, which another test checks."""
     wrong: dict[str, Any] = {}
     for name, make in WALKED.items():

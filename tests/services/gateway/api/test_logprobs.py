@@ -64,7 +64,7 @@ class TestChat:
         assert shared.chat().json()["choices"][0]["logprobs"] is None
         assert not shared.worker.submits[-1].sampling.HasField("logprobs")
 
-    def test_requested_ids_have_logprobs(self, shared: System) -> None:
+    def test_chat_has_logprobs_of_the_requested_ids(self, shared: System) -> None:
         content = shared.chat(logprobs=True, logprob_token_ids=[70, 66]).json()["choices"][0]["logprobs"]["content"]
         expected = [{"token_id": i, **expected_entry(i, chosen_of(i))} for i in (70, 66)]
         assert all(entry["requested_logprobs"] == expected for entry in content)
@@ -74,7 +74,7 @@ class TestChat:
         chunks = events(shared.chat(logprobs=True, top_logprobs=1, stream=True).text)
         assert chat_entries(chunks) == whole
 
-    def test_chunk_has_the_logprobs_of_the_same_text(self, shared: System) -> None:
+    def test_stream_chunk_has_the_logprobs_of_the_text_in_that_chunk(self, shared: System) -> None:
         """Logprobs of text that is held back for a stop string are held back as well."""
         chunks = events(shared.chat(logprobs=True, stream=True, stop="o, earth").text)
         for chunk in chunks[1:]:
@@ -94,7 +94,7 @@ class TestChat:
             shared.worker.merge = 1
         assert [entry["token"] for entry in content] == NAMES
 
-    def test_chat_token_has_its_bytes_when_it_is_part_of_a_character(
+    def test_chat_token_has_bytes_when_the_token_is_part_of_a_character(
         self, shared: System, half_characters: dict[int, bytes]
     ) -> None:
         content = shared.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
@@ -107,14 +107,14 @@ class TestChat:
 
 
 class TestCompletion:
-    def test_completion_has_four_columns(self, shared: System) -> None:
+    def test_logprobs_of_a_completion_have_four_columns(self, shared: System) -> None:
         choice = shared.openai().completions.create(model=MODEL, prompt="Hi", logprobs=1).choices[0]
         assert choice.logprobs.tokens == NAMES
         assert choice.logprobs.token_logprobs == [logprob_of(token) for token in TOKENS]
         assert choice.logprobs.text_offset == list(range(len(TOKENS)))
         assert choice.logprobs.top_logprobs == [{name: logprob_of(t)} for name, t in zip(NAMES, TOKENS, strict=True)]
 
-    def test_logprobs_0_returns_the_sampled_token(self, shared: System) -> None:
+    def test_completion_with_logprobs_0_has_the_logprob_of_the_sampled_token(self, shared: System) -> None:
         logprobs = shared.complete(logprobs=0).json()["choices"][0]["logprobs"]
         assert logprobs["top_logprobs"] == [{name: logprob_of(t)} for name, t in zip(NAMES, TOKENS, strict=True)]
 
@@ -130,7 +130,7 @@ class TestCompletion:
         assert shared.worker.submits[-1].sampling.logprobs.prompt_from == 0
 
     @pytest.mark.parametrize("prompt", ["a", ["a", "bcd"]], ids=["one token", "two prompts"])
-    def test_echo_returns_logprobs_of_short_and_several_prompts(self, shared: System, prompt: Any) -> None:
+    def test_echo_returns_the_logprobs_of_one_token_prompts_and_of_several_prompts(self, shared: System, prompt: Any) -> None:
         choices = shared.complete(prompt=prompt, echo=True, logprobs=0, max_tokens=1).json()["choices"]
         prompts = [prompt] if isinstance(prompt, str) else prompt
         assert [choice["logprobs"]["tokens"] for choice in choices] == [[*text, "H"] for text in prompts]
@@ -165,7 +165,7 @@ class TestCompletion:
         steps = TextOffsets(prefix)
         assert [steps.step(text if isinstance(text, bytes) else text.encode()) for text in tokens] == offsets
 
-    def test_best_of_returns_the_n_best_choices(self, shared: System) -> None:
+    def test_completion_with_best_of_returns_the_n_best_choices(self, shared: System) -> None:
         answer = shared.complete(n=2, best_of=5, max_tokens=3).json()
         assert "choices" in answer, answer
         assert [choice["index"] for choice in answer["choices"]] == [0, 1]
@@ -174,7 +174,7 @@ class TestCompletion:
         (one,) = shared.complete(best_of=2, max_tokens=3, logprobs=1).json()["choices"]
         assert len(one["logprobs"]["tokens"]) == 3
 
-    def test_best_of_sorts_by_mean_logprob(self) -> None:
+    def test_completion_with_best_of_sorts_the_choices_by_mean_logprob(self) -> None:
         params = replace(one_step(pb.SamplingParams(), None), best=2)
 
         def delta(prompt: PromptInput, *values: float) -> Any:
@@ -188,12 +188,12 @@ class TestCompletion:
         assert best_of(deltas) == [deltas[1], deltas[0], deltas[4], deltas[3]]
 
     @pytest.mark.parametrize("body", [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}], ids=["fewer than n", "streamed"])
-    def test_impossible_best_of_is_refused(self, shared: System, body: dict[str, Any]) -> None:
+    def test_impossible_value_of_best_of_is_refused(self, shared: System, body: dict[str, Any]) -> None:
         answer = shared.complete(**body)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "best_of"
 
-    def test_stream_with_echo_equals_the_whole_response(self, shared: System) -> None:
+    def test_stream_with_echo_has_the_logprobs_of_the_whole_response(self, shared: System) -> None:
         body = {"prompt": "Once", "echo": True, "logprobs": 1, "max_tokens": 3}
         whole = shared.complete(**body).json()["choices"][0]["logprobs"]
         chunks = events(shared.complete(**body, stream=True).text)
@@ -201,11 +201,11 @@ class TestCompletion:
         for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             assert [value for c in chunks for value in c["choices"][0]["logprobs"][column]] == whole[column]
 
-    def test_requested_ids_have_logprobs(self, shared: System) -> None:
+    def test_completion_has_logprobs_of_the_requested_ids(self, shared: System) -> None:
         logprobs = shared.complete(logprobs=0, logprob_token_ids=[70], max_tokens=2).json()["choices"][0]["logprobs"]
         assert logprobs["requested_logprobs"] == [{"70": chosen_of(70)}] * 2
 
-    def test_completion_token_is_named_by_its_bytes_when_it_is_part_of_a_character(
+    def test_completion_token_is_named_by_bytes_when_the_token_is_part_of_a_character(
         self, shared: System, half_characters: dict[int, bytes]
     ) -> None:
         logprobs = shared.complete(logprobs=0, max_tokens=3).json()["choices"][0]["logprobs"]
@@ -213,7 +213,7 @@ class TestCompletion:
         assert logprobs["text_offset"] == [0, 0, 1]
 
 
-def test_response_is_complete_when_the_worker_ends_before_token_texts_arrive(system: System) -> None:
+def test_response_is_complete_when_the_request_ends_at_the_worker_before_token_texts_arrive(system: System) -> None:
     system.do(system.detokenizer.text_gate.clear)
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(system.chat, logprobs=True, stream=True)
@@ -226,7 +226,7 @@ def test_response_is_complete_when_the_worker_ends_before_token_texts_arrive(sys
     assert [entry["token"] for entry in chat_entries(chunks)] == NAMES
 
 
-def test_token_texts_are_requested_once(system: System) -> None:
+def test_text_of_each_token_is_requested_once_from_the_detokenizer(system: System) -> None:
     system.chat(logprobs=True)
     first = [token for call in system.detokenizer.text_calls for token in call]
     assert sorted(first) == sorted(set(TOKENS))
@@ -247,7 +247,9 @@ def test_tokens_of_probability_0_have_finite_logprobs(shared: System, monkeypatc
     assert all(e["logprob"] == -9999.0 for e in orjson.loads(answer.content)["choices"][0]["logprobs"]["content"])
 
 
-def test_request_fails_alone_when_the_worker_omits_logprobs(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_request_with_logprobs_fails_when_the_worker_omits_logprobs(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.services.gateway import fakes
 
     monkeypatch.setattr(fakes, "logprob_rows", lambda handle, tokens, wanted: fakes.worker_pb2.LogprobRows(handle=handle))

@@ -15,7 +15,7 @@ ANSWER = "Hello, world!"
 ANSWER_TOKENS = len(ANSWER) + 1  # characters of ANSWER, and the end-of-sequence token
 
 
-def test_chat_has_answer_and_usage(shared: System) -> None:
+def test_chat_response_has_an_answer_and_usage(shared: System) -> None:
     answer = shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
@@ -36,7 +36,7 @@ def test_chat_stream_equals_the_whole_response(shared: System) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_stream_usage_is_the_last_chunk_without_choices(shared: System) -> None:
+def test_usage_of_a_stream_is_in_a_last_chunk_without_choices(shared: System) -> None:
     stream = shared.openai().chat.completions.create(
         model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
     )
@@ -84,7 +84,7 @@ def test_stream_echoes_the_prompt_once(shared: System) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == "abHello"
 
 
-def test_completion_returns_n_choices_of_several_prompts(shared: System) -> None:
+def test_completion_returns_n_choices_for_each_prompt(shared: System) -> None:
     shared.worker.answer = lambda submit: f"{len(submit.prompt_ids)}/{submit.sampling.seed}"
     try:
         answer = shared.openai().completions.create(model=MODEL, prompt=["a", "bb"], n=3, seed=40, temperature=0)
@@ -97,7 +97,7 @@ def test_completion_returns_n_choices_of_several_prompts(shared: System) -> None
         shared.worker.answer = lambda submit: ANSWER
 
 
-def test_stream_interleaves_choices_by_index(shared: System) -> None:
+def test_stream_chunks_of_several_choices_have_the_index_of_the_choice(shared: System) -> None:
     shared.worker.answer = lambda submit: f"seed {submit.sampling.seed}" + "." * submit.sampling.seed
     try:
         texts = {0: "", 1: "", 2: ""}
@@ -144,7 +144,7 @@ def test_client_can_send_fields_of_other_servers(shared: System) -> None:
     assert error.value.param == "custom_logit_processor"
 
 
-def test_seed_is_chosen_when_tokens_are_drawn(shared: System) -> None:
+def test_gateway_chooses_a_seed_when_the_temperature_is_above_0(shared: System) -> None:
     """With the seed, another worker continues with the same draws."""
     seeds = set()
     for _ in range(2):

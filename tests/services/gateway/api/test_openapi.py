@@ -385,7 +385,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collected]:
     yield found
 
 
-def test_responses_match_the_document(collected: Collected) -> None:
+def test_responses_match_the_openapi_document(collected: Collected) -> None:
     assert not collected.faults, "\n".join(collected.faults[:20])
     assert len(collected.answers) > 400
 
@@ -394,7 +394,7 @@ def test_every_documented_response_occurs(collected: Collected) -> None:
     assert not sorted(collected.documented - collected.statuses)
 
 
-def test_faults_lists_each_difference_of_a_response(collected: Collected) -> None:
+def test_comparison_with_the_openapi_document_finds_each_difference_of_a_response(collected: Collected) -> None:
     document = Documented(collected.document)
     answer = next(each for each in collected.answers if each.path == CHAT and each.status == 200 and b'"usage"' in each.body)
     refused = next(each for each in collected.answers if each.path == "/open_session" and each.status == 503)
@@ -430,7 +430,7 @@ def test_every_route_is_documented_and_every_reference_resolves(shared: System) 
         Draft202012Validator.check_schema(schema)
 
 
-def test_document_follows_the_settings() -> None:
+def test_openapi_document_follows_the_settings() -> None:
     with System(cors_allow_origins="https://page.test", metrics_on_http=False) as system:
         document = Documented(system.get("/openapi.json").json())
         assert "/metrics" not in document.document["paths"] and "securitySchemes" not in document.document["components"]
@@ -440,13 +440,13 @@ def test_document_follows_the_settings() -> None:
             assert answer.status == status and not document.faults(answer)
 
 
-def test_document_prints_decimal_numbers_without_rounding_errors(shared: System) -> None:
+def test_openapi_document_has_decimal_numbers_without_rounding_errors(shared: System) -> None:
     text = re.sub(r'"(?:[^"\\]|\\.)*"', '""', shared.get("/openapi.json").text)
     numbers = re.findall(r"[-+.0-9eE]*\d[-+.0-9eE]*", text)
     assert numbers and [each for each in numbers if "e" in each.lower() or len(each.partition(".")[2]) > 3] == []
 
 
-def test_every_body_has_a_valid_example(shared: System) -> None:
+def test_every_request_body_has_a_valid_example(shared: System) -> None:
     document = shared.get("/openapi.json").json()
     found = []
     for path, item in document["paths"].items():
@@ -475,6 +475,6 @@ def test_path_parameters_have_examples(shared: System) -> None:
         ("NativeSampling", ["max_new_tokens", "temperature", "top_p"]),
     ],
 )
-def test_common_fields_come_first(shared: System, schema: str, first: list[str]) -> None:
+def test_schemas_of_request_bodies_list_the_common_fields_first(shared: System, schema: str, first: list[str]) -> None:
     document = shared.get("/openapi.json").json()
     assert list(document["components"]["schemas"][schema]["properties"])[: len(first)] == first

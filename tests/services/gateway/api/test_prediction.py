@@ -56,7 +56,7 @@ def test_stream_has_prediction_counts_in_the_last_chunk(system: System) -> None:
     assert last["usage"]["completion_tokens_details"] == counts(tokens, tokens // 2)
 
 
-def test_prediction_is_cut_to_the_first_tokens(system: System) -> None:
+def test_prediction_is_truncated_to_the_first_tokens(system: System) -> None:
     most = min(limits.MAX_PREDICTION_TOKENS, CONTEXT_LEN)
     assert system.chat(prediction=prediction_of("x" * (most + 5))).status_code == 200
     assert len(system.worker.submits[-1].prediction_ids) == most
@@ -96,7 +96,7 @@ def test_prediction_omits_tokens_outside_the_vocabulary(system: System) -> None:
     ],
     ids=["text", "type", "nothing", "part", "parts"],
 )
-def test_refusal_names_the_element_of_a_prediction(system: System, prediction: Any, param: str) -> None:
+def test_error_names_the_refused_element_of_a_prediction(system: System, prediction: Any, param: str) -> None:
     before = len(system.worker.submits)
     answer = system.chat(prediction=prediction)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -108,7 +108,7 @@ def test_prediction_with_too_many_characters_is_refused(system: System) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prediction")
 
 
-def test_next_worker_receives_the_prediction_and_usage_sums_the_counts() -> None:
+def test_next_worker_receives_the_prediction_and_usage_adds_the_counts_of_both_workers() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         read_predictions(workers)

@@ -8,7 +8,7 @@ from tests.services.gateway.system import System
 REFUSALS = "rootstock_gateway_refusals_total"
 
 
-def test_refusal_is_counted_once_by_reason() -> None:
+def test_metric_counts_each_refusal_once_with_the_reason() -> None:
     with System(configure=with_one_slot, max_waiting_requests=1, queue_timeout_s=1.0) as system:
         assert [system.metric(REFUSALS, reason=reason) for reason in ("queue_full", "queue_timeout", "no_worker")] == [0, 0, 0]
         fill_workers(system)

@@ -99,7 +99,7 @@ def test_stream_and_response_have_the_same_output(client: OpenAI, set_output: An
     assert "".join(deltas) == final.output_text
 
 
-def test_next_response_continues_the_models_turn(system: System, client: OpenAI, set_output: Any) -> None:
+def test_previous_response_becomes_one_chat_message_in_the_next_prompt(system: System, client: OpenAI, set_output: Any) -> None:
     """A response becomes one chat message, followed by the tool's result. Another gateway serves the follow-up."""
     set_output(ALL)
     first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], instructions="Be brief.")
@@ -213,7 +213,7 @@ def test_logprobs_of_a_response_are_complete() -> None:
     assert len(item["content"][0]["logprobs"]) == len("Hello, world!") + 1
 
 
-def test_chains_and_conversations_have_limits(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_of_responses_and_conversations_have_size_limits(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     first = client.responses.create(model=MODEL, input="Hi")
     second = client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
     for name in ("MAX_RESPONSE_CHAIN", "MAX_CHAIN_BYTES"):
@@ -228,7 +228,7 @@ def test_chains_and_conversations_have_limits(client: OpenAI, monkeypatch: pytes
         client.conversations.items.create(conversation.id, items=[*items, items[0]])
 
 
-def test_stream_begins_in_progress_when_the_first_output_is_the_last(client: OpenAI) -> None:
+def test_stream_begins_with_status_in_progress_when_the_output_has_one_token(client: OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=1) as stream:
         created, begun, *_, last = list(stream)
     assert (created.type, begun.type) == ("response.created", "response.in_progress")
@@ -236,7 +236,7 @@ def test_stream_begins_in_progress_when_the_first_output_is_the_last(client: Ope
     assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
 
 
-def test_cut_response_is_incomplete(client: OpenAI) -> None:
+def test_response_is_incomplete_when_the_output_reaches_max_output_tokens(client: OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=3) as stream:
         received = list(stream)
     assert received[-1].type == "response.incomplete"
@@ -256,7 +256,7 @@ def statuses(*events: Event) -> list[str]:
     return done
 
 
-def test_call_without_an_end_is_incomplete() -> None:
+def test_tool_call_without_an_end_is_incomplete() -> None:
     begun = (CallStart(0, "weather"), CallArguments(0, '{"city": "B'))
     assert statuses(*begun, CallArguments(0, '"}'), CallEnd(0), Text("So.")) == ["completed", "completed"]
     assert statuses(*begun, Text("So.")) == statuses(*begun, Reasoning("So.")) == ["incomplete", "completed"]
@@ -264,7 +264,7 @@ def test_call_without_an_end_is_incomplete() -> None:
     assert statuses(Text("So."), *begun) == ["completed", "incomplete"]
 
 
-def test_worker_receives_formats_and_tool_choices(system: System, client: OpenAI) -> None:
+def test_worker_receives_the_output_format_and_the_tool_choice(system: System, client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
     client.responses.create(model=MODEL, input="Hi", text=wanted)
@@ -296,7 +296,7 @@ def test_truncation_drops_the_oldest_items(system: System, client: OpenAI) -> No
         assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
 
 
-def test_input_tokens_are_counted_without_a_response(system: System, client: OpenAI) -> None:
+def test_input_tokens_are_counted_without_a_request_to_a_worker(system: System, client: OpenAI) -> None:
     before = len(system.worker.submits)
     counted = client.responses.input_tokens.count(model=MODEL, input="Hi")
     assert counted.input_tokens == client.responses.create(model=MODEL, input="Hi").usage.input_tokens  # type: ignore[union-attr]
@@ -329,7 +329,7 @@ def test_input_tokens_are_counted_without_a_response(system: System, client: Ope
         ({"prompt": {"id": "a"}}, "prompt"),
     ],
 )
-def test_refusal_names_the_field(system: System, body: dict[str, Any], param: str) -> None:
+def test_error_names_the_refused_field(system: System, body: dict[str, Any], param: str) -> None:
     answer = system.post("/v1/responses", {"model": MODEL, "input": "Hi", **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
@@ -364,7 +364,7 @@ def test_response_is_not_found_with_another_api_key(store: RedisServer) -> None:
             bob.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
 
 
-def test_response_has_store_false_without_a_store(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_response_has_store_false_when_the_store_is_down_or_absent(tmp_path_factory: pytest.TempPathFactory) -> None:
     server = RedisServer(folder=tmp_path_factory.mktemp("away"))
     server.start()
     with System(state_redis_url=server.url, state_patience_s=0.3) as system:

@@ -50,7 +50,7 @@ def test_value_of_the_request_overrides_the_default(path: str) -> None:
     [("/v1/messages", {"model": MODEL, **chat_body(max_tokens=4)}), ("/v1/responses", {"model": MODEL, "input": "Hi"})],
     ids=["messages", "responses"],
 )
-def test_defaults_reach_messages_and_responses(path: str, body: dict[str, Any]) -> None:
+def test_sampling_defaults_apply_to_the_messages_and_responses_apis(path: str, body: dict[str, Any]) -> None:
     with System(configure=prefer(**DEFAULTS | {"temperature": 0.0})) as system:
         for fields, temperature in (({}, 0.0), ({"temperature": 0.75}, 0.75)):
             assert system.post(path, {**body, **fields}).status_code == 200
@@ -75,7 +75,7 @@ def test_invalid_default_of_a_worker_is_ignored() -> None:
         assert sampled(system, "/v1/completions") == plain
 
 
-def test_clients_can_read_the_defaults() -> None:
+def test_clients_can_read_the_sampling_defaults() -> None:
     with System(configure=prefer(**DEFAULTS)) as system:
         assert system.get("/v1/models").json()["data"][0]["sampling_defaults"] == DEFAULTS
         assert system.get("/get_model_info").json()["preferred_sampling_params"] == DEFAULTS

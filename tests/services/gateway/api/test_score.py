@@ -29,7 +29,7 @@ def expected(prompt: list[int], softmax: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("path", [SCORE, "/score"])
-def test_score_has_the_fields_of_sglang(shared: System, path: str) -> None:
+def test_score_response_has_the_fields_of_sglang(shared: System, path: str) -> None:
     answer = ask(shared, path, model=MODEL).json()
     prompts = [ids_of("Is it? yes"), ids_of("Is it? no")]
     assert answer.pop("scores") == [expected(prompt) for prompt in prompts]
@@ -54,14 +54,16 @@ def test_score_has_the_fields_of_sglang(shared: System, path: str) -> None:
     ],
     ids=["one text", "item first", "ids", "ids with the item first", "no query", "no item"],
 )
-def test_score_joins_query_and_item(shared: System, body: dict[str, Any], prompts: list[str]) -> None:
+def test_score_request_joins_the_query_and_each_item_into_a_prompt(
+    shared: System, body: dict[str, Any], prompts: list[str]
+) -> None:
     answer = ask(shared, **body)
     assert answer.json()["scores"] == [expected(ids_of(prompt), "apply_softmax" in body) for prompt in prompts]
     submits = shared.worker.submits[-len(prompts) :]
     assert sorted(list(submit.prompt_ids) for submit in submits) == sorted(ids_of(prompt) for prompt in prompts)
 
 
-def test_score_reaches_the_worker_with_labels_and_request_ids(shared: System) -> None:
+def test_worker_receives_the_label_ids_and_request_ids_of_a_score_request(shared: System) -> None:
     assert ask(shared, priority=3, rid="s", extra_key="e", routing_key="k").status_code == 200
     submits = shared.worker.submits[-2:]
     for index, submit in enumerate(submits):
@@ -100,7 +102,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("body", "param"), BAD.values(), ids=BAD)
-def test_score_names_the_wrong_field(shared: System, body: dict[str, Any], param: str) -> None:
+def test_error_names_the_bad_field_of_a_score_request(shared: System, body: dict[str, Any], param: str) -> None:
     answer = ask(shared, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
@@ -114,7 +116,7 @@ def test_prompt_of_a_score_may_fill_the_context(shared: System) -> None:
     assert (error["param"], error["code"]) == ("items[1]", "context_length_exceeded")
 
 
-def test_items_of_a_score_share_the_limit_of_tokens(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_limit_of_a_score_request_counts_all_items(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SCORE_TOKENS", 20)
     assert ask(shared, query=[7] * 8, items=[[1, 2], [3, 4]]).status_code == 200
     for body in ({"query": [7] * 8, "items": [[1, 2], [3, 4, 5]]}, {"query": "abcdefgh", "items": ["ab", "abc"]}):
@@ -122,13 +124,15 @@ def test_items_of_a_score_share_the_limit_of_tokens(shared: System, monkeypatch:
         assert (answer.status_code, answer.json()["error"]["param"]) == (413, "items")
 
 
-def test_labels_share_equally_when_the_model_excludes_all_labels(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_all_labels_are_equal_when_the_model_excludes_all_labels(
+    shared: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fakes, "label_logprob_of", lambda ids, label: -math.inf)
     assert ask(shared).json()["scores"] == [[0.0] * 3] * 2
     assert ask(shared, apply_softmax=True).json()["scores"] == [pytest.approx([1 / 3] * 3)] * 2
 
 
-def test_embedding_model_refuses_scores() -> None:
+def test_embedding_model_refuses_score_requests() -> None:
     with System(down=("worker",)) as system:
         system.worker.info.generates = False
         system.call(system.workers[0].start())
@@ -233,7 +237,7 @@ class TestRouting:
             system.allow(None)
             assert len(waiting.result().json()["scores"]) == 12
 
-    def test_scores_avoid_workers_without_ends_with_prompt(self) -> None:
+    def test_score_requests_avoid_workers_that_always_sample_a_token(self) -> None:
         """An older worker does not have ends_with_prompt and would generate tokens."""
 
         def samples_always(workers: list[FakeWorker]) -> None:

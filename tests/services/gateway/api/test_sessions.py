@@ -41,7 +41,9 @@ class TestWorkerIndex:
         assert all(70 <= places.count(index) <= 130 for index in range(4))
 
     @given(WORKERS, WORKERS)
-    def test_generated_id_stays_with_the_worker(self, workers: list[str], others: list[str]) -> None:
+    def test_generated_session_id_stays_with_the_worker_when_the_other_workers_change(
+        self, workers: list[str], others: list[str]
+    ) -> None:
         name = new_session_id(workers)
         index = worker_index(name, workers)
         assert index is not None
@@ -49,10 +51,10 @@ class TestWorkerIndex:
         again = worker_index(name, later)
         assert again is not None and later[again] == workers[index]
 
-    def test_generated_id_has_no_index_when_the_worker_is_gone(self) -> None:
+    def test_generated_session_id_has_no_worker_index_when_the_worker_is_gone(self) -> None:
         assert worker_index(new_session_id(["a"]), ["b", "c"]) is None
 
-    def test_session_has_no_index_without_workers(self) -> None:
+    def test_session_has_no_worker_index_when_there_are_no_workers(self) -> None:
         assert worker_index("session", []) is None
 
 
@@ -137,14 +139,14 @@ def host_of(system: System, session_id: str) -> Any:
 
 
 class TestOpenAndClose:
-    def test_open_session_returns_the_session_id(self, make_system: Callable[[int], System]) -> None:
+    def test_route_open_session_returns_the_session_id(self, make_system: Callable[[int], System]) -> None:
         system = make_system(1)
         answer = open_session(system, session_id="mine", timeout=2.5)
         assert (answer.status_code, answer.json()) == (200, "mine")
         request = system.worker.sessions["mine"]  # type: ignore[attr-defined]
         assert (request.capacity_tokens, request.ttl_ms) == (1000, 2500)
 
-    def test_generated_session_avoids_paused_workers(self, make_system: Callable[[int], System]) -> None:
+    def test_session_with_a_generated_id_avoids_paused_workers(self, make_system: Callable[[int], System]) -> None:
         system = make_system(2)
         pause(system, 0, True)
         assert all(host_of(system, open_session(system).json()) is system.workers[1] for _ in range(8))
@@ -172,7 +174,7 @@ class TestOpenAndClose:
         assert close_session(system, "mine").status_code == 404
         assert open_session(system, session_id="mine").status_code == 200
 
-    def test_unknown_model_is_404(self, system: System) -> None:
+    def test_request_for_an_unknown_model_gets_404(self, system: System) -> None:
         answer = system.post("/close_session", {"session_id": "mine", "model": "nobody's"})
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 
@@ -193,7 +195,7 @@ class TestOpenAndClose:
         system.do(lambda: setattr(system.worker, "failure", code))
         assert open_session(system).status_code == status
 
-    def test_open_is_503_without_a_worker(self) -> None:
+    def test_request_to_open_a_session_gets_503_without_a_worker(self) -> None:
         with System(down=("worker",), queue_timeout_s=0.2) as system:
             answer = open_session(system)
             assert answer.status_code == 503 and "retry-after" in answer.headers
@@ -239,7 +241,7 @@ class TestTurns:
         # The gateway sends no limit, because only the worker knows the length of the session's context.
         assert not second.sampling.HasField("max_new_tokens")
 
-    def test_turn_with_a_parent_adds_no_begin_of_sequence(self, make_system: Callable[[int], System]) -> None:
+    def test_turn_with_a_parent_adds_no_begin_of_sequence_token(self, make_system: Callable[[int], System]) -> None:
         system = make_system(1)
         open_session(system, session_id="mine")
         turn(system, "mine", rid="t1")
@@ -248,7 +250,7 @@ class TestTurns:
         assert [call.add_special_tokens for call in system.tokenizer.calls] == [True, False, True]
 
     @pytest.mark.parametrize("offset", [None, -1])
-    def test_turn_continues_the_whole_parent_without_an_offset(
+    def test_turn_without_an_offset_continues_after_the_whole_parent(
         self, make_system: Callable[[int], System], offset: int | None
     ) -> None:
         system = make_system(1)
@@ -265,7 +267,7 @@ class TestTurns:
         assert shared.post("/generate", {"text": "Hi", "session_params": {"id": None}}).status_code == 200
         assert not shared.worker.submits[-1].HasField("session")
 
-    def test_turn_of_an_unknown_session_is_404(self, make_system: Callable[[int], System]) -> None:
+    def test_turn_of_an_unknown_session_gets_404(self, make_system: Callable[[int], System]) -> None:
         system = make_system(2)
         answer = turn(system, "never opened")
         assert answer.status_code == 404 and "no such session" in answer.json()["error"]["message"]
@@ -293,7 +295,9 @@ class TestTurns:
         assert "retry-after" in answer.headers
         assert sum(len(host.servicer.submits) for host in system.workers) == 1
 
-    def test_turn_of_a_generated_session_waits_for_the_worker(self, make_system: Callable[[int], System]) -> None:
+    def test_turn_of_a_session_with_a_generated_id_is_refused_until_the_worker_returns(
+        self, make_system: Callable[[int], System]
+    ) -> None:
         system = make_system(2)
         session_id = open_session(system).json()
         host = host_of(system, session_id)
@@ -306,6 +310,6 @@ class TestTurns:
         wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the worker")
         assert turn(system, session_id).status_code == 200
 
-    def test_text_of_a_turn_must_fit_the_context(self, shared: System) -> None:
+    def test_turn_is_refused_when_the_text_fills_the_whole_context(self, shared: System) -> None:
         answer = turn(shared, "mine", text="x" * CONTEXT_LEN)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "text"

@@ -44,7 +44,7 @@ class TestTiers:
         meta = generate(shared).json()["meta_info"]
         assert meta["cached_tokens_details"] == {"device": 1, "host": 2, "storage": 0}
 
-    def test_usage_adds_cached_tokens_of_first_choices(self, shared: System) -> None:
+    def test_usage_adds_up_the_cached_tokens_of_the_first_choice_of_each_prompt(self, shared: System) -> None:
         answer = shared.openai().completions.create(model=MODEL, prompt=["a", "bb"], n=2)
         details = answer.usage.prompt_tokens_details
         assert details.cached_tokens == 3
@@ -56,7 +56,7 @@ class TestTiers:
 
 
 class TestOnePrompt:
-    def test_response_has_text_ids_and_meta_info(self, shared: System) -> None:
+    def test_response_has_text_and_ids_and_meta_info(self, shared: System) -> None:
         answer = generate(shared, rid="my-1").json()
         assert set(answer) == {"text", "output_ids", "meta_info"}
         assert answer["text"] == ANSWER and answer["output_ids"] == IDS
@@ -77,7 +77,7 @@ class TestOnePrompt:
         assert generate(shared, input_ids=[7, 8, 9]).json()["meta_info"]["prompt_tokens"] == 3
         assert list(shared.worker.submits[-1].prompt_ids) == [7, 8, 9]
 
-    def test_rid_is_the_request_id_by_default(self, shared: System) -> None:
+    def test_request_id_header_is_the_default_of_rid(self, shared: System) -> None:
         answer = shared.post(GENERATE, {"text": "Hi"}, headers={"x-request-id": "trace-9"})
         assert answer.json()["meta_info"]["id"] == "trace-9" == shared.worker.submits[-1].request_id
         longest = {"x-request-id": "x" * 248}
@@ -97,7 +97,7 @@ class TestOnePrompt:
         ],
         ids=["length", "stop string", "stop string kept", "stop token", "special tokens shown", "max_new_tokens 0"],
     )
-    def test_finish_reason_and_text_follow_the_stop(
+    def test_finish_reason_and_text_match_the_stop_condition(
         self, shared: System, params: dict[str, Any], reason: dict[str, Any], text: str
     ) -> None:
         answer = generate(shared, sampling_params=params).json()
@@ -136,7 +136,7 @@ class TestStream:
             answer["meta_info"] = {"reason": answer["meta_info"]["finish_reason"]}
         assert last == whole and whole["text"] == text
 
-    def test_stream_of_no_tokens_has_one_event(self, shared: System) -> None:
+    def test_stream_with_max_new_tokens_0_has_one_event(self, shared: System) -> None:
         (chunk,) = events(generate(shared, stream=True, sampling_params={"max_new_tokens": 0}).text)
         assert (chunk["text"], chunk["output_ids"]) == ("", [])
 
@@ -155,7 +155,7 @@ class TestStream:
 
 
 class TestBatch:
-    def test_texts_have_one_response_each(self, echoing: System) -> None:
+    def test_each_text_of_a_batch_has_one_response(self, echoing: System) -> None:
         answers = generate(echoing, text=["one", "three"], rid="b").json()
         assert [answer["text"] for answer in answers] == ["one", "three"]
         assert [answer["meta_info"]["id"] for answer in answers] == ["b_0", "b_1"]
@@ -164,7 +164,7 @@ class TestBatch:
         answers = generate(echoing, input_ids=[[65], [66, 67]], rid=["x", "y"]).json()
         assert [(answer["text"], answer["meta_info"]["id"]) for answer in answers] == [("A", "x"), ("BC", "y")]
 
-    def test_list_with_one_prompt_returns_a_list(self, echoing: System) -> None:
+    def test_response_is_a_list_when_the_request_has_a_list_of_one_prompt(self, echoing: System) -> None:
         assert [answer["text"] for answer in generate(echoing, text=["one"]).json()] == ["one"]
 
     def test_sampling_params_may_be_a_list_with_an_element_per_prompt(self, echoing: System) -> None:
@@ -174,7 +174,7 @@ class TestBatch:
         first, second = (submit.sampling for submit in echoing.worker.submits[-2:])
         assert (list(first.stop), first.temperature) == (["x"], 1.0) and (list(second.stop), second.temperature) == ([], 0.5)
 
-    def test_stream_of_a_batch_has_indices(self, echoing: System) -> None:
+    def test_each_event_of_a_batch_stream_has_the_index_of_the_prompt(self, echoing: System) -> None:
         chunks = events(generate(echoing, text=["one", "three"], stream=True).text)
         last = {chunk["index"]: chunk for chunk in chunks}
         assert [last[index]["text"] for index in (0, 1)] == ["one", "three"]
@@ -223,7 +223,9 @@ class TestSubmit:
     @pytest.mark.parametrize(
         ("params", "max_new_tokens"), [({}, 128), ({"max_new_tokens": None}, CONTEXT_LEN - 2)], ids=["absent", "null"]
     )
-    def test_default_length_is_128_or_the_context(self, shared: System, params: dict[str, Any], max_new_tokens: int) -> None:
+    def test_max_new_tokens_is_128_when_absent_and_fills_the_context_when_null(
+        self, shared: System, params: dict[str, Any], max_new_tokens: int
+    ) -> None:
         generate(shared, sampling_params=params)
         assert shared.worker.submits[-1].sampling.max_new_tokens == max_new_tokens
 
@@ -243,7 +245,7 @@ class TestSubmit:
         assert generate(shared, sampling_params=params).status_code == 200
         assert shared.worker.submits[-1].sampling.grammar == grammar
 
-    def test_refused_grammar_names_the_field(self, system: System) -> None:
+    def test_error_names_the_field_of_a_refused_grammar(self, system: System) -> None:
         system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "no such rule", "grammar")))
         answer = generate(system, sampling_params={"ebnf": "root ::= x"})
         assert answer.status_code == 400
@@ -281,7 +283,7 @@ class TestAbort:
         return waiting
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-    def test_abort_returns_the_output_so_far(self, system: System, stream: bool) -> None:
+    def test_aborted_request_returns_the_output_so_far(self, system: System, stream: bool) -> None:
         waiting = self.begin(system, 3, rid="r1", stream=stream)
         assert abort(system, rid="r1").status_code == 200
         answer = waiting.result()
@@ -374,24 +376,24 @@ class TestHealthGenerate:
         assert len(system.worker.submits) == 1
         client.vanish()
 
-    def test_health_check_is_503_without_a_worker(self) -> None:
+    def test_health_check_returns_503_without_a_worker(self) -> None:
         with System(down=("worker",)) as system:
             answer = system.get("/health_generate")
             assert answer.status_code == 503 and "retry-after" in answer.headers
 
-    def test_health_check_is_503_when_the_worker_refuses(self, system: System) -> None:
+    def test_health_check_returns_503_when_the_worker_refuses(self, system: System) -> None:
         system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INTERNAL, "broken")))
         answer = system.get("/health_generate")
         assert answer.status_code == 503 and answer.json()["error"]["message"] == "broken"
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/model_info"])
-def test_model_info_has_path_kind_and_context_length(shared: System, path: str) -> None:
+def test_model_info_has_the_path_and_the_kind_and_the_context_length(shared: System, path: str) -> None:
     info = shared.get(path).json()
     assert (info["model_path"], info["is_generation"], info["max_model_len"]) == (MODEL, True, CONTEXT_LEN)
 
 
-def test_api_keys_protect_every_route_except_operations() -> None:
+def test_sglang_routes_except_health_generate_require_an_api_key() -> None:
     with System(keys=["secret"]) as system:
         assert generate(system).status_code == 401
         assert system.post("/abort_request", {"abort_all": True}).status_code == 401

@@ -84,17 +84,17 @@ def refused(system: System, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.by_day(one_in=4, seed=47)
 @pytest.mark.parametrize(("change", "param"), GENERATE.values(), ids=GENERATE.keys())
-def test_error_names_the_bad_field_of_generate(shared: System, change: dict[str, Any], param: str) -> None:
+def test_error_names_the_bad_field_of_a_generate_request(shared: System, change: dict[str, Any], param: str) -> None:
     assert refused(shared, "/generate", {"text": SECRET, **change})["param"] == param
 
 
 @pytest.mark.parametrize(("value", "field"), SAMPLING.values(), ids=SAMPLING.keys())
-def test_error_names_the_bad_sampling_param_of_generate(shared: System, value: Any, field: str) -> None:
+def test_error_names_the_bad_sampling_param_of_a_generate_request(shared: System, value: Any, field: str) -> None:
     error = refused(shared, "/generate", {"text": SECRET, "sampling_params": {field: value}})
     assert error["param"] == f"sampling_params.{field}"
 
 
-def test_two_grammars_are_refused_and_named(shared: System) -> None:
+def test_request_with_two_grammars_is_refused_with_the_names_of_both(shared: System) -> None:
     error = refused(shared, "/generate", {"text": SECRET, "sampling_params": {"regex": "a", "ebnf": "root ::= [a]"}})
     assert error["param"] == "sampling_params.ebnf" and "'regex' and 'ebnf'" in error["message"]
 
@@ -111,7 +111,7 @@ ENCODE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.by_day(one_in=2, seed=28)
 @pytest.mark.parametrize(("change", "param"), ENCODE.values(), ids=ENCODE.keys())
-def test_error_names_the_bad_field_of_encode(shared: System, change: dict[str, Any], param: str) -> None:
+def test_error_names_the_bad_field_of_an_encode_request(shared: System, change: dict[str, Any], param: str) -> None:
     assert refused(shared, "/encode", {"text": SECRET, **change})["param"] == param
 
 
@@ -132,16 +132,16 @@ def test_bad_json_is_refused(shared: System, path: str, body: bytes) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
-def test_unknown_model_is_404(shared: System) -> None:
+def test_request_for_an_unknown_model_gets_404(shared: System) -> None:
     answer = shared.post("/generate", {"text": "Hi", "model": "nobody"})
     assert answer.status_code == 404 and answer.json()["error"]["param"] == "model"
 
 
-def test_large_body_of_a_small_request_is_413(shared: System) -> None:
+def test_large_body_of_an_abort_request_gets_413(shared: System) -> None:
     assert shared.post("/abort_request", {"rid": "x" * 100_000}).status_code == 413
 
 
-def test_tokenizer_refusal_names_the_text(system: System) -> None:
+def test_error_names_the_field_text_when_the_tokenizer_refuses_the_prompt(system: System) -> None:
     system.do(lambda: system.tokenizer.failures.append((grpc.StatusCode.INVALID_ARGUMENT, "no")))
     answer = system.post("/generate", {"text": "Hi"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "text"

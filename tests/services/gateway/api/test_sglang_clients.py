@@ -25,7 +25,7 @@ def bench_serving(**fields: Any) -> dict[str, Any]:
     }
 
 
-def test_body_of_bench_serving_is_served(shared: System) -> None:
+def test_request_body_of_the_bench_serving_client_is_served(shared: System) -> None:
     answer = shared.post("/generate", bench_serving())
     assert answer.status_code == 200, answer.text
     last = events(answer.text)[-1]
@@ -51,7 +51,7 @@ NEUTRAL: dict[str, Any] = {
 
 @pytest.mark.by_day(one_in=4, seed=27)
 @each_value(name=list(NEUTRAL), path=["/generate", "/encode"])
-def test_neutral_value_is_accepted(shared: System, name: str, path: str) -> None:
+def test_neutral_value_of_an_unserved_field_is_accepted(shared: System, name: str, path: str) -> None:
     """Both routes use the table services/gateway/api/known_fields.NATIVE."""
     answer = shared.post(path, {"text": "Hi", name: NEUTRAL[name]})
     assert answer.status_code == 200, answer.text
@@ -74,7 +74,7 @@ UNSUPPORTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items(), ids=UNSUPPORTED.keys())
-def test_unsupported_value_is_refused(shared: System, name: str, value: Any) -> None:
+def test_unsupported_value_of_a_field_is_refused(shared: System, name: str, value: Any) -> None:
     answer = shared.post("/generate", {"text": "Hi", name: value})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")

@@ -9,7 +9,7 @@ from tests.services.gateway.fakes import ids_of, vector_of
 from tests.services.gateway.system import System, wait_until
 
 
-def test_one_text_has_one_embedding(shared: System) -> None:
+def test_response_to_one_text_has_one_embedding(shared: System) -> None:
     answer = shared.post("/encode", {"text": "Hi", "rid": "e1", "priority": 3}).json()
     assert answer["embedding"] == vector_of(ids_of("Hi"))
     meta = answer["meta_info"]
@@ -27,7 +27,7 @@ def test_one_text_has_one_embedding(shared: System) -> None:
     assert submit.sampling.HasField("embedding") and submit.priority == 3
 
 
-def test_list_of_ids_has_a_list_of_embeddings(shared: System) -> None:
+def test_response_to_lists_of_ids_is_a_list_of_embeddings(shared: System) -> None:
     answers = shared.post("/encode", {"input_ids": [[8, 16], [24]], "rid": "e"}).json()
     assert [answer["embedding"] for answer in answers] == [vector_of([8, 16]), vector_of([24])]
     assert [answer["meta_info"]["id"] for answer in answers] == ["e_0", "e_1"]
@@ -45,7 +45,7 @@ def test_model_without_embeddings_is_refused() -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
 
 
-def test_aborted_encode_is_400(system: System) -> None:
+def test_aborted_encode_request_gets_400(system: System) -> None:
     system.do(lambda: system.worker.allow(0))
     waiting = Waiting(system, "/encode", {"text": "Hi", "rid": "e1"})
     wait_until(lambda: bool(system.worker.running), "the submit")

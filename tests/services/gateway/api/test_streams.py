@@ -75,7 +75,7 @@ def test_usage_is_null_before_the_last_chunk(shared: System) -> None:
 
 
 class TestStops:
-    def test_stop_string_is_removed_and_named(self, shared: System) -> None:
+    def test_stop_string_is_removed_from_the_text_and_is_the_stop_reason(self, shared: System) -> None:
         choice = shared.chat(stop=["world", "zzz"]).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, ", "stop", "world")
 
@@ -92,7 +92,7 @@ class TestStops:
         choice = shared.chat(stop_token_ids=[ord(",")]).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello,", "stop", ord(","))
 
-    def test_end_of_sequence_has_no_stop_reason(self, shared: System) -> None:
+    def test_stop_reason_is_null_when_the_output_ends_with_end_of_sequence(self, shared: System) -> None:
         choice = shared.chat().json()["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
 
@@ -119,7 +119,7 @@ def test_token_ids_are_returned_when_requested(shared: System) -> None:
     assert [i for c in stream for i in c["choices"][0]["token_ids"]] == ids
 
 
-def test_worker_receives_the_parameters(shared: System) -> None:
+def test_worker_receives_the_sampling_parameters(shared: System) -> None:
     answer = shared.chat(
         **{"n": 2, "seed": -1, "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "ignore_eos": True},
         **{"frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5, "logit_bias": {"5": 2, "9": -100}},
@@ -144,7 +144,7 @@ def test_worker_receives_the_parameters(shared: System) -> None:
         assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["zz"], [77])
 
 
-def test_tokenizer_receives_the_request(shared: System) -> None:
+def test_tokenizer_receives_the_messages_and_the_tools_and_the_template_arguments(shared: System) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     shared.chat(tools=tools, continue_final_message=True, chat_template_kwargs={"thinking": False})
     call = shared.tokenizer.calls[-1]
@@ -164,7 +164,7 @@ def test_detokenizer_receives_one_batch_per_step(system: System) -> None:
     assert len(system.worker.messages) == 1 and len(system.worker.messages[0].submits) == 64
 
 
-def test_slow_client_receives_merged_pieces(system: System) -> None:
+def test_slow_client_receives_merged_pieces_of_text(system: System) -> None:
     """Text merges into one piece while the transport accepts no data. Every character arrives once."""
     text = "0123456789" * 30
     system.do(lambda: setattr(system.worker, "answer", lambda submit: text))
@@ -198,7 +198,7 @@ def test_slow_client_receives_merged_pieces(system: System) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text
 
 
-def test_request_id_is_returned_or_generated(shared: System) -> None:
+def test_gateway_returns_the_request_id_of_the_client_or_generates_one(shared: System) -> None:
     assert shared.chat().headers["x-request-id"] != shared.chat().headers["x-request-id"]
     given = shared.get("/health", headers={"x-request-id": "trace-1.a:b_c"})
     assert given.headers["x-request-id"] == "trace-1.a:b_c"
@@ -233,18 +233,18 @@ class TestStopPatterns:
         choice = shared.chat(stop_regex="w[a-z]r").json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, wor", "stop", "w[a-z]r")
 
-    def test_pattern_ends_a_stream(self, shared: System) -> None:
+    def test_match_of_a_stop_pattern_ends_a_stream(self, shared: System) -> None:
         chunks = events(shared.chat(stop_regex=["zz", "l+o"], stream=True).text)
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hello"
         assert chunks[-1]["choices"][0]["stop_reason"] == "l+o"
 
-    def test_bad_pattern_is_refused_by_the_worker(self, shared: System) -> None:
+    def test_error_names_stop_regex_when_the_worker_refuses_a_pattern(self, shared: System) -> None:
         shared.do(lambda: shared.worker.refuse.append((2, "cannot be used: missing )", "stop_regex", 1)))
         answer = shared.chat(stop_regex=["a", "("])
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "stop_regex"
 
 
-def test_extensions_reach_the_worker(shared: System) -> None:
+def test_fields_beyond_the_openai_api_reach_the_worker(shared: System) -> None:
     dry = {"dry_multiplier": 0.5, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 64}
     answer = shared.chat(
         **{"allowed_token_ids": [0, 1, 2], "banned_token_ids": [3], "stop_regex": ["a+", "b"], "routing_key": "key"},
@@ -282,7 +282,7 @@ class TestRoutingKey:
             assert answer.status_code == 200
             assert shared.worker.submits[-1].routing_key == "tenant-7"
 
-    def test_body_overrides_the_header(self, shared: System) -> None:
+    def test_routing_key_in_the_body_overrides_the_header(self, shared: System) -> None:
         body = {"model": MODEL, **chat_body(routing_key="body")}
         shared.post("/v1/chat/completions", body, headers={"x-smg-routing-key": "header"})
         assert shared.worker.submits[-1].routing_key == "body"

@@ -24,7 +24,7 @@ def system() -> Iterator[System]:
         yield started
 
 
-def test_tokenize_and_detokenize_are_inverse(system: System) -> None:
+def test_detokenize_route_reverses_the_tokenize_route(system: System) -> None:
     one = system.post("/tokenize", {"model": MODEL, "prompt": "Hi"}).json()
     many = system.post("/tokenize", {"prompt": ["Hi", "you"]}).json()
     assert one["count"] == len(one["tokens"]) and one["max_model_len"] > one["count"]
@@ -33,7 +33,7 @@ def test_tokenize_and_detokenize_are_inverse(system: System) -> None:
     assert system.post("/detokenize", {"tokens": [[72], [], [105, 33]]}).json() == {"text": ["H", "", "i!"]}
 
 
-def test_parse_routes_return_calls_and_reasoning(system: System) -> None:
+def test_parsing_routes_return_tool_calls_and_reasoning(system: System) -> None:
     body: dict[str, Any] = {"text": f"So: {CALL}", "tools": TOOLS, "tool_call_parser": "qwen25"}
     found = system.post("/parse_function_call", body).json()
     assert found["normal_text"].strip() == "So:"
@@ -56,7 +56,7 @@ def test_parse_routes_return_calls_and_reasoning(system: System) -> None:
         ("/classify", {"text": "a"}, None),
     ],
 )
-def test_error_names_the_bad_field_of_tokenize_and_parse_routes(
+def test_error_names_the_bad_field_of_tokenizing_and_parsing_routes(
     system: System, path: str, body: dict[str, Any], param: str | None
 ) -> None:
     answer = system.post(path, body)

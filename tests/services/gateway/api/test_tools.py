@@ -98,7 +98,7 @@ def document_message(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
         pytest.param(CALL[:-16], "", "", [["weather", '{"city": "Bonn"}']], id="unfinished call"),
     ],
 )
-def test_stream_and_document_have_the_same_message(
+def test_stream_and_whole_response_have_the_same_message(
     system: System, set_output: Any, text: str, content: str, reasoning: str, calls: list[list[str]]
 ) -> None:
     set_output(text)
@@ -115,7 +115,7 @@ def test_stream_and_document_have_the_same_message(
 
 # The arguments are the characters from 30 to 14 before the end of CALL; each size ends within them.
 @pytest.mark.parametrize("size", range(len(CALL) - 30, len(CALL) - 15, 3))
-def test_call_is_cut_off_when_the_output_reaches_max_tokens(system: System, set_output: Any, size: int) -> None:
+def test_tool_call_is_cut_off_when_the_output_reaches_max_tokens(system: System, set_output: Any, size: int) -> None:
     set_output(CALL)
     body = {**TOOLS, "max_tokens": size}
     message, reason = document_message(system.chat(**body).json())
@@ -123,7 +123,7 @@ def test_call_is_cut_off_when_the_output_reaches_max_tokens(system: System, set_
     assert streamed_message(events(system.chat(stream=True, **body).text)) == (message, reason)
 
 
-def test_stream_with_calls_has_complete_logprobs_and_ids(system: System, set_output: Any) -> None:
+def test_stream_with_tool_calls_has_all_logprobs_and_all_token_ids(system: System, set_output: Any) -> None:
     set_output("So:\n" + TWO_CALLS)
     more = {"logprobs": True, "return_token_ids": True, **TOOLS}
     document = system.chat(**more).json()["choices"][0]
@@ -133,7 +133,7 @@ def test_stream_with_calls_has_complete_logprobs_and_ids(system: System, set_out
     assert [token for choice in choices for token in choice.get("token_ids", ())] == document["token_ids"]
 
 
-def test_openai_client_collects_calls(system: System, set_output: Any) -> None:
+def test_openai_client_collects_the_tool_calls_of_a_stream(system: System, set_output: Any) -> None:
     set_output(TWO_CALLS)
     messages: Any = [{"role": "user", "content": "Hi"}]
     # Type: ignore[list-item].
@@ -169,7 +169,7 @@ def test_openai_client_collects_calls(system: System, set_output: Any) -> None:
         pytest.param({"tools": [STRICT], "tool_choice": "none"}, None, False, id="none"),
     ],
 )
-def test_worker_receives_a_grammar_when_calls_are_strict_or_forced(
+def test_worker_receives_a_grammar_when_a_tool_is_strict_or_a_call_is_forced(
     system: System, fields: dict[str, Any], names: set[str] | None, forced: bool
 ) -> None:
     assert system.chat(**fields).status_code == 200
@@ -181,13 +181,13 @@ def test_worker_receives_a_grammar_when_calls_are_strict_or_forced(
         assert ("triggered_tags" in text) is not forced and "</think>" in text
 
 
-def test_parallel_tool_calls_false_allows_one_call(system: System, set_output: Any) -> None:
+def test_response_has_one_call_when_parallel_tool_calls_is_false(system: System, set_output: Any) -> None:
     set_output(TWO_CALLS)
     found, reason = document_message(system.chat(parallel_tool_calls=False, **TOOLS).json())
     assert found["calls"] == [["weather", '{"city": "Bonn"}']] and reason == "tool_calls"
 
 
-def test_metric_counts_dropped_calls(system: System, set_output: Any) -> None:
+def test_metric_counts_dropped_tool_calls(system: System, set_output: Any) -> None:
     def dropped() -> float:
         return system.metric("rootstock_gateway_tool_calls_dropped_total")
 
@@ -227,7 +227,7 @@ def test_content_includes_reasoning_when_not_separated(system: System, set_outpu
     assert found["content"] == "<think>Hm.</think>Hello." and not found["reasoning_content"]
 
 
-def test_detokenizer_keeps_the_marks_of_calls_when_the_request_has_tools(system: System) -> None:
+def test_detokenizer_keeps_the_tool_call_tokens_when_the_request_has_tools(system: System) -> None:
     for skips in (True, False):
         system.chat(skip_special_tokens=skips, **TOOLS)
         opened = [opened for batch in system.detokenizers[0].servicer.batches for opened in batch.opens][-1]
@@ -260,7 +260,7 @@ def test_reasoning_tokens_are_counted() -> None:
         )
 
 
-def test_numbers_of_tools_and_name_lengths_are_limited(system: System) -> None:
+def test_number_of_tools_and_length_of_a_tool_name_are_limited(system: System) -> None:
     tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(limits.MAX_TOOLS)]
     assert system.chat(tools=tools).status_code == 200
     error = system.chat(tools=[*tools, CLOCK])
@@ -269,7 +269,9 @@ def test_numbers_of_tools_and_name_lengths_are_limited(system: System) -> None:
         assert system.chat(tools=[{"type": "function", "function": {"name": "f" * size}}]).status_code == status
 
 
-def test_calls_above_max_calls_are_dropped(system: System, set_output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_calls_beyond_the_maximum_number_are_dropped(
+    system: System, set_output: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "MAX_CALLS", 1)
     set_output(TWO_CALLS)
     assert len(document_message(system.chat(**TOOLS).json())[0]["calls"]) == 1

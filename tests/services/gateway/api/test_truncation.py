@@ -42,7 +42,7 @@ def last_submit(system: System) -> Any:
     return max((submit for host in system.workers for submit in host.servicer.submits), key=lambda submit: submit.handle)
 
 
-def test_every_endpoint_sends_the_first_tokens(truncating: System) -> None:
+def test_every_endpoint_sends_the_worker_only_the_first_tokens_of_a_long_prompt(truncating: System) -> None:
     before = truncating.metric("rootstock_gateway_truncated_prompts_total")
     for name, (body, max_prompt) in BODIES.items():
         answer = truncating.post(name.split()[0], body)
@@ -58,7 +58,7 @@ def test_every_endpoint_sends_the_first_tokens(truncating: System) -> None:
     assert truncating.metric("rootstock_gateway_truncated_prompts_total") == before + len(BODIES)
 
 
-def test_fitting_prompt_is_unchanged(truncating: System) -> None:
+def test_prompt_within_the_context_is_not_truncated(truncating: System) -> None:
     assert truncating.complete(prompt="x" * MAX_PROMPT).status_code == 200
     assert len(last_submit(truncating).prompt_ids) == MAX_PROMPT
     assert truncating.complete(prompt="").json()["error"]["param"] == "prompt"
@@ -73,7 +73,7 @@ def test_echo_and_logprobs_cover_the_truncated_prompt(truncating: System) -> Non
     assert truncating.complete(prompt=LONG, return_token_ids=True).json()["prompt_token_ids"] == ids_of(LONG)[:MAX_PROMPT]
 
 
-def test_logprob_start_len_is_limited_by_the_truncated_prompt(truncating: System) -> None:
+def test_logprob_start_len_is_refused_when_beyond_the_truncated_prompt(truncating: System) -> None:
     body = {"text": LONG, "return_logprob": True}
     answer = truncating.post("/generate", {**body, "logprob_start_len": MAX_PROMPT - 1})
     assert [entry[1] for entry in answer.json()["meta_info"]["input_token_logprobs"]] == [ord(LONG[MAX_PROMPT - 1])]
@@ -81,7 +81,7 @@ def test_logprob_start_len_is_limited_by_the_truncated_prompt(truncating: System
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_start_len")
 
 
-def test_invalid_id_after_the_truncated_prompt_is_refused(truncating: System) -> None:
+def test_invalid_token_id_in_the_part_that_truncation_removes_is_refused(truncating: System) -> None:
     refused = truncating.complete(prompt=[*ids_of(LONG), -1])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
 
@@ -107,7 +107,7 @@ def test_second_worker_receives_the_same_truncated_prompt() -> None:
         assert sent[0] == sent[1] == ids_of(LONG)[:MAX_PROMPT]
 
 
-def test_prompt_is_refused_unless_all_workers_truncate() -> None:
+def test_long_prompt_is_refused_unless_all_workers_truncate() -> None:
     def first_truncates(workers: list[FakeWorker]) -> None:
         workers[0].info.auto_truncates = True
 
@@ -133,6 +133,6 @@ class TestContextBudget:
             assert (list(truncated.ids), truncated.text, truncated.num_cut) == (ids[:length], None, 300 - length)
             assert truncated.block_hashes == block_hashes(b"\0" * HASH_BYTES, ids[:length])
 
-    def test_fitting_prompt_is_returned_unchanged(self) -> None:
+    def test_context_budget_returns_a_prompt_within_the_budget_unchanged(self) -> None:
         prompt = PromptInput([1] * (3 * BLOCK_TOKENS - 1), "text")
         assert budget_with_output(self.MODEL).fit(prompt, "prompt") is prompt

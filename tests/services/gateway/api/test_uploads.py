@@ -54,7 +54,7 @@ def read(form: bytes, size: int) -> list[Event]:
     return found
 
 
-def test_form_reader_gives_the_same_events_for_any_pieces() -> None:
+def test_form_reader_returns_the_same_events_for_any_division_into_pieces() -> None:
     all_events = [
         *(PartBegins("purpose", None), PartContent(b"batch"), PartEnds()),
         *(PartBegins("file", "a.jsonl"), PartContent(b"one\r\n--\r\n--y\r\n"), PartEnds()),
@@ -153,7 +153,7 @@ def test_files_and_batches_are_refused_without_a_store(shared: System) -> None:
     assert shared.get("/v1/batches").json()["error"]["code"] == "no_store"
 
 
-def test_upload_fails_while_the_store_is_unreachable(system: System, store: RedisServer, client: OpenAI) -> None:
+def test_file_and_batch_requests_fail_while_the_store_is_unreachable(system: System, store: RedisServer, client: OpenAI) -> None:
     store.kill()
     for ask in (client.files.list, client.batches.list, lambda: client.batches.cancel("batch_a")):
         with pytest.raises(openai.InternalServerError, match="cannot be reached") as away:
