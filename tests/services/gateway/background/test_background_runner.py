@@ -101,7 +101,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_takeover_continues_when_one_record_is_unreadable_and_many_are_pending(server: RedisServer) -> None:
+def test_runner_takes_over_all_pending_responses_with_readable_records(server: RedisServer) -> None:
     """The runner renews the leases of its own responses while slow takeovers continue."""
 
     async def run() -> None:
@@ -123,7 +123,7 @@ def test_takeover_continues_when_one_record_is_unreadable_and_many_are_pending(s
     asyncio.run(run())
 
 
-def test_store_outage_longer_than_a_lease_moves_no_response(server: RedisServer) -> None:
+def test_responses_stay_at_the_gateway_after_a_store_outage_longer_than_the_lease(server: RedisServer) -> None:
     """The gateways continue their responses. If a gateway has stopped, another takes over its response when the lease expires."""
 
     async def run() -> None:
@@ -150,7 +150,7 @@ def test_store_outage_longer_than_a_lease_moves_no_response(server: RedisServer)
     asyncio.run(run())
 
 
-def test_run_that_writes_final_records_is_not_cancelled(server: RedisServer) -> None:
+def test_background_run_is_not_cancelled_while_writing_the_final_records(server: RedisServer) -> None:
     """The store has the final records, and the response is still being sent to the client."""
 
     async def run() -> None:
@@ -184,7 +184,7 @@ class FakeAdmission:
         self.ended += 1
 
 
-def test_drain_releases_each_response_once_and_refuses_responses_that_have_not_begun(server: RedisServer) -> None:
+def test_draining_runner_releases_each_response_once_and_refuses_responses_that_have_not_begun(server: RedisServer) -> None:
     """Two drains run at once, and a response was requested just before the drain."""
 
     async def run() -> None:
@@ -213,7 +213,7 @@ def test_drain_releases_each_response_once_and_refuses_responses_that_have_not_b
 
 
 @pytest.mark.parametrize("has_time", [True, False])
-def test_begin_names_the_failure_when_the_response_is_not_stored(
+def test_error_names_the_failure_when_a_background_response_cannot_begin(
     server: RedisServer, caplog: pytest.LogCaptureFixture, has_time: bool
 ) -> None:
     """Either the time limit passes before a worker takes the request, or the attempt has a fault. Only the fault is logged."""

@@ -42,7 +42,7 @@ async def open_50_streams(store: Store, streams: Streams, received: list[list[by
     return following
 
 
-def test_streams_of_one_response_share_calls_and_poll_rarely_when_idle(monkeypatch: Any) -> None:
+def test_streams_of_one_response_share_store_reads_and_poll_rarely_when_idle(monkeypatch: Any) -> None:
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.4)
 
     async def run() -> None:

@@ -39,12 +39,12 @@ def codes(found: Checked) -> list[tuple[int | None, str]]:
 
 
 @pytest.mark.parametrize("piece", [pytest.param(1, id="bytes"), pytest.param(7, id="pieces"), pytest.param(1 << 20, id="whole")])
-def test_checked_lines_are_independent_of_the_pieces(piece: int) -> None:
+def test_result_of_checking_input_lines_is_the_same_for_any_division_into_pieces(piece: int) -> None:
     content = line("a", model="m") + b"\n \r\n" + line("b", model="m").replace(b"\n", b"\r\n") + line("c", model="m")[:-1]
     assert checked(content, piece=piece) == Checked(3, 5, "m", ())
 
 
-def test_value_at_a_limit_passes_and_larger_value_is_refused() -> None:
+def test_value_at_a_limit_is_accepted_and_a_larger_value_is_refused() -> None:
     spare = limits.MAX_BATCH_LINE_BYTES - len(line("a", prompt="")[:-1])
     assert not checked(line("a", prompt="x" * spare)).errors
     assert codes(checked(line("a", prompt="x" * (spare + 1)) + line("b"))) == [(1, "line_too_large")]
@@ -60,7 +60,7 @@ def test_value_at_a_limit_passes_and_larger_value_is_refused() -> None:
     assert len(checked(b"x\n" * 1000).errors) == limits.MAX_BATCH_ERRORS
 
 
-def test_model_is_found_when_all_lines_name_one_model() -> None:
+def test_model_of_the_input_is_known_when_all_lines_have_the_same_model() -> None:
     assert [checked(line("a", model="m") + second).model for second in (b"", line("b"), line("b", model="n"))] == ["m", "", ""]
 
 

@@ -47,7 +47,7 @@ def run_with_lines(use: Callable[[Load], Awaitable[None]], num_lines: int = 8) -
     asyncio.run(run())
 
 
-def test_all_lanes_are_open_when_no_interactive_request_is_open() -> None:
+def test_lines_use_all_lanes_when_no_interactive_request_is_open() -> None:
     async def use(load: Load) -> None:
         await until(lambda: load.lanes.used == 3)
         assert not load.lanes.is_open
@@ -57,7 +57,7 @@ def test_all_lanes_are_open_when_no_interactive_request_is_open() -> None:
     run_with_lines(use)
 
 
-def test_one_lane_is_open_during_interactive_requests_and_shortly_after() -> None:
+def test_lines_use_one_lane_during_interactive_requests_and_shortly_after() -> None:
     async def use(load: Load) -> None:
         load.attendance.begin(True)
         await asyncio.sleep(2 * LOOK_S)
@@ -79,7 +79,7 @@ def test_one_lane_is_open_during_interactive_requests_and_shortly_after() -> Non
     run_with_lines(use)
 
 
-def test_no_line_begins_when_requests_queue_or_the_gateway_ends() -> None:
+def test_no_line_begins_while_interactive_requests_wait_or_the_lanes_are_closing() -> None:
     async def use(load: Load) -> None:
         load.waiting = 1
         assert not load.lanes.is_open and load.lanes.used == 0
@@ -94,7 +94,7 @@ def test_no_line_begins_when_requests_queue_or_the_gateway_ends() -> None:
     run_with_lines(use)
 
 
-def test_line_waits_free_lane_s_when_interactive_requests_are_open() -> None:
+def test_line_begins_after_free_lane_s_when_interactive_requests_are_open() -> None:
     async def use(load: Load) -> None:
         load.attendance.begin(True)
         await asyncio.sleep(2 * LOOK_S)
@@ -150,7 +150,7 @@ def test_young_lines_are_interrupted_and_repeated() -> None:
     run_with_lines(use)
 
 
-def test_short_waits_do_not_extend_the_delay_of_a_line() -> None:
+def test_briefly_queued_interactive_requests_do_not_extend_the_delay_of_a_line() -> None:
     """The delay of a line continues while requests queue. Only its begin waits until the queue is empty."""
 
     async def use(load: Load) -> None:

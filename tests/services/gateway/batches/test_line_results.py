@@ -49,6 +49,6 @@ def test_result_that_is_too_large_becomes_an_error() -> None:
         ),
     ],
 )
-def test_usage_is_the_same_for_every_endpoint(usage: dict[str, Any]) -> None:
+def test_usage_of_a_line_result_has_the_same_form_for_every_endpoint(usage: dict[str, Any]) -> None:
     found = answered(LINE, LineResponse(200, orjson.dumps({"usage": usage}), "request-a"))
     assert found.usage == {"input_tokens": 5, "cached_tokens": 2, "output_tokens": 3, "reasoning_tokens": 1}

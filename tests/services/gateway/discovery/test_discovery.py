@@ -26,7 +26,7 @@ from tests.services.gateway.discovery.names import Names
         ("k8s:///tokenizer:grpc", KubernetesTarget("tokenizer", "", "grpc")),
     ],
 )
-def test_parse_returns_the_target(text: str, target: object) -> None:
+def test_target_text_is_parsed_into_a_static_or_dns_or_kubernetes_target(text: str, target: object) -> None:
     assert parse_target(text) == target
     assert check_target(text) == text
 
@@ -52,7 +52,7 @@ def test_parse_returns_the_target(text: str, target: object) -> None:
         "k8s:///service:port-with-a-long-name",
     ],
 )
-def test_check_target_refuses_invalid_targets(text: str) -> None:
+def test_invalid_target_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^'.*\.$") as raised:
         check_target(text)
     assert str(raised.value).startswith(f"'{text}' ")
@@ -83,7 +83,7 @@ def follow(
     return asyncio.run(run())
 
 
-def test_discovery_reports_static_addresses_at_once_and_once() -> None:
+def test_discovery_reports_static_addresses_immediately_and_only_once() -> None:
     async def test(names: Names, reported: list[dict[str, bool]]) -> None:
         await asyncio.sleep(0)
         assert reported == [{"a:1": True, "b:2": True}]
@@ -133,7 +133,7 @@ def test_discovery_keeps_the_last_result_when_a_lookup_fails() -> None:
     follow(["dns:///name:7"], test)
 
 
-def test_dns_watch_accepts_the_second_empty_result() -> None:
+def test_dns_watch_removes_addresses_only_after_the_second_empty_result() -> None:
     async def test(names: Names, reported: list[dict[str, bool]]) -> None:
         names.answer = ["10.0.0.1"]
         await names.some_lookups(1)
@@ -158,14 +158,14 @@ def test_dns_watch_backs_off_after_failures() -> None:
     assert pauses == [5.0, 10.0, 20.0, dns.LONGEST_PAUSE_S, dns.LONGEST_PAUSE_S]
 
 
-def test_resolve_uses_the_system_resolver() -> None:
+def test_dns_lookup_uses_the_system_resolver() -> None:
     async def run() -> None:
         assert "127.0.0.1" in await dns.resolve("localhost", 7)
 
     asyncio.run(run())
 
 
-def test_resolve_returns_nothing_for_a_missing_name_and_raises_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dns_lookup_returns_an_empty_list_for_a_missing_name_and_raises_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(code: int) -> list[str]:
         async def getaddrinfo(*_: object, **__: object) -> object:
             raise socket.gaierror(code, "")

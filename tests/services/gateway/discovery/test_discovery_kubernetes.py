@@ -52,11 +52,11 @@ def slice_of(
         ({"ready": True, "serving": True, "terminating": True}, False),  # publishNotReadyAddresses
     ],
 )
-def test_endpoints_of_reads_the_conditions_of_endpoints(conditions: dict[str, Any], ready: bool) -> None:
+def test_readiness_of_an_endpoint_follows_the_conditions_in_the_slice(conditions: dict[str, Any], ready: bool) -> None:
     assert endpoints_of([slice_of("a", endpoint("10.0.0.1", **conditions))], 7) == {"10.0.0.1:7": ready}
 
 
-def test_endpoints_of_merges_slices() -> None:
+def test_endpoints_of_several_slices_are_merged() -> None:
     slices = [
         slice_of("a", endpoint("10.0.0.1", ready=False), endpoint("10.0.0.2", "10.9.9.9")),
         slice_of("b", endpoint("10.0.0.1", ready=True), endpoint("10.0.0.3")),
@@ -65,7 +65,7 @@ def test_endpoints_of_merges_slices() -> None:
     assert endpoints_of(slices, 7) == {"10.0.0.1:7": True, "10.0.0.2:7": True, "10.0.0.3:7": True}
 
 
-def test_endpoints_of_counts_a_dual_stack_pod_once() -> None:
+def test_dual_stack_pod_has_one_endpoint() -> None:
     slices = [
         slice_of("a", endpoint("fd00::1", uid="one"), endpoint("fd00::2", uid="two"), family="IPv6"),
         slice_of("b", endpoint("10.0.0.1", uid="one"), family="IPv4"),
@@ -73,7 +73,7 @@ def test_endpoints_of_counts_a_dual_stack_pod_once() -> None:
     assert endpoints_of(slices, 7) == {"10.0.0.1:7": True, "[fd00::2]:7": True}
 
 
-def test_endpoints_of_looks_a_port_name_up_in_each_slice() -> None:
+def test_port_name_is_looked_up_in_each_slice() -> None:
     slices = [
         slice_of("a", endpoint("10.0.0.1"), ports=((7001, "grpc"), (9101, "metrics"))),
         slice_of("b", endpoint("10.0.0.2"), ports=((7002, "grpc"),)),
@@ -447,7 +447,7 @@ def test_kubernetes_service_waits_for_the_api_server_before_using_dns(server: Ap
     ],
     ids=["no slices", "not headless", "two port numbers", "no such port"],
 )
-def test_dns_name_is_unknown_when_slices_show_no_headless_service_or_no_port(slices: list[dict[str, Any]]) -> None:
+def test_dns_fallback_is_impossible_when_the_service_is_not_headless_or_the_port_is_unknown(slices: list[dict[str, Any]]) -> None:
     assert not is_headless(slices) or number_of(slices, "grpc") is None
     assert number_of(slices, 7) == 7
 

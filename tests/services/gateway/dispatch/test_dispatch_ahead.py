@@ -47,7 +47,7 @@ def reader_of(system: System, workers: tuple[int, ...]) -> int:
     return next(at for at in workers if prefetches(system, at))
 
 
-def test_decode_worker_prefetches_pages_while_prompt_is_computed() -> None:
+def test_decode_worker_prefetches_pages_while_the_prompt_is_computed() -> None:
     with system_of(**with_stopped_prefill()) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)
@@ -68,7 +68,7 @@ def test_decode_worker_prefetches_pages_while_prompt_is_computed() -> None:
         assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 1
 
 
-def test_submit_after_prefetch_has_priority_and_predicted_tokens() -> None:
+def test_submit_after_a_prefetch_has_the_priority_and_counts_the_predicted_cached_tokens() -> None:
     """The predicted tokens are the tokens that the decode worker had cached before the prefetch."""
     with system_of(**with_stopped_prefill()) as system:
         for count, prompt in enumerate(("x" * 256, "x" * 256 + "another end"), 1):
@@ -84,7 +84,7 @@ def test_submit_after_prefetch_has_priority_and_predicted_tokens() -> None:
 
 
 @pytest.mark.parametrize("why", ["client", "prefill worker", "first token"])
-def test_prefetch_is_released_when_decode_worker_does_not_get_the_request(why: str) -> None:
+def test_prefetch_is_released_when_the_decode_worker_does_not_get_the_request(why: str) -> None:
     """The client leaves, the prefill worker dies, or the completion ends with its first token."""
     with system_of(**with_stopped_prefill()) as system:
         body: dict[str, Any] = {"prompt": "a long enough prompt"} | ({"max_tokens": 1} if why == "first token" else {})

@@ -40,7 +40,7 @@ def state(system: System) -> str:
     return system.links[0].breaker.state.value
 
 
-def test_breaker_opens_probes_and_closes() -> None:
+def test_breaker_opens_after_faults_and_closes_after_a_successful_probe() -> None:
     with breaking(workers=2, times=3) as system:
         assert [system.chat().status_code for _ in range(8)] == [200] * 8
         assert state(system) == "open" and system.submits()[0] == 2
@@ -58,7 +58,7 @@ def test_breaker_opens_probes_and_closes() -> None:
         assert system.submits()[0] == before + 2
 
 
-def test_breaker_probes_with_one_request() -> None:
+def test_breaker_sends_one_request_as_a_probe() -> None:
     with breaking(workers=2, times=2) as system:
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         assert state(system) == "open"
@@ -70,7 +70,7 @@ def test_breaker_probes_with_one_request() -> None:
         client.vanish()
 
 
-def test_worker_with_open_breaker_is_used_when_no_other_is_connected() -> None:
+def test_worker_with_an_open_breaker_is_used_when_no_other_worker_is_connected() -> None:
     """The requests may be at fault, so breakers never exclude every worker."""
     with breaking(workers=1, times=2) as system:
         assert [system.chat().status_code for _ in range(2)] == [500, 500]
@@ -104,7 +104,7 @@ def test_breaker_probes_again_when_the_client_of_a_probe_leaves() -> None:
         assert state(system) == "closed"
 
 
-def test_breaker_counts_a_lost_worker() -> None:
+def test_breaker_counts_the_loss_of_a_worker_as_a_fault() -> None:
     with System(breaker_faults=1) as system:
         system.allow(0)
         pending = Pending(system)

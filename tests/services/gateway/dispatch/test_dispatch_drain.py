@@ -16,7 +16,7 @@ def content(pending: Pending) -> str:
     return text
 
 
-def test_draining_worker_completes_running_requests_and_gets_no_new_request() -> None:
+def test_draining_worker_completes_running_requests_and_gets_no_new_requests() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system)
         first = begun(system, 3)
@@ -67,7 +67,7 @@ def test_choice_moves_any_number_of_times_when_workers_drain() -> None:
         assert system.metric("rootstock_gateway_breakers", state="closed") == 2
 
 
-def test_lost_draining_worker_does_not_count_as_crash() -> None:
+def test_loss_of_a_draining_worker_does_not_count_as_a_crash() -> None:
     with System(configure=stopped, breaker_faults=2) as system:
         pending = Pending(system)
         for restart in range(MAX_CRASHES + 1):

@@ -24,7 +24,7 @@ def with_two_versions(workers: list[FakeWorker]) -> None:
         worker.info.revision = revision
 
 
-def test_removed_worker_completes_the_requests_and_is_closed() -> None:
+def test_removed_worker_completes_running_requests_before_the_link_is_closed() -> None:
     with System(workers=2, configure=stopped, routing_policy="round_robin") as system:
         pending = Pending(system)
         first = begun(system, 3)
@@ -55,7 +55,7 @@ def test_removed_worker_is_not_dialled_again_when_the_stream_breaks() -> None:
         wait_until(lambda: first.address not in system.gateway.dispatcher.fleet.links, "the removal of the link")
 
 
-def test_returning_address_keeps_the_link_before_the_close() -> None:
+def test_address_that_returns_before_the_link_is_closed_keeps_the_link() -> None:
     with System(configure=stopped) as system:
         pending = Pending(system)
         begun(system, 3)
@@ -66,7 +66,7 @@ def test_returning_address_keeps_the_link_before_the_close() -> None:
         assert len(system.worker.contexts) == 1
 
 
-def test_returning_address_gets_a_new_link_after_the_close() -> None:
+def test_address_that_returns_after_the_link_is_closed_gets_a_new_link() -> None:
     with System() as system:
         discover(system)
         wait_until(lambda: not system.gateway.dispatcher.fleet.links, "the removal of the link")
@@ -97,7 +97,7 @@ def test_returned_address_may_belong_to_another_worker() -> None:
         assert content_of(pending.result().text) == ANSWER
 
 
-def test_address_returns_before_the_lost_link_is_closed() -> None:
+def test_address_that_returns_after_the_link_is_lost_gets_a_link_without_a_model_version() -> None:
     with System(workers=2, configure=with_two_versions) as system:
         pending = Pending(system)
         first = begun(system, 3)

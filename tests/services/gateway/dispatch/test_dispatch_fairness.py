@@ -35,7 +35,7 @@ class Keyed:
         return "".join(text_of(list(submit.prompt_ids))[0] for submit in self.system.worker.submits)
 
 
-def test_late_key_with_few_requests_does_not_wait_for_a_key_with_many() -> None:
+def test_api_key_with_few_requests_does_not_wait_for_an_api_key_with_many_requests() -> None:
     with System(configure=with_one_slot, keys="ab") as system:
         keyed = Keyed(system)
         keyed.send("a", 50)
@@ -44,7 +44,7 @@ def test_late_key_with_few_requests_does_not_wait_for_a_key_with_many() -> None:
         assert keyed.served().rindex("b") < LIMIT + 8
 
 
-def test_keys_are_served_in_proportion_to_shares() -> None:
+def test_api_keys_are_served_in_proportion_to_weights() -> None:
     with System(configure=with_one_slot, keys=[{"name": "a", "key": "a", "weight": 3}, "b", "c"]) as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
@@ -54,7 +54,7 @@ def test_keys_are_served_in_proportion_to_shares() -> None:
         assert 11 <= shared.count("a") <= 13 and shared.count("b") == 16 - shared.count("a")
 
 
-def test_shares_count_tokens_instead_of_requests() -> None:
+def test_shares_of_api_keys_are_measured_in_tokens_instead_of_requests() -> None:
     with System(configure=with_one_slot, keys="abc") as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
@@ -73,7 +73,7 @@ def test_requests_are_served_in_order_of_arrival_when_no_api_keys_are_configured
         assert keyed.served() == "abcabcaabb"
 
 
-def test_request_without_a_worker_is_not_charged() -> None:
+def test_queued_request_that_never_reaches_a_worker_is_not_charged_to_the_api_key() -> None:
     with System(configure=with_one_slot, keys="abc") as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
@@ -86,7 +86,7 @@ def test_request_without_a_worker_is_not_charged() -> None:
         assert "a" in keyed.served()[LIMIT : LIMIT + 4]
 
 
-def test_shares_count_output_tokens() -> None:
+def test_shares_of_api_keys_include_output_tokens() -> None:
     """Keys a and b have sent equal prompts; the responses to a are longer."""
 
     def configure(workers: list[FakeWorker]) -> None:
@@ -102,7 +102,7 @@ def test_shares_count_output_tokens() -> None:
         assert order.rindex("b") < order.rindex("a") and "bbb" in order
 
 
-def test_submit_has_tenant_and_batch() -> None:
+def test_submit_message_has_the_tenant_and_the_batch() -> None:
     with System(keys=[{"name": "a", "key": "a", "weight": 3}, "b"]) as system:
         keyed = Keyed(system)
         for key, prompt in (("a", ["x", "y"]), ("a", "x"), ("b", ["x", "y"])):
@@ -119,7 +119,7 @@ def test_submit_has_tenant_and_batch() -> None:
         assert [submit.tenant_weight for submit in submits] == [3.0] * 6 + [1.0] * 4
 
 
-def test_submit_has_no_tenant_without_keys() -> None:
+def test_submit_message_has_no_tenant_without_api_keys() -> None:
     with System() as system:
         keyed = Keyed(system)
         keyed.clients.append(RawClient(system, COMPLETIONS, {"prompt": "x", "max_tokens": 1}))

@@ -116,7 +116,7 @@ def test_abort_by_either_worker_id_ends_a_hedged_request(of_copy: bool) -> None:
         wait_until(lambda: system.running() == [0, 0], "the aborts")
 
 
-def test_released_request_gets_no_copy() -> None:
+def test_request_gets_no_hedge_copy_after_the_client_leaves() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=LATE_S) as system:
         client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
         wait_until(lambda: sum(system.running()) == 1, "the submit")
@@ -125,7 +125,7 @@ def test_released_request_gets_no_copy() -> None:
         assert sum(system.submits()) == 1
 
 
-def test_request_with_output_gets_no_copy() -> None:
+def test_request_with_output_gets_no_hedge_copy() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=LATE_S) as system:
         pending = Pending(system)
         wait_until(lambda: sum(system.running()) == 1, "the submit")
@@ -137,7 +137,7 @@ def test_request_with_output_gets_no_copy() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["with the first token", "before the first token"])
-def test_prompt_logprobs_come_from_one_copy(early: bool) -> None:
+def test_prompt_logprobs_of_a_hedged_request_come_from_one_copy(early: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=LATE_S if early else AFTER_S) as system:
         for host in system.workers:
             host.servicer.early_prompt = early
@@ -154,7 +154,7 @@ def test_prompt_logprobs_come_from_one_copy(early: bool) -> None:
         assert len(meta["output_token_logprobs"]) == len(ANSWER) + 1
 
 
-def test_request_gets_no_copy_when_other_workers_are_full() -> None:
+def test_request_gets_no_hedge_copy_without_another_worker() -> None:
     with System(configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system)
         wait_until(lambda: system.running() == [1], "the submit")

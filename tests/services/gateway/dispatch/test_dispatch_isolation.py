@@ -32,7 +32,7 @@ def stopped_workers(workers: list[FakeWorker]) -> None:
         worker.allow(0)
 
 
-def test_parked_turns_of_a_lost_worker_do_not_block_other_requests() -> None:
+def test_session_turns_that_wait_for_a_lost_worker_do_not_block_other_requests() -> None:
     with System(workers=2, max_waiting_requests=4) as system:
         for _ in range(4):
             RawClient(system, GENERATE, turn("deadbeef"))
@@ -41,7 +41,7 @@ def test_parked_turns_of_a_lost_worker_do_not_block_other_requests() -> None:
         assert system.complete(max_tokens=2).status_code == 200
 
 
-def test_moved_choices_are_not_tried_when_all_workers_are_full() -> None:
+def test_choices_of_a_lost_worker_are_not_all_tried_when_the_other_worker_is_full() -> None:
     def small(workers: list[FakeWorker]) -> None:
         for worker in workers:
             worker.info.max_running_requests = 8
@@ -92,7 +92,7 @@ def test_token_ids_of_one_model_do_not_reach_another_model() -> None:
         assert [list(submit.prompt_ids) for submit in system.worker.submits] != [ids_of("Hi")], answers[0].text
 
 
-def test_begun_stream_waits_longer_than_the_queue_timeout() -> None:
+def test_request_with_running_choices_waits_longer_than_the_queue_timeout() -> None:
     def one(workers: list[FakeWorker]) -> None:
         workers[0].info.max_running_requests = 1
         workers[0].allow(0)
@@ -113,7 +113,7 @@ def test_request_waits_for_a_full_worker() -> None:
         assert system.complete(max_tokens=2).status_code == 200
 
 
-def test_session_turn_at_a_drained_worker_ends_with_documented_error() -> None:
+def test_session_turn_at_a_drained_worker_ends_with_a_documented_error() -> None:
     with System(configure=stopped_workers) as system:
         answers: list[httpx.Response] = []
         body = {**turn("x"), "session_params": {"id": "abc"}}
@@ -125,7 +125,7 @@ def test_session_turn_at_a_drained_worker_ends_with_documented_error() -> None:
         assert answers[0].json()["error"]["code"] == "session_unavailable"
 
 
-def test_mirror_continues_after_a_block_without_a_name() -> None:
+def test_index_mirror_continues_after_a_block_without_a_name() -> None:
     async def scenario(url: str) -> bool:
         mirror = IndexMirror(url, PrefixIndex(), lambda: None)
         mirror.watch_model("m")

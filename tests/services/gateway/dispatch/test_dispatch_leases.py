@@ -40,7 +40,7 @@ def usable(system: System) -> list[bool]:
     return [link in usable for link in system.links]
 
 
-def test_worker_gets_no_request_without_the_lease(server: RedisServer) -> None:
+def test_worker_without_a_lease_gets_requests_only_when_no_worker_has_a_lease(server: RedisServer) -> None:
     take(server, "worker-0", "worker-1")
     with System(workers=2, configure=leased, redis_url=server.url) as system:
         fleet_mirror = system.gateway.dispatcher.fleet.mirror
@@ -59,7 +59,7 @@ def test_worker_gets_no_request_without_the_lease(server: RedisServer) -> None:
         assert usable(system) == [True, True]
 
 
-def test_worker_without_a_lease_is_used_when_the_load_reports_no_lease(server: RedisServer) -> None:
+def test_worker_without_a_lease_is_used_when_the_load_report_confirms_the_missing_lease(server: RedisServer) -> None:
     take(server, "worker-0", "worker-1")
     with System(workers=2, configure=leased, redis_url=server.url) as system:
         fleet_mirror = system.gateway.dispatcher.fleet.mirror
@@ -71,7 +71,7 @@ def test_worker_without_a_lease_is_used_when_the_load_reports_no_lease(server: R
         wait_until(lambda: usable(system) == [True, True], "the load report")
 
 
-def test_leases_do_not_count_when_redis_is_down(server: RedisServer) -> None:
+def test_leases_are_ignored_when_redis_is_down(server: RedisServer) -> None:
     take(server, "worker-0", "worker-1")
     with System(workers=2, configure=leased, redis_url=server.url) as system:
         wait_until(lambda: system.metric("rootstock_gateway_index_up") == 1, "Redis")

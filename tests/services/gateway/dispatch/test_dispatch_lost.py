@@ -27,7 +27,7 @@ def begun(system: System, steps: int) -> Host:
     return first
 
 
-def test_stream_continues_on_another_worker_without_a_repeat() -> None:
+def test_stream_continues_on_another_worker_without_repeated_text() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system, stream=True, n=2, temperature=1.0, logprobs=True, stream_options={"include_usage": True})
         wait_until(lambda: sum(system.running()) == 2, "both choices at the workers")
@@ -57,7 +57,7 @@ def test_stream_continues_on_another_worker_without_a_repeat() -> None:
 
 
 @pytest.mark.parametrize(("stop", "text"), [(["hijk-no", "zzz"], ALPHABET), (["hijk"], "abcdefg")], ids=["no stop", "stop"])
-def test_text_held_back_for_a_stop_string_is_sent_when_the_worker_is_lost(stop: list[str], text: str) -> None:
+def test_stream_has_the_text_held_back_for_a_stop_string_when_the_worker_is_lost(stop: list[str], text: str) -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         for worker in workers:
@@ -95,7 +95,7 @@ def test_generate_continues_when_the_worker_is_lost(stream: bool) -> None:
         assert len(meta["input_token_logprobs"]) == 2
 
 
-def test_stream_continues_when_one_of_all_lost_workers_returns() -> None:
+def test_stream_continues_when_all_workers_are_lost_and_one_returns() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system, stream=True)
         begun(system, 5)
@@ -118,7 +118,7 @@ def test_stream_fails_when_no_lost_worker_returns() -> None:
         assert system.num_waiting == 0
 
 
-def test_moved_choice_is_released_when_the_client_leaves() -> None:
+def test_waiting_request_of_a_lost_worker_is_released_when_the_client_leaves() -> None:
     with System(configure=stopped) as system:
         client = send(system, "Hi", stream=True)
         begun(system, 5)
@@ -131,7 +131,7 @@ def test_moved_choice_is_released_when_the_client_leaves() -> None:
         assert system.submits() == [1]
 
 
-def test_moved_choices_are_placed_before_the_queue() -> None:
+def test_choices_of_a_lost_worker_are_placed_before_queued_requests() -> None:
     with System(workers=2, configure=with_one_slot) as system:
         clients = [send(system, f"early {i}") for i in range(2 * LIMIT)]
         clients += [send(system, f"late {i}") for i in range(2)]
@@ -155,7 +155,7 @@ def test_session_turn_fails_when_the_worker_is_lost() -> None:
         assert sum(system.submits()) == 1
 
 
-def test_moved_choices_of_one_request_keep_the_prompts() -> None:
+def test_choices_of_one_request_keep_the_prompts_when_the_worker_is_lost() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         for worker in workers:

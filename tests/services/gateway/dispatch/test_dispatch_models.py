@@ -107,7 +107,7 @@ def test_models_of_a_fleet_have_separate_queues() -> None:
         assert status_of(client) == 200
 
 
-def test_requests_for_an_unknown_model_are_bounded() -> None:
+def test_number_of_waiting_requests_for_a_model_without_a_worker_is_limited() -> None:
     with System(configure=serving("a"), models="b", max_waiting_requests=2) as system:
         clients = [ask(system, "b"), ask(system, "b")]
         assert system.chat(model="b").json()["error"]["code"] == "queue_full"
@@ -122,7 +122,7 @@ def test_generate_goes_to_a_worker_of_the_model() -> None:
         assert system.post("/generate", {"text": "Hi", "model": "c"}).status_code == 404
 
 
-def test_model_name_serves_another_model_when_the_old_workers_have_left() -> None:
+def test_model_name_refers_to_another_model_when_the_old_workers_have_left() -> None:
     with System(workers=2, down=("worker",), configure=serving("a", "b"), model_name="ours") as system:
         for host in system.workers:
             system.call(host.start())

@@ -28,7 +28,7 @@ def moves_to_other_numerics(system: System) -> float:
 
 
 @pytest.mark.parametrize("index", [1, 2])
-def test_begun_request_moves_to_a_worker_with_equal_numerics(index: int) -> None:
+def test_request_with_output_moves_to_a_worker_with_equal_numerics(index: int) -> None:
     """The position of the matching worker does not matter."""
     fingerprints = ["b"] * 3
     fingerprints[0] = fingerprints[index] = "a"
@@ -45,7 +45,7 @@ def test_begun_request_moves_to_a_worker_with_equal_numerics(index: int) -> None
 
 
 @pytest.mark.parametrize(("fingerprints", "counted"), [(("a", "b"), 1), (("a", ""), 1), (("", "b"), 0), (("a", "a"), 0)])
-def test_move_to_other_numerics_is_counted(fingerprints: tuple[str, str], counted: int) -> None:
+def test_move_to_a_worker_with_other_numerics_is_counted(fingerprints: tuple[str, str], counted: int) -> None:
     """A move is not counted if the first worker has no fingerprint, because it is not deterministic."""
     with System(workers=2, configure=with_numerics(*fingerprints)) as system:
         others_before = moves_to_other_numerics(system)

@@ -17,7 +17,7 @@ def report_load(system: System, worker: int = 0, **load: Any) -> None:
     wait_until(lambda: system.links[worker].load == servicer.load, "the load")
 
 
-def test_paused_worker_keeps_running_requests_and_gets_no_new_one() -> None:
+def test_requests_stay_at_a_paused_worker_and_new_requests_go_to_another_worker() -> None:
     with System(workers=2, routing_policy="round_robin") as system:
         system.allow(0)
         for _ in range(2):
@@ -41,7 +41,7 @@ def test_requests_wait_while_all_workers_are_paused() -> None:
         assert system.get("/readiness").status_code == 200
 
 
-def test_worker_with_open_breaker_serves_while_the_second_one_is_paused() -> None:
+def test_worker_with_an_open_breaker_is_used_while_the_other_worker_is_paused() -> None:
     """Breakers do not count if they would exclude every worker."""
     with System(workers=2) as system:
         link = system.links[1]
@@ -53,7 +53,7 @@ def test_worker_with_open_breaker_serves_while_the_second_one_is_paused() -> Non
         assert link not in system.gateway.dispatcher.fleet.usable()
 
 
-def test_queue_timeout_names_the_pause() -> None:
+def test_error_after_the_queue_timeout_says_that_the_workers_are_paused() -> None:
     with System(queue_timeout_s=0.1) as system:
         report_load(system, paused=True)
         answer = system.chat()

@@ -52,7 +52,7 @@ def text_of_answer(result: Any) -> str:
     return text
 
 
-def test_request_moves_from_prefill_worker_to_decode_worker() -> None:
+def test_request_moves_from_the_prefill_worker_to_the_decode_worker() -> None:
     with system_of() as system:
         result = ask(system)
         assert text_of_answer(result) == ANSWER
@@ -67,7 +67,7 @@ def test_request_moves_from_prefill_worker_to_decode_worker() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_logprobs_and_usage_equal_a_run_on_one_worker(stream: bool) -> None:
+def test_logprobs_and_usage_are_complete_when_two_workers_compute_the_response(stream: bool) -> None:
     with system_of() as system:
         more = {"stream_options": {"include_usage": True}} if stream else {}
         result = ask(system, stream=stream, logprobs=True, temperature=1.0, n=2, **more)
@@ -85,7 +85,7 @@ def test_logprobs_and_usage_equal_a_run_on_one_worker(stream: bool) -> None:
         assert chunks[-1]["usage"]["completion_tokens"] == 2 * (len(ANSWER) + 1)
 
 
-def test_cached_tokens_come_from_the_prefill_worker() -> None:
+def test_number_of_cached_tokens_comes_from_the_prefill_worker() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].by_tier = {"cached_device_tokens": 3}
         workers[1].by_tier = {"cached_peer_tokens": 3}
@@ -131,7 +131,7 @@ class TestUseOfPrefillWorkers:
             whole = [submit for submit in submits(system, 1) if not submit.output_ids]
             assert len(whole) == 3 == len(submits(system, 0)) == len(submits(system, 2))
 
-    def test_prefill_worker_without_a_saving_is_used_sometimes(self) -> None:
+    def test_prefill_worker_is_tried_sometimes_when_decode_workers_report_no_saved_time(self) -> None:
         with system_of() as system:
             system.workers[1].servicer.report_load(pulls_lose=True)
             wait_until(lambda: system.links[1].load is not None, "its word")
@@ -145,13 +145,13 @@ class TestUseOfPrefillWorkers:
             assert answer.status_code == 200
             assert not submits(system, 0)
 
-    def test_request_with_one_token_ends_at_the_prefill_worker(self) -> None:
+    def test_request_with_one_output_token_ends_at_the_prefill_worker(self) -> None:
         with system_of() as system:
             result = ask(system, max_tokens=1)
             assert result.json()["choices"][0]["finish_reason"] == "length"
             assert len(submits(system, 0)) == 1 and not submits(system, 1)
 
-    def test_prompt_without_a_full_page_moves_with_the_first_token(self) -> None:
+    def test_prompt_without_a_full_page_moves_to_the_decode_worker_with_the_first_token(self) -> None:
         with system_of(disaggregation_min_tokens=1) as system:
             answer = system.post("/v1/completions", {"model": MODEL, "prompt": [5, 6], "max_tokens": 40})
             assert answer.status_code == 200
@@ -214,7 +214,7 @@ class TestLostWorkers:
             assert again.hand_over and len(again.output_ids) == 4
             assert len(last.output_ids) == 5 and last.HasField("source")
 
-    def test_reservation_is_released_when_the_client_leaves(self) -> None:
+    def test_kv_reservation_is_released_when_the_client_leaves(self) -> None:
         """The request waits for a free slot of a decode worker."""
 
         def configure(workers: list[FakeWorker]) -> None:
@@ -235,7 +235,7 @@ class TestLostWorkers:
             wait_until(lambda: first.aborted != [], "the abort at the prefill worker")
             assert first.aborted == [handle]
 
-    def test_reservation_is_released_without_a_worker_that_can_read(self) -> None:
+    def test_kv_reservation_is_released_when_no_worker_can_read_the_pages(self) -> None:
         with system_of(then=lambda workers: workers[0].allow(0)) as system:
             first, second = system.workers[0].servicer, system.workers[1].servicer
             pending = Pending(system, stream=True)
@@ -248,7 +248,7 @@ class TestLostWorkers:
             wait_until(lambda: first.aborted == [handle], "the abort at the prefill worker")
             assert pending.result().status_code == 200
 
-    def test_link_stays_open_while_the_worker_reserves_pages(self) -> None:
+    def test_link_to_the_prefill_worker_stays_open_while_pages_are_reserved(self) -> None:
         def configure(workers: list[FakeWorker]) -> None:
             workers[0].info.kv_hold_ms = 600_000
 
@@ -264,7 +264,7 @@ class TestLostWorkers:
         with system_of(then=configure) as system:
             assert text_of_answer(ask(system)) == ANSWER
 
-    def test_waiting_handed_over_request_keeps_the_reservation(self) -> None:
+    def test_request_that_waits_for_a_decode_worker_keeps_the_kv_reservation(self) -> None:
         def configure(workers: list[FakeWorker]) -> None:
             workers[1].info.max_running_requests = 1
             workers[1].allow(0)
@@ -280,7 +280,7 @@ class TestLostWorkers:
             assert handed and all(submit.HasField("source") for submit in handed)
 
 
-def test_sessions_are_on_decode_workers() -> None:
+def test_session_turns_are_sent_to_decode_workers() -> None:
     with system_of() as system:
         for name in "abcdefgh":
             answer = system.post("/generate", {"text": "a long enough text", "session_params": {"id": name}})
@@ -289,7 +289,7 @@ def test_sessions_are_on_decode_workers() -> None:
         assert not any(submit.hand_over for submit in submits(system, 1))
 
 
-def test_sessions_are_on_prefill_workers_when_no_other_worker_ever_connected() -> None:
+def test_session_turns_are_sent_to_prefill_workers_when_no_other_worker_ever_connected() -> None:
     """A decode worker that connects later does not get the sessions."""
     with system_of(workers=1) as system:
         answer = system.post("/generate", {"text": "a long enough text", "session_params": {"id": "early"}})

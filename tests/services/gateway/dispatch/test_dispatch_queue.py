@@ -44,7 +44,7 @@ def fill_workers(system: System) -> list[RawClient]:
     return [send(system, f"filler {i}") for i in range(LIMIT * len(system.workers))]
 
 
-def test_queue_serves_in_order_of_arrival() -> None:
+def test_queue_serves_requests_in_order_of_arrival() -> None:
     with System(configure=with_one_slot) as system:
         clients = fill_workers(system) + [send(system, str(i)) for i in range(4)]
         assert system.num_waiting == 4
@@ -92,7 +92,7 @@ def test_queue_refuses_requests_when_full() -> None:
 
 
 @pytest.mark.parametrize("low_first", [False, True])
-def test_urgent_request_displaces_the_least_urgent_one(low_first: bool) -> None:
+def test_request_with_a_higher_priority_displaces_the_queued_request_with_the_lowest_priority(low_first: bool) -> None:
     sign = -1 if low_first else 1
     with System(
         configure=with_one_slot,
@@ -130,7 +130,7 @@ def test_waiting_request_is_removed_when_the_client_leaves() -> None:
         assert status_of(after) == 200 and served(system)[LIMIT:] == ["after"]
 
 
-def test_slot_is_reused_when_a_client_leaves() -> None:
+def test_slot_of_a_running_request_is_reused_when_the_client_leaves() -> None:
     with System(configure=with_one_slot) as system:
         first, *_ = fill_workers(system)
         after = send(system, "after")
@@ -150,14 +150,14 @@ def test_choices_of_one_request_are_placed_one_by_one() -> None:
         assert answer["usage"]["completion_tokens"] == 5 * (len(ANSWER) + 1)
 
 
-def test_partly_placed_request_fails_as_a_whole() -> None:
+def test_whole_request_fails_when_a_choice_exceeds_the_queue_timeout() -> None:
     with System(configure=with_one_slot, queue_timeout_s=0.3) as system:
         assert system.chat(n=5).json()["error"]["code"] == "queue_timeout"
         wait_until(lambda: len(system.worker.aborted) == LIMIT, "the aborts")
         assert system.num_waiting == 0
 
 
-def test_request_is_refused_when_the_choices_exceed_the_queue() -> None:
+def test_request_is_refused_when_the_choices_exceed_the_capacity_of_the_queue() -> None:
     """The whole request is refused, and no waiting request is displaced for some of its choices."""
     with System(configure=with_one_slot, max_waiting_requests=2, enable_priority_scheduling=True) as system:
         assert system.chat(n=6).json()["error"]["code"] == "queue_full"

@@ -30,7 +30,7 @@ def code_of(answer: Any) -> str:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", BODIES)
-def test_dispatcher_refuses_requests_at_once_when_every_worker_refuses(path: str, stream: bool) -> None:
+def test_gateway_refuses_requests_at_once_when_every_worker_refuses_new_requests(path: str, stream: bool) -> None:
     with System(workers=2, queue_timeout_s=600) as system:
         for worker in range(2):
             report_load(system, worker, refuses_new=True)
@@ -41,13 +41,13 @@ def test_dispatcher_refuses_requests_at_once_when_every_worker_refuses(path: str
         assert system.get("/readiness").status_code == 200, "the gateway stays ready"
 
 
-def test_dispatcher_names_the_refusal_queue_full() -> None:
+def test_error_code_is_queue_full_when_every_worker_refuses_new_requests() -> None:
     with System() as system:
         report_load(system, refuses_new=True)
         assert code_of(system.post("/generate", {"text": "Hi"})) == "queue_full"
 
 
-def test_new_requests_go_to_the_worker_that_takes_them() -> None:
+def test_new_requests_go_to_the_worker_that_accepts_new_requests() -> None:
     with System(workers=2, routing_policy="round_robin") as system:
         report_load(system, 0, refuses_new=True)
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
@@ -63,7 +63,7 @@ def test_waiting_requests_are_refused_when_the_last_worker_begins_to_refuse() ->
         assert {code_of(answer.result(60)) for answer in answers} == {"queue_full"}
 
 
-def test_requests_wait_when_a_paused_worker_takes_new_requests() -> None:
+def test_requests_wait_when_a_paused_worker_accepts_new_requests() -> None:
     with System(workers=2) as system, ThreadPoolExecutor() as pool:
         report_load(system, 0, refuses_new=True)
         report_load(system, 1, paused=True)
@@ -73,7 +73,7 @@ def test_requests_wait_when_a_paused_worker_takes_new_requests() -> None:
         assert answer.result(60).status_code == 200 and system.submits() == [0, 1]
 
 
-def test_dispatcher_refuses_a_request_when_the_load_arrives_later() -> None:
+def test_waiting_request_is_refused_when_a_later_load_report_says_that_the_worker_refuses() -> None:
     """The worker refuses the request first. The next load report says that every request is refused."""
     with System(queue_timeout_s=600) as system, ThreadPoolExecutor() as pool:
         system.do(lambda: system.worker.refuse.append(Refusal(pb.ERROR_CODE_QUEUE_FULL, "the request queue is full")))
@@ -83,7 +83,7 @@ def test_dispatcher_refuses_a_request_when_the_load_arrives_later() -> None:
         assert code_of(answer.result(60)) == "queue_full"
 
 
-def test_begun_request_moves_to_a_worker_that_refuses_new_requests() -> None:
+def test_request_with_output_moves_to_a_worker_that_refuses_new_requests() -> None:
     with System(workers=2, routing_policy="round_robin") as system:
         system.allow(1)
         client = RawClient(system, CHAT, chat_body(stream=True))
@@ -97,7 +97,7 @@ def test_begun_request_moves_to_a_worker_that_refuses_new_requests() -> None:
         assert b'"finish_reason":"' in client.received.replace(b" ", b"") and system.submits()[1 - at] == 1
 
 
-def test_worker_gets_requests_when_the_queue_is_open_again() -> None:
+def test_worker_gets_requests_when_the_load_report_ends_the_refusal() -> None:
     with System() as system:
         report_load(system, refuses_new=True)
         assert system.chat().status_code == 503

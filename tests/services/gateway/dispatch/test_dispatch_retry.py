@@ -38,13 +38,13 @@ def test_request_is_retried_once() -> None:
         assert sum(system.submits()) == 2
 
 
-def test_request_moves_past_every_full_worker() -> None:
+def test_request_is_tried_on_each_worker_until_a_worker_is_not_full() -> None:
     with System(workers=3, configure=failing(0, 1, code=pb.ERROR_CODE_QUEUE_FULL)) as system:
         assert [system.chat().status_code for _ in range(3)] == [200] * 3
         assert sum(system.submits()) == 5
 
 
-def test_full_worker_does_not_count_as_retry() -> None:
+def test_refusal_by_a_full_worker_does_not_count_as_a_retry() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full"))
         workers[1].refuse.append((pb.ERROR_CODE_INTERNAL, "fault"))
@@ -68,7 +68,7 @@ def test_request_is_not_retried_after_a_token() -> None:
         assert sum(system.submits()) == 1
 
 
-def test_request_returns_to_a_refusing_worker_when_no_other_is_left() -> None:
+def test_request_returns_to_a_worker_that_refused_when_no_other_worker_is_left() -> None:
     """The first worker refuses the request. The request waits for the second worker, which is lost."""
 
     def configure(workers: list[FakeWorker]) -> None:

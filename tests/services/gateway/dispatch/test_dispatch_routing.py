@@ -33,7 +33,7 @@ def test_prompts_with_a_common_prefix_go_to_one_worker() -> None:
         )
 
 
-def test_prompts_with_different_salts_are_not_routed_together() -> None:
+def test_prompts_with_different_cache_salts_do_not_match_in_the_prefix_index() -> None:
     with System(workers=2) as system:
         for i in range(12):
             complete(system, SHARED_PREFIX, cache_salt=f"tenant {i}")
@@ -62,14 +62,14 @@ def test_many_prompts_with_one_prefix_spread_over_workers() -> None:
         assert decisions(system, "prefix_overflow") + decisions(system, "prefix") >= 10
 
 
-def test_round_robin_alternates_workers() -> None:
+def test_policy_round_robin_alternates_between_workers() -> None:
     with System(workers=3, routing_policy="round_robin") as system:
         for _ in range(6):
             complete(system, SHARED_PREFIX)
         assert system.submits() == [2, 2, 2] and decisions(system, "round_robin") == 6
 
 
-def test_each_policy_serves_requests() -> None:
+def test_requests_are_served_with_every_routing_policy() -> None:
     for policy in (RoutingPolicy.RANDOM, RoutingPolicy.LEAST_TOKENS, RoutingPolicy.POWER_OF_TWO, RoutingPolicy.AFFINITY):
         with System(workers=2, routing_policy=policy) as system:
             for _ in range(2):
@@ -77,7 +77,7 @@ def test_each_policy_serves_requests() -> None:
             assert sum(system.submits()) == 2
 
 
-def test_routing_key_keeps_the_worker() -> None:
+def test_requests_with_one_routing_key_go_to_one_worker() -> None:
     with System(workers=3) as system:
         for i in range(6):
             answer = system.post("/v1/completions", {"model": MODEL, "prompt": f"Hi {i}"}, headers={"x-smg-routing-key": "u1"})
@@ -85,7 +85,7 @@ def test_routing_key_keeps_the_worker() -> None:
         assert sorted(system.submits()) == [0, 0, 6] and decisions(system, "affinity") == 6
 
 
-def test_blocks_are_removed_when_a_worker_reconnects() -> None:
+def test_blocks_of_a_worker_are_removed_from_the_prefix_index_when_the_worker_reconnects() -> None:
     with System(workers=2) as system:
         complete(system, SHARED_PREFIX)
         index = system.gateway.dispatcher.fleet.index
@@ -99,7 +99,7 @@ def test_blocks_are_removed_when_a_worker_reconnects() -> None:
         assert decisions(system, "prefix") == 0
 
 
-def test_blocks_are_removed_after_a_flush() -> None:
+def test_blocks_of_a_worker_are_removed_from_the_prefix_index_after_a_flush() -> None:
     """The worker's new generation removes the blocks of the earlier one and frees the number in the index."""
     with System(workers=2) as system:
         index = system.gateway.dispatcher.fleet.index
@@ -114,7 +114,7 @@ def test_blocks_are_removed_after_a_flush() -> None:
         assert [index.find("worker-0", generation) >= 0 for generation in range(6)] == [False] * 5 + [True]
 
 
-def test_lower_tiers_count_by_the_savings_that_workers_report() -> None:
+def test_hits_in_lower_cache_tiers_are_weighted_by_the_savings_that_workers_report() -> None:
     """A worker that reports no savings counts with the default; a NaN counts as 0."""
     with System(workers=2) as system:
         index = system.gateway.dispatcher.fleet.index
@@ -149,7 +149,7 @@ def test_lower_tiers_count_by_the_savings_that_workers_report() -> None:
         assert tried == [4] * (len(requests) - 1) + [5], "the last request tries the tier that saved nothing"
 
 
-def test_worker_with_two_addresses_is_one_owner() -> None:
+def test_request_continues_when_a_worker_with_two_addresses_is_lost() -> None:
     """Both links break with the worker, and the requests move."""
 
     def configure(workers: list[FakeWorker]) -> None:

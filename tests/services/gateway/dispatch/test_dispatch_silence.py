@@ -25,7 +25,7 @@ def test_silent_worker_is_lost() -> None:
         assert not first.servicer.running  # the worker aborts the requests of an ended stream
 
 
-def test_worker_without_load_reports_may_be_silent() -> None:
+def test_silent_worker_that_sends_no_load_reports_stays_connected() -> None:
     with System(workers=2, configure=stopped, worker_silence_s=0.1) as system:
         pending = Pending(system, stream=True)
         begun(system, 3)
@@ -49,7 +49,7 @@ def test_load_reports_keep_a_worker_connected() -> None:
         assert pending.result().status_code == 200 and system.submits() == [1]
 
 
-def test_pause_of_the_gateway_does_not_count_as_silence() -> None:
+def test_blocked_event_loop_of_the_gateway_does_not_count_as_silence_of_the_worker() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         for worker in workers:

@@ -39,7 +39,7 @@ def refusals(system: System) -> float:
     return system.metric("rootstock_gateway_refusals_total", reason="weights_not_served")
 
 
-def test_begun_request_moves_to_a_worker_of_the_model_version() -> None:
+def test_request_with_output_moves_to_a_worker_of_the_same_model_version() -> None:
     with System(workers=3, configure=with_revisions("old", "new", "old"), queue_timeout_s=LONG_S) as system:
         pending = [Pending(system, stream=True) for _ in range(3)]
         wait_until(lambda: system.running() == [1, 1, 1], "a request on each worker")
@@ -56,7 +56,7 @@ def test_begun_request_moves_to_a_worker_of_the_model_version() -> None:
         assert len(system.workers[1].servicer.submits) == 1
 
 
-def test_begun_request_waits_when_no_worker_has_the_model_version() -> None:
+def test_request_with_output_waits_when_no_worker_has_the_model_version() -> None:
     """The lost worker may return with the version within the queue timeout."""
     with System(workers=2, configure=with_revisions("old", "new"), queue_timeout_s=0.3) as system:
         pending = Pending(system, stream=True)
@@ -70,7 +70,7 @@ def test_begun_request_waits_when_no_worker_has_the_model_version() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_begun_request_fails_when_the_worker_returns_with_another_version(stream: bool) -> None:
+def test_request_with_output_fails_when_the_worker_returns_with_another_model_version(stream: bool) -> None:
     with System(configure=with_revisions("old"), queue_timeout_s=LONG_S) as system:
         pending = Pending(system, stream=stream)
         begun(system, 5)
@@ -83,7 +83,7 @@ def test_begun_request_fails_when_the_worker_returns_with_another_version(stream
         assert system.submits() == [1] and refusals(system) == 1
 
 
-def test_begun_request_fails_when_the_address_of_the_version_is_removed() -> None:
+def test_request_with_output_fails_when_no_address_of_the_model_version_is_left() -> None:
     """Discovery removes the old addresses and the new pods have another version, as in a rollout."""
     with System(workers=2, configure=with_revisions("old", "new"), queue_timeout_s=LONG_S) as system:
         pending = Pending(system, stream=True)
@@ -96,7 +96,7 @@ def test_begun_request_fails_when_the_address_of_the_version_is_removed() -> Non
 
 
 @pytest.mark.parametrize("num_others", [0, 1], ids=["no worker", "worker of another model"])
-def test_begun_request_waits_while_discovery_knows_no_worker_of_the_model(num_others: int) -> None:
+def test_request_with_output_waits_while_discovery_finds_no_worker_of_the_model(num_others: int) -> None:
     """The only worker restarts: discovery has no address until the worker is back with the same model version."""
 
     def another_model(workers: list[FakeWorker]) -> None:
@@ -118,7 +118,7 @@ def test_begun_request_waits_while_discovery_knows_no_worker_of_the_model(num_ot
         assert content_of(pending.result().text) == ANSWER
 
 
-def test_begun_request_does_not_move_to_a_worker_with_a_shorter_context() -> None:
+def test_request_with_output_does_not_move_to_a_worker_with_a_shorter_context() -> None:
     """The worker with the shorter context was not connected when the response began."""
 
     def shorter(workers: list[FakeWorker]) -> None:
@@ -136,7 +136,7 @@ def test_begun_request_does_not_move_to_a_worker_with_a_shorter_context() -> Non
         assert GONE in pending.result().text and system.submits() == [1, 0]
 
 
-def test_begun_request_waits_for_a_paused_worker_of_the_version() -> None:
+def test_request_with_output_waits_for_a_paused_worker_of_the_same_model_version() -> None:
     with System(workers=3, configure=with_revisions("old", "old", "new"), queue_timeout_s=0.3) as system:
         report_load(system, 2, paused=True)
         pending = Pending(system, stream=True)
@@ -147,7 +147,7 @@ def test_begun_request_waits_for_a_paused_worker_of_the_version() -> None:
         assert '"code":"paused"' in pending.result().text and refusals(system) == 0
 
 
-def test_second_hello_changes_the_model_version() -> None:
+def test_second_hello_message_of_a_worker_changes_the_model_version() -> None:
     with System(workers=2, configure=with_revisions("old", "old"), queue_timeout_s=LONG_S) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 5)
@@ -167,7 +167,7 @@ def test_second_hello_changes_the_model_version() -> None:
         assert pool.model.revision == "new", "block hashes begin with the new version"
 
 
-def test_second_hello_with_another_worker_id_breaks_the_stream() -> None:
+def test_second_hello_message_with_another_worker_id_breaks_the_stream() -> None:
     """A stream has one worker id, because sessions are placed by it."""
     with System(configure=with_revisions("old")) as system:
         system.allow(None)
@@ -177,7 +177,7 @@ def test_second_hello_with_another_worker_id_breaks_the_stream() -> None:
         assert system.chat().status_code == 200
 
 
-def test_submit_is_sent_again_when_the_version_changes_in_transit() -> None:
+def test_submit_is_sent_again_when_the_model_version_changes_in_transit() -> None:
     with System(configure=with_revisions("old")) as system:
         system.allow(None)
         system.do(lambda: setattr(system.worker.info, "revision", "new"))  # the worker sends its hello before the refusal
@@ -186,7 +186,7 @@ def test_submit_is_sent_again_when_the_version_changes_in_transit() -> None:
         assert system.metric("rootstock_gateway_moves_total", cause="weights", state="new") == 1
 
 
-def test_session_turn_fails_when_the_version_changes_in_transit() -> None:
+def test_session_turn_fails_when_the_model_version_changes_in_transit() -> None:
     with System(configure=with_revisions("old")) as system:
         system.allow(None)
         system.do(lambda: setattr(system.worker.info, "revision", "new"))
@@ -195,14 +195,14 @@ def test_session_turn_fails_when_the_version_changes_in_transit() -> None:
         assert "weights" in answer.json()["error"]["message"] and system.submits() == [1]
 
 
-def test_request_fails_when_a_worker_refuses_the_reported_version() -> None:
+def test_request_fails_when_a_worker_refuses_the_model_version_that_the_worker_reported() -> None:
     with System(configure=with_revisions("old")) as system:
         system.allow(None)
         system.do(lambda: system.worker.refuse.extend([(pb.ERROR_CODE_OTHER_WEIGHTS, "others")] * 3))
         assert system.chat().status_code == 500 and system.submits() == [2]
 
 
-def test_model_version_is_that_of_the_copy_with_the_first_output() -> None:
+def test_hedged_request_keeps_the_model_version_of_the_copy_with_the_first_output() -> None:
     with System(workers=2, configure=with_revisions("old", "new"), hedge_after_s=AFTER_S, queue_timeout_s=0.5) as system:
         pending = Pending(system, stream=True)
         first, second = hedged(system)
@@ -214,7 +214,7 @@ def test_model_version_is_that_of_the_copy_with_the_first_output() -> None:
         assert len(first.servicer.submits) == 1
 
 
-def test_waiting_begun_request_is_released_when_the_client_leaves() -> None:
+def test_waiting_request_with_output_is_released_when_the_client_leaves() -> None:
     with System(workers=2, configure=with_revisions("old", "new"), queue_timeout_s=LONG_S) as system:
         client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
         first = begun(system, 5)

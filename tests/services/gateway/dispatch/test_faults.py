@@ -42,7 +42,7 @@ def content_of(stream: str) -> str:
 
 
 class TestWorker:
-    def test_request_without_output_is_submitted_again(self, system: System) -> None:
+    def test_request_without_streaming_continues_when_the_worker_is_lost_and_returns(self, system: System) -> None:
         system.do(lambda: system.worker.allow(5))
         whole = Pending(system)
         wait_until(lambda: system.has_tokens(5), "five tokens")
@@ -81,7 +81,7 @@ class TestWorker:
             text = client.read_to_end_of_stream().decode()
             assert b"[DONE]" in text.encode() and "error" not in text
 
-    def test_moved_stream_does_not_repeat_text(self, system: System) -> None:
+    def test_stream_does_not_repeat_text_when_the_worker_is_lost(self, system: System) -> None:
         system.do(lambda: system.worker.allow(5))
         pending = Pending(system, stream=True, stream_options={"include_usage": True})
         wait_until(lambda: system.worker.steps_left == 0, "five tokens")
@@ -128,7 +128,7 @@ class TestWorker:
             assert answer.json()["error"]["code"] == "queue_full" and "retry-after" in answer.headers
             first.vanish()
 
-    def test_least_requests_balances_workers(self) -> None:
+    def test_policy_least_requests_balances_the_load_of_workers(self) -> None:
         with System(workers=2) as system:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.allow(0))
@@ -137,7 +137,7 @@ class TestWorker:
             assert [len(host.servicer.running) for host in system.workers] == [5, 5]
             client.vanish()
 
-    def test_request_moves_when_the_queue_of_the_worker_is_full(self) -> None:
+    def test_request_moves_to_the_other_worker_when_the_queue_of_the_worker_is_full(self) -> None:
         with System(workers=2) as system:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full")))
@@ -169,9 +169,7 @@ class TestWorker:
             (pb.ERROR_CODE_UNSPECIFIED, 500, False),
         ],
     )
-    def test_refusal_by_a_worker_becomes_an_error_of_the_client(
-        self, shared: System, code: int, status: int, stream: bool
-    ) -> None:
+    def test_error_of_a_worker_becomes_an_http_error(self, shared: System, code: int, status: int, stream: bool) -> None:
         shared.do(lambda: shared.worker.refuse.append((code, "refused by the worker")))
         answer = shared.chat(stream=stream)
         assert answer.status_code == status and answer.json()["error"]["message"]
@@ -223,7 +221,7 @@ class TestDetokenizer:
             assert content_of(pending.result().text) == ALPHABET
             assert system.metric("rootstock_gateway_retries_total", service="detokenizer") == 1
 
-    def test_complete_choice_waits_for_the_text(self, system: System) -> None:
+    def test_choice_that_ended_at_the_worker_waits_for_the_text(self, system: System) -> None:
         system.call(system.detokenizers[0].stop())
         wait_until(lambda: system.gateway.detoks.connected() == 0, "the disconnection")
         pending = Pending(system)
@@ -231,7 +229,7 @@ class TestDetokenizer:
         system.call(system.detokenizers[0].start())
         assert pending.result().json()["choices"][0]["message"]["content"] == ANSWER
 
-    def test_unknown_handle_is_opened_again(self, system: System) -> None:
+    def test_decoding_that_the_detokenizer_forgot_is_opened_again(self, system: System) -> None:
         system.do(lambda: system.worker.allow(4))
         pending = Pending(system, stream=True)
         wait_until(lambda: num_ids(system) == 4, "four ids")
@@ -240,7 +238,7 @@ class TestDetokenizer:
         assert content_of(pending.result().text) == ANSWER
         assert len(system.detokenizer.contexts) == 1  # the gateway opens the handle again on the same stream
 
-    def test_request_fails_when_the_ids_cannot_be_decoded(self, system: System) -> None:
+    def test_request_fails_when_the_token_ids_cannot_be_decoded(self, system: System) -> None:
         system.do(lambda: setattr(system.detokenizer, "forget", 1000))
         assert system.chat().status_code == 500
         wait_until(lambda: not system.worker.running, "the abort")
@@ -257,7 +255,7 @@ class TestDetokenizer:
             assert answer.status_code == 503 and "detokenizer" in answer.json()["error"]["message"]
             wait_until(lambda: not system.worker.running, "the abort")
 
-    def test_malformed_text_batch_breaks_the_stream_only(self, system: System) -> None:
+    def test_malformed_text_batch_breaks_the_detokenizer_stream_but_not_the_request(self, system: System) -> None:
         answers = type(system.detokenizer)._answer
         system.do(lambda: setattr(system.detokenizer, "_answer", lambda rows, batch: answers(rows, type(batch)())))
         pending = Pending(system)
@@ -306,9 +304,7 @@ class TestTokenizer:
             (grpc.StatusCode.UNKNOWN, 500),
         ],
     )
-    def test_failure_of_the_tokenizer_becomes_an_error_of_the_client(
-        self, shared: System, code: grpc.StatusCode, status: int
-    ) -> None:
+    def test_error_of_the_tokenizer_becomes_an_http_error(self, shared: System, code: grpc.StatusCode, status: int) -> None:
         shared.do(lambda: shared.tokenizer.failures.append((code, "refused by the tokenizer")))
         assert shared.chat().status_code == status
         assert shared.chat().status_code == 200
@@ -357,7 +353,7 @@ async def cancelled(*_: object) -> None:
 
 
 @pytest.mark.parametrize(("faulty", "log"), [(None, "request failed"), (cancelled, "a request was cancelled without a reason")])
-def test_fault_in_the_gateway_fails_only_one_request_with_500(
+def test_exception_in_the_gateway_fails_only_one_request_with_500(
     system: System, caplog: pytest.LogCaptureFixture, faulty: Any, log: str
 ) -> None:
     system.do(lambda: setattr(system.gateway.tokenizer, "encode_chat", faulty))

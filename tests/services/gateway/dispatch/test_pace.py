@@ -24,13 +24,13 @@ class Queue:
     ("waiting", "per_s", "expected"),
     [(0, 10, 2), (5, 10, 2), (100, 10, 10), (10_000, 10, LONGEST_S), (10, 1, 10)],
 )
-def test_retry_after_follows_the_recent_rate(waiting: int, per_s: float, expected: int) -> None:
+def test_retry_after_follows_the_recent_rate_of_the_queue(waiting: int, per_s: float, expected: int) -> None:
     queue = Queue(waiting)
     queue.serve(per_s, 4 * WINDOW_S)
     assert expected - 1 <= queue.pace.retry_after_s() <= expected + 1
 
 
-def test_retry_after_is_the_counted_time_without_completions() -> None:
+def test_retry_after_is_about_the_measured_window_when_no_request_completes() -> None:
     queue = Queue(1)
     queue.serve(10, 60)
     queue.now += 10 * WINDOW_S

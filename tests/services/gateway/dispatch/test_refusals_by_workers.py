@@ -48,21 +48,21 @@ CASES = [
 
 @pytest.mark.by_day(one_in=2, seed=15)
 @pytest.mark.parametrize(("path", "name", "param"), CASES, ids=[f"{path} {name}" for path, name, _ in CASES])
-def test_refusal_names_the_field_of_the_client(shared: System, path: str, name: str, param: str) -> None:
+def test_error_of_a_worker_names_the_field_that_the_client_sent(shared: System, path: str, name: str, param: str) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, f"{name}: is too much", name)))
     answer = shared.post(path, BODIES[path])
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["message"]) == (400, param, f"{param}: is too much")
 
 
-def test_refusal_names_the_parameters_of_the_prompt(shared: System) -> None:
+def test_error_names_the_sampling_params_element_of_the_refused_prompt(shared: System) -> None:
     shared.do(lambda: shared.worker.refuse.extend([Refusal(INVALID, "top_k: is too much", "top_k")] * 2))
     answer = shared.post("/generate", {"text": ["a", "b"], "sampling_params": [{}, {}]})
     assert answer.json()["error"]["param"] == "sampling_params[0].top_k"
     shared.do(shared.worker.refuse.clear)
 
 
-def test_refusal_keeps_the_index_of_an_element(shared: System) -> None:
+def test_error_keeps_the_index_of_the_refused_element(shared: System) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "stop_regex[0]: is no pattern", "stop_regex", 0)))
     error = shared.post("/generate", {"text": "Hi"}).json()["error"]
     assert error["message"] == "sampling_params.stop_regex[0]: is no pattern"
@@ -79,13 +79,13 @@ def test_refusal_keeps_the_index_of_an_element(shared: System) -> None:
     ],
     ids=["no field", "another field", "field twice", "field not at the start", "no text"],
 )
-def test_refusal_omits_one_leading_field_name(shared: System, message: str, shown: str) -> None:
+def test_error_omits_one_leading_field_name_of_the_workers_message(shared: System, message: str, shown: str) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, message, "top_k")))
     error = shared.post(CHAT, BODIES[CHAT]).json()["error"]
     assert (error["param"], error["message"]) == ("top_k", f"top_k: {shown}")
 
 
-def test_refusal_of_a_grammar_keeps_the_message(shared: System) -> None:
+def test_error_about_a_grammar_keeps_the_message_of_the_worker(shared: System) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "grammar: regex, position 3: no", "grammar")))
     error = shared.post("/generate", {"text": "Hi", "sampling_params": {"regex": "a"}}).json()["error"]
     assert (error["param"], error["message"]) == ("sampling_params.regex", "regex, position 3: no")
@@ -93,7 +93,7 @@ def test_refusal_of_a_grammar_keeps_the_message(shared: System) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=9)
 @each_value(path=list(BODIES), message=["stop_regex[1]: is no pattern", "regex, position 3: (a+: no", "cannot be", ""])
-def test_refusal_of_an_older_worker_names_no_field(shared: System, path: str, message: str) -> None:
+def test_error_of_an_older_worker_names_no_field(shared: System, path: str, message: str) -> None:
     """The client gets the message as the worker wrote it."""
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, message)))
     answer = shared.post(path, BODIES[path])
@@ -102,7 +102,7 @@ def test_refusal_of_an_older_worker_names_no_field(shared: System, path: str, me
     assert (answer.status_code, error["type"], error["code"], error["param"], error["message"]) == expected
 
 
-def test_refusal_of_a_newer_worker_keeps_the_field(shared: System) -> None:
+def test_error_of_a_newer_worker_keeps_an_unknown_field(shared: System) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "xtc.probability: is too much", "xtc.probability")))
     error = shared.post("/generate", {"text": "Hi"}).json()["error"]
     own = "sampling_params.xtc.probability"
@@ -111,7 +111,7 @@ def test_refusal_of_a_newer_worker_keeps_the_field(shared: System) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_value_that_protobuf_refuses_is_a_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_with_a_value_that_protobuf_refuses_gets_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This happens if the check of the field has a fault."""
     monkeypatch.setattr(
         "rootstock_llm.services.gateway.api.generation_params.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0}
