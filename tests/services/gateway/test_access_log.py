@@ -112,7 +112,7 @@ def test_access_log_has_refused_requests(logged: Logged, method: str, path: str,
     assert not line["output_tokens"]
 
 
-def test_access_log_names_keys_and_hides_secrets(tmp_path: Path) -> None:
+def test_access_log_has_the_names_of_api_keys_but_no_secrets(tmp_path: Path) -> None:
     with Logged(tmp_path, keys=KEYS) as logged:
         assert logged.system.chat().status_code == 401
         assert (logged.line()["code"], logged.line()["key"]) == ("invalid_api_key", "")
@@ -164,7 +164,7 @@ def test_access_log_has_streams_that_failed(tmp_path: Path) -> None:
         assert (line["status"], line["end"], line["code"]) == (200, "failed", "timeout")
 
 
-def test_access_log_has_requests_whose_connection_was_cut(tmp_path: Path) -> None:
+def test_access_log_has_requests_whose_connection_the_gateway_closed(tmp_path: Path) -> None:
     with Logged(tmp_path, request_timeout_s=4.0) as logged:
         server = logged.system.gateway._http
         logged.system.do(lambda: server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096))
@@ -214,7 +214,7 @@ def test_access_log_writes_all_lines_of_an_event_loop_iteration_together(tmp_pat
     asyncio.run(run())
 
 
-def test_access_log_leaves_out_probes(logged: Logged) -> None:
+def test_access_log_omits_health_checks_and_metrics_requests(logged: Logged) -> None:
     assert logged.system.get("/health").status_code == logged.system.get("/metrics").status_code == 200
     assert logged.system.get("/v1/models").status_code == 200
     assert logged.line()["route"] == "/v1/models"
@@ -248,7 +248,7 @@ def test_access_log_makes_a_new_file_when_the_old_file_was_renamed(logged: Logge
     assert logged.lines()[0]["end"] == "complete"
 
 
-def test_gateway_serves_when_the_access_log_is_full(caplog: pytest.LogCaptureFixture) -> None:
+def test_gateway_serves_requests_when_the_disk_of_the_access_log_is_full(caplog: pytest.LogCaptureFixture) -> None:
     with System(access_log_file="/dev/full") as system:
         assert [system.chat().status_code for _ in range(3)] == [200] * 3
     assert sum(record.getMessage() == "could not write the access log" for record in caplog.records) == 1

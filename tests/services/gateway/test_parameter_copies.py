@@ -80,7 +80,7 @@ def test_parameters_are_copied_again_for_a_hedge() -> None:
         assert pending.result().status_code == 200 and copies["CopyFrom"] == 2
 
 
-def test_count_copies_counts_a_copy(shared: System) -> None:
+def test_helper_count_copies_counts_a_copy(shared: System) -> None:
     with count_copies(shared) as copies:
         shared.do(lambda: pb.SamplingParams().CopyFrom(pb.SamplingParams(top_k=3)))
     assert copies["CopyFrom"] == 1
@@ -103,7 +103,7 @@ def params_of(**fields: Any) -> GenerationParams:
     return GenerationParams(**(given | fields))
 
 
-def test_seed_of_draws_one_seed_for_each_choice() -> None:
+def test_each_choice_has_a_separate_seed() -> None:
     model = ModelInfo("m", 100, 50)
     first, second = (params_of().seed_of(number, model) for number in range(2))
     assert first is not None and second is not None and first != second
@@ -112,7 +112,7 @@ def test_seed_of_draws_one_seed_for_each_choice() -> None:
     assert params_of(sampling=pb.SamplingParams(embedding=pb.Embedding())).seed_of(0, model) is None
 
 
-def test_write_sampling_adds_grammar_limit_defaults_and_seed() -> None:
+def test_parameters_sent_to_a_worker_have_the_grammar_and_limit_and_defaults_and_seed() -> None:
     params = params_of(grammar=pb.Grammar(json_object=True))
     model = ModelInfo("m", 100, 50, defaults=SamplingDefaults(top_p=0.25))
     choice = SimpleNamespace(params=params, seed=7, prompt=PromptInput([1] * 98, None))
@@ -127,7 +127,7 @@ def test_write_sampling_adds_grammar_limit_defaults_and_seed() -> None:
     )
 
 
-def test_no_constructor_copies_parameters() -> None:
+def test_gateway_code_does_not_copy_parameters_by_constructors() -> None:
     """count_copies() does not see copies by constructors, so this test searches the code for them."""
     calls = [
         node for path in GATEWAY.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
@@ -138,7 +138,7 @@ def test_no_constructor_copies_parameters() -> None:
     assert len(writers) == 1
 
 
-def test_no_code_writes_into_the_messages_of_generation_params() -> None:
+def test_gateway_code_does_not_write_into_the_messages_of_generation_params() -> None:
     """GenerationParams is frozen, but protobuf cannot freeze the messages in it."""
     writes = re.compile(
         r"\b(params|generation|asked)\.(sampling|grammar)\.(\w+\.)*(CopyFrom|MergeFrom|Clear\w*|add|append|extend)\("

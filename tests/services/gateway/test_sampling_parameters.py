@@ -107,7 +107,7 @@ def test_top_p_of_0_is_accepted_by_every_api(shared: System, path: str, stream: 
     ],
 )
 @pytest.mark.parametrize("path", SHARED_NAMES)
-def test_errors_print_short_numbers(shared: System, path: str, name: str, value: float, range_text: str) -> None:
+def test_error_messages_have_short_numbers(shared: System, path: str, name: str, value: float, range_text: str) -> None:
     if path == "/v1/messages" and name == "repetition_penalty":
         return  # the API has no such field
     answer = shared.post(path, shared_body(path, {name: value}))

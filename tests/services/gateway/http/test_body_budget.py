@@ -117,7 +117,7 @@ def test_body_budget_skips_a_waiting_body_when_the_client_leaves(small_budget: S
     third.close()
 
 
-def test_body_budget_grows_in_steps_when_the_size_is_unknown(small_budget: System) -> None:
+def test_body_reserves_bytes_in_steps_when_the_size_of_the_body_is_unknown(small_budget: System) -> None:
     """The body first reserves 64 KiB, and then 1 MiB at a time."""
     small_budget.do(small_budget.tokenizer.gate.clear)
     body, sizes = chat_of(100_000), []
@@ -155,7 +155,7 @@ def test_body_is_refused_when_parsed_values_exceed_the_budget() -> None:
         assert refused.status_code == 413 and "values" in refused.json()["error"]["message"]
 
 
-def test_body_is_refused_after_body_wait_s() -> None:
+def test_body_is_refused_when_the_budget_is_full_for_body_wait_s() -> None:
     with System(**SETTINGS, body_wait_s=0.1, tokenize_timeout_s=60.0) as system, unfinished_chat(system):
         answer = system.post(CHAT, chat_of(700_000))
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
@@ -193,7 +193,7 @@ def burst(process: Process, count: int, size: int, timeout_s: float) -> list[int
         pytest.param(16, 60_000_000, 64 * MIB, 300, 50, 120, id="by night", marks=NIGHTLY_ONLY),
     ],
 )
-def test_body_budget_bounds_and_returns_memory(
+def test_memory_stays_within_the_body_budget_and_is_freed_after_a_burst_of_bodies(
     system: System, count: int, size: int, budget: int, peak_mib: int, after_mib: int, after_s: int
 ) -> None:
     flags = ("--max-body-bytes", str(budget), "--body-budget-bytes", str(budget), "--body-wait-s", "100")

@@ -21,7 +21,7 @@ def granted(*reservations: BodyReservation) -> list[bool]:
     return [reservation.granted.done() for reservation in reservations]
 
 
-def test_pool_grants_bytes_in_order_when_a_later_body_would_fit() -> None:
+def test_pool_grants_bytes_in_order_even_when_a_later_body_would_fit() -> None:
     def use(pool: BodyPool) -> None:
         assert pool.try_reserve(60)
         large, small = pool.enqueue(90), pool.enqueue(10)

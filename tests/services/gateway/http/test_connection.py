@@ -236,7 +236,7 @@ def test_connection_with_a_pipelined_request_is_not_closed_as_idle() -> None:
 
 
 @pytest.mark.parametrize(("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET /" + b"a" * MAX_HEAD_BYTES, 431)])
-def test_metric_counts_refusals_of_the_connection(sent: bytes, status: int) -> None:
+def test_each_refusal_of_the_http_server_is_reported_to_the_callback(sent: bytes, status: int) -> None:
     counted: list[int] = []
 
     async def use(server: Server) -> None:
@@ -261,7 +261,7 @@ class TestTime:
         serving(use, HttpOptions(first_request_s=0.05, head_s=0.1))
 
     @pytest.mark.parametrize("piece", [b"\r\n", b"a"], ids=["blank lines", "head"])
-    def test_head_timeout_applies_when_single_bytes_arrive(self, piece: bytes) -> None:
+    def test_head_timeout_closes_the_connection_even_when_single_bytes_arrive(self, piece: bytes) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(GET)
@@ -286,7 +286,7 @@ class TestTime:
 
         serving(use, HttpOptions(first_request_s=0.05, head_s=30, keep_alive_s=1))
 
-    def test_head_timeout_does_not_cut_a_slow_response_before_pipelined_requests(self) -> None:
+    def test_head_timeout_of_a_pipelined_request_does_not_cut_off_a_slow_earlier_response(self) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n" + GET[:9])
@@ -298,7 +298,7 @@ class TestTime:
         serving(use, HttpOptions(first_request_s=0.05, head_s=0.1))
 
     @pytest.mark.parametrize("framing", ["Content-Length: 5", "Transfer-Encoding: chunked"])
-    def test_connection_stays_open_when_the_body_follows_the_response(self, framing: str) -> None:
+    def test_connection_stays_open_when_the_rest_of_the_body_arrives_after_the_response(self, framing: str) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             rest = b"lo" if "5" in framing else b"2\r\nlo\r\n0\r\n\r\n"
@@ -312,7 +312,7 @@ class TestTime:
         serving(use)
 
     @pytest.mark.parametrize("next_input", ["no chunk", "request without the body"])
-    def test_connection_reads_no_request_when_the_body_is_missing(self, next_input: str) -> None:
+    def test_connection_is_closed_when_other_data_arrives_instead_of_the_request_body(self, next_input: str) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             expect = b"" if next_input == "no chunk" else b"Expect: 100-continue\r\n"
@@ -334,7 +334,7 @@ class TestTime:
 
         serving(use)
 
-    def test_connection_sends_100_continue(self) -> None:
+    def test_server_sends_100_continue_when_the_request_has_the_expect_header(self) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(b"POST / HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n")
@@ -371,7 +371,7 @@ class TestPressure:
 
         serving(use, HttpOptions(first_request_s=0.05, connections=2))
 
-    def test_full_server_answers_health_when_all_connections_are_busy(self) -> None:
+    def test_full_server_answers_health_checks_and_refuses_other_requests(self) -> None:
         async def use(server: Server) -> None:
             busy = [await server.connect() for _ in range(2)]
             for client in busy:
@@ -390,7 +390,7 @@ class TestPressure:
 
         serving(use, HttpOptions(first_request_s=0.05, retry_after_s=7, connections=2))
 
-    def test_connection_of_a_probe_does_not_count(self) -> None:
+    def test_connection_of_a_health_check_does_not_count_against_the_limit(self) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n")

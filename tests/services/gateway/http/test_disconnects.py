@@ -136,7 +136,7 @@ def test_request_is_released_when_the_client_leaves_during_an_echo(system: Syste
     assert system.worker.submits == []
 
 
-def test_aborts_of_one_request_share_a_message(system: System) -> None:
+def test_aborts_of_all_choices_of_a_request_share_a_message(system: System) -> None:
     system.do(lambda: system.worker.allow(0))
     client = RawClient(system, CHAT, chat_body(n=8))
     wait_until(lambda: len(system.worker.running) == 8, "the submits")

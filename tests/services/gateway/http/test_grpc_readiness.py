@@ -53,7 +53,7 @@ def open_request(port: int) -> Iterator[socket.socket]:
         yield client
 
 
-def test_grpc_readiness_needs_no_services_and_ends_with_the_stop() -> None:
+def test_grpc_readiness_does_not_depend_on_other_services_and_ends_when_the_gateway_stops() -> None:
     port, health_port = free_ports(2)
     with gateway_alone(port, health_port, *LISTED) as process:
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
@@ -89,7 +89,7 @@ def test_readiness_ends_before_the_port_closes() -> None:
         assert process.wait(60) == 0
 
 
-def test_ready_answers_503_when_no_model_is_known() -> None:
+def test_readiness_route_returns_503_when_no_model_is_known() -> None:
     port, health_port = free_ports(2)
     with gateway_alone(port, health_port):
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")

@@ -43,7 +43,7 @@ def without_random_fields(text: bytes) -> str:
 @pytest.mark.parametrize("version", ["1.0", "0.9"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("path", REQUESTS)
-def test_response_has_no_chunks_when_the_request_is_http_1_0(
+def test_response_is_not_chunked_when_the_request_is_http_1_0(
     shared: System, path: str, stream: bool, version: str, keep: str
 ) -> None:
     body = {"model": MODEL, **REQUESTS[path], "stream": stream}
@@ -58,7 +58,7 @@ def test_response_has_no_chunks_when_the_request_is_http_1_0(
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/openapi.json", "/docs", "/nowhere", "/v1/models"])
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
-def test_plain_routes_answer_http_1_0(shared: System, path: str, method: str) -> None:
+def test_routes_without_a_body_serve_http_1_0_requests(shared: System, path: str, method: str) -> None:
     newer = shared.request(method, path)
     status, headers, content = exchange(shared, f"{method} {path} HTTP/1.0")
     assert (status, headers["connection"]) == (newer.status_code, "close") and "transfer-encoding" not in headers

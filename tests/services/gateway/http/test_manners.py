@@ -25,14 +25,14 @@ def restricted() -> Iterator[System]:
 
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("path", ["/health", f"/v1/models/{MODEL}", "/metrics"])
-def test_head_equals_get_without_a_body(shared: System, path: str) -> None:
+def test_head_request_gets_the_headers_of_a_get_request_and_an_empty_body(shared: System, path: str) -> None:
     head, get = httpx.head(shared.url(path)), shared.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == get.headers["content-type"]
 
 
 @pytest.mark.parametrize(("path", "shape"), [("/v1/messages/count_tokens", {"type"}), ("/v1/responses/input_tokens", set())])
-def test_unexpected_exception_has_the_error_form_of_the_path(
+def test_response_to_an_unexpected_exception_has_the_error_form_of_the_api(
     shared: System, path: str, shape: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def count(*_: object) -> int:
@@ -56,7 +56,7 @@ def test_unexpected_exception_has_the_error_form_of_the_path(
         ("/health", "GET, HEAD, OPTIONS"),
     ],
 )
-def test_options_and_405_list_the_methods_of_the_path(shared: System, path: str, allowed: str) -> None:
+def test_response_to_options_and_405_response_list_the_methods_of_the_path(shared: System, path: str, allowed: str) -> None:
     options = httpx.options(shared.url(path))
     assert (options.status_code, options.headers["allow"], options.content) == (204, allowed, b"")
     wrong = httpx.delete(shared.url(path))
@@ -64,7 +64,7 @@ def test_options_and_405_list_the_methods_of_the_path(shared: System, path: str,
     assert wrong.json()["error"]["code"] == "method_not_allowed"
 
 
-def test_options_of_an_unknown_path_answers_404(shared: System) -> None:
+def test_options_request_for_an_unknown_path_gets_404(shared: System) -> None:
     answer = httpx.options(shared.url("/nowhere"))
     assert answer.status_code == 404 and "allow" not in answer.headers
 
@@ -79,7 +79,7 @@ def test_options_of_an_unknown_path_answers_404(shared: System) -> None:
     ],
     ids=["empty", "bare word", "cut off", "lone surrogate"],
 )
-def test_invalid_json_error_names_line_and_column(shared: System, body: bytes, line: int, column: int) -> None:
+def test_error_about_invalid_json_names_the_line_and_the_column(shared: System, body: bytes, line: int, column: int) -> None:
     error = shared.post(CHAT, body).json()["error"]
     assert error["code"] == "invalid_json" and "SECRET" not in str(error)
     begin, end = "The body is not valid JSON: ", f", at line {line}, column {column}."
@@ -95,13 +95,13 @@ class TestOrigins:
         assert "POST" in answer.headers["access-control-allow-methods"]
         assert "authorization" in answer.headers["access-control-allow-headers"].lower()
 
-    def test_cors_exposes_responses_to_the_allowed_origin(self, restricted: System) -> None:
+    def test_cors_headers_allow_the_configured_origin_to_read_responses(self, restricted: System) -> None:
         answer = restricted.get("/v1/models", headers={"origin": PAGE})
         assert answer.headers["access-control-allow-origin"] == PAGE
         exposed = answer.headers["access-control-expose-headers"]
         assert {"x-request-id", "retry-after", "x-ratelimit-remaining-requests"} <= set(exposed.split(", "))
 
-    def test_cors_refuses_other_origins(self, restricted: System) -> None:
+    def test_cors_headers_are_absent_for_other_origins(self, restricted: System) -> None:
         assert "access-control-allow-origin" not in restricted.get("/v1/models", headers={"origin": "https://other.test"}).headers
 
     def test_cors_is_off_by_default(self, shared: System) -> None:
@@ -123,7 +123,7 @@ class TestSwitches:
         assert httpx.post(f"http://127.0.0.1:{port}/metrics").headers["allow"] == "GET, HEAD"
 
 
-def test_503_has_retry_after() -> None:
+def test_response_with_status_503_has_a_retry_after_header() -> None:
     with System(down=("worker",), queue_timeout_s=0.1, models=MODEL, retry_after_s=3) as system:
         wait_until(lambda: system.get("/health").status_code == 200)
         for answer in (system.chat(), system.get("/readiness"), system.get("/health_generate")):

@@ -34,7 +34,7 @@ def sized(size: int, chunked: bool) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_pipelined_requests_are_answered_in_order_for_any_pieces(seed: int) -> None:
+def test_pipelined_requests_are_answered_in_order_for_any_division_into_pieces(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [draw.choice([0, 1, 17, 2000, 9000, 70_000]) for _ in range(40)]
     sent = b"".join(sized(size, chunked=draw.random() < 0.5) for size in sizes)
@@ -87,7 +87,7 @@ def test_pipelined_requests_after_a_body_with_content_length_are_parsed_one_by_o
     serving(use)
 
 
-def test_pipelined_requests_after_a_chunked_body_are_limited() -> None:
+def test_number_of_pipelined_requests_after_a_chunked_body_is_limited() -> None:
     few, crowd = sized(10, chunked=True) + GET * 10, sized(10, chunked=True) + b"GET / HTTP/1.1\r\n\r\n" * 200
     head, body = few.partition(b"\r\n\r\n")[0] + b"\r\n\r\n", few.partition(b"\r\n\r\n")[2]
 
@@ -103,7 +103,7 @@ def test_pipelined_requests_after_a_chunked_body_are_limited() -> None:
     serving(use)
 
 
-def test_disconnect_is_noticed_when_pipelined_input_is_buffered() -> None:
+def test_gateway_notices_a_disconnect_while_pipelined_input_is_buffered() -> None:
     async def run(pipelined: bytes) -> None:
         async with running(PATIENT) as server:
             left = asyncio.Event()
@@ -127,7 +127,7 @@ def test_disconnect_is_noticed_when_pipelined_input_is_buffered() -> None:
         asyncio.run(run(pipelined))
 
 
-def test_stop_serves_pipelined_requests_after_a_started_response() -> None:
+def test_stopping_server_serves_pipelined_requests_after_a_started_response() -> None:
     """The head of the first response does not announce the end of the connection."""
 
     async def run() -> None:
@@ -159,7 +159,7 @@ def test_stop_serves_pipelined_requests_after_a_started_response() -> None:
     asyncio.run(run())
 
 
-def test_keep_alive_timeout_stops_when_the_next_request_begins() -> None:
+def test_keep_alive_timer_stops_when_the_next_request_begins() -> None:
     """The request may arrive in one piece with the rest of the body of an earlier request."""
 
     async def use(server: Server) -> None:

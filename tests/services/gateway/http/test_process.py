@@ -37,7 +37,7 @@ def launch(system: System) -> Iterator[Callable[..., Process]]:
         process.kill()
 
 
-def test_process_serves_and_stops_cleanly(launch: Callable[..., Process]) -> None:
+def test_gateway_process_serves_requests_and_stops_without_errors(launch: Callable[..., Process]) -> None:
     process = launch("--host", EVERYWHERE)
     process.wait_ready()
     for host in LOOPBACKS:
@@ -96,7 +96,7 @@ def test_stream_ends_with_an_error_after_the_grace_period(system: System, launch
 
 
 @pytest.mark.parametrize("which", ["port", "health_port"])
-def test_used_port_is_reported_in_one_line(launch: Callable[..., Process], which: str) -> None:
+def test_port_that_is_in_use_is_reported_in_one_line(launch: Callable[..., Process], which: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, log = launch(**{which: port}).wait()

@@ -46,7 +46,7 @@ async def answer_of(client: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("sent", [0, 7, len(REQUEST)], ids=["nothing sent", "part of a request", "request"])
 @pytest.mark.parametrize("accepted", [True, False])
-def test_stopping_server_serves_earlier_connections(sent: int, accepted: bool) -> None:
+def test_stopping_server_serves_connections_from_before_the_stop(sent: int, accepted: bool) -> None:
     async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
         client = socket.create_connection(address)  # the kernel accepts the connection, because the server's loop is blocked
         client.sendall(REQUEST[:sent])
@@ -62,7 +62,7 @@ def test_stopping_server_serves_earlier_connections(sent: int, accepted: bool) -
     serving(use)
 
 
-def test_stopping_server_refuses_later_connections() -> None:
+def test_server_refuses_connections_after_the_stop() -> None:
     async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
         await server.shutdown([listener])
         with pytest.raises(ConnectionRefusedError):

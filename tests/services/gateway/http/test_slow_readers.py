@@ -38,7 +38,7 @@ class SlowReader:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "document"])
-def test_slow_reader_is_cut_at_the_deadline(stream: bool) -> None:
+def test_connection_of_a_slow_reader_is_closed_at_the_deadline(stream: bool) -> None:
     with System(
         request_timeout_s=4.0 if stream else 10.0, sse_comment_s=0.05
     ) as system:  # the whole response must be ready before its deadline

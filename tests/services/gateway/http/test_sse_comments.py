@@ -68,7 +68,7 @@ def test_stream_has_comments_before_and_between_events(system: System, path: str
         assert events(text)[-1]["text"] == ANSWER
 
 
-def test_openai_client_reads_comments_and_a_whole_response_has_none(system: System) -> None:
+def test_openai_client_ignores_comments_in_a_stream_and_a_whole_response_has_no_comments(system: System) -> None:
     system.allow(0)
     watching = RawClient(system, CHAT, chat_body(stream=True))
     whole = RawClient(system, CHAT, chat_body())

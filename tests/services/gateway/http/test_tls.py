@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_new_certificate_serves_new_connections_only(folder: Path) -> None:
+def test_new_certificate_is_used_only_for_new_connections(folder: Path) -> None:
     files = TlsFiles(folder / "cert.pem", folder / "key.pem")
 
     async def use(port: int) -> None:
@@ -108,7 +108,7 @@ def test_invalid_certificate_leaves_the_old_one_in_use(folder: Path, fault: str,
     serving(files, use)
 
 
-def test_handshake_has_the_timeout_of_a_head(folder: Path) -> None:
+def test_tls_handshake_is_cut_off_after_the_head_timeout(folder: Path) -> None:
     async def use(port: int) -> None:
         with socket.create_connection((HOST, port)) as silent:
             silent.setblocking(False)

@@ -145,7 +145,7 @@ def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
     run(body)
 
 
-def test_mirror_reads_a_large_worker_in_parts(server: RedisServer) -> None:
+def test_mirror_reads_many_blocks_of_a_worker_in_parts(server: RedisServer) -> None:
     async def body() -> None:
         client = redis_client(server.url, 5.0)
         records = WorkerRecords(client, MODEL, WORKER)
@@ -163,7 +163,7 @@ def test_mirror_reads_a_large_worker_in_parts(server: RedisServer) -> None:
     run(body)
 
 
-def test_mirror_voids_older_generations_after_a_restart_or_flush(server: RedisServer) -> None:
+def test_mirror_drops_blocks_of_older_generations_after_a_restart_or_a_flush(server: RedisServer) -> None:
     async def body() -> None:
         async with mirrored(server) as copy:
             async with published(server, 1) as first:
@@ -202,7 +202,7 @@ def test_mirror_follows_several_models(server: RedisServer) -> None:
     run(body)
 
 
-def test_mirror_retires_an_owner_when_the_lease_ends(server: RedisServer) -> None:
+def test_mirror_drops_the_blocks_of_a_worker_after_the_lease_of_the_worker_ends(server: RedisServer) -> None:
     async def body() -> None:
         now = [1000.0]
         copy = MirroredIndex(server, clock=lambda: now[0])
@@ -252,7 +252,7 @@ def test_mirror_recovers_when_redis_restarts_empty(own_server: RedisServer) -> N
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_mirror_keeps_owners_at_first_when_redis_is_empty(own_server: RedisServer) -> None:
+def test_mirror_keeps_blocks_of_workers_for_lease_ttl_s_after_redis_returns_empty(own_server: RedisServer) -> None:
     async def body() -> None:
         now = [1000.0]
         copy = MirroredIndex(own_server, clock=lambda: now[0])
@@ -416,7 +416,7 @@ def test_mirror_ignores_late_events_of_an_old_generation(server: RedisServer) ->
 # Tests of MirroredOwners and LeaseTable
 
 
-def test_mirrored_owners_classify_events() -> None:
+def test_events_are_classified_as_new_or_old_or_gap_or_foreign() -> None:
     index = PrefixIndex()
     owners = MirroredOwners(index)
     assert owners.apply(event(1, blocks(1))) is Applied.FOREIGN and owners.number(WORKER) == -1

@@ -26,7 +26,7 @@ def content(*entries: Any) -> bytes:
     return orjson.dumps({"keys": list(entries)})
 
 
-def test_parse_keys_accepts_several_secrets_and_stores_only_digests() -> None:
+def test_entry_of_the_key_file_may_have_several_secrets_and_only_digests_are_stored() -> None:
     whole = {"weight": 2, "priority": -1, "requests_per_minute": 600, "tokens_per_minute": 10**5, "max_concurrent": 64}
     table = parse_keys([content({"name": "team-a", "sha256": [digest("old"), digest("new").upper()], "key": "plain", **whole})])
     (key,) = table
@@ -69,7 +69,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
 }
 
 
-def test_parse_keys_accepts_values_at_the_limits() -> None:
+def test_key_file_with_values_at_the_limits_is_accepted() -> None:
     digests = [digest(str(at)) for at in range(limits.MAX_SECRETS_OF_A_KEY)]
     most = {"weight": limits.MAX_KEY_WEIGHT, "tokens_per_minute": limits.MAX_KEY_LIMIT, "priority": limits.PRIORITY_RANGE[1]}
     large = {"name": "a" * limits.MAX_KEY_NAME_CHARS, "sha256": digests, "key": "x" * limits.MAX_KEY_CHARS, **most}
@@ -80,7 +80,7 @@ def test_parse_keys_accepts_values_at_the_limits() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=35)
 @pytest.mark.parametrize("case", FAULTS)
-def test_parse_keys_names_the_field_of_a_fault(case: str) -> None:
+def test_error_names_the_bad_field_of_the_key_file(case: str) -> None:
     text, place = FAULTS[case]
     with pytest.raises(BadKeys) as error:
         parse_keys([text], {hashlib.sha256(b"admin").digest(): "control_token"})
@@ -153,7 +153,7 @@ def test_key_file_reads_all_files_of_a_folder(tmp_path: Path) -> None:
     assert not followed.is_valid and len(followed.table) == 2
 
 
-def test_keys_new_prints_a_secret_and_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_keys_new_prints_a_secret_and_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "team-a", "--weight", "2", "--max-concurrent", "4"]) == 0
     printed = capsys.readouterr()
     secret = printed.err.split()[-1]
@@ -163,7 +163,7 @@ def test_keys_new_prints_a_secret_and_an_entry(capsys: pytest.CaptureFixture[str
     assert main(["new", "a b"]) == 2 and "name: must be" in capsys.readouterr().err
 
 
-def test_keys_list_shows_names_and_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_keys_list_shows_the_names_and_the_states_of_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keys.json"
     old = {"name": "old", "key": "s3cr3t", "expires": "2020-01-31T00:00:00+01:00", "models": ["b", "a"]}
     path.write_bytes(content({**A, "requests_per_minute": 600}, old))
@@ -178,14 +178,14 @@ def test_keys_list_shows_names_and_states(tmp_path: Path, capsys: pytest.Capture
     assert [orjson.loads(line)["state"] for line in capsys.readouterr().out.splitlines()] == ["valid", "expired"]
 
 
-def test_keys_list_names_the_fault_of_an_invalid_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_keys_list_reports_the_error_in_an_invalid_key_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(content({**A, "rpm": 5}))
     assert main(["list", str(path)]) == 2
     assert "unknown field 'rpm'" in capsys.readouterr().err
 
 
-def test_keys_new_writes_models_and_expiry(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_keys_new_writes_the_models_and_the_expiry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "team-a", "--models", "a, b", "--expires", "2027-01-31T00:00:00Z"]) == 0
     (key,) = parse_keys([content(orjson.loads(capsys.readouterr().out))])
     assert key.models == {"a", "b"} and key.has_expired(1801353600.0) and not key.has_expired(1801353599.0)

@@ -63,7 +63,7 @@ def test_gateway_accepts_only_valid_api_keys(shared: System, credentials: str) -
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_gateway_has_no_operator_routes_on_the_client_port(shared: System) -> None:
+def test_operator_routes_do_not_exist_on_the_client_port(shared: System) -> None:
     with httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)) as client:
         client_routes = {("POST", "/abort_request"), ("GET", "/get_load"), ("GET", "/get_server_info"), ("GET", "/server_info")}
         for method, path in ROUTES.keys() - client_routes:  # clients have routes with these names too
@@ -120,26 +120,26 @@ def two_models() -> Iterator[System]:
 
 class TestModels:
     @pytest.mark.parametrize("path", ROUTES_WITH_A_MODEL)
-    def test_gateway_refuses_models_that_the_key_may_not_use(self, two_models: System, path: str) -> None:
+    def test_gateway_refuses_models_that_the_api_key_may_not_use(self, two_models: System, path: str) -> None:
         body = ROUTES_WITH_A_MODEL[path]
         assert two_models.post(path, {**body, "model": "a"}, headers=ALICE).status_code == 403
         assert two_models.post(path, {**body, "model": "b"}, headers=ALICE).status_code == 200
         assert two_models.post(path, {**body, "model": "a"}, headers={"x-api-key": "carol"}).status_code == 200
 
     @pytest.mark.parametrize("path", [path for path in ROUTES_WITH_A_MODEL if path != "/v1/messages"])  # requires a name
-    def test_key_with_one_model_needs_no_model_name(self, two_models: System, path: str) -> None:
+    def test_request_needs_no_model_name_when_the_api_key_has_one_model(self, two_models: System, path: str) -> None:
         body = ROUTES_WITH_A_MODEL[path]
         assert two_models.post(path, body, headers=ALICE).status_code == 200
         assert two_models.post(path, {**body, "model": "c"}, headers=ALICE).status_code == 403
 
-    def test_default_model_is_the_same_for_all_keys_when_a_model_has_no_worker(self) -> None:
+    def test_default_model_is_the_same_for_all_api_keys_when_a_model_has_no_worker(self) -> None:
         keys = [{"name": "alice", "key": "alice", "models": ["c", "a", "b"]}, "carol"]
         with System(workers=2, configure=serving("b", "a"), keys=keys, models="c,b", queue_timeout_s=0.3) as system:
             for key in ("carol", "alice"):
                 answer = system.post("/generate", {"text": "Hi"}, headers={"x-api-key": key})
                 assert (answer.status_code, answer.json().get("text")) == (200, "I am b")
 
-    def test_models_route_lists_the_models_of_the_key(self, two_models: System) -> None:
+    def test_models_route_lists_only_models_that_the_api_key_may_use(self, two_models: System) -> None:
         def names(key: str) -> list[str]:
             return [card["id"] for card in two_models.get(MODELS, headers={"x-api-key": key}).json()["data"]]
 
@@ -214,7 +214,7 @@ class TestLimits:
             "a free slot of the key",
         )
 
-    def test_gateways_share_a_limit_in_redis(self) -> None:
+    def test_gateways_share_the_request_limit_of_an_api_key_in_redis(self) -> None:
         with redis_server() as server:
             keys = [limited("team", requests_per_minute=12)]
             with System(gateways=3, keys=keys, redis_url=server.url) as system:
@@ -236,7 +236,7 @@ class TestLimits:
 
 
 class TestOwnership:
-    def test_session_belongs_to_an_api_key(self) -> None:
+    def test_session_can_be_used_only_with_the_api_key_that_opened_the_session(self) -> None:
         with System(keys=["alice", "bob"], down=("worker",)) as system:
             system.workers[0].servicer = SessionWorker("worker-0")
             system.call(system.workers[0].start())
@@ -257,7 +257,7 @@ class TestOwnership:
                 assert system.post("/close_session", {"session_id": opened}, headers=ALICE).status_code == 200
                 assert turn(BOB, opened).status_code == 200
 
-    def test_abort_ends_only_requests_of_the_same_key(self) -> None:
+    def test_abort_ends_only_requests_of_the_same_api_key(self) -> None:
         rotated = {"name": "alice", "sha256": [], "key": "alice"}
         with System(keys=[rotated, "bob"]) as system, ThreadPoolExecutor(1) as pool:
             system.allow(0)
@@ -270,7 +270,7 @@ class TestOwnership:
             assert running.result(60).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
     @pytest.mark.parametrize("salted", [False, True])
-    def test_salt_cache_by_key_separates_cached_prefixes(self, salted: bool) -> None:
+    def test_setting_salt_cache_by_key_separates_the_cached_prefixes_of_api_keys(self, salted: bool) -> None:
         with System(keys=["alice", "bob"], salt_cache_by_key=salted, workers=2) as system:
             prompt = "x" * 64
             for headers in (ALICE, ALICE, BOB):
@@ -287,7 +287,7 @@ class TestOwnership:
                 set(salts)
             )
 
-    def test_key_priority_is_the_default_and_the_upper_limit(self) -> None:
+    def test_priority_of_an_api_key_is_the_default_and_the_upper_limit_for_requests(self) -> None:
         keys = [{"name": "batch", "key": "batch", "priority": -5}, "alice"]
         asked = (None, -9, 7)
         with System(keys=keys, enable_priority_scheduling=True) as system:
@@ -298,7 +298,7 @@ class TestOwnership:
             assert [submit.priority for submit in system.worker.submits] == [-5, -9, -5, 0, -9, 7]
 
 
-def test_usage_metrics_bound_the_number_of_key_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_api_key_labels_in_usage_metrics_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rootstock_llm.services.gateway.observe.metrics.MAX_KEYS", 2)
     monkeypatch.setattr("rootstock_llm.services.gateway.observe.metrics.MAX_LATENCY_KEYS", 1)
     with System(keys="abcd") as system:

@@ -150,7 +150,7 @@ def test_gateways_stay_within_the_limit_when_redis_is_killed_and_restarted(
     asyncio.run(run())
 
 
-def test_share_store_grants_nothing_before_all_have_reported_when_redis_is_emptied(server: RedisServer) -> None:
+def test_requests_stay_within_the_limit_when_redis_is_emptied_and_only_one_gateway_reports(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, requests_per_minute=300)
         await gateways.advance(8)
@@ -170,7 +170,7 @@ def test_share_store_grants_nothing_before_all_have_reported_when_redis_is_empti
     asyncio.run(run())
 
 
-def test_share_refill_gives_a_burst_nearly_the_whole_limit(server: RedisServer) -> None:
+def test_one_gateway_can_use_nearly_the_whole_limit_for_a_burst(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, requests_per_minute=300)
         await gateways.advance(8)
@@ -185,7 +185,7 @@ def test_share_refill_gives_a_burst_nearly_the_whole_limit(server: RedisServer) 
     asyncio.run(run())
 
 
-def test_shares_move_to_a_new_gateway_and_from_a_dead_one(server: RedisServer) -> None:
+def test_shares_of_a_limit_move_to_a_new_gateway_and_away_from_a_dead_gateway(server: RedisServer) -> None:
     async def run() -> None:
         rng = random.Random(1)
         gateways = Gateways(server.url, count=2, requests_per_minute=120, max_concurrent=9)
@@ -249,7 +249,7 @@ def test_gateways_share_the_limit_of_concurrent_requests(server: RedisServer) ->
     asyncio.run(run())
 
 
-def test_settle_refunds_unused_tokens(server: RedisServer) -> None:
+def test_unused_tokens_of_a_finished_request_are_refunded(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, count=2, tokens_per_minute=1000)
         await gateways.advance(6)
@@ -296,7 +296,7 @@ def test_gateways_divide_the_limit_without_redis(server: RedisServer, fault: str
             server.start()
 
 
-def test_share_store_keys_are_small_and_expire(server: RedisServer) -> None:
+def test_redis_keys_of_the_share_store_are_small_and_expire(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, requests_per_minute=600, tokens_per_minute=10**6, max_concurrent=100)
         await gateways.advance(3)

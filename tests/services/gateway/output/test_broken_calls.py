@@ -166,7 +166,7 @@ class TestCallInReasoning:
         closed = parse(name, f"{begin}Hm. {family.call} {end}So: {family.call}", family.reasoning)
         assert text_of(closed, Reasoning) == f"Hm. {family.call}" and text_of(closed) == "So:" and calls_of(closed) == CALLED
 
-    def test_parser_returns_reasoning_when_text_follows_the_calls(self, name: str) -> None:
+    def test_parser_returns_calls_in_reasoning_as_reasoning_text_when_other_text_follows(self, name: str) -> None:
         family = FAMILIES[name]
         begin = "[THINK]" if family.reasoning == "mistral_think" else ""
         for rest in (" or not", f" or not {family.begin[:9]}", f" <| {family.call} no"):
@@ -175,7 +175,7 @@ class TestCallInReasoning:
         later = parse(name, f"{begin}Hm. {family.call} no: {family.call}", family.reasoning)
         assert calls_of(later) == CALLED and text_of(later, Reasoning) == f"Hm. {family.call} no:"
 
-    def test_parser_returns_reasoning_when_the_call_is_incomplete(self, name: str) -> None:
+    def test_parser_returns_an_incomplete_call_in_reasoning_as_reasoning_text(self, name: str) -> None:
         family = FAMILIES[name]
         begin = "[THINK]" if family.reasoning == "mistral_think" else ""
         for output, cut in ((family.begin + family.arguments[:-1], False), (family.call, True)):
@@ -193,7 +193,7 @@ class TestCallInReasoning:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_call_without_arguments_has_an_empty_object(name: str) -> None:
+def test_arguments_are_an_empty_object_when_the_call_has_no_arguments(name: str) -> None:
     for output in FAMILIES[name].empty:
         found = parse(name, output)
         assert calls_of(found) == [("read", {})], output
@@ -201,7 +201,7 @@ def test_call_without_arguments_has_an_empty_object(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_call_is_read_when_closing_marks_are_missing(name: str) -> None:
+def test_tool_call_is_parsed_when_closing_marks_are_missing(name: str) -> None:
     """Any of the marks may be missing: at the end of the output, before another call, and before text after a remaining mark."""
     family = FAMILIES[name]
     start = "<|start|>assistant" if name == "harmony" else ""
@@ -215,7 +215,7 @@ def test_call_is_read_when_closing_marks_are_missing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JSON_FAMILIES)
-def test_arguments_are_an_object_when_the_json_is_damaged(name: str) -> None:
+def test_arguments_are_a_json_object_when_the_json_in_the_output_is_damaged(name: str) -> None:
     family = FAMILIES[name]
     for damaged, expected in DAMAGED.items():
         output = "".join([family.begin, damaged, *family.ends])
@@ -225,7 +225,7 @@ def test_arguments_are_an_object_when_the_json_is_damaged(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JSON_FAMILIES)
-def test_arguments_are_closed_when_the_output_ends_early(name: str) -> None:
+def test_json_of_the_arguments_is_completed_when_the_output_ends_early(name: str) -> None:
     family = FAMILIES[name]
     for beginning, expected in UNFINISHED.items():
         assert calls_of(parse(name, family.begin + beginning)) == [("read", expected)], beginning
@@ -247,7 +247,7 @@ def test_arguments_end_where_the_output_is_cut_off(name: str) -> None:
         assert all(whole.startswith(arguments) for arguments in cut.values()), family.call[:size]
 
 
-def test_pythonic_call_is_closed_when_the_output_ends_early() -> None:
+def test_pythonic_call_is_completed_when_the_output_ends_early() -> None:
     for beginning, expected in {
         '[read(path="a': {"path": "a"},
         "[read(path='a', n=1": {"path": "a", "n": 1},
@@ -293,7 +293,7 @@ def test_string_of_valid_json_may_contain_marks() -> None:
             assert calls_of(parse(name, output)) == [("read", arguments)], output
 
 
-def test_unmarked_object_is_text_when_a_call_has_other_members() -> None:
+def test_unmarked_json_that_is_not_a_valid_call_is_text() -> None:
     for output in (
         '{"a": 1}',
         '{"name": "read"}',

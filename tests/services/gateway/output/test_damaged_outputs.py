@@ -133,7 +133,7 @@ def check(formats: OutputFormats, marks: Sequence[str], output: str, chooser: ra
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_damaged_output_has_calls_with_objects_and_text_without_marks(way: str) -> None:
+def test_damaged_output_is_parsed_into_calls_with_json_objects_and_text_without_marks(way: str) -> None:
     chooser, calls = random.Random(SEED), 0
     for number, (formats, marks, output) in enumerate(outputs(way)):
         try:

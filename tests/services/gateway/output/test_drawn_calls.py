@@ -83,13 +83,13 @@ def check(name: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", XGRAMMAR_TAGS)
-def test_parser_reads_outputs_of_the_tag_of_xgrammar(name: str) -> None:
+def test_parser_reads_random_outputs_of_the_structural_tag_of_xgrammar(name: str) -> None:
     called = [call for text in texts_of_xgrammar_tag(name) for call in check(name, text)]
     assert len(called) > COUNT // 4 and set(called) == TOOLS.keys()
 
 
 @pytest.mark.parametrize("name", OUR_TAGS)
-def test_parser_reads_outputs_of_our_tag(name: str) -> None:
+def test_parser_reads_random_outputs_of_the_structural_tag_of_rootstock(name: str) -> None:
     """Calls follow the schemas of their tools. A forced output has calls and no text."""
     called: list[str] = []
     for forced, parallel in WAYS:

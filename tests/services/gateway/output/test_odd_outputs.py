@@ -271,7 +271,7 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
 
 
 @pytest.mark.parametrize("family", dict.fromkeys(case.partition(":")[0] for case in ODD))
-def test_odd_output_has_the_expected_events(family: str) -> None:
+def test_unusual_output_is_parsed_into_the_expected_events(family: str) -> None:
     for case, (formats, output, expected) in ODD.items():
         if case.partition(":")[0] == family:
             for pieces in ([output], in_characters(output), at_random(output, random.Random(1)), ["", *output.partition(" ")]):
@@ -307,7 +307,7 @@ def nested(depth: int, first: str = "[", last: str = "]") -> str:
     return first * depth + last * depth
 
 
-def test_depth_of_arguments_is_limited() -> None:
+def test_nesting_depth_of_arguments_is_limited() -> None:
     allowed, deeper = (nested(limits.MAX_CALL_DEPTH - 1 + more) for more in (0, 1))
     for formats, begin, end in (
         (HERMES, '<tool_call>{"name": "ping", "arguments": {"a": ', "}}</tool_call>"),

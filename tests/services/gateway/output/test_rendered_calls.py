@@ -40,7 +40,7 @@ WAYS: Mapping[str, tuple[str, OutputFormats, dict[str, Any]]] = {
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("way", WAYS)
-def test_rendered_turn_is_parsed_into_calls_text_and_reasoning(way: str) -> None:
+def test_rendered_assistant_turn_is_parsed_into_calls_and_text_and_reasoning(way: str) -> None:
     name, formats, variables = WAYS[way]
     assert detect(TEMPLATES[name]) == formats
     template = ChatTemplate(TEMPLATES[name])

@@ -74,12 +74,12 @@ def demand(*tools: ToolSpec, forced: bool = False) -> CallDemand:
     return CallDemand(tools, forced, True)
 
 
-def test_every_format_has_a_parser_and_tags() -> None:
+def test_every_tool_format_has_a_parser_and_a_tag_builder() -> None:
     assert CALL_FORMATS.keys() - {""} | {"harmony"} == BUILDERS.keys() == TOOL_FORMATS.keys() - {""}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_drawn_calls_follow_unusual_schemas(name: str) -> None:
+def test_calls_drawn_from_a_tag_match_unusual_schemas(name: str) -> None:
     """The cases are references, optional parameters before or without required ones, several types, and no schema."""
     formats = OutputFormats(name, "harmony" if name == "harmony" else "think_open")
     setup = ParserSetup(TOOLS, 100)
@@ -123,12 +123,12 @@ def test_forced_call_has_no_arguments_when_the_function_lists_no_parameters(name
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_forced_call_may_have_any_arguments_when_the_object_is_open(name: str) -> None:
+def test_forced_call_may_have_any_arguments_when_the_schema_allows_more_properties(name: str) -> None:
     for case, parameters in OPEN_PARAMETERS.items():
         assert any(drawn_arguments(name, parameters, False)), case
 
 
-def test_parts_of_a_tag_have_the_fields_of_the_tools() -> None:
+def test_parts_of_a_tag_name_the_request_fields_of_the_tools() -> None:
     tools = (ToolSpec("f", {"type": "object"}, True, "tools[0]"), ToolSpec("g", {"type": "object"}, False, "tools[1]"))
     for name in BUILDERS:
         tag = call_tag(OutputFormats(name), demand(*tools, forced=True))
@@ -165,7 +165,7 @@ def test_tag_allows_calls_or_an_answer_but_not_both(name: str) -> None:
     assert kinds == {True, False}
 
 
-def test_definition_is_read_once_when_a_schema_has_many_references() -> None:
+def test_definition_in_a_schema_is_read_once_when_many_references_use_the_definition() -> None:
     again = {"anyOf": [{"$ref": "#/$defs/a"}] * 40}
     schemas = ({"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#/$defs/a"}, {"enum": ["x"]}]})
     for each in schemas:
@@ -174,7 +174,7 @@ def test_definition_is_read_once_when_a_schema_has_many_references() -> None:
             call_tag(OutputFormats("qwen3_coder"), demand(tool))
 
 
-def test_tag_restricts_only_strict_tools_unless_calls_are_forced() -> None:
+def test_tag_restricts_the_arguments_only_for_strict_tools_unless_calls_are_forced() -> None:
     loose, strict = ToolSpec("loose", {"required": ["x"]}), ToolSpec("strict", {"required": ["x"]}, True)
     assert call_tag(OutputFormats("hermes"), demand(loose)) is None
     assert '"strict\\"' in str(call_tag(OutputFormats("hermes"), demand(loose, strict)))

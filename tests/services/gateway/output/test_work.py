@@ -106,7 +106,7 @@ def count_calls(formats: OutputFormats, text: str) -> int:
     return count
 
 
-def test_source_does_not_copy_unread_text() -> None:
+def test_parser_input_is_not_copied_while_no_text_is_read() -> None:
     source = Source()
     source.add("{" * 100)
     text = source._text
@@ -134,7 +134,7 @@ def test_event_loop_runs_other_tasks_during_a_long_output() -> None:
     asyncio.run(body())
 
 
-def test_parser_needs_the_same_number_of_calls_per_character_at_the_end_of_a_long_output() -> None:
+def test_parser_work_per_character_does_not_grow_with_the_length_of_the_output() -> None:
     """Some characters are read twice, because they look like the beginning of a call."""
     for formats, outputs in REPEATED.items():
         for once, again in outputs:

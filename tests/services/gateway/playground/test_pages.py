@@ -58,7 +58,7 @@ def page(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_page_is_the_file_and_needs_no_api_key(served: System, page: str) -> None:
+def test_page_has_the_content_of_the_file_and_needs_no_api_key(served: System, page: str) -> None:
     answer = served.get(page)
     assert (answer.status_code, answer.text) == (200, PAGES[page].read_text())
     assert answer.headers["content-type"] == "text/html; charset=utf-8"

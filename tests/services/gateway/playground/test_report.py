@@ -55,7 +55,9 @@ def stable_content(system: System, path: str, headers: dict[str, str], **fields:
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("fields", [{}, STREAM], ids=["whole", "stream"])
-def test_response_is_unchanged_without_the_header_or_the_setting(served: System, path: str, fields: dict[str, Any]) -> None:
+def test_response_is_unchanged_without_the_report_header_or_the_playground_setting(
+    served: System, path: str, fields: dict[str, Any]
+) -> None:
     with System(configure=busy) as off:
         plain = [
             stable_content(served, path, {}, **fields),
@@ -75,7 +77,7 @@ def report_of(system: System, path: str, fields: dict[str, Any]) -> bytes:
     return found[1]
 
 
-def test_report_has_queue_times_workers_and_draft_counts(served: System) -> None:
+def test_report_has_the_queue_times_and_the_workers_and_the_draft_counts(served: System) -> None:
     answer = served.post(CHAT, BODIES[CHAT] | {"n": 2}, headers=REPORT_HEADERS)
     assert answer.json()["rootstock"] == {
         "gateway_queue_s": 0.0,
@@ -89,7 +91,7 @@ def test_report_has_queue_times_workers_and_draft_counts(served: System) -> None
     assert not Documented(served.get("/openapi.json").json()).faults(Answered.of(answer))
 
 
-def test_stream_has_the_report_only_with_the_usage(served: System) -> None:
+def test_stream_has_the_report_only_when_the_client_requests_the_usage(served: System) -> None:
     *chunks, last = chunks_of(served)
     assert last["choices"] == [] and last["rootstock"]["workers"] == ["worker-0"]
     assert not [chunk for chunk in chunks if "rootstock" in chunk]

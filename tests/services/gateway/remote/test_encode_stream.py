@@ -73,7 +73,7 @@ def test_encode_stream_sends_concurrent_requests_in_one_message() -> None:
     asyncio.run(test())
 
 
-def test_replica_sends_a_long_request_in_a_unary_call() -> None:
+def test_client_sends_a_long_request_in_a_unary_call() -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:
@@ -84,7 +84,7 @@ def test_replica_sends_a_long_request_in_a_unary_call() -> None:
     asyncio.run(test())
 
 
-def test_replica_queues_huge_requests_at_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_limits_the_number_of_huge_requests_at_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HUGE_ENCODING_BYTES", limits.SHORT_ENCODING_BYTES)
     monkeypatch.setattr(limits, "MAX_ENCODING_WAIT_S", 0.3)
 
@@ -128,7 +128,7 @@ def test_encode_stream_limits_open_requests(monkeypatch: pytest.MonkeyPatch) -> 
         (grpc.StatusCode.INTERNAL, 500),
     ],
 )
-def test_encode_stream_fails_only_the_refused_request(code: grpc.StatusCode, status: int) -> None:
+def test_only_the_refused_request_of_an_encode_stream_fails(code: grpc.StatusCode, status: int) -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:
@@ -139,7 +139,7 @@ def test_encode_stream_fails_only_the_refused_request(code: grpc.StatusCode, sta
     asyncio.run(test())
 
 
-def test_encode_stream_closes_cancelled_requests() -> None:
+def test_tokenizer_receives_the_cancellation_of_requests_on_an_encode_stream() -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:
@@ -187,7 +187,7 @@ def test_client_uses_unary_calls_when_a_tokenizer_has_no_streams() -> None:
     asyncio.run(test())
 
 
-def test_replaced_stream_completes_open_requests() -> None:
+def test_replaced_encode_stream_completes_open_requests() -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:

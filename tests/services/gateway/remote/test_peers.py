@@ -52,7 +52,7 @@ def reason(answer: Future[httpx.Response]) -> str:
     return str(response.json()["meta_info"]["finish_reason"]["type"])
 
 
-def test_abort_ends_requests_of_the_same_key_at_all_gateways(pool: ThreadPoolExecutor) -> None:
+def test_abort_ends_requests_of_the_same_api_key_at_all_gateways(pool: ThreadPoolExecutor) -> None:
     with System(gateways=2, **KEYS) as system:
         system.allow(0)
         alices, bobs = begin(pool, system, 1, "r", ALICE), begin(pool, system, 1, "r", BOB)
@@ -100,7 +100,7 @@ def operate(system: System, **scope: Any) -> AbortReport:
     return system.call(system.gateways[0].aborter.abort(AbortScope(**{"rid": None, "key": None, **scope})))
 
 
-def test_operator_abort_ends_requests_of_all_keys(pool: ThreadPoolExecutor) -> None:
+def test_abort_by_an_operator_ends_requests_of_all_api_keys(pool: ThreadPoolExecutor) -> None:
     with System(gateways=2, workers=2, routing_policy="round_robin", **KEYS) as system:
         system.allow(0)
         answers = [begin(pool, system, at % 2, f"r{at}", ALICE if at < 2 else BOB) for at in range(4)]
@@ -138,7 +138,7 @@ def call(system: System, request: pb.AbortRequest, token: str = "") -> pb.AbortR
     return system.call(ask())
 
 
-def test_gateway_port_refuses_invalid_requests() -> None:
+def test_port_for_other_gateways_refuses_invalid_abort_requests() -> None:
     refused = (
         pb.AbortRequest(rid="r"),
         pb.AbortRequest(operator=True),
@@ -164,7 +164,7 @@ def tenants(token: str, *names: str) -> Tenants:
     return Tenants(lambda: table, token)
 
 
-def test_tenants_have_equal_digests_at_all_gateways() -> None:
+def test_digest_of_an_api_key_name_is_the_same_at_all_gateways() -> None:
     here, there = tenants("token", "alice", "bob"), tenants("token", "bob", "carol", "alice")
     assert there.key(here.digest("alice")) == "alice" and there.key(here.digest("bob")) == "bob"
     assert b"alice" not in here.digest("alice")

@@ -174,7 +174,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_link_of_a_removed_endpoint_closes_after_the_last_decoding(self) -> None:
+    def test_link_to_a_removed_detokenizer_is_closed_after_the_last_decoding(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = await servers.start(Detokenizer()), await servers.start(Detokenizer())
@@ -203,7 +203,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_pool_moves_decodings_when_the_stream_of_a_removed_endpoint_breaks(self) -> None:
+    def test_pool_moves_decodings_when_the_stream_of_a_removed_detokenizer_breaks(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = await servers.start(Detokenizer()), await servers.start(Detokenizer())
@@ -224,7 +224,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_link_continues_when_the_endpoint_returns(self) -> None:
+    def test_link_to_a_detokenizer_continues_when_the_removed_endpoint_returns(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 address = await servers.start(Detokenizer())
@@ -289,7 +289,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_pool_places_decodings_on_detokenizers_of_their_model(self) -> None:
+    def test_pool_sends_each_decoding_to_a_detokenizer_of_the_requested_model(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 second = Detokenizer("two")
@@ -321,7 +321,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_token_texts_asks_another_detokenizer_when_the_endpoint_is_dropped(self) -> None:
+    def test_request_for_token_texts_moves_to_another_detokenizer_when_the_endpoint_is_removed(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 fakes = {await servers.start(fake): fake for fake in (Detokenizer(), Detokenizer())}
@@ -341,7 +341,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_window_splits_replays_into_several_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_replays_of_many_decodings_are_split_into_several_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(detokenizer_link, "MAX_BATCH_IDS", 100)
 
         async def test() -> None:
@@ -409,7 +409,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_removed_replica_closes_after_the_last_call(self) -> None:
+    def test_channel_to_a_removed_tokenizer_is_closed_after_the_last_call(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = Tokenizer(), Tokenizer()
@@ -478,7 +478,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_attempt_gets_the_whole_time_limit_when_no_other_tokenizer_is_connected(self) -> None:
+    def test_call_may_use_the_whole_time_limit_when_no_other_tokenizer_is_connected(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 slow = Tokenizer()
@@ -494,7 +494,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_call_continues_at_a_new_tokenizer_when_the_only_one_is_dead(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_call_continues_at_a_new_tokenizer_when_the_only_tokenizer_is_dead(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The time at the dead tokenizer does not count against the time limit."""
         monkeypatch.setattr(tokenizer_replica, "INFO_S", 0.2)
 

@@ -44,25 +44,25 @@ async def ends(work: Coroutine[Any, Any, Any], within_s: float) -> Any:
     return None
 
 
-def test_until_lost_reports_an_unreachable_machine_before_the_silence_limit() -> None:
+def test_unreachable_machine_is_reported_before_the_silence_limit() -> None:
     with machine(answers=False) as address:
         why = asyncio.run(ends(until_lost(address, Patience(60.0, WITHIN_S), lambda: 0), 20))
     assert why == "silent for 0.3 s, and accepts no connection"
 
 
-def test_until_unreachable_waits_when_only_the_process_is_stopped() -> None:
+def test_machine_with_a_stopped_process_is_not_reported_as_unreachable() -> None:
     with machine(answers=True) as address:
         assert asyncio.run(ends(until_unreachable(address, WITHIN_S, lambda: 0), 6 * WITHIN_S)) is None
 
 
-def test_until_unreachable_waits_when_the_connection_is_refused() -> None:
+def test_machine_that_refuses_connections_is_not_reported_as_unreachable() -> None:
     with machine(answers=True) as address:
         pass
     assert asyncio.run(ends(until_unreachable(address, WITHIN_S, lambda: 0), 4 * WITHIN_S)) is None
 
 
 @pytest.mark.parametrize("due", [True, False])
-def test_until_unreachable_opens_no_connection_while_messages_arrive_or_no_message_is_due(due: bool) -> None:
+def test_probe_opens_no_connection_while_messages_arrive_or_no_message_is_due(due: bool) -> None:
     async def test() -> None:
         connections = 0
 
@@ -81,14 +81,14 @@ def test_until_unreachable_opens_no_connection_while_messages_arrive_or_no_messa
     asyncio.run(test())
 
 
-def test_until_unreachable_never_returns_when_disabled() -> None:
+def test_unreachable_machine_is_reported_only_after_the_silence_limit_when_probes_are_disabled() -> None:
     with machine(answers=False) as address:
         assert asyncio.run(ends(until_unreachable(address, 0.0, lambda: 0), 4 * WITHIN_S)) is None
         why = asyncio.run(ends(until_lost(address, Patience(WITHIN_S, 0.0), lambda: 0), 20))
     assert why == "silent for 0.3 s"
 
 
-def test_until_unreachable_counts_a_message_during_the_attempts() -> None:
+def test_machine_that_sends_a_message_during_the_probes_is_not_reported_as_unreachable() -> None:
     async def test(address: str) -> Any:
         signs = [0]
         asyncio.get_running_loop().call_later(WITHIN_S / 2, signs.append, 1)

@@ -52,7 +52,7 @@ def test_worker_link_splits_a_burst_of_long_prompts_into_messages() -> None:
 
 
 @pytest.mark.parametrize("sent", ["prefetch", "submit", "nothing"])
-def test_abort_ends_the_prefetch_of_a_submit(sent: str) -> None:
+def test_abort_of_a_submit_also_ends_the_prefetch(sent: str) -> None:
     async def run() -> None:
         choice: Any = FakeChoice()
         link: WorkerLink[FakeChoice] = WorkerLink("127.0.0.1:1", choice, Patience(5.0, 0.0), CircuitBreaker())

@@ -18,7 +18,7 @@ def opened(now: float = 0.0) -> CircuitBreaker:
     return breaker
 
 
-def test_breaker_opens_after_threshold_faults_in_a_row() -> None:
+def test_breaker_opens_after_the_threshold_of_faults_in_a_row() -> None:
     breaker = CircuitBreaker(CONFIG)
     for _ in range(3):
         breaker.failed(0.0)
@@ -41,7 +41,7 @@ def test_breaker_opens_at_the_fault_ratio(pattern: str, opens: bool) -> None:
     assert breaker.allows(1.0) is not opens
 
 
-def test_breaker_ignores_faults_beyond_the_window() -> None:
+def test_breaker_ignores_faults_from_before_the_window() -> None:
     breaker = CircuitBreaker(CONFIG)
     for _ in range(8):
         breaker.succeeded(0.0)
@@ -62,7 +62,7 @@ def test_breaker_allows_one_probe_after_the_cooldown() -> None:
     assert breaker.allows(35.0)
 
 
-def test_allows_does_not_begin_a_probe() -> None:
+def test_breaker_does_not_begin_a_probe_when_only_asked_whether_a_request_is_allowed() -> None:
     breaker = opened()
     assert breaker.allows(6.0) and breaker.allows(6.0) and breaker.state is BreakerState.OPEN
 
@@ -77,7 +77,7 @@ def test_breaker_closes_when_a_probe_succeeds() -> None:
     assert breaker.allows(6.0)
 
 
-def test_breaker_allows_another_probe_when_one_has_no_result() -> None:
+def test_breaker_allows_another_probe_when_the_last_probe_has_no_result() -> None:
     breaker = opened()
     now = 5.0
     for _ in range(5):
@@ -90,7 +90,7 @@ def test_breaker_allows_another_probe_when_one_has_no_result() -> None:
     assert breaker.state is BreakerState.CLOSED
 
 
-def test_cooldown_doubles_to_a_limit_and_is_reset_by_success() -> None:
+def test_cooldown_doubles_after_each_failed_probe_up_to_a_limit_and_success_resets_the_cooldown() -> None:
     breaker, now = opened(), 5.0
     for cooldown in (10.0, 20.0, 20.0):
         breaker.begin(now)

@@ -77,34 +77,34 @@ def names(queue: FairQueue[Item]) -> list[str]:
     ],
     ids=["first in first out", "keys alternate", "priority first", "priorities below 0", "one counter for all priorities"],
 )
-def test_drain_offers_items_in_fair_order(arrivals: str, order: str) -> None:
+def test_queued_items_are_offered_in_fair_order(arrivals: str, order: str) -> None:
     assert Server(filled(*named(arrivals))).drain() == order.split()
 
 
-def test_drain_alternates_between_keys_when_nothing_is_charged() -> None:
+def test_queued_items_of_two_api_keys_alternate_when_no_tokens_are_charged() -> None:
     assert Server(filled(*named("a1 a2 a3 b1 b2", tokens=0))).drain() == ["a1", "b1", "a2", "b2", "a3"]
 
 
-def test_drain_stops_and_leaves_the_other_items_in_order() -> None:
+def test_items_without_a_free_slot_stay_in_the_queue_in_order() -> None:
     queue = filled(*named("a1 a2 b1 b2"))
     assert Server(queue).drain(free_slots=2) == ["a1", "b1"] and len(queue) == 2 and names(queue) == ["a2", "b2"]
     assert Server(queue).drain() == ["a2", "b2"] and not len(queue)
 
 
-def test_drain_leaves_skipped_items_in_place() -> None:
+def test_skipped_items_keep_the_positions_in_the_queue() -> None:
     queue = filled(*named("a1 a2 a3 b1 b2 c1:-1"))
     assert Server(queue, skipped=frozenset({"a1", "a2", "b1"})).drain() == ["a3", "b2", "c1"]
     assert names(queue) == ["a1", "a2", "b1"] and len(queue) == 3
     assert Server(queue).drain() == ["a1", "b1", "a2"]
 
 
-def test_drain_leaves_a_level_of_skipped_items() -> None:
+def test_skipped_items_of_a_higher_priority_do_not_block_a_lower_priority() -> None:
     queue = filled(*named("a1:1 b1:0"))
     assert Server(queue, skipped=frozenset({"a1"})).drain() == ["b1"]
     assert names(queue) == ["a1"] and Server(queue).drain() == ["a1"]
 
 
-def test_drain_loses_no_item_when_place_raises() -> None:
+def test_no_item_is_lost_when_the_placement_of_an_item_raises() -> None:
     queue = filled(*named("a1 a2 b1"))
     asked = []
 
@@ -119,14 +119,14 @@ def test_drain_loses_no_item_when_place_raises() -> None:
     assert names(queue) == ["a1", "a2", "b1"] and Server(queue).drain() == ["a1", "b1", "a2"]
 
 
-def test_remove_takes_an_item_out_of_the_queue() -> None:
+def test_removed_item_is_not_in_the_queue() -> None:
     items = named("a1 a2 b1:1")
     queue = filled(*items)
     assert queue.remove(items[0]) and not queue.remove(items[0]) and queue.remove(items[2])
     assert not queue.remove(Item("a")) and names(queue) == ["a2"] and Server(queue).drain() == ["a2"]
 
 
-def test_push_refuses_an_item_in_the_queue() -> None:
+def test_item_that_is_in_the_queue_cannot_be_added_again() -> None:
     item = Item("a")
     with pytest.raises(ValueError):
         filled(item).push(item, "b")
@@ -150,7 +150,7 @@ def test_push_refuses_an_item_in_the_queue() -> None:
         "all keys have one item", "lowest priority before most items", "items of higher priority do not count",
     ],
 )  # fmt: skip
-def test_push_displaces_an_item_when_the_queue_is_full(waiting: str, arrival: str, displaced: str | None) -> None:
+def test_new_item_displaces_another_item_when_the_queue_is_full(waiting: str, arrival: str, displaced: str | None) -> None:
     queue, (item,) = filled(*named(waiting), capacity=4), named(arrival)
     if displaced is None:
         with pytest.raises(QueueFull):
@@ -164,7 +164,7 @@ def test_push_displaces_an_item_when_the_queue_is_full(waiting: str, arrival: st
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 1)), max_size=80))
-def test_push_shares_a_full_queue_evenly(arrivals: list[tuple[str, int]]) -> None:
+def test_api_keys_share_a_full_queue_evenly(arrivals: list[tuple[str, int]]) -> None:
     """The refused or displaced item has the lowest priority, and its key has the most items of that priority."""
     queue: FairQueue[Item] = FairQueue(8)
     for key, priority in arrivals:
@@ -193,7 +193,7 @@ ITEMS = st.tuples(st.sampled_from("abc"), st.integers(0, 2))
     [("a", 1)] * 3 + [("b", 0)], [("a", 1), ("a", 1), ("b", 1), ("a", 1)], [1, 0, 0]
 )  # items of b are displaced, even by an item of b
 @example([("a", 1), ("a", 1), *[("b", 0)] * 4], [("a", 1)] * 3 + [("a", 0)], [0, 0, 0])  # two items of b are displaced
-def test_push_all_adds_all_items_or_changes_nothing(
+def test_several_items_are_added_together_or_the_queue_does_not_change(
     before: list[tuple[str, int]], several: list[tuple[str, int]], served: list[int]
 ) -> None:
     """push_all() agrees with single calls of push(), also in the order of serving."""
@@ -224,18 +224,18 @@ def test_push_all_adds_all_items_or_changes_nothing(
         assert Server(queue).drain() == Server(other).drain()
 
 
-def test_push_shares_the_capacity_by_weight() -> None:
+def test_api_keys_share_a_full_queue_by_weight() -> None:
     queue = filled(*named("a1 a2 a3 b1 b2 b3"), capacity=6, weights={"a": 3.0})
     out = queue.push(Item("a", name="a4"), "a")
     assert out is not None and out.name == "b3"
 
 
-def test_push_refuses_every_item_when_the_capacity_is_0() -> None:
+def test_queue_refuses_every_item_when_the_capacity_is_0() -> None:
     with pytest.raises(QueueFull):
         FairQueue[Item](0).push(Item("a"), "a", 5)
 
 
-def test_drain_serves_tokens_in_proportion_to_weights() -> None:
+def test_api_keys_are_served_tokens_in_proportion_to_weights() -> None:
     """Each API key always has waiting items. Half of an item's tokens is charged when it is placed, the rest when it ends."""
     rng, weights = random.Random(3), {"a": 1.0, "b": 2.0, "c": 4.0}
     queue: FairQueue[Item] = FairQueue(1000, weights)
@@ -264,12 +264,12 @@ def test_drain_serves_tokens_in_proportion_to_weights() -> None:
         assert tokens[key] / total == pytest.approx(weight / 7, rel=0.03)
 
 
-def test_drain_serves_a_new_key_before_the_flood_of_another() -> None:
+def test_items_of_a_new_api_key_are_served_before_many_items_of_another_api_key() -> None:
     queue = filled(*[Item("hog", 100, name=f"h{number}") for number in range(50)], *named("b1 b2 b3", tokens=10))
     assert Server(queue).drain(free_slots=5) == ["h0", "b1", "b2", "b3", "h1"]
 
 
-def test_push_raises_the_counter_of_a_returning_key() -> None:
+def test_counter_of_a_returning_api_key_is_raised_to_the_counter_of_waiting_api_keys() -> None:
     queue = filled(*[Item("a", 100, name=f"a{number}") for number in range(12)])
     Server(queue).drain(free_slots=10)
     for item in (late := [Item("b", 100, name=f"b{number}") for number in range(10)]):
@@ -278,14 +278,14 @@ def test_push_raises_the_counter_of_a_returning_key() -> None:
     assert set(Server(queue).drain(free_slots=4)) == {"a10", "a11", late[0].name, late[1].name}
 
 
-def test_push_leaves_a_higher_counter_of_a_returning_key() -> None:
+def test_counter_of_a_returning_api_key_stays_when_higher_than_other_counters() -> None:
     queue = filled(*named("a1", tokens=500), *named("b1 b2 b3", tokens=100))
     Server(queue).drain(free_slots=2)
     queue.push(Item("a", name="a2"), "a")
     assert Server(queue).drain() == ["b2", "b3", "a2"]
 
 
-def test_charge_of_an_empty_queue_does_not_delay_the_key() -> None:
+def test_tokens_charged_while_the_queue_is_empty_do_not_delay_the_api_key() -> None:
     queue: FairQueue[Item] = FairQueue(100)
     for _ in range(1000):
         queue.charge("old", 1000)
@@ -295,14 +295,14 @@ def test_charge_of_an_empty_queue_does_not_delay_the_key() -> None:
     assert "o1" in Server(queue).drain(free_slots=3)
 
 
-def test_new_key_begins_at_the_last_counter_when_the_queue_is_empty() -> None:
+def test_new_api_key_begins_at_the_last_counter_when_the_queue_is_empty() -> None:
     queue = filled(*named("a1", tokens=500))
     Server(queue).drain()
     queue.push(Item("b", name="b1"), "b")
     assert queue.counter("b") == queue.counter("a") == 500
 
 
-def test_new_key_begins_at_the_counter_of_a_returned_key() -> None:
+def test_new_api_key_begins_at_the_counter_of_a_returned_api_key() -> None:
     first, second = Item("a", name="a1"), Item("b", name="b1")
     queue = filled(first, second)
     queue.remove(second)
@@ -313,7 +313,7 @@ def test_new_key_begins_at_the_counter_of_a_returned_key() -> None:
     assert queue.counter("c") == queue.counter("b") == 500
 
 
-def test_fair_queue_bounds_counters_and_drops_the_least() -> None:
+def test_fair_queue_limits_the_number_of_counters_and_keeps_the_highest_counter() -> None:
     queue: FairQueue[Item] = FairQueue(100, max_keys=10)
     item = Item("waits")
     queue.push(item, "waits")
@@ -324,7 +324,7 @@ def test_fair_queue_bounds_counters_and_drops_the_least() -> None:
     assert queue.counter("heavy") == 1e6 and list(queue) == [item]
 
 
-def test_fair_queue_bounds_the_heaps() -> None:
+def test_fair_queue_limits_the_size_of_the_heaps() -> None:
     queue: FairQueue[Item] = FairQueue(100)
     kept = Item("kept", priority=0)
     queue.push(kept, "kept")

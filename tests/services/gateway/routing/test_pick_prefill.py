@@ -28,7 +28,7 @@ PROMPTS = {
 }
 
 
-def test_pick_prefill_returns_a_prefill_worker_only_when_time_is_saved() -> None:
+def test_prefill_worker_is_picked_only_when_time_is_saved() -> None:
     for name, (tokens, cached, queued, decode_busy, full, uses_prefill) in PROMPTS.items():
         columns = WorkerColumns()
         prefill, decode = columns.add("prefill", 1), columns.add("decode", 2)
@@ -57,13 +57,13 @@ def picked(columns: WorkerColumns, decode: int) -> int | None:
     return None if pick is None else pick.row
 
 
-def test_pick_prefill_avoids_a_worker_with_a_long_queue() -> None:
+def test_prefill_worker_with_a_long_queue_is_not_picked() -> None:
     columns = fleet(2, 1, limit=8)
     columns.requests[:2], columns.tokens[:2] = (1, 2), (MOST_QUEUED_TOKENS + 1, 2000)
     assert picked(columns, 2) == 1
 
 
-def test_pick_prefill_stops_at_the_free_slots_of_decode_workers() -> None:
+def test_prefill_worker_is_not_picked_when_decode_workers_have_too_few_free_slots() -> None:
     columns = fleet(1, 2)
     columns.limit[0] = 100
     columns.requests[0], columns.tokens[0] = 5, 100

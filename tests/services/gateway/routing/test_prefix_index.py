@@ -124,7 +124,7 @@ TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, de
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=130), st.integers(0, 40))
-def test_match_returns_a_depth_per_owner(lengths: list[int], prompt_blocks: int) -> None:
+def test_prefix_match_has_one_depth_for_each_owner(lengths: list[int], prompt_blocks: int) -> None:
     """The owners' depths differ by few and by many blocks. Some cases have more owners than a word of 64 bits."""
     prompt = [depth.to_bytes(8, "big") for depth in range(40)]
     index = PrefixIndex()
@@ -133,14 +133,14 @@ def test_match_returns_a_depth_per_owner(lengths: list[int], prompt_blocks: int)
     assert depths(index, prompt[:prompt_blocks]) == [min(length, prompt_blocks) for length in lengths]
 
 
-def test_match_returns_0_for_an_empty_index_or_prompt() -> None:
+def test_prefix_match_has_depth_0_when_the_prompt_is_empty() -> None:
     index = PrefixIndex()
     assert depths(index, CHAINS[0]) == []
     index.stored(index.owner("a", 1), CHAINS[0])
     assert depths(index, []) == [0]
 
 
-def test_owner_reuses_a_number_after_the_sweep() -> None:
+def test_number_of_a_retired_owner_is_reused_only_after_the_sweep() -> None:
     index = PrefixIndex()
     old = index.owner("a", 1)
     index.stored(old, CHAINS[0])
@@ -152,7 +152,7 @@ def test_owner_reuses_a_number_after_the_sweep() -> None:
     assert depths(index, CHAINS[0])[old] == 0 and index.num_blocks == 0
 
 
-def test_expire_ignores_speculation_of_a_retired_owner_with_a_reused_number() -> None:
+def test_expiry_of_blocks_of_a_retired_owner_spares_the_new_owner_with_the_same_number() -> None:
     index = PrefixIndex()
     index.speculate(index.owner("a", 1), CHAINS[0], until=10.0)
     index.retire(0)
@@ -167,7 +167,7 @@ def test_expire_ignores_speculation_of_a_retired_owner_with_a_reused_number() ->
     assert depths(index, CHAINS[0]) == [0] and index.num_speculative == 0
 
 
-def test_removed_has_an_effect_at_once_when_the_block_was_speculative() -> None:
+def test_removal_of_a_block_has_an_immediate_effect_when_the_block_was_speculative() -> None:
     index = PrefixIndex()
     owner = index.owner("a", 1)
     index.speculate(owner, CHAINS[0], until=10.0)
@@ -176,7 +176,7 @@ def test_removed_has_an_effect_at_once_when_the_block_was_speculative() -> None:
     assert depths(index, CHAINS[0]) == [3]
 
 
-def test_expire_leaves_confirmed_blocks() -> None:
+def test_confirmed_blocks_stay_when_speculative_blocks_expire() -> None:
     index = PrefixIndex()
     owner, other = index.owner("a", 1), index.owner("b", 1)
     index.stored(owner, CHAINS[0])
@@ -186,7 +186,7 @@ def test_expire_leaves_confirmed_blocks() -> None:
     assert depths(index, CHAINS[0]) == [6, 0] and index.num_speculative == 0
 
 
-def test_speculate_drops_the_oldest_blocks_beyond_the_limit() -> None:
+def test_oldest_speculative_blocks_are_dropped_when_the_limit_is_exceeded() -> None:
     index = PrefixIndex(max_speculative=9)
     owner = index.owner("a", 1)
     index.speculate(owner, CHAINS[0], until=1.0)
@@ -196,7 +196,7 @@ def test_speculate_drops_the_oldest_blocks_beyond_the_limit() -> None:
     assert [depths(index, chain) for chain in CHAINS] == [[0], [3], [1]] and index.num_speculative == 4
 
 
-def test_speculate_drops_extended_blocks_last() -> None:
+def test_speculative_blocks_with_a_later_expiry_are_dropped_last() -> None:
     index = PrefixIndex(max_speculative=9)
     owner = index.owner("a", 1)
     index.speculate(owner, CHAINS[0], until=1.0)
@@ -206,13 +206,13 @@ def test_speculate_drops_extended_blocks_last() -> None:
     assert [depths(index, chain) for chain in CHAINS] == [[4], [3], [1]]
 
 
-def test_speculate_stores_the_beginning_of_a_long_prompt() -> None:
+def test_only_the_beginning_of_a_long_prompt_is_stored_as_speculative_blocks() -> None:
     index = PrefixIndex(max_speculative=4)
     index.speculate(index.owner("a", 1), CHAINS[0], until=1.0)
     assert depths(index, CHAINS[0]) == [4]
 
 
-def test_prefix_index_raises_when_the_owner_is_not_live() -> None:
+def test_prefix_index_raises_when_the_owner_is_retired_or_unknown() -> None:
     index = PrefixIndex()
     owner = index.owner("a", 1)
     index.retire(owner)
@@ -224,7 +224,7 @@ def test_prefix_index_raises_when_the_owner_is_not_live() -> None:
     assert index.num_confirmed(owner) == 0 and index.blocks(owner) == frozenset()
 
 
-def test_prefix_index_hides_blocks_from_garbage_collection() -> None:
+def test_garbage_collector_does_not_track_the_blocks_of_the_prefix_index() -> None:
     index = PrefixIndex()
     index.stored(index.owner("a", 1), [number.to_bytes(8, "big") for number in range(1000)])
     index.stored(index.owner("b", 1), [number.to_bytes(8, "big") for number in range(1000)], BlockTier.HOST)

@@ -66,23 +66,25 @@ def set_last(workers: WorkerColumns, last: Sequence[int]) -> WorkerColumns:
     ],
     ids=["fewest", "relative to size", "equal load: fewest requests", "all equal: oldest pick", "unknown size"],
 )
-def test_least_requests_picks_the_lowest_load_by_size(requests: list[int], running: list[int], last: list[int], row: int) -> None:
+def test_policy_least_requests_picks_the_worker_with_the_lowest_load_relative_to_size(
+    requests: list[int], running: list[int], last: list[int], row: int
+) -> None:
     workers = set_last(fleet(requests, running), last)
     assert pick("least_requests", workers, query(workers)) == Pick(row, "least_requests", 0)
 
 
-def test_least_tokens_is_relative_to_size() -> None:
+def test_policy_least_tokens_compares_tokens_relative_to_the_size_of_workers() -> None:
     workers = fleet([1, 9, 9], [100, 50, 100])
     workers.tokens[:3] = [5000, 1500, 2000]
     assert pick("least_tokens", workers, query(workers)).row == 2
 
 
-def test_round_robin_picks_the_worker_with_the_oldest_pick() -> None:
+def test_policy_round_robin_picks_the_worker_with_the_oldest_pick() -> None:
     workers = set_last(fleet([9, 0, 0]), [1, 3, 2])
     assert pick("round_robin", workers, query(workers)) == Pick(0, "round_robin", 0)
 
 
-def test_random_reaches_all_workers_and_follows_the_seed() -> None:
+def test_policy_random_picks_every_worker_and_repeats_the_picks_for_one_seed() -> None:
     workers = fleet([0] * 5)
     runs = []
     for _ in range(2):
@@ -121,13 +123,13 @@ def test_policy_picks_only_usable_allowed_workers_with_free_slots(policy: str) -
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("policy", [RoutingPolicy.RANDOM, RoutingPolicy.PREFIX_AWARE])
-def test_policy_returns_none_without_workers(policy: str) -> None:
+def test_policy_picks_no_worker_when_there_are_no_workers(policy: str) -> None:
     assert (
         make_policy(policy, RoutingConfig(), random.Random(1)).pick(RoutingQuery(10, key="k", lora="x"), WorkerColumns()) is None
     )
 
 
-def test_make_policy_refuses_an_unknown_name() -> None:
+def test_unknown_policy_name_is_refused() -> None:
     with pytest.raises(ValueError):
         make_policy("fastest", RoutingConfig(), random.Random(1))
 
@@ -150,7 +152,7 @@ def test_policy_prefers_workers_with_the_adapter(policy: str, case: tuple[list[i
         assert pick(policy, workers, query(workers, key=key, lora="x")).row in rows
 
 
-def test_policy_picks_another_worker_when_the_one_with_the_adapter_is_full() -> None:
+def test_policy_picks_another_worker_when_the_worker_with_the_adapter_is_full() -> None:
     workers = fleet([0, 9, 9])
     workers.loras[1], workers.limit[1] = frozenset({"x"}), 9
     assert pick("least_requests", workers, query(workers, lora="x")).row == 0
@@ -161,7 +163,7 @@ def by_key(workers: WorkerColumns, policy: str = "affinity", count: int = 300) -
 
 
 @pytest.mark.parametrize("policy", ["affinity", "prefix_aware"])
-def test_routing_keys_stay_when_another_worker_is_removed(policy: str) -> None:
+def test_routing_keys_keep_the_worker_when_another_worker_is_removed(policy: str) -> None:
     workers = fleet([3] * 5)
     before = by_key(workers, policy)
     assert {chosen.reason for chosen in before.values()} == {"affinity"}
@@ -172,11 +174,11 @@ def test_routing_keys_stay_when_another_worker_is_removed(policy: str) -> None:
     assert moved == {key for key in before if before[key].row == 2}
 
 
-def test_affinity_uses_least_requests_without_a_routing_key() -> None:
+def test_policy_affinity_uses_least_requests_without_a_routing_key() -> None:
     assert pick("affinity", fleet([5, 1, 4]), RoutingQuery(10)) == Pick(1, "least_requests", 0)
 
 
-def test_affinity_overflows_to_the_keys_next_worker() -> None:
+def test_policy_affinity_picks_the_next_worker_of_the_routing_key_when_the_first_is_busy() -> None:
     workers = fleet([10] * 5)
     first = {key: chosen.row for key, chosen in by_key(workers).items()}
     workers.requests[3] = 10 + 65
@@ -187,7 +189,7 @@ def test_affinity_overflows_to_the_keys_next_worker() -> None:
     assert len({chosen.row for key, chosen in after.items() if first[key] == 3}) == 4
 
 
-def test_affinity_overflows_when_the_worker_is_full() -> None:
+def test_policy_affinity_picks_another_worker_when_the_worker_of_the_routing_key_is_full() -> None:
     workers = fleet([10] * 3)
     first = {key: chosen.row for key, chosen in by_key(workers).items()}
     workers.limit[1] = 10
@@ -216,7 +218,9 @@ def test_affinity_overflows_when_the_worker_is_full() -> None:
         "load gate without the match",
     ],
 )  # fmt: skip
-def test_prefix_aware_weighs_matches_against_load(requests: list[int], matched: list[int], row: int, reason: str) -> None:
+def test_policy_prefix_aware_weighs_prefix_matches_against_the_load(
+    requests: list[int], matched: list[int], row: int, reason: str
+) -> None:
     workers = fleet(requests)
     assert pick("prefix_aware", workers, query(workers, matched)) == Pick(row, reason, matched[row])
 
@@ -233,7 +237,7 @@ TIER_CASES: dict[str, tuple[list[int], list[tuple[int, int, int]], list[tuple[fl
 }
 
 
-def test_prefix_aware_weights_hits_by_the_saving_of_the_tier() -> None:
+def test_policy_prefix_aware_weights_cache_hits_by_the_saving_of_the_cache_tier() -> None:
     """A case has the requests, the blocks on device, host and storage, and the savings of each worker.
 
     Its last values are the expected worker and the predicted tokens.
@@ -247,7 +251,7 @@ def test_prefix_aware_weights_hits_by_the_saving_of_the_tier() -> None:
         assert (chosen.row, chosen.predicted_tokens) == (row, predicted), name
 
 
-def test_hits_of_assumes_a_small_saving_when_a_tier_is_tried() -> None:
+def test_cache_hits_count_with_a_small_saving_when_a_tier_without_a_saving_is_tried() -> None:
     workers = fleet([10, 10])
     workers.owner[:2] = range(2)
     workers.host_saves[:2], workers.storage_saves[:2] = (0.0, 0.9), (0.0, 0.0)
@@ -258,7 +262,7 @@ def test_hits_of_assumes_a_small_saving_when_a_tier_is_tried() -> None:
     assert tried.saved[:2] / 64 == pytest.approx([1 + 6 * TRIED_SAVES, 1 + 2 * 0.9 + 4 * TRIED_SAVES])
 
 
-def test_hits_of_returns_device_matches_when_the_index_has_no_lower_tiers() -> None:
+def test_cache_hits_are_device_matches_when_the_index_has_no_lower_tiers() -> None:
     workers = fleet([10, 10, 10])
     workers.owner[:3] = [1, 7, -1]
     hits = hits_of(np.array([[3, 5]]), workers)
@@ -276,12 +280,12 @@ def test_load_gate_has_the_thresholds_of_sglang(requests: list[int], trips: bool
     assert (pick("prefix_aware", workers, query(workers)).reason == "load_gate") is trips
 
 
-def test_load_gate_is_relative_to_the_size_of_workers() -> None:
+def test_load_gate_compares_loads_relative_to_the_size_of_workers() -> None:
     workers = fleet([160, 20], [400, 50])
     assert pick("prefix_aware", workers, query(workers)).reason == "no_match"
 
 
-def test_prefix_aware_prefers_a_match_to_the_routing_key() -> None:
+def test_policy_prefix_aware_prefers_a_prefix_match_to_the_routing_key() -> None:
     workers = fleet([10] * 4)
     home = pick("prefix_aware", workers, query(workers, key="u")).row
     other = (home + 1) % 4
@@ -290,7 +294,7 @@ def test_prefix_aware_prefers_a_match_to_the_routing_key() -> None:
     assert pick("prefix_aware", workers, query(workers, matched, key="u")) == Pick(other, "prefix", 640)
 
 
-def test_prefix_aware_overflows_a_busy_routing_key_before_the_gate() -> None:
+def test_policy_prefix_aware_avoids_the_busy_worker_of_a_routing_key_below_the_load_gate() -> None:
     workers = fleet([10] * 4)
     home = pick("prefix_aware", workers, query(workers, key="u")).row
     workers.requests[home] = 17
@@ -298,7 +302,7 @@ def test_prefix_aware_overflows_a_busy_routing_key_before_the_gate() -> None:
     assert chosen.row != home and chosen.reason == "affinity_overflow"
 
 
-def test_prefix_aware_sends_a_new_prefix_to_the_same_worker_at_all_gateways() -> None:
+def test_policy_prefix_aware_sends_a_new_prefix_to_the_same_worker_at_all_gateways() -> None:
     """The last picks of the gateways differ."""
     for number in range(20):
         request = RoutingQuery(1000, first_block=number.to_bytes(8, "big"))
@@ -307,7 +311,7 @@ def test_prefix_aware_sends_a_new_prefix_to_the_same_worker_at_all_gateways() ->
         assert one == other and one.reason == "no_match"
 
 
-def test_prefix_aware_sends_a_new_prefix_to_a_least_loaded_worker() -> None:
+def test_policy_prefix_aware_sends_a_new_prefix_to_a_worker_with_low_load() -> None:
     workers = fleet([100, 104, 107, 130])
     rows = Counter(pick("prefix_aware", workers, RoutingQuery(1000, first_block=bytes([number]))).row for number in range(200))
     assert set(rows) == {0, 1} or set(rows) == {0, 1, 2}

@@ -110,7 +110,7 @@ def shared_prefixes(rng: random.Random, groups: int, prompts: int) -> list[list[
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("clients", [32, 64, 256])
-def test_prefix_aware_bounds_the_load_when_most_prompts_share_a_prefix(clients: int) -> None:
+def test_policy_prefix_aware_limits_the_load_when_most_prompts_share_a_prefix(clients: int) -> None:
     prompts = list(itertools.islice(with_one_hot_prefix(random.Random(1)), 2000))
     outcome = Simulation("prefix_aware", 8, clients, cache_blocks=4000).run(prompts)
     assert outcome.loads.mean(axis=0).max() <= 1.25 * outcome.loads.mean()
@@ -119,14 +119,14 @@ def test_prefix_aware_bounds_the_load_when_most_prompts_share_a_prefix(clients: 
     assert outcome.hit_rate > 0.5, "at most 0.56 is possible: 60 % of the prompts, 32 of 34 blocks"
 
 
-def test_prefix_aware_equals_least_requests_when_no_prefix_is_shared() -> None:
+def test_policy_prefix_aware_equals_least_requests_when_no_prefix_is_shared() -> None:
     rng = random.Random(2)
     prompts = [blocks(rng, rng.randint(2, 40)) for _ in range(1500)]
     rows = [Simulation(policy, 8, 100, cache_blocks=2000).run(prompts).rows for policy in ("prefix_aware", "least_requests")]
     assert rows[0] == rows[1]
 
 
-def test_prefix_aware_raises_the_hit_rate_of_shared_prefixes() -> None:
+def test_policy_prefix_aware_raises_the_cache_hit_rate_of_shared_prefixes() -> None:
     """64 groups of 16 prompts, 8 workers. Each worker can cache the 512 blocks of 8 groups: 8 * 32 shared, 8 * 16 * 2 others."""
     prompts = shared_prefixes(random.Random(3), 64, 16)
     aware, other = (Simulation(p, 8, 64, cache_blocks=512).run(prompts) for p in ("prefix_aware", "round_robin"))

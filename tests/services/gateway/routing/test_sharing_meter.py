@@ -5,7 +5,7 @@ from __future__ import annotations
 from rootstock_llm.services.gateway.routing.policies import SharingMeter
 
 
-def test_sharing_meter_assumes_sharing_at_first() -> None:
+def test_sharing_meter_assumes_shared_prefixes_at_first() -> None:
     meter = SharingMeter()
     unseen = 0
     while meter.is_shared:
@@ -14,7 +14,7 @@ def test_sharing_meter_assumes_sharing_at_first() -> None:
     assert 32 < unseen < 128
 
 
-def test_sharing_meter_reports_sharing_at_one_match_in_five() -> None:
+def test_sharing_meter_reports_shared_prefixes_when_one_prompt_in_five_matches() -> None:
     for every, seen in ((5, True), (50, False)):
         meter = SharingMeter()
         for number in range(1000):

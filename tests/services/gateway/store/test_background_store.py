@@ -111,7 +111,7 @@ def used_bytes(server: RedisServer) -> int:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_background_store_returns_each_write_once_when_calls_are_repeated(
+def test_background_store_has_each_write_once_when_calls_are_repeated(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use(store: BackgroundStore, records: RedisStore) -> None:
@@ -147,7 +147,7 @@ def test_background_store_returns_each_write_once_when_calls_are_repeated(
 
 
 @pytest.mark.by_day(one_in=2)
-def test_background_past_limits_the_size_of_pages(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_of_the_pages_read_from_a_stored_response_is_limited(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is larger than the limit only if it has a single item. Pages of an ended response raise LeaseLost."""
     monkeypatch.setattr(background_past, "PAGE_BYTES", 4000)
 
@@ -217,7 +217,7 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
 
 
 @pytest.mark.by_day(one_in=2)
-def test_take_counts_gateways_that_have_lost_the_response(server: RedisServer) -> None:
+def test_number_of_takeovers_counts_gateways_that_lost_the_response_without_release(server: RedisServer) -> None:
     """release() subtracts the take, and a long run resets the count."""
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
@@ -241,7 +241,7 @@ def test_take_counts_gateways_that_have_lost_the_response(server: RedisServer) -
 
 
 @pytest.mark.by_day(one_in=2)
-def test_seize_takes_the_lease_from_the_holder(server: RedisServer) -> None:
+def test_cancellation_takes_the_lease_from_the_gateway_with_the_lease(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
         seized = await store.seize(ALICE, ORDER.id)
@@ -260,7 +260,7 @@ def test_seize_takes_the_lease_from_the_holder(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_give_up_ends_an_unreadable_response(server: RedisServer) -> None:
+def test_unreadable_response_is_ended_after_several_takeovers(server: RedisServer) -> None:
     """A response without a record ends too. Reading a record does not shorten its lifetime."""
 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
@@ -295,7 +295,7 @@ def test_give_up_ends_an_unreadable_response(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_finish_writes_the_end_when_memory_is_full(server: RedisServer) -> None:
+def test_end_of_a_response_is_stored_even_when_memory_is_full(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
         server.client.config_set("maxmemory", 1)
@@ -311,7 +311,7 @@ def test_finish_writes_the_end_when_memory_is_full(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_finish_extends_the_conversation_in_the_same_write(server: RedisServer) -> None:
+def test_end_of_a_response_and_the_conversation_items_are_stored_in_one_write(server: RedisServer) -> None:
     """The conversation is not extended if the lease is lost, its version has changed or the quota is full."""
 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
@@ -348,7 +348,7 @@ def test_finish_extends_the_conversation_in_the_same_write(server: RedisServer) 
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_background_store_counts_and_frees_bytes_of_quotas(server: RedisServer) -> None:
+def test_background_store_counts_bytes_against_the_quota_and_frees_the_bytes_on_deletion(server: RedisServer) -> None:
     async def use(store: BackgroundStore, records: RedisStore) -> None:
         lease, other = await begin(store), await begin(store, order("resp_b"))
         assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.TOO_MANY
@@ -372,7 +372,7 @@ def test_background_store_counts_and_frees_bytes_of_quotas(server: RedisServer) 
 
 
 @pytest.mark.by_day(one_in=2)
-def test_background_store_has_acknowledged_writes_after_a_kill(server: RedisServer) -> None:
+def test_acknowledged_writes_of_background_responses_survive_when_redis_is_killed(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
         for number in range(1, 20):

@@ -91,7 +91,7 @@ def results_by(gateway: str, *numbers: int) -> list[LineResult]:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_record_stores_only_the_first_result_of_a_line(server: RedisServer) -> None:
+def test_batch_store_keeps_only_the_first_result_of_a_line(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         lease = await begin(stores)
         batches = stores.batches
@@ -128,7 +128,7 @@ def test_record_stores_only_the_first_result_of_a_line(server: RedisServer) -> N
 
 
 @pytest.mark.by_day(one_in=2)
-def test_record_returns_results_above_the_quota(server: RedisServer) -> None:
+def test_batch_store_returns_results_that_exceed_the_quota(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         assert await upload(stores, "file-in", b"x" * 90)
         lease = await begin(stores)
@@ -142,7 +142,7 @@ def test_record_returns_results_above_the_quota(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_file_store_returns_a_file_only_after_seal(server: RedisServer) -> None:
+def test_file_store_returns_a_file_only_after_all_chunks_are_sealed(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         files, whole = stores.files, file_of("file-a", b"one", b"two")
         assert await files.add(ALICE, "file-a", 0, b"one") and await files.get(ALICE, "file-a") is None
@@ -164,7 +164,7 @@ def test_file_store_returns_a_file_only_after_seal(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_stores_have_acknowledged_writes_after_a_kill_of_redis(server: RedisServer) -> None:
+def test_acknowledged_writes_of_batches_and_files_survive_when_redis_is_killed(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         assert await upload(stores, "file-in", b"one", b"two")
         lease = await begin(stores)

@@ -52,7 +52,7 @@ def test_other_gateway_takes_a_lease_only_after_release(server: RedisServer) -> 
     with_leases(server, use)
 
 
-def test_write_raises_when_the_lease_is_lost(server: RedisServer) -> None:
+def test_write_to_the_store_raises_when_the_lease_is_lost(server: RedisServer) -> None:
     async def use(first: Leases, second: Leases) -> None:
         lease = await first.take("work")
         assert lease is not None
@@ -70,7 +70,7 @@ def test_write_raises_when_the_lease_is_lost(server: RedisServer) -> None:
     with_leases(server, use)
 
 
-def test_renew_restores_an_expired_lease_unless_another_gateway_took_the_lease(server: RedisServer) -> None:
+def test_renewal_restores_an_expired_lease_unless_another_gateway_took_the_lease(server: RedisServer) -> None:
     """A lease expires if the gateway cannot reach the store for longer than the lease lasts."""
 
     async def use(first: Leases, second: Leases) -> None:

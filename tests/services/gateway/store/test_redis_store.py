@@ -58,7 +58,7 @@ def test_redis_store_separates_records_by_owner(empty: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_put_raises_when_the_version_has_changed(empty: RedisServer) -> None:
+def test_write_of_a_record_raises_when_the_version_has_changed(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"1", version=0)
         assert await store.put(ALICE, "a", b"2", version=1)
@@ -94,7 +94,7 @@ def test_redis_store_repeats_calls_without_a_second_effect_when_replies_are_lost
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_put_refuses_records_above_the_quota(empty: RedisServer) -> None:
+def test_redis_store_refuses_records_above_the_quota(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"x" * 60) and await store.put(ALICE, "b", b"x" * 30)
         assert not await store.put(ALICE, "c", b"x"), "three records"
@@ -123,7 +123,7 @@ def test_redis_store_drops_unused_records_and_counts(empty: RedisServer) -> None
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_redis_store_has_acknowledged_writes_after_a_kill(empty: RedisServer) -> None:
+def test_acknowledged_writes_of_records_survive_when_redis_is_killed(empty: RedisServer) -> None:
     async def fill(store: RedisStore) -> None:
         assert all([await store.put(ALICE, str(number), b"%d" % number) for number in range(50)])
         await asyncio.to_thread(empty.wait_until_written)
