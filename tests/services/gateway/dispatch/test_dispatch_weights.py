@@ -56,7 +56,7 @@ def test_request_with_output_moves_to_a_worker_of_the_same_model_version() -> No
         assert len(system.workers[1].servicer.submits) == 1
 
 
-def test_request_with_output_waits_when_no_worker_has_the_model_version() -> None:
+def test_request_with_output_fails_after_the_queue_timeout_when_no_worker_has_the_model_version() -> None:
     """The lost worker may return with the version within the queue timeout."""
     with System(workers=2, configure=with_revisions("old", "new"), queue_timeout_s=0.3) as system:
         pending = Pending(system, stream=True)
