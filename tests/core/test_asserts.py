@@ -347,7 +347,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
 
 @pytest.mark.by_day(one_in=2, seed=14)
 @pytest.mark.parametrize("scenario", list(dict.fromkeys(scenario for _, scenario in FAULTS)))
-def test_scenarios_give_the_models_tokens_without_a_fault(scenario: Scenario) -> None:
+def test_requests_get_the_models_tokens_when_no_fault_is_seeded(scenario: Scenario) -> None:
     engine = scenario()
     for handle in engine.submitted:
         engine.check_answer(handle)

@@ -154,7 +154,7 @@ configs = st.builds(
 
 @settings(max_examples=200 if NIGHTLY else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
-def test_random_traffic_gives_right_tokens_and_leaks_no_unit(config: SchedulerConfig, seed: int, overlap: bool) -> None:
+def test_random_traffic_gets_the_right_tokens_and_leaks_no_cache_unit(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     rng = random.Random(seed)
     engine = drive(config, seed, 120, overlap, after_turn=lambda engine: check_hits(engine, rng))
     check_run(engine)
@@ -177,7 +177,7 @@ KINDS = {"windows": {"spare_states": -1}, "states": {"window": 0}, "both": {}}
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_repeated_prompt_hits_its_last_page_end(kinds: str) -> None:
+def test_repeated_prompt_is_cached_up_to_the_end_of_the_last_whole_page(kinds: str) -> None:
     engine = hybrid(**KINDS[kinds])
     assert served(engine, 0, [*range(43)]) == 0
     assert served(engine, 1, [*range(43)]) == 40
@@ -185,7 +185,7 @@ def test_repeated_prompt_hits_its_last_page_end(kinds: str) -> None:
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_third_prompt_hits_the_branch_of_the_first_two(kinds: str) -> None:
+def test_third_prompt_hits_the_prefix_that_the_first_two_prompts_share(kinds: str) -> None:
     engine = hybrid(context_len=128, state_interval=64, **KINDS[kinds])
     shared = [*range(50)]
     assert served(engine, 0, [*shared, *range(100, 140)]) == 0
@@ -194,7 +194,7 @@ def test_third_prompt_hits_the_branch_of_the_first_two(kinds: str) -> None:
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_turn_of_a_chat_computes_at_most_a_page_of_its_context_again(kinds: str) -> None:
+def test_next_turn_of_a_chat_recomputes_at_most_one_page_of_the_old_context(kinds: str) -> None:
     engine, context = hybrid(context_len=128, **KINDS[kinds]), [*range(21)]
     for turn in range(6):
         cached = served(engine, turn, context, max_new_tokens=7)
@@ -203,7 +203,7 @@ def test_turn_of_a_chat_computes_at_most_a_page_of_its_context_again(kinds: str)
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_retracted_request_computes_at_most_a_page_again(kinds: str) -> None:
+def test_retracted_request_recomputes_at_most_one_page(kinds: str) -> None:
     engine = hybrid(retract_interval=9, **KINDS[kinds])
     engine.submit(0, [*range(30)], max_new_tokens=30, ignore_eos=True)
     engine.drain()
@@ -213,7 +213,7 @@ def test_retracted_request_computes_at_most_a_page_again(kinds: str) -> None:
     assert retractions >= 2 and sum(extends) <= 30 + retractions * (engine.config.page_size + 1)
 
 
-def test_choices_of_one_prompt_compute_it_once() -> None:
+def test_requests_with_the_same_prompt_compute_the_prompt_once() -> None:
     engine = hybrid(max_running_requests=4, num_pages=128, context_len=128, chunked_prefill_size=128, spare_windows=200)
     for handle in range(4):
         engine.submit(handle, [*range(75)], max_new_tokens=2, ignore_eos=True)
@@ -222,7 +222,7 @@ def test_choices_of_one_prompt_compute_it_once() -> None:
     assert computed == 75 + 3 * 3
 
 
-def test_long_prompt_keeps_few_window_units() -> None:
+def test_long_prompt_is_served_with_few_window_units() -> None:
     engine = hybrid(window=8, spare_windows=0, context_len=256, num_pages=128, max_running_requests=1)
     units = engine.core.memory.units
     assert units is not None and units.windows is not None
@@ -230,7 +230,7 @@ def test_long_prompt_keeps_few_window_units() -> None:
     assert units.windows.num_units == (8 + 16) // 4 + 2
 
 
-def test_pool_without_spare_units_serves_one_request_after_the_other() -> None:
+def test_pool_without_spare_units_serves_requests_one_after_another() -> None:
     engine = hybrid(spare_windows=0, spare_states=0, max_running_requests=3, context_len=128)
     for handle in range(5):
         engine.submit(handle, [handle * 50 + each for each in range(40)], max_new_tokens=12, ignore_eos=True)
@@ -239,7 +239,7 @@ def test_pool_without_spare_units_serves_one_request_after_the_other() -> None:
         engine.check_answer(handle)
 
 
-def test_used_hits_outlive_unused_ones() -> None:
+def test_reused_prompt_stays_cached_longer_than_an_unused_prompt() -> None:
     engine = hybrid(window=0, spare_states=2, max_running_requests=1, state_interval=64)
     first, second = [*range(20)], [*range(100, 120)]
     for handle, prompt in enumerate([first, second, first]):
@@ -250,7 +250,7 @@ def test_used_hits_outlive_unused_ones() -> None:
     assert served(engine, 500, second, max_new_tokens=1) == 0
 
 
-def test_pages_without_a_reachable_hit_are_evicted_first() -> None:
+def test_pages_are_evicted_first_when_the_state_of_the_prompt_was_evicted() -> None:
     engine = hybrid(
         window=0,
         spare_states=1,
@@ -288,7 +288,7 @@ def test_pages_without_a_reachable_hit_are_evicted_first() -> None:
     ],
     ids=["window units", "states", "tiers", "drafts", "interval"],
 )
-def test_configuration_refuses_groups_that_a_slot_may_exhaust(changes: dict[str, Any], message: str) -> None:
+def test_configuration_refuses_invalid_settings_for_cache_groups(changes: dict[str, Any], message: str) -> None:
     given = dict(changes)
     sizes = {name: given.pop(name) for name in ("window", "spare_windows", "spare_states") if name in given}
     plain = small(num_pages=64).config

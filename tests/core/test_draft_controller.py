@@ -117,7 +117,9 @@ def plain_rate(rows: int, cost: Cost) -> float:
     ],
     ids=["cheap and right", "cheap and mostly right", "dear and half right", "dear and mostly right", "bound by tokens"],
 )
-def test_draft_controller_chooses_the_number_that_pays(chance: float, cost: Cost, lowest: int, highest: int) -> None:
+def test_draft_controller_chooses_the_fastest_number_of_draft_tokens(
+    chance: float, cost: Cost, lowest: int, highest: int
+) -> None:
     world = World([chance], cost)
     world.steps(200)
     assert lowest <= np.median(world.steps(200)) <= highest
@@ -142,7 +144,7 @@ def test_draft_controller_is_as_fast_as_plain_decoding_when_most_drafts_are_acce
 
 
 @pytest.mark.parametrize("cost", [bound_by_weights, costly_drafts])
-def test_draft_controller_finds_accepted_drafts_within_100_steps(cost: Cost) -> None:
+def test_draft_controller_resumes_drafting_within_100_steps_when_drafts_become_correct(cost: Cost) -> None:
     world = World([0.0], cost)
     world.steps(500)
     world.chances = [1.0]
@@ -165,13 +167,13 @@ def test_draft_controller_resets_a_slot_for_another_request() -> None:
     assert world.step()[0] > 0
 
 
-def test_draft_controller_probes_rarely_when_drafts_cannot_pay() -> None:
+def test_draft_controller_drafts_rarely_when_drafting_is_always_too_expensive() -> None:
     world = World([1.0] * 16, bound_by_tokens)
     world.steps(200)
     assert (world.steps(1000).max(1) > 0).sum() <= 1000 // PROBE_EVERY // 2
 
 
-def test_draft_controller_drafts_rarely_when_empty_proposals_take_time() -> None:
+def test_draft_controller_rarely_calls_a_slow_drafter_that_proposes_nothing() -> None:
     """An n-gram drafter proposes nothing for a text without repetition. Drafting must begin soon after a repetition."""
     world = World([-1.0, -1.0], lambda rows, guesses: 1.3 if guesses else 1.0, asking=1.3)
     world.steps(100)
@@ -181,7 +183,7 @@ def test_draft_controller_drafts_rarely_when_empty_proposals_take_time() -> None
 
 
 @pytest.mark.parametrize("cost", [bound_by_weights, costly_drafts])
-def test_draft_controller_drafts_always_when_empty_proposals_are_free(cost: Cost) -> None:
+def test_draft_controller_always_calls_a_drafter_whose_empty_proposals_take_no_time(cost: Cost) -> None:
     """The cost of a step in which the drafter proposes nothing must not count as the cost of draft tokens."""
     world = World([0.9], cost)
     for _ in range(20):
@@ -194,7 +196,7 @@ def test_draft_controller_drafts_always_when_empty_proposals_are_free(cost: Cost
     assert (world.steps(10)[1:] > 0).all()
 
 
-def test_draft_controller_drafts_for_a_new_request_after_empty_proposals() -> None:
+def test_draft_controller_drafts_for_a_new_request_after_empty_proposals_for_an_earlier_one() -> None:
     """A drafter that uses predictions proposes nothing before the output begins. Results of earlier requests must not count."""
     world = World([-1.0], costly_drafts, asking=1.05)
     world.steps(500)
@@ -224,7 +226,7 @@ def test_draft_controller_limits_a_draft_model_when_drafts_are_rejected() -> Non
         assert not world.controller.is_limited, "several accepted draft tokens in a row end the limit"
 
 
-def test_draft_controller_limits_requests_without_repeated_misses() -> None:
+def test_draft_controller_admits_another_request_at_the_limit_only_after_repeated_misses() -> None:
     world = rejected_world(bound_by_weights)
     drafting = world.slots.tolist()
     assert not world.controller.may_add_request(drafting[:MOST_LIMITED])
@@ -268,7 +270,7 @@ def test_draft_controller_lifts_the_limit_when_drafts_are_accepted_again(rows: i
         assert (world.steps(100)[50:].min(axis=1) >= min(most, 2)).mean() > 0.9
 
 
-def test_draft_controller_limits_a_draft_model_when_steps_stay_crowded() -> None:
+def test_draft_controller_limits_a_draft_model_when_steps_keep_many_rows() -> None:
     controller, slots, most = DraftController(16, 3, by_model=True), np.arange(16), np.full(2, 3)
     for _ in range(CROWDED):
         assert not controller.is_limited
@@ -282,7 +284,7 @@ def test_draft_controller_limits_a_draft_model_when_steps_stay_crowded() -> None
     assert not controller.is_limited, "an idle worker ends the limit"
 
 
-def test_draft_controller_counts_down_pauses_in_crowded_steps() -> None:
+def test_draft_controller_counts_down_pauses_in_steps_with_many_rows() -> None:
     world = World([0.0, 0.0], bound_by_weights)
     world.controller._pauses[:] = 3, MOST_PAUSE
     for _ in range(MOST_PAUSE):
@@ -300,7 +302,7 @@ def test_draft_controller_pauses_no_request_while_drafting_is_limited() -> None:
     assert not world.controller._pauses.any()
 
 
-def test_draft_controller_sets_no_limit_when_not_adaptive() -> None:
+def test_draft_controller_sets_no_limit_when_adaptive_drafting_is_off() -> None:
     controller, slots = DraftController(16, 3, adaptive=False, by_model=True), np.arange(16)
     for _ in range(CROWDED):
         controller.crowded(slots)
@@ -322,7 +324,7 @@ def test_draft_controller_scales_draft_costs_when_all_steps_become_slower() -> N
             assert (world.steps(200).max(axis=1) > 0).sum() <= 1 + 200 // PROBE_EVERY
 
 
-def test_draft_controller_scales_no_cost_that_was_measured_later() -> None:
+def test_draft_controller_does_not_scale_costs_measured_after_steps_became_slower() -> None:
     factor = 1.0
     world = World([0.0], lambda rows, guesses: factor * bound_by_weights(rows, guesses))
     world.steps(200)
@@ -351,7 +353,7 @@ def test_draft_controller_ignores_mixed_and_untimed_steps() -> None:
     assert not controller._seen.any()
 
 
-def test_draft_controller_keeps_the_choice_after_one_slow_step() -> None:
+def test_draft_controller_keeps_the_number_of_draft_tokens_after_one_slow_step() -> None:
     world = World([1.0], bound_by_weights)
     world.steps(100)
     one = np.ones(1, dtype=np.int64)
@@ -360,7 +362,7 @@ def test_draft_controller_keeps_the_choice_after_one_slow_step() -> None:
     assert world.step()[0] == 7
 
 
-def test_draft_controller_measures_again_after_a_slow_first_step() -> None:
+def test_draft_controller_retries_a_number_of_draft_tokens_whose_first_step_was_slow() -> None:
     """The number of draft tokens whose first step was slow must be tried again."""
     world = World([1.0], bound_by_weights)
     slow = replace(decode_plan(1), drafts=np.full(1, 7, dtype=np.int32))

@@ -38,7 +38,7 @@ def test_host_index_evicts_the_end_of_a_prompt_first() -> None:
     assert left(index, b"abcdef") == b"adef"
 
 
-def test_host_index_evicts_own_pages_of_a_salt_at_quota() -> None:
+def test_host_index_evicts_a_page_of_the_same_salt_when_the_salt_is_at_its_quota() -> None:
     index = HostIndex(8, salt_pages=3)
     one, other = ([tag + bytes([at]) for at in range(4)] for tag in (b"a" * TAG_BYTES, b"b" * TAG_BYTES))
     index.put(other[:3], index.take(3, tag_of(other[0])))

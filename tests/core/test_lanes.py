@@ -13,7 +13,7 @@ READ_S, COMPUTE_S = 3.0, 4.0  # seconds per page
 
 
 class TestLate:
-    def test_lanes_count_no_following_pages_when_the_request_stopped_waiting(self) -> None:
+    def test_late_import_is_given_up_despite_following_pages_when_the_request_no_longer_waits(self) -> None:
         """The second operation is late if it is judged without the following pages of its request.
 
         The late first operation ends the request's wait in the same call, so these pages do not count.

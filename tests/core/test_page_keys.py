@@ -36,7 +36,7 @@ def keys_of(ids: list[int], secret: bytes = SECRET, layout: bytes = b"l", tree: 
 
 
 @given(tokens)
-def test_page_keys_are_unique_for_each_whole_page(ids: list[int]) -> None:
+def test_each_whole_page_has_a_unique_page_key(ids: list[int]) -> None:
     keys = keys_of(ids)
     assert len(keys) == len(ids) // PAGE == len(set(keys))
     assert all(len(key) == KEY_BYTES for key in keys)
@@ -57,7 +57,7 @@ def test_page_keys_are_unique_for_each_whole_page(ids: list[int]) -> None:
     ],
 )
 @given(ids=pages)
-def test_page_keys_differ_by_secret_layout_tree_and_group(other: dict[str, object], ids: list[int]) -> None:
+def test_page_keys_differ_when_secret_or_layout_or_tree_or_group_differs(other: dict[str, object], ids: list[int]) -> None:
     one, another = ({key[TAG_BYTES:] for key in keys} for keys in (keys_of(ids), keys_of(ids, **other)))  # type: ignore[arg-type]
     assert not one & another, "keys without their tags differ, too"
     assert not set(keys_of(ids, tree="")) & set(keys_of(ids, tree="", secret=bytes(SECRET_BYTES))), (
@@ -66,7 +66,7 @@ def test_page_keys_differ_by_secret_layout_tree_and_group(other: dict[str, objec
 
 
 @given(salt=st.text(min_size=1, max_size=12), lora=st.text(max_size=4), ids=pages)
-def test_page_keys_have_a_tag_of_salt_and_secret(salt: str, lora: str, ids: list[int]) -> None:
+def test_page_keys_begin_with_a_tag_that_depends_on_the_salt_and_the_secret(salt: str, lora: str, ids: list[int]) -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     names = [tree_name(revision, cache_namespace(adapter, salt)) for revision in ("", "f00d") for adapter in ("", lora)]
     names += [retired_name(name, at) for at, name in enumerate(names)]
@@ -78,7 +78,7 @@ def test_page_keys_have_a_tag_of_salt_and_secret(salt: str, lora: str, ids: list
 
 
 @given(ids=pages, at=st.integers(0), by=st.integers(1, 2**31 - 1))
-def test_page_keys_differ_from_the_page_of_a_changed_token_on(ids: list[int], at: int, by: int) -> None:
+def test_changed_token_changes_the_key_of_that_page_and_of_all_later_pages(ids: list[int], at: int, by: int) -> None:
     at %= len(ids)
     changed = [*ids[:at], (ids[at] + by) % 2**31, *ids[at + 1 :]]
     same = [one == other for one, other in zip(keys_of(ids), keys_of(changed), strict=True)]
@@ -86,7 +86,7 @@ def test_page_keys_differ_from_the_page_of_a_changed_token_on(ids: list[int], at
 
 
 @given(ids=tokens, cuts=st.lists(st.integers(0, 10)))
-def test_page_keys_are_equal_when_extended_in_parts(ids: list[int], cuts: list[int]) -> None:
+def test_page_keys_are_equal_when_a_list_of_keys_is_extended_in_parts(ids: list[int], cuts: list[int]) -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     made: list[bytes] = []
     for end in sorted(min(cut, len(ids) // PAGE) for cut in [*cuts, 10]):
@@ -96,20 +96,20 @@ def test_page_keys_are_equal_when_extended_in_parts(ids: list[int], cuts: list[i
 
 
 @given(ids=pages, at=st.integers(0))
-def test_page_keys_continue_from_a_page_key(ids: list[int], at: int) -> None:
+def test_page_keys_can_be_computed_from_the_key_of_the_previous_page(ids: list[int], at: int) -> None:
     whole = keys_of(ids)
     at = 1 + at % len(whole)
     assert PageKeys(SECRET, b"l", PAGE).after(whole[at - 1], data(ids[at * PAGE :])) == whole[at:]
 
 
-def test_page_keys_extend_leaves_existing_keys() -> None:
+def test_list_of_page_keys_keeps_existing_keys_when_extended_to_fewer_pages() -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     made = keys_of([1] * 12)
     keys.extend(made, keys.root("r\n0:t"), data([1] * 12), 2)
     assert len(made) == 3
 
 
-def test_page_keys_refuse_part_of_a_page() -> None:
+def test_page_keys_refuse_an_incomplete_page() -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     with pytest.raises(AssertionError, match="whole pages"):
         keys.extend([], keys.root("r\n0:t"), data([1] * 7), 2)
@@ -121,5 +121,5 @@ def test_page_keys_refuse_a_short_secret() -> None:
 
 
 @pytest.mark.parametrize(("held", "count"), [("", 0), ("a", 1), ("abd", 2), ("bcd", 0), ("abcd", 4)])
-def test_leading_counts_first_keys_that_are_cached(held: str, count: int) -> None:
+def test_number_of_leading_cached_keys_ends_at_the_first_missing_key(held: str, count: int) -> None:
     assert leading([letter.encode() for letter in "abcd"], {letter.encode() for letter in held}) == count

@@ -56,13 +56,13 @@ def test_rates_prefer_the_faster_of_reading_and_computing(tier: Tier, token_s: f
     assert rates(token_s).reading_pays(tier, pages) is pays
 
 
-def test_rates_add_latency_and_transfer_time() -> None:
+def test_reading_time_is_the_sum_of_latency_and_transfer_time() -> None:
     for tier in (Tier.HOST, Tier.STORAGE):
         assert rates().reading_s(tier, 8) == LATENCY_S[tier] + 8 * PAGE_BYTES / FIRST_BYTES_S[tier]
     assert rates(1e-3).computing_s(8) == pytest.approx(8 * PAGE_SIZE * 1e-3)
 
 
-def test_rates_average_the_computing_time() -> None:
+def test_computing_time_is_a_moving_average() -> None:
     known = rates(1e-3)
     known.computed(200, 0, 200 * 2e-3)
     assert known.computing_s(1) == pytest.approx(PAGE_SIZE * (FADES * 1e-3 + (1 - FADES) * 2e-3))
@@ -98,7 +98,7 @@ def test_rates_ignore_reads_without_pages_or_time(pages: int, seconds: float) ->
     assert bytes_s(known, Tier.HOST) == pytest.approx(FIRST_BYTES_S[Tier.HOST])
 
 
-def test_rates_report_the_saved_share_of_computing() -> None:
+def test_rates_report_the_share_of_computing_time_that_a_read_saves() -> None:
     """Reading 100 pages takes 27 ms from the host and 110 ms from the storage."""
     assert rates().saves(Tier.HOST, 100) is None and rates().saves(Tier.STORAGE, 100) is None
     known = rates(1e-4)  # 160 ms
@@ -130,7 +130,7 @@ def test_rates_give_up_a_read_when_computing_is_faster() -> None:
     assert known.is_over(Tier.HOST, 100, 0.161, 0)
 
 
-def test_rates_give_up_a_read_at_once_when_reading_never_paid() -> None:
+def test_rates_give_up_a_read_immediately_when_the_whole_read_is_slower_than_computing() -> None:
     """Reading 100 pages takes 27 ms, and computing them takes 16 ms.
 
     A read that is almost complete continues.
@@ -153,7 +153,7 @@ def test_rates_fall_after_an_abandoned_read() -> None:
     assert bytes_s(known, Tier.HOST) == pytest.approx(5 * PAGE_BYTES)
 
 
-def test_rates_include_the_following_pages_of_a_late_read() -> None:
+def test_late_read_continues_when_reading_all_following_pages_is_faster_than_computing() -> None:
     """The read of 10 pages is late, but computing the 1,000 pages after them takes longer.
 
     These pages are read in 0.26 s and computed in 1.6 s.
@@ -162,7 +162,7 @@ def test_rates_include_the_following_pages_of_a_late_read() -> None:
     assert known.is_over(Tier.HOST, 10, 0.1, 0) and not known.is_over(Tier.HOST, 10, 0.1, 1000)
 
 
-def test_rates_of_one_slow_remote_worker_leave_others_unchanged() -> None:
+def test_slow_remote_worker_does_not_change_the_rates_of_other_workers() -> None:
     """Late completions of the slow worker's reads do not restore its rate."""
     known = rates(1e-4)
     known.moved(Tier.PEER, 1, 1e-4, "another")

@@ -38,13 +38,13 @@ def adder(rows: list[Row] | None = None, **changes: Any) -> PrefillAdder:
 
 class TestNewTokenRatio:
     @pytest.mark.parametrize(("conservativeness", "first"), [(1.4, 0.98), (1.5, 1.0)])
-    def test_ratio_starts_at_70_percent_times_conservativeness_and_at_most_one(
+    def test_new_token_ratio_starts_at_70_percent_times_conservativeness_but_at_most_1(
         self, conservativeness: float, first: float
     ) -> None:
         assert NewTokenRatio(conservativeness).value == pytest.approx(first)
 
     @pytest.mark.parametrize("conservativeness", [0.3, 2.0])
-    def test_ratio_decays_linearly_to_14_percent_in_600_steps(self, conservativeness: float) -> None:
+    def test_new_token_ratio_decays_linearly_to_14_percent_in_600_steps(self, conservativeness: float) -> None:
         ratio = NewTokenRatio(conservativeness)
         first, seen = ratio.value, []
         for _ in range(700):
@@ -59,14 +59,14 @@ class TestNewTokenRatio:
         ("decoded", "batch", "max_new", "value"),
         [(100, 4, 1000, 180 / 1001), (0, 1, 99, 0.2), (920, 4, 999, 1.0), (990, 4, 1000, 1.0)],
     )
-    def test_ratio_becomes_the_decoded_share_when_a_request_is_retracted(
+    def test_new_token_ratio_becomes_the_share_of_decoded_tokens_when_a_request_is_retracted(
         self, decoded: int, batch: int, max_new: int, value: float
     ) -> None:
         ratio = NewTokenRatio(1.0)
         ratio.raise_on_retract(decoded, batch, max_new)
         assert ratio.value == pytest.approx(value)
 
-    def test_ratio_decays_only_with_decode_steps(self) -> None:
+    def test_new_token_ratio_decays_only_in_decode_steps(self) -> None:
         engine = make(chunked_prefill_size=16)
         engine.submit(0, range(100), max_new_tokens=20, ignore_eos=True)
         engine.drain()
@@ -74,7 +74,7 @@ class TestNewTokenRatio:
         assert 0 < decodes < len(engine.plans)
         assert engine.core.stats().new_token_ratio == pytest.approx(0.7 - decodes * 0.7 * 0.86 / 600)
 
-    def test_ratio_resets_when_the_worker_is_idle(self) -> None:
+    def test_new_token_ratio_is_reset_when_the_worker_is_idle(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=50, ignore_eos=True)
         engine.drain()
@@ -88,7 +88,7 @@ class TestTotalBudget:
     def test_admission_requires_free_memory_for_prompt_and_output(self, available: int, result: AddResult) -> None:
         assert adder().admit(available, 0, 10, 20, False, False)[0] is result
 
-    def test_admission_reserves_the_ratio_of_remaining_output(self) -> None:
+    def test_admission_reserves_a_ratio_of_the_remaining_output_of_running_requests(self) -> None:
         rows, ratio, reserved = [(60, 5, False), (40, 5, False)], 0.098, 9.8
         enough = int(30 + reserved) + 1
         assert adder(rows, new_token_ratio=ratio).admit(enough, 0, 10, 20, False, False)[0] is CONTINUE
@@ -107,7 +107,7 @@ class TestTotalBudget:
         assert adder(page_size=16).admit(counted + 8, 0, extend, 8, False, False)[0] is NO_TOKEN
         assert adder(page_size=16).admit(counted + 9, 0, extend, 8, False, False)[0] is CONTINUE
 
-    def test_admission_reserves_the_rest_of_requests_of_the_same_pass(self) -> None:
+    def test_admission_reserves_memory_for_requests_admitted_earlier_in_the_same_pass(self) -> None:
         budget = adder(page_size=16, new_token_ratio=0.1)
         budget.added(16, 20, 50, False, False)
         reserved = 32 + 50
@@ -126,7 +126,7 @@ class TestIgnoreEos:
     def test_admission_counts_memory_that_running_rows_free_in_time(self, running: list[Row], result: AddResult) -> None:
         assert adder(running).admit(60, 0, 20, 60, True, False)[0] is result
 
-    def test_admission_simulates_other_rows_by_the_ratio(self) -> None:
+    def test_admission_estimates_the_output_of_other_rows_with_the_new_token_ratio(self) -> None:
         assert adder([(100, 50, False)], new_token_ratio=0.1).admit(60, 0, 20, 60, True, False)[0] is CONTINUE
         assert adder([(100, 50, False)], new_token_ratio=1.0).admit(60, 0, 20, 60, True, False)[0] is NO_TOKEN
 
@@ -134,13 +134,13 @@ class TestIgnoreEos:
     def test_admission_keeps_a_spare_page_per_row(self, available: int, result: AddResult) -> None:
         assert adder().admit(available, 0, 20, 60, True, False)[0] is result
 
-    def test_admission_counts_unallocated_prompts_of_the_same_pass(self) -> None:
+    def test_admission_counts_prompts_admitted_earlier_in_the_same_pass(self) -> None:
         budget = adder()
         budget.added(10, 30, 5, True, False)
         assert budget.admit(70, 0, 20, 5, True, False)[0] is CONTINUE
         assert budget.admit(55, 0, 20, 5, True, False)[0] is NO_TOKEN
 
-    def test_admission_accepts_ignore_eos_when_the_ratio_would_refuse(self) -> None:
+    def test_request_with_ignore_eos_is_admitted_earlier_than_a_request_without(self) -> None:
         admitted = []
         for ignore_eos in (True, False):
             engine = make(num_pages=32, eos_token_ids=(), schedule_conservativeness=9.0)
@@ -186,13 +186,13 @@ class TestChunkBudget:
             (16, 0, 49, 48, 48),
         ],
     )
-    def test_chunk_ends_at_a_page_unless_the_rest_fits(
+    def test_chunk_ends_at_a_page_boundary_unless_the_rest_of_the_prompt_fits(
         self, page_size: int, start: int, extend: int, chunk: int, taken: int
     ) -> None:
         budget = adder(page_size=page_size, chunked_prefill_size=chunk)
         assert budget.admit(10_000, start, extend, 1, False, False) == (CONTINUE, taken)
 
-    def test_chunk_is_empty_when_less_than_a_page_is_left(self) -> None:
+    def test_chunk_is_empty_when_the_budget_has_less_than_a_page_left(self) -> None:
         budget = adder(page_size=16, chunked_prefill_size=32)
         budget.added(20, 0, 1, False, False)
         assert budget.admit(10_000, 0, 100, 1, False, False) == (OTHER, 0)
@@ -202,7 +202,7 @@ class TestChunkBudget:
         assert adder(chunked_prefill_size=64, max_prefill_tokens=40).chunk(0, 100, False) == 40
 
     @pytest.mark.parametrize(("num_decode_rows", "taken"), [(0, 64), (16, 48), (63, 16)])
-    def test_chunk_keeps_a_page_when_decode_rows_share_the_step(self, num_decode_rows: int, taken: int) -> None:
+    def test_chunk_has_at_least_one_page_when_decode_rows_share_the_step(self, num_decode_rows: int, taken: int) -> None:
         budget = adder(page_size=16, chunked_prefill_size=64, max_prefill_tokens=64, num_decode_rows=num_decode_rows)
         assert budget.chunk(0, 1000, False) == taken
 
@@ -247,7 +247,7 @@ class TestAdaptedChunk:
             (16, 16, 1000, 64, 16),
         ],
     )
-    def test_adapted_chunk_halves_at_the_configured_rows_and_has_a_minimum(
+    def test_adapted_chunk_is_halved_at_the_configured_number_of_rows_and_has_a_minimum(
         self, size: int, page_size: int, decoding: int, half_at: int, chunk: int
     ) -> None:
         assert adapted_chunk(size, page_size, decoding, half_at) == chunk

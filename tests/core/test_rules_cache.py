@@ -46,7 +46,7 @@ class Tree:
         return out
 
 
-def test_table_updates_omit_writes_of_ended_leases() -> None:
+def test_page_table_updates_omit_the_entries_of_ended_leases() -> None:
     """Two requests with one prompt end together. The second one's slot is then reused by a third request."""
     engine = make(max_running_requests=2, chunked_prefill_size=64)
     for handle in (0, 1):
@@ -70,7 +70,7 @@ def test_table_updates_omit_writes_of_ended_leases() -> None:
         engine.check_answer(handle)
 
 
-def test_split_marks_both_halves_of_a_backed_node() -> None:
+def test_both_halves_of_a_split_node_stay_marked_as_copied() -> None:
     backups = BackupQueue(False, True, 0)
     cache = RadixCache(1, EvictionPolicy.LRU, backups=backups)
     keys = tuple(bytes([page]) for page in range(4))
@@ -81,7 +81,7 @@ def test_split_marks_both_halves_of_a_backed_node() -> None:
 
 
 @given(st.integers(-8, 28))
-def test_match_up_to_an_end_offset_equals_match_of_the_truncated_token_key(end: int) -> None:
+def test_match_up_to_an_offset_equals_the_match_of_a_token_key_cut_at_the_offset(end: int) -> None:
     """The offsets, in bytes, are within a page, at the end of an edge, inside of the next edge, and beyond the token key."""
     whole, alone = Tree(), Tree()
     for tree in (whole, alone):
@@ -160,7 +160,7 @@ class TestEviction:
         tree.cache.unhold(held)
         assert tree.evicted() == [[1], [2]]
 
-    def test_priority_eviction_uses_the_most_urgent_rank(self) -> None:
+    def test_priority_eviction_uses_the_most_urgent_rank_of_each_node(self) -> None:
         tree = Tree(EvictionPolicy.PRIORITY)
         tree.put(1, rank=3)
         tree.put(2, rank=2)
@@ -175,7 +175,7 @@ class TestEviction:
         assert above.stamp == below.stamp
         assert tree.evicted() == [[2], [5], [1]]
 
-    def test_lfu_eviction_counts_no_matches(self) -> None:
+    def test_lfu_eviction_does_not_count_a_match_as_a_use(self) -> None:
         tree = Tree(EvictionPolicy.LFU)
         tree.put(1)
         tree.put(2)
@@ -185,7 +185,7 @@ class TestEviction:
         assert tree.evicted() == [[1], [2]]
 
     @pytest.mark.parametrize("full", [False, True])
-    def test_admission_counts_one_hit_after_many_passes(self, full: bool) -> None:
+    def test_admitted_request_counts_as_one_hit_after_many_scheduling_passes(self, full: bool) -> None:
         """With `full`, the request has waited for memory in many passes."""
         engine = make(num_pages=32, eviction_policy=EvictionPolicy.LFU)
         engine.submit(0, [1] * 12, max_new_tokens=1)
@@ -203,7 +203,7 @@ class TestEviction:
         engine.drain()
         assert node.hits == before + 1
 
-    def test_eviction_drops_whole_edges(self) -> None:
+    def test_eviction_removes_whole_edges_of_the_radix_tree(self) -> None:
         tree = Tree()
         tree.put(1, 2, 3)
         tree.put(4, 5)
@@ -211,7 +211,7 @@ class TestEviction:
 
 
 class TestNamespaces:
-    def test_namespace_is_unique_for_adapter_and_salt(self) -> None:
+    def test_each_pair_of_adapter_and_salt_has_a_unique_namespace(self) -> None:
         words = ("", "a", "b", "ab", "1:a", "1:b", "2:ab")
         assert len({cache_namespace(lora, salt) for lora in words for salt in words}) == len(words) ** 2
 
@@ -292,7 +292,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
-    def test_events_report_whole_blocks_when_computed(self, page_size: int) -> None:
+    def test_events_report_each_whole_block_when_the_block_is_computed(self, page_size: int) -> None:
         engine = self.engine(page_size)
         tokens = list(range(300))
         wanted = self.run(engine, 0, tokens)
@@ -301,7 +301,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=3)
     @EACH_PAGE
-    def test_events_share_blocks_before_a_split(self, page_size: int) -> None:
+    def test_events_report_the_same_blocks_for_the_shared_prefix_of_two_prompts(self, page_size: int) -> None:
         engine = self.engine(page_size)
         first = self.run(engine, 0, list(range(400)))
         second = self.run(engine, 1, [*range(200), *range(500, 700)])
@@ -339,7 +339,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @EACH_PAGE
-    def test_events_name_the_blocks_when_a_flush_removes_few(self, page_size: int) -> None:
+    def test_events_list_the_removed_blocks_when_a_flush_removes_few(self, page_size: int) -> None:
         engine = self.engine(page_size)
         self.run(engine, 0, list(range(400)))
         self.run(engine, 1, list(range(200, 330)))
@@ -354,7 +354,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
-    def test_block_names_differ_by_namespace(self, page_size: int) -> None:
+    def test_names_of_blocks_differ_between_namespaces(self, page_size: int) -> None:
         engine = self.engine(page_size)
         first = self.run(engine, 0, list(range(400)))
         second = self.run(engine, 1, list(range(400)), salt="tenant")

@@ -32,7 +32,7 @@ def num_reservations(pair: Relayed) -> int:
 
 class TestAnnouncements:
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_prefetch_reads_each_chunk_during_the_next_one(self, overlap: bool) -> None:
+    def test_prefetch_reads_each_chunk_while_the_next_chunk_is_computed(self, overlap: bool) -> None:
         pair = Relayed(overlap=overlap, first={"overlap": overlap})
         pair.begin(0, list(range(74)), max_new_tokens=8)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
@@ -66,7 +66,7 @@ class TestAnnouncements:
         pair.first.drain()
         assert not pair.first.ready and pair.first.core.stats().rooms_total == 0
 
-    def test_prefetch_includes_output_from_another_worker(self) -> None:
+    def test_prefetch_reads_the_pages_of_the_earlier_output_of_a_resumed_request(self) -> None:
         pair = Relayed()
         pair.first.submit(9, PROMPT, max_new_tokens=30, ignore_eos=True)
         pair.first.drain()
@@ -175,7 +175,7 @@ class TestPreemptedPrompts:
         pair.finish(0, max_new_tokens=4)
         assert pair.first.core.stats().expired_rooms_total == 0
 
-    def test_reservation_ignores_a_release_while_growing(self) -> None:
+    def test_growing_reservation_ignores_a_release(self) -> None:
         """Another decode worker may still read the reservation."""
         pair = Relayed()
         pair.begin(0, PROMPT, max_new_tokens=4)
@@ -187,7 +187,7 @@ class TestPreemptedPrompts:
         pair.assert_all_is_free()
 
     @pytest.mark.parametrize("since", ["grown", "opened again"])
-    def test_reservation_ignores_the_release_of_an_earlier_opening(self, since: str) -> None:
+    def test_reservation_ignores_a_release_that_was_sent_for_an_earlier_version(self, since: str) -> None:
         """If a reader is lost while the prompt is computed, the next reader must find the reservation."""
         pair = Relayed() if since == "grown" else preempting(hold_s=0.05)
         if since == "grown":
@@ -205,7 +205,7 @@ class TestPreemptedPrompts:
 
 class TestReservationEnds:
     @pytest.mark.parametrize("how", ["abort", "front end", "failed step", "flush"])
-    def test_reservation_ends_with_the_request_or_the_pages(self, how: str) -> None:
+    def test_reservation_ends_when_the_request_ends_or_the_pages_are_flushed(self, how: str) -> None:
         pair = Relayed(page_moved_s=0.05)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: bool(pulled(pair.second)))
@@ -265,7 +265,7 @@ class TestReservationEnds:
         assert not len(pair.second.core.queues.importing)
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time", "its request aborted", "its request late", "flush"])
-    def test_released_prefetched_pages_let_a_waiting_request_begin(self, how: str) -> None:
+    def test_waiting_request_begins_when_prefetched_pages_are_released(self, how: str) -> None:
         """The pages are also released if their request has arrived and waits."""
         pair = Relayed(disaggregation_hold_s=5.0, num_pages=24)
         pair.begin(0, PROMPT, max_new_tokens=4)
@@ -292,7 +292,7 @@ class TestReservationEnds:
         second.turn()
         assert not len(queues.waiting) and queues.num_running == 2
 
-    def test_prefetched_pages_in_flight_are_freed_by_the_fact(self) -> None:
+    def test_pages_of_an_aborted_prefetch_are_freed_when_the_running_read_ends(self) -> None:
         pair = Relayed(page_moved_s=0.1)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: bool(pair.second.core.memory.quarantined))
@@ -327,7 +327,7 @@ class TestPrefetchedPages:
         memory.flush()
         assert memory.tree.num_pages < 8
 
-    def test_announcement_is_ignored_when_repeated_late_or_of_another_reservation(self) -> None:
+    def test_announcement_is_ignored_when_repeated_or_late_or_for_another_reservation(self) -> None:
         pair = Relayed()
         pair.begin(0, list(range(74)), max_new_tokens=4)
         pair.until(lambda: len(pair.reports.get(0, ())) == 2)
@@ -344,7 +344,7 @@ class TestPrefetchedPages:
         pair.finish(0, max_new_tokens=4)
         assert sum(pulled(pair.second)) == 18 and pair.second.core.stats().refused_pulls_total == 0
 
-    def test_prefetch_reads_at_most_the_prompt(self) -> None:
+    def test_prefetch_reads_no_page_beyond_the_prompt(self) -> None:
         pair = Relayed()
         pair.compute(0, PROMPT, max_new_tokens=4)
         reservation = pair.first.finishes[0].reservation
@@ -404,7 +404,7 @@ class TestPrefetchedPages:
         assert sum(pulled(pair.second)) == 10
         pair.assert_all_is_free()
 
-    def test_running_requests_take_pinned_prefetched_pages(self) -> None:
+    def test_pinned_prefetched_pages_are_evicted_when_a_running_request_needs_pages(self) -> None:
         pair = Relayed(num_pages=16)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
@@ -440,7 +440,7 @@ class TestPrefetchedPages:
             second.turn()
         assert not pulled(second)
 
-    def test_prefetches_are_limited(self) -> None:
+    def test_number_of_prefetches_is_limited(self) -> None:
         pair = Relayed()
         pair.compute(0, PROMPT, max_new_tokens=4)
         reservation = pair.first.finishes[0].reservation
@@ -456,7 +456,7 @@ class TestPrefetchedPages:
 
 @settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
 @given(st.data())
-def test_prefetches_keep_outputs_right_and_leak_no_page(data: st.DataObject) -> None:
+def test_random_prefetches_change_no_output_and_leak_no_page(data: st.DataObject) -> None:
     """Random announcements come late, twice or never.
 
     Prompts share prefixes, requests are preempted, pools are small, and reservations end early.

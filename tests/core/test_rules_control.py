@@ -36,7 +36,7 @@ class TestPause:
     @pytest.mark.by_day(one_in=2, seed=9)
     @WITH_AND_WITHOUT_OVERLAP
     @pytest.mark.parametrize("mode", PauseMode)
-    def test_pause_stops_planning_and_queues_new_requests(self, overlap: bool, mode: PauseMode) -> None:
+    def test_paused_scheduler_plans_no_step_and_queues_new_requests(self, overlap: bool, mode: PauseMode) -> None:
         engine = busy(overlap)
         planned = len(engine.plans)
         engine.control.pause(mode, engine.now)
@@ -52,7 +52,7 @@ class TestPause:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @WITH_AND_WITHOUT_OVERLAP
-    def test_abort_pause_ends_all_requests(self, overlap: bool) -> None:
+    def test_pause_in_abort_mode_ends_all_requests(self, overlap: bool) -> None:
         engine = busy(overlap)
         engine.control.pause(PauseMode.ABORT, engine.now)
         engine.turn()
@@ -63,7 +63,7 @@ class TestPause:
 
     @pytest.mark.by_day(one_in=2)
     @WITH_AND_WITHOUT_OVERLAP
-    def test_retract_pause_frees_all_memory(self, overlap: bool) -> None:
+    def test_pause_in_retract_mode_frees_all_memory(self, overlap: bool) -> None:
         engine = busy(overlap)
         engine.control.pause(PauseMode.RETRACT, engine.now)
         engine.turn()
@@ -75,7 +75,7 @@ class TestPause:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @WITH_AND_WITHOUT_OVERLAP
-    def test_in_place_pause_keeps_the_memory(self, overlap: bool) -> None:
+    def test_pause_in_in_place_mode_keeps_the_memory(self, overlap: bool) -> None:
         engine = busy(overlap)
         before = engine.core.stats()
         engine.control.pause(PauseMode.IN_PLACE, engine.now)
@@ -130,13 +130,13 @@ class TestWeights:
         engine.drain()
         return engine.finishes[handle].cached_tokens
 
-    def test_pages_of_other_weights_are_not_found(self) -> None:
+    def test_pages_of_another_model_version_are_not_found(self) -> None:
         engine = make()
         assert (self.answer(engine, 0), self.answer(engine, 1) > 0) == (0, True)
         engine.core.revision = "another"
         assert self.answer(engine, 2) == 0
 
-    def test_replace_weights_forgets_pages_and_sessions(self) -> None:
+    def test_replacing_the_weights_removes_cached_pages_and_sessions(self) -> None:
         engine = make()
         engine.open_session("chat")
         self.answer(engine, 0)
@@ -150,7 +150,7 @@ class TestWeights:
 
 
 class TestRetune:
-    def test_tunables_show_every_setting(self) -> None:
+    def test_tunables_list_every_setting_that_can_be_changed_at_run_time(self) -> None:
         shown = make().control.tunables()
         assert set(shown) == {*RANGES, "new_token_ratio"}
         assert shown["schedule_policy"] == "fcfs" and shown["chunked_prefill_size"] == 16
@@ -159,7 +159,7 @@ class TestRetune:
     @pytest.mark.parametrize(
         "name", ["schedule_policy", "schedule_conservativeness", "max_running_requests", "enable_mixed_chunk"]
     )
-    def test_retune_accepts_present_values(self, name: str) -> None:
+    def test_retuning_accepts_the_current_value_of_a_setting(self, name: str) -> None:
         control = make().control
         before = control.tunables()
         control.retune({name: before[name]})
@@ -198,14 +198,14 @@ class TestRetune:
             ({"chunked_prefill_size": -2}, "chunked_prefill_size"),
         ],
     )
-    def test_retune_refuses_an_invalid_setting_and_changes_none(self, changes: dict[str, Any], named: str) -> None:
+    def test_retuning_refuses_an_invalid_setting_and_keeps_all_settings(self, changes: dict[str, Any], named: str) -> None:
         control = make().control
         before = control.tunables()
         with pytest.raises(ValueError, match=named):
             control.retune({"max_queued_requests": 7, "new_token_ratio": 0.5, **changes})
         assert control.tunables() == before
 
-    def test_retune_changes_the_policy_of_the_next_plan(self) -> None:
+    def test_retuning_changes_the_policy_of_the_next_plan(self) -> None:
         engine = make(max_running_requests=1)
         for handle, max_new in enumerate((1, 2, 3)):
             engine.submit(handle, [handle] * 4, max_new_tokens=max_new, ignore_eos=True)
@@ -214,7 +214,7 @@ class TestRetune:
         engine.drain()
         assert list(engine.finishes) == [2, 1, 0]
 
-    def test_retune_changes_the_limit_of_running_requests(self) -> None:
+    def test_retuning_changes_the_limit_of_running_requests(self) -> None:
         engine = make()
         engine.control.retune({"max_running_requests": 2})
         assert engine.core.stats().max_running_requests == 2, "statistics report the present limit, not the one from the start"
@@ -229,17 +229,19 @@ class TestRetune:
         assert engine.core.stats().num_running == 6
 
     @pytest.mark.parametrize(("conservativeness", "ratio"), [(0.5, 0.35), (2.0, 1.0)])
-    def test_retune_resets_the_ratio_when_conservativeness_changes(self, conservativeness: float, ratio: float) -> None:
+    def test_retuning_resets_the_new_token_ratio_when_conservativeness_changes(
+        self, conservativeness: float, ratio: float
+    ) -> None:
         control = make().control
         control.retune({"schedule_conservativeness": conservativeness})
         assert control.stats().new_token_ratio == pytest.approx(ratio)
 
-    def test_retune_sets_the_ratio(self) -> None:
+    def test_retuning_sets_the_new_token_ratio(self) -> None:
         control = make().control
         control.retune({"new_token_ratio": 0.25})
         assert control.stats().new_token_ratio == 0.25 == control.tunables()["new_token_ratio"]
 
-    def test_retune_changes_chunks_mixing_and_queue_at_once(self) -> None:
+    def test_retuning_changes_chunk_size_mixed_steps_and_queue_limit_immediately(self) -> None:
         engine = make(chunked_prefill_size=16, adaptive_chunk_rows=0)
         engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
         for _ in range(3):
@@ -254,7 +256,7 @@ class TestRetune:
         engine.drain()
         assert engine.finishes[2].error is ErrorCode.QUEUE_FULL
 
-    def test_retune_changes_no_output(self) -> None:
+    def test_retuning_changes_no_output(self) -> None:
         engine = make(num_pages=40)
         settings: list[dict[str, Any]] = [
             {"schedule_policy": "lpm", "enable_mixed_chunk": True},
@@ -322,7 +324,7 @@ class TestEndsOfRanges:
         ],
         ids=lambda value: str(value) if isinstance(value, str) else ("least" if abs(value) <= 256 else "most"),
     )
-    def test_requests_end_when_a_tunable_is_at_an_end_of_the_range(self, name: str, value: float) -> None:
+    def test_requests_finish_when_a_setting_has_the_smallest_or_largest_allowed_value(self, name: str, value: float) -> None:
         engine, limits = make(enable_priority_scheduling=True), RANGES[name]
         assert limits is not None
         value = max(value, 4) if name == "max_prefill_tokens" else min(value, 8) if name == "max_running_requests" else value
@@ -365,7 +367,7 @@ class TestEndsOfRanges:
         assert engine.finishes[1].reason is FinishReason.LENGTH and not engine.core.stats().refuses_new
 
     @pytest.mark.parametrize(("threshold", "preempted"), [(0, 1), (MOST, 0)])
-    def test_threshold_limits_preemption(self, threshold: int, preempted: int) -> None:
+    def test_priority_threshold_limits_preemption(self, threshold: int, preempted: int) -> None:
         engine = retuned(priority_preemption_threshold=threshold, max_running_requests=1)
         engine.submit(0, [1] * 4, max_new_tokens=20, ignore_eos=True)
         for _ in range(3):
@@ -375,11 +377,11 @@ class TestEndsOfRanges:
         assert engine.core.stats().preemptions_total == preempted
 
     @pytest.mark.parametrize(("conservativeness", "ratio"), [(5e-324, 0.0), (1e300, 1.0)])
-    def test_conservativeness_bounds_the_ratio(self, conservativeness: float, ratio: float) -> None:
+    def test_new_token_ratio_is_0_or_1_when_conservativeness_is_extreme(self, conservativeness: float, ratio: float) -> None:
         assert retuned(schedule_conservativeness=conservativeness).core.stats().new_token_ratio == pytest.approx(ratio)
 
     @pytest.mark.parametrize(("size", "steps"), [(0, 1), (-1, 1), (4, 25), (MOST, 1)])
-    def test_chunked_prefill_size_cuts_a_prompt_except_at_0(self, size: int, steps: int) -> None:
+    def test_chunked_prefill_size_cuts_a_prompt_unless_the_size_is_0(self, size: int, steps: int) -> None:
         engine = retuned(chunked_prefill_size=size)
         engine.submit(0, range(100), max_new_tokens=1)
         engine.drain()
@@ -387,7 +389,7 @@ class TestEndsOfRanges:
         assert engine.control.tunables()["chunked_prefill_size"] == max(size, 0)
 
     @pytest.mark.parametrize(("tokens", "steps"), [(4, 25), (MOST, 1)])
-    def test_prefill_budget_bounds_a_step(self, tokens: int, steps: int) -> None:
+    def test_max_prefill_tokens_limits_the_prompt_tokens_of_a_step(self, tokens: int, steps: int) -> None:
         engine = retuned(chunked_prefill_size=100, max_prefill_tokens=tokens)
         engine.submit(0, range(100), max_new_tokens=1)
         engine.drain()
@@ -403,11 +405,11 @@ class TestEndsOfRanges:
             ({"max_extend_steps": 0, "adaptive_chunk_s": 0.0}, "EEEEEEE"),
         ],
     )
-    def test_max_extend_steps_lets_decode_rows_run_except_at_0(self, changes: dict[str, Any], seen: str) -> None:
+    def test_decode_rows_run_between_extend_steps_unless_max_extend_steps_is_0(self, changes: dict[str, Any], seen: str) -> None:
         assert seen in modes(retuned(chunked_prefill_size=16, **({"adaptive_chunk_rows": 0} | changes)))
 
     @pytest.mark.parametrize(("rows", "longest"), [(0, 16), (1, 8), (MOST, 12)])
-    def test_adaptive_chunk_rows_shortens_chunks_except_at_0(self, rows: int, longest: int) -> None:
+    def test_adaptive_chunk_rows_shortens_chunks_unless_the_setting_is_0(self, rows: int, longest: int) -> None:
         engine = retuned(chunked_prefill_size=16, adaptive_chunk_rows=rows, adaptive_chunk_s=0.0)
         modes(engine)
         assert max(int(plan.num_tokens.max()) for plan in engine.plans) == longest
@@ -422,7 +424,7 @@ class TestEndsOfRanges:
 
     @pytest.mark.parametrize("name", ["waiting_timeout_s", "running_timeout_s"])
     @pytest.mark.parametrize(("seconds", "error"), [(0.0, ErrorCode.NONE), (0.001, ErrorCode.TIMEOUT), (MOST_S, ErrorCode.NONE)])
-    def test_timeout_ends_a_waiting_request_except_at_0(self, name: str, seconds: float, error: ErrorCode) -> None:
+    def test_timeout_ends_a_waiting_request_unless_the_timeout_is_0(self, name: str, seconds: float, error: ErrorCode) -> None:
         engine = retuned(max_running_requests=1, **{name: seconds})
         for handle in range(2):
             engine.submit(handle, [handle] * 4, max_new_tokens=9, ignore_eos=True)
@@ -430,7 +432,7 @@ class TestEndsOfRanges:
         assert engine.finishes[1].error is error
 
     @pytest.mark.parametrize(("capacity", "refused"), [(1, True), (MOST, False)])
-    def test_session_capacity_bounds_a_turn(self, capacity: int, refused: bool) -> None:
+    def test_session_capacity_limits_the_tokens_of_a_turn(self, capacity: int, refused: bool) -> None:
         engine = retuned(session_capacity=capacity)
         assert engine.open_session("s")
         engine.submit(0, [1] * 4, session=SessionTurn("s"), max_new_tokens=2)
@@ -438,7 +440,7 @@ class TestEndsOfRanges:
         assert (engine.finishes[0].error is ErrorCode.INVALID_ARGUMENT) == refused
 
     @pytest.mark.parametrize(("seconds", "open_sessions"), [(5e-324, 0), (MOST_S, 1)])
-    def test_session_ends_by_lifetime(self, seconds: float, open_sessions: int) -> None:
+    def test_session_ends_when_the_lifetime_is_over(self, seconds: float, open_sessions: int) -> None:
         engine = retuned(session_ttl_s=seconds)
         assert engine.open_session("s")
         engine.now += 1e6
@@ -455,7 +457,7 @@ class TestEndsOfRanges:
         assert engine.finishes[0].error is ErrorCode.NONE
 
     @pytest.mark.parametrize(("every", "is_retracted"), [(0, False), (1, True), (MOST, False)])
-    def test_retract_interval_retracts_requests_except_at_0(self, every: int, is_retracted: bool) -> None:
+    def test_retract_interval_retracts_requests_unless_the_interval_is_0(self, every: int, is_retracted: bool) -> None:
         engine = retuned(retract_interval=every)
         for handle in range(3):
             engine.submit(handle, [handle] * 4, max_new_tokens=9, ignore_eos=True)

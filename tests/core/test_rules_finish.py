@@ -40,16 +40,16 @@ NAMES = ["length", "grammar", "stop token", "stop string", "stop regex"]
 
 class TestOrder:
     @pytest.mark.parametrize(("reason", "rule"), RULES, ids=NAMES)
-    def test_finish_rule_ends_a_request(self, reason: FinishReason, rule: dict[str, Any]) -> None:
+    def test_each_finish_rule_ends_a_request(self, reason: FinishReason, rule: dict[str, Any]) -> None:
         found = ending([2, 0, B], **rule)
         assert found is not None and found.reason is reason
 
     @pytest.mark.parametrize("winner", [0, 1, 2, 3], ids=[f"{a} before {b}" for a, b in pairwise(NAMES)])
-    def test_finish_rule_precedes_the_next_rule(self, winner: int) -> None:
+    def test_each_finish_rule_has_precedence_over_the_next_rule(self, winner: int) -> None:
         found = ending([2, 0, B], **{**RULES[winner][1], **RULES[winner + 1][1]})
         assert found is not None and found.reason is RULES[winner][0]
 
-    def test_finish_reason_is_the_first_rule_when_all_hold(self) -> None:
+    def test_finish_reason_comes_from_the_first_rule_when_all_rules_apply(self) -> None:
         everything = {name: value for _, rule in RULES for name, value in rule.items()}
         found = ending([2, 0, B], **everything)
         assert found is not None and found.reason is FinishReason.LENGTH
@@ -57,7 +57,7 @@ class TestOrder:
     def test_request_continues_when_no_finish_rule_holds(self) -> None:
         assert ending([2, 0, B], stop_token_ids=(9,), stop=("zz",), stop_regex=("y+",)) is None
 
-    def test_abort_precedes_every_finish_rule(self) -> None:
+    def test_abort_has_precedence_over_every_finish_rule(self) -> None:
         engine = make()
         engine.submit(0, [1] * 4, max_new_tokens=1)
         engine.turn()
@@ -74,7 +74,7 @@ class TestOrder:
             (RowFault.NO_TOKEN_ALLOWED, ErrorCode.INVALID_ARGUMENT, {"max_new_tokens": 1}),
         ],
     )
-    def test_fault_precedes_every_finish_rule(self, rule: dict[str, Any], fault: RowFault, error: ErrorCode) -> None:
+    def test_fault_has_precedence_over_every_finish_rule(self, rule: dict[str, Any], fault: RowFault, error: ErrorCode) -> None:
         engine = make()
         engine.executor.row_faults = {1: {0: fault}}
         engine.submit(0, [1] * 4, **{"max_new_tokens": 9, **rule})
@@ -82,7 +82,7 @@ class TestOrder:
         assert engine.finishes[0].reason is FinishReason.ABORT and engine.finishes[0].error is error
         assert engine.finishes[0].completion_tokens == 0 and 0 not in engine.outputs
 
-    def test_refused_token_precedes_length_and_stop_token(self) -> None:
+    def test_token_that_the_grammar_refuses_has_precedence_over_length_and_stop_token(self) -> None:
         engine = make()
         grammar = spec(1, 1)
         engine.submit(0, [1] * 4, max_new_tokens=1, grammar=grammar)
@@ -112,7 +112,7 @@ class TestTokens:
         assert (ending([B] * count, stop_token_ids=(B,), min_new_tokens=3) is not None) is ends
 
     @pytest.mark.parametrize("num_ids", [8, 9])
-    def test_stop_tokens_match_when_more_than_the_column_has(self, num_ids: int) -> None:
+    def test_stop_tokens_match_when_a_request_has_more_than_fit_into_the_column(self, num_ids: int) -> None:
         engine = make(eos_token_ids=())
         engine.submit(0, [1] * 8, max_new_tokens=30, ignore_eos=True)
         engine.drain()
@@ -122,7 +122,7 @@ class TestTokens:
         engine.drain()
         assert engine.finishes[1].matched_token == out[10] and engine.outputs[1] == out[:11]
 
-    def test_finished_grammar_reports_the_stop_token(self) -> None:
+    def test_finish_reports_the_stop_token_when_the_grammar_is_complete(self) -> None:
         assert ending([2, B], True) == Finish(FinishReason.MATCHED_TOKEN, matched_token=-1)
         assert ending([2, B], True, stop_token_ids=(B,)) == Finish(FinishReason.MATCHED_TOKEN, matched_token=B)
 
@@ -139,12 +139,12 @@ class TestStrings:
         ],
         ids=["the earliest in the text", "of one place the first listed", "whichever that is", "a later one", "none"],
     )
-    def test_first_stop_returns_the_earliest_match(self, text: str, stops: tuple[str, ...], matched: str | None) -> None:
+    def test_earliest_stop_string_in_the_text_matches(self, text: str, stops: tuple[str, ...], matched: str | None) -> None:
         assert first_stop(text, stops) == matched
 
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_stop_string_ends_the_output_at_the_completing_token(self, overlap: bool) -> None:
+    def test_output_ends_at_the_token_that_completes_a_stop_string(self, overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 8, max_new_tokens=30, ignore_eos=True)
         engine.drain()
@@ -160,7 +160,7 @@ class TestRegexes:
         assert ending([2, 0, B], stop_regex=("z", "a[bc]")) == Finish(FinishReason.MATCHED_REGEX, matched_stop="a[bc]")
 
     @pytest.mark.parametrize(("behind", "found"), [(REGEX_TAIL_TOKENS - 1, True), (REGEX_TAIL_TOKENS, False)])
-    def test_stop_pattern_searches_the_last_256_tokens(self, behind: int, found: bool) -> None:
+    def test_stop_pattern_is_searched_in_the_last_256_tokens(self, behind: int, found: bool) -> None:
         assert REGEX_TAIL_TOKENS == 256
         assert (ending([25] + [0] * behind, max_new_tokens=999, stop_regex=("z",)) is not None) is found
 
@@ -174,7 +174,7 @@ class TestRegexes:
 
 class TestLength:
     @pytest.mark.parametrize(("max_new", "overlap"), [(1, True), (1, False), (2, True), (30, False)])
-    def test_length_limits_the_output_to_max_new_tokens(self, max_new: int, overlap: bool) -> None:
+    def test_request_ends_after_max_new_tokens(self, max_new: int, overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 8, max_new_tokens=max_new, ignore_eos=True)
         engine.drain()
@@ -189,7 +189,7 @@ class TestLength:
         finish = engine.finishes[0]
         assert finish.reason is FinishReason.LENGTH if fits else finish.error is ErrorCode.INVALID_ARGUMENT
 
-    def test_length_ends_an_unfinished_grammar(self) -> None:
+    def test_request_ends_after_max_new_tokens_when_the_grammar_is_incomplete(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=6, grammar=spec(0, 20))
         engine.drain()

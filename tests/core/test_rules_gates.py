@@ -43,7 +43,9 @@ def admitted(engine: Engine) -> list[list[int]]:
 class TestPrefixGate:
     @pytest.mark.by_day(one_in=3, seed=20)
     @each_value(policy=list(SchedulePolicy), overlap=[True, False])
-    def test_prefix_gate_admits_pairs_in_three_steps(self, overlap: bool, policy: SchedulePolicy) -> None:
+    def test_prefix_gate_admits_pairs_with_a_shared_prefix_within_three_steps(
+        self, overlap: bool, policy: SchedulePolicy
+    ) -> None:
         engine = wide(overlap, schedule_policy=policy)
         for handle in range(40):
             engine.submit(handle, prompt(handle // 2, handle), max_new_tokens=40, ignore_eos=True)
@@ -62,7 +64,7 @@ class TestPrefixGate:
         assert admitted(engine) == [[0, 2, 4]]
 
     @pytest.mark.parametrize("end", ["abort", "retract"])
-    def test_prefix_gate_ends_the_wait_when_the_extend_ends(self, end: str) -> None:
+    def test_prefix_gate_ends_the_wait_when_the_awaited_request_is_aborted_or_retracted(self, end: str) -> None:
         engine = wide()
         for handle in range(2):
             engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
@@ -152,7 +154,7 @@ class TestWaitBehindALaterRequest:
             engine.turn()
         return engine
 
-    def test_request_precedes_the_next_chunk_of_a_later_request_after_its_wait(self) -> None:
+    def test_request_runs_before_the_next_chunk_of_a_later_request_when_the_wait_ends(self) -> None:
         engine = self.start()
         plan = engine.plans[2]
         assert plan.num_tokens.tolist()[: plan.num_extend] == [16, 112]
@@ -161,7 +163,7 @@ class TestWaitBehindALaterRequest:
         assert engine.finishes[1].cached_tokens == 64
         check_run(engine)
 
-    def test_request_waits_when_a_started_extend_needs_the_pages(self) -> None:
+    def test_request_waits_when_an_unfinished_prompt_needs_the_pages(self) -> None:
         engine = self.start(num_pages=174)
         assert engine.core.queues.by_key[0, 1].phase is Phase.WAITING
         engine.drain()
@@ -169,7 +171,7 @@ class TestWaitBehindALaterRequest:
         check_run(engine)
 
     @pytest.mark.parametrize("tail", [4, 40])
-    def test_request_waits_for_second_prefix_after_the_first_is_computed(self, tail: int) -> None:
+    def test_request_waits_for_a_second_shared_prefix_after_the_first_is_computed(self, tail: int) -> None:
         """Requests 0, 1 and 2 share 64 tokens, and requests 1 and 2 share 128.
 
         Request 2 waits for request 0, then for request 1. Request 3 extends during both waits.
@@ -183,7 +185,7 @@ class TestWaitBehindALaterRequest:
         check_run(engine)
 
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_request_waits_for_longer_prefix_of_the_same_pass(self, overlap: bool) -> None:
+    def test_request_waits_for_a_longer_prefix_of_a_request_admitted_in_the_same_pass(self, overlap: bool) -> None:
         """Request 2 stops waiting for request 0 in the pass that admits request 1, with which it shares 464 tokens."""
         engine = wide(overlap, chunked_prefill_size=128, adaptive_chunk_rows=0, max_extend_steps=1)
         shared = [1] * 64 + [3] * 400
@@ -224,7 +226,7 @@ class TestMemoryOfAHeldRequest:
         engine.drain()
         check_run(engine)
 
-    def test_blocked_request_displaces_no_request(self) -> None:
+    def test_blocked_request_preempts_no_running_request(self) -> None:
         engine = wide(enable_priority_scheduling=True, max_running_requests=2)
         engine.submit(2, prompt(2, 2), max_new_tokens=40, ignore_eos=True)
         for _ in range(4):
@@ -288,7 +290,7 @@ def watch(engine: Engine) -> None:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=roomy, seed=st.integers(0, 2**32), overlap=st.booleans(), aborts=st.sampled_from([0.8, 1.0]))
-def test_prefix_gate_skips_no_request_more_than_eight_times_without_progress(
+def test_prefix_gate_skips_a_request_at_most_eight_times_without_progress(
     config: SchedulerConfig, seed: int, overlap: bool, aborts: float
 ) -> None:
     """Urgent requests with a shared prefix arrive repeatedly.

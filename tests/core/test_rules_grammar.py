@@ -82,7 +82,7 @@ class TestGate:
         assert engine.core.stats().grammar_aborts_total == 2
         engine.check_answer(2)
 
-    def test_gated_request_can_be_aborted(self) -> None:
+    def test_request_that_waits_for_a_grammar_can_be_aborted(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
         engine.abort(0)
@@ -91,7 +91,7 @@ class TestGate:
         assert engine.finishes[0].error is ErrorCode.CANCELLED and not engine.plans
 
     @pytest.mark.parametrize("limit", [{"waiting_timeout_s": 0.05}, {"timeout_s": 0.05}], ids=["of waiting", "of the request"])
-    def test_gated_request_times_out(self, limit: dict[str, float]) -> None:
+    def test_request_that_waits_for_a_grammar_times_out(self, limit: dict[str, float]) -> None:
         engine = make(waiting_timeout_s=limit.get("waiting_timeout_s", 0.0))
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12), timeout_s=limit.get("timeout_s", 0.0))
         for _ in range(10):
@@ -106,7 +106,7 @@ class TestGate:
 
 
 class TestMasks:
-    def test_mask_rows_are_the_sampled_rows_with_a_grammar(self) -> None:
+    def test_only_sampled_rows_with_a_grammar_have_a_mask(self) -> None:
         engine = make()
         engine.book.ready.add(spec(1, 40))
         engine.submit(0, [1] * 8, max_new_tokens=40, ignore_eos=True)
@@ -122,7 +122,9 @@ class TestMasks:
         engine.check_answer(1)
 
     @pytest.mark.parametrize(("fault", "error"), [("", ErrorCode.INTERNAL), ("too deep", ErrorCode.INVALID_ARGUMENT)])
-    def test_refused_token_ends_one_request(self, monkeypatch: pytest.MonkeyPatch, fault: str, error: ErrorCode) -> None:
+    def test_refused_token_ends_only_the_request_with_that_grammar(
+        self, monkeypatch: pytest.MonkeyPatch, fault: str, error: ErrorCode
+    ) -> None:
         engine = make()
         engine.book.ready.add(spec(1, 40))
         engine.submit(0, [1] * 8, max_new_tokens=10, ignore_eos=True)
@@ -223,7 +225,7 @@ class TestForcedTokens:
         },
         overlap=OVERLAP,
     )
-    def test_tokens_are_not_forced_when_each_token_must_be_sampled(self, params: dict[str, Any], overlap: bool) -> None:
+    def test_no_token_is_forced_when_parameters_require_sampling(self, params: dict[str, Any], overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 9, max_new_tokens=60, grammar=spec(0, 40), **params)
         engine.drain()

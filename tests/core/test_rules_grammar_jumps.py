@@ -47,7 +47,7 @@ def forced_steps(engine: Engine) -> list[BatchPlan]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_jump_takes_one_replayed_step_when_the_graph_has_rows(overlap: bool) -> None:
+def test_forced_tokens_are_computed_in_one_graph_step_when_the_graph_has_enough_rows(overlap: bool) -> None:
     without, held = run({}, overlap), run(WIDE, overlap)
     assert len(held.plans) == len(without.plans)
     assert all(replayed(held)) and max(int(plan.num_tokens.max()) for plan in forced_steps(held)) >= 15
@@ -55,7 +55,7 @@ def test_jump_takes_one_replayed_step_when_the_graph_has_rows(overlap: bool) -> 
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_jump_takes_an_eager_step_only_when_that_saves_time(overlap: bool) -> None:
+def test_forced_tokens_use_an_eager_step_only_when_the_eager_step_saves_time(overlap: bool) -> None:
     narrow = {"graph_rows": 3, "graph_rereads": 10_000}
     cheap = run({**narrow, "eager_step_cost": 4.0}, overlap)  # 15 steps saved, 3 rows that each lose 4
     dear = run({**narrow, "eager_step_cost": 6.0}, overlap)
@@ -66,12 +66,12 @@ def test_jump_takes_an_eager_step_only_when_that_saves_time(overlap: bool) -> No
     )
 
 
-def test_jumps_of_several_rows_share_the_cost_of_an_eager_step() -> None:
+def test_forced_tokens_of_several_rows_share_the_cost_of_an_eager_step() -> None:
     narrow = {"graph_rows": 4, "graph_rereads": 10_000, "eager_step_cost": 6.0}
     assert all(replayed(run(narrow, jumping=1, plain=3))) and not all(replayed(run(narrow, jumping=4, plain=0)))
 
 
-def test_jump_fills_the_rows_of_a_small_graph() -> None:
+def test_forced_tokens_fill_the_free_rows_of_a_small_graph() -> None:
     engine = run({"graph_rows": 8, "graph_rereads": 10_000, "eager_step_cost": 9.0}, jumping=1, plain=2)
     assert all(replayed(engine)) and max(int(plan.num_tokens.sum()) for plan in forced_steps(engine)) == 8
     assert [int(plan.num_tokens[0]) for plan in forced_steps(engine)] == [6, 6, 4], (
@@ -79,13 +79,13 @@ def test_jump_fills_the_rows_of_a_small_graph() -> None:
     )
 
 
-def test_jump_takes_an_eager_step_when_rereading_costs_more() -> None:
+def test_forced_tokens_use_an_eager_step_when_rereading_the_context_costs_more() -> None:
     engine = run({"graph_rows": 64, "graph_rereads": 300, "eager_step_cost": 9.0})
     assert [plan.num_extend for plan in forced_steps(engine)] == [plan.num_extend for plan in forced_steps(run({}))]
     assert not all(replayed(engine)) and all(replayed(run({**WIDE, "graph_rereads": 600})))
 
 
-def test_jump_is_computed_at_once_when_a_prompt_shares_the_step() -> None:
+def test_all_forced_tokens_are_computed_at_once_when_a_prompt_shares_the_step() -> None:
     engine = make(True, num_pages=256, chunked_prefill_size=128, graph_rows=1, graph_rereads=10_000, eager_step_cost=99.0)
     engine.book.ready.add(RUNS)
     engine.submit(0, [1] * 4, max_new_tokens=60, grammar=RUNS)
@@ -121,7 +121,9 @@ def test_outputs_do_not_depend_on_the_graph_limits(
     st.sampled_from([0, 20_000, 10**9]),
     st.integers(0, 40),
 )
-def test_strides_fit_the_graph_and_advance_every_row(rows: list[tuple[int, int]], size: int, limit: int, others: int) -> None:
+def test_number_of_forced_tokens_per_row_fits_the_graph_and_is_at_least_one(
+    rows: list[tuple[int, int]], size: int, limit: int, others: int
+) -> None:
     starts, left = zip(*rows, strict=True)
     never = GraphLimits(size, limit, float("inf"))
     taken = strides(never, starts, left, len(rows) + others)
@@ -134,5 +136,5 @@ def test_strides_fit_the_graph_and_advance_every_row(rows: list[tuple[int, int]]
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 4), (100, 1), (100, 3)])
-def test_rereads_sum_the_contexts_of_all_rows_except_the_last(start: int, count: int) -> None:
+def test_number_of_rereads_is_the_sum_of_the_contexts_of_all_rows_except_the_last(start: int, count: int) -> None:
     assert rereads(start, count) == sum(start + index + 1 for index in range(count - 1))

@@ -44,7 +44,7 @@ def test_draft_tokens_of_a_prediction_are_counted_once(overlap: bool, retract_in
         assert (engine.finishes[0].retractions > 0) == (retract_interval > 0)
 
 
-def test_draft_tokens_after_the_end_are_not_counted() -> None:
+def test_draft_tokens_after_the_end_of_the_output_are_not_counted() -> None:
     told = guessing(overlap=True)
     told.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     told.drain()

@@ -43,7 +43,7 @@ class TestLateImports:
         assert engine.now > 45.0 and not quarantined(engine)
         check_run(engine)
 
-    def test_import_is_not_late_while_an_earlier_one_runs(self) -> None:
+    def test_import_is_not_late_while_an_earlier_import_runs(self) -> None:
         """Each import takes 0.27 s, and they run in sequence; computing takes 0.36 s."""
         engine = cold(roomy(num_pages=64), prompt(0), prompt(1))
         computing_takes(engine, 1e-2)
@@ -54,7 +54,7 @@ class TestLateImports:
         assert engine.core.stats().given_up_operations_total == 0
         assert engine.finishes[0].cached_tokens == engine.finishes[1].cached_tokens == 36
 
-    def test_import_begins_when_a_step_has_failed(self) -> None:
+    def test_import_begins_although_the_running_step_fails(self) -> None:
         """The operation waits for the running step. It begins although the step fails and no further step is planned."""
         engine = roomy(page_moved_s=0.0)
         ask(engine, 1000, prompt(0))
@@ -93,7 +93,7 @@ class TestLateImports:
         engine.drain()
         check_run(engine)
 
-    def test_import_may_take_a_second_when_computing_is_not_measured(self) -> None:
+    def test_import_may_take_one_second_when_the_computing_time_is_unknown(self) -> None:
         other = tiered(has_storage=True)
         ask(other, 0, prompt(0))
         engine = roomy(page_moved_s=0.2, has_storage=True)
@@ -124,7 +124,7 @@ class TestLateImports:
 
 
 class TestPoolLimits:
-    def test_pins_are_released_before_a_retraction(self) -> None:
+    def test_pins_of_imported_pages_are_released_before_a_request_is_retracted(self) -> None:
         """The pool has 40 pages. Two requests grow to 16 pages each. Nine pages are imported for a request without a slot."""
         engine = cold(roomy(num_pages=32, max_running_requests=2), prompt(0))
         for handle in (1, 2):
@@ -136,7 +136,7 @@ class TestPoolLimits:
         assert stats.loaded_pages_total == 9 and stats.retractions_total == 0
         check_run(engine)
 
-    def test_pins_are_released_before_the_last_request_ends(self) -> None:
+    def test_pins_of_imported_pages_are_released_before_the_last_request_is_aborted(self) -> None:
         engine = cold(roomy(num_pages=20, max_running_requests=1), prompt(0))
         begin(engine, 1, prompt(1, 16), 48)
         engine.turn()
@@ -146,7 +146,7 @@ class TestPoolLimits:
         assert engine.finishes[1].reason is FinishReason.LENGTH
         check_run(engine)
 
-    def test_request_does_not_end_while_an_operation_may_free_pages(self) -> None:
+    def test_request_is_not_aborted_while_a_running_operation_may_free_pages(self) -> None:
         """The request grows to 16 of 20 pages. An operation still has nine pages for an aborted request."""
         for prompt_tokens in (16, 60):
             engine = cold(roomy(num_pages=20, page_moved_s=0.3), prompt(0))

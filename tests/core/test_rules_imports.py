@@ -70,7 +70,7 @@ class TestSharing:
         assert [engine.finishes[handle].cached_tokens for handle in range(4)] == [36] * 4
         check_run(engine)
 
-    def test_import_reads_only_pages_missing_in_the_tree(self) -> None:
+    def test_import_reads_only_pages_that_the_tree_lacks(self) -> None:
         engine = cold(roomy(), prompt(0))
         ask(engine, 0, prompt(0, 20))
         before = num_moved(engine, LOAD)
@@ -88,7 +88,7 @@ class TestSharing:
         assert [engine.finishes[handle].cached_tokens for handle in range(2)] == [36, 36]
         check_run(engine)
 
-    def test_imported_tokens_count_only_shared_pages(self) -> None:
+    def test_request_counts_only_imported_pages_that_match_the_prompt(self) -> None:
         """The device has five pages. One more page is shared, and it arrives together with three pages of the other prompt."""
         engine = cold(roomy(), prompt(1, 24) + prompt(2, 16))
         ask(engine, 8, prompt(1, 20))
@@ -109,7 +109,7 @@ class TestSharing:
 
 
 class TestAbortedRequests:
-    def test_pages_stay_quarantined_until_the_fact_when_the_request_is_aborted(self) -> None:
+    def test_pages_of_an_aborted_request_stay_quarantined_until_the_import_ends(self) -> None:
         for pages in (9, 4, 0):  # pages that are moved
             engine = importing()
             engine.executor.pages_moved = lambda operation, pages=pages: pages
@@ -139,7 +139,7 @@ class TestAbortedRequests:
         assert cached_pages(engine) == 9 and not quarantined(engine)
         check_run(engine)
 
-    def test_imported_pages_are_pinned_until_admission_or_end(self) -> None:
+    def test_imported_pages_are_pinned_until_the_request_is_admitted_or_ends(self) -> None:
         engine = cold(roomy(max_running_requests=1), prompt(0))
         begin(engine, 1, [9], 30)
         engine.turn()
@@ -152,7 +152,7 @@ class TestAbortedRequests:
         engine.drain()
         check_run(engine)
 
-    def test_flush_discards_an_import(self) -> None:
+    def test_flush_discards_the_pages_of_a_running_import(self) -> None:
         engine = importing()
         engine.control.flush_cache()
         engine.drain()
@@ -187,7 +187,7 @@ class TestAbortedRequests:
         assert num_moved(engine, LOAD) == 9
         assert list(engine.finishes).index(0) < list(engine.finishes).index(2)
 
-    def test_trace_has_the_requested_and_the_imported_tokens(self) -> None:
+    def test_trace_has_the_numbers_of_requested_and_imported_tokens(self) -> None:
         engine = importing()
         engine.drain()
         told = [(event.kind, event.detail) for event in engine.control.trace("r0")]
@@ -197,7 +197,7 @@ class TestAbortedRequests:
 class TestFailedImports:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("kind", [LOAD, FETCH])
-    def test_import_without_pages_only_delays_the_request(self, kind: OperationKind) -> None:
+    def test_import_that_moves_no_page_only_delays_the_request(self, kind: OperationKind) -> None:
         engine = cold(roomy(has_storage=kind is FETCH), prompt(0))
         if kind is FETCH:
             engine.control.flush_tiers((Tier.HOST,))
@@ -226,7 +226,7 @@ class TestFailedImports:
 
 
 class TestIdleTurns:
-    def test_paused_scheduler_plans_operations_without_rows(self) -> None:
+    def test_paused_scheduler_plans_an_idle_step_for_page_operations(self) -> None:
         engine = cold(roomy(), prompt(0))
         engine.control.pause(PauseMode.IN_PLACE, engine.now)
         begin(engine, 0, prompt(0))
@@ -240,7 +240,7 @@ class TestIdleTurns:
         assert engine.finishes[0].cached_tokens == 36
         check_run(engine)
 
-    def test_plan_is_idle_exactly_without_rows(self) -> None:
+    def test_plan_is_idle_if_and_only_if_the_plan_has_no_rows(self) -> None:
         engine = cold(tiered(has_storage=True), prompt(0), prompt(1))
         assert {plan.num_rows == 0 for plan in engine.plans if plan.mode is ForwardMode.IDLE} == {True}
         assert all(plan.num_rows for plan in engine.plans if plan.mode is not ForwardMode.IDLE)
@@ -257,12 +257,12 @@ class TestImportingRequests:
             ({"prompt_logprobs_from": 39}, 9),
         ],
     )
-    def test_import_is_limited_to_the_largest_hit(self, params: dict[str, Any], pages: int) -> None:
+    def test_import_is_limited_to_the_largest_usable_prefix(self, params: dict[str, Any], pages: int) -> None:
         engine = cold(roomy(), prompt(0))
         assert ask(engine, 0, prompt(0), **params).cached_tokens == 4 * pages
         assert num_moved(engine, LOAD) == pages
 
-    def test_embedding_imports_pages_when_the_pooling_allows(self) -> None:
+    def test_embedding_imports_pages_when_the_pooling_allows_reuse(self) -> None:
         for reuses, pages in ((True, 9), (False, 0)):
             engine = cold(roomy(pooling_reuses_prefix=reuses), prompt(0))
             engine.submit(0, prompt(0), max_new_tokens=1, embedding=EmbeddingParams())
@@ -282,7 +282,7 @@ class TestImportingRequests:
         check_run(engine)
 
     @pytest.mark.parametrize("more", [{}, {"grammar": spec(1, 17), "top_logprobs": 0}])
-    def test_resumed_request_imports_given_output(self, more: dict[str, Any]) -> None:
+    def test_resumed_request_imports_the_pages_of_the_earlier_output(self, more: dict[str, Any]) -> None:
         engine = roomy()
         params = {"max_new_tokens": 14, "ignore_eos": True, **more}
         engine.submit(0, prompt(0), **params)
@@ -308,7 +308,7 @@ class TestImportingRequests:
         assert num_moved(engine, LOAD) >= 10 and engine.finishes[0].cached_tokens == 0
         check_run(engine)
 
-    def test_retracted_request_precedes_new_requests_after_an_import(self) -> None:
+    def test_retracted_request_that_imports_pages_runs_before_new_requests(self) -> None:
         """The request arrived last, but ran first because its output is the longest."""
         engine = slow(roomy(max_running_requests=1, schedule_policy=SchedulePolicy.LOF))
         begin(engine, 1, [8])
@@ -338,7 +338,7 @@ class TestImportingRequests:
         assert engine.finishes[0].cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
         check_run(engine)
 
-    def test_session_turn_imports_the_previous_turn(self) -> None:
+    def test_session_turn_imports_the_pages_of_the_previous_turn(self) -> None:
         engine = slow(roomy())
         engine.open_session("s")
         ask(engine, 0, prompt(0, 30), session=SessionTurn("s"))

@@ -38,17 +38,17 @@ class TestPromptLogprobs:
             *((False, 32, 0), (True, 32, 16), (False, 32, 17)),
         ],
     )
-    def test_prompt_logprobs_are_complete_when_the_prompt_is_cut(self, overlap: bool, chunk: int, first: int) -> None:
+    def test_prompt_logprobs_are_complete_when_the_prompt_is_cut_into_chunks(self, overlap: bool, chunk: int, first: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
         assert prompt_logprobs(engine, 0, first) == wanted(first)
 
     @pytest.mark.parametrize("budget", [4, 40])
-    def test_prompt_logprobs_do_not_depend_on_the_budget(self, budget: int) -> None:
+    def test_prompt_logprobs_do_not_depend_on_the_logprob_budget(self, budget: int) -> None:
         engine = make(max_prompt_logprob_tokens=budget, chunked_prefill_size=0)
         assert prompt_logprobs(engine, 0, 0) == wanted(0)
 
     @pytest.mark.parametrize(("first", "cached"), [(0, 0), (4, 0), (5, 4), (20, 16), (49, 48)])
-    def test_prompt_logprobs_limit_the_cached_prefix(self, first: int, cached: int) -> None:
+    def test_cached_prefix_ends_before_the_first_token_with_a_prompt_logprob(self, first: int, cached: int) -> None:
         engine = make()
         engine.submit(9, PROMPT, max_new_tokens=1)
         engine.drain()
@@ -77,7 +77,7 @@ class TestPromptLogprobs:
         assert engine.finishes[0].retractions == 1
         assert engine.prompt_logprobs[0] == wanted(0)
 
-    def test_prompt_logprobs_are_sent_by_chunk(self) -> None:
+    def test_prompt_logprobs_are_sent_after_each_chunk(self) -> None:
         engine = make(chunked_prefill_size=16)
         engine.submit(0, PROMPT, max_new_tokens=30, ignore_eos=True, prompt_logprobs_from=0)
         seen = []
@@ -117,13 +117,13 @@ def embed(engine: Engine, handle: int, prompt: list[int]) -> None:
 class TestEmbeddings:
     @pytest.mark.by_day(one_in=2)
     @each_value(chunk=[0, 4, 16], overlap=[True, False])
-    def test_embedding_ends_with_the_prompt_and_no_output(self, overlap: bool, chunk: int) -> None:
+    def test_embedding_request_ends_after_the_prompt_and_has_no_output(self, overlap: bool, chunk: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
         embed(engine, 0, PROMPT)
         assert engine.finishes[0].reason is FinishReason.EMBEDDED
         assert not any(plan.num_rows - plan.num_extend for plan in engine.plans), "no step has decode rows"
 
-    def test_embeddings_share_a_step(self) -> None:
+    def test_several_embedding_requests_share_one_step(self) -> None:
         engine = make(chunked_prefill_size=64)
         for handle in range(8):
             engine.submit(handle, [handle] * 8, embedding=EmbeddingParams(), max_new_tokens=1)
@@ -133,13 +133,13 @@ class TestEmbeddings:
             engine.check_answer(handle)
 
     @pytest.mark.parametrize(("reuses", "cached"), [(True, 48), (False, 0)])
-    def test_embedding_uses_a_cached_prefix_when_the_pooling_allows(self, reuses: bool, cached: int) -> None:
+    def test_embedding_uses_a_cached_prefix_when_the_pooling_allows_reuse(self, reuses: bool, cached: int) -> None:
         engine = make(pooling_reuses_prefix=reuses)
         embed(engine, 0, PROMPT)
         embed(engine, 1, PROMPT)
         assert engine.finishes[1].cached_tokens == cached
 
-    def test_generation_uses_pages_of_an_embedding(self) -> None:
+    def test_generation_reuses_the_cached_pages_of_an_embedding_request(self) -> None:
         engine = make(pooling_reuses_prefix=False)
         embed(engine, 0, PROMPT)
         engine.submit(1, PROMPT, max_new_tokens=4)
@@ -155,7 +155,7 @@ class TestEmbeddings:
         assert engine.finishes[0].reason is FinishReason.EMBEDDED
         assert engine.core.stats().retractions_total > 0
 
-    def test_fault_ends_one_embedding(self) -> None:
+    def test_fault_in_one_row_ends_only_that_embedding_request(self) -> None:
         engine = make(chunked_prefill_size=0)
         engine.executor.row_faults = {1: {0: RowFault.NAN_LOGITS}}
         engine.submit(0, PROMPT, embedding=EmbeddingParams(), max_new_tokens=1)

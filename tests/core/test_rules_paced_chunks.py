@@ -35,7 +35,7 @@ def pace(decode_s: dict[int, float] | None = None) -> ChunkPace:
     return made
 
 
-def test_paced_chunk_has_whole_pages_and_a_minimum() -> None:
+def test_paced_chunk_has_whole_pages_and_a_minimum_length() -> None:
     assert [paced_chunk(SIZE, 16, tokens) for tokens in (5000, 500, 0)] == [SIZE, 496, SIZE // MIN_PACED_SHARE]
     assert [paced_chunk(64, 16, 0), paced_chunk(0, 16, 5), paced_chunk(40, 16, 39)] == [16, 0, 32]
 
@@ -52,21 +52,21 @@ class TestPace:
             known.record(1000, rows, alone + 1.0, 1)
             assert known.tokens(0.3, rows, 0) == pytest.approx((0.3 - alone) / 0.001, abs=1), rows
 
-    def test_pace_adds_the_time_of_the_fewest_rows_to_an_extend_step(self) -> None:
+    def test_constant_time_of_an_extend_step_is_the_time_of_the_smallest_decode_step(self) -> None:
         known = pace({4: 0.05, 1: 0.02})
         known.record(1000, 0, 0.02 + 1.0, 1)
         assert known.tokens(0.3, 4, 1) == pytest.approx((0.3 - 0.05 - 0.02) / 0.001, abs=1)
         assert known.tokens(0.3, 4, 3) == pytest.approx((0.3 - 0.05 - 0.06) / 0.003, abs=1)
         assert known.tokens(0.3, 4, 0) == pytest.approx((0.3 - 0.05) / 0.001, abs=1)
 
-    def test_pace_returns_the_steps_that_fit_into_the_time(self) -> None:
+    def test_pace_returns_the_number_of_extend_steps_that_fit_into_the_time_limit(self) -> None:
         """A step of 100 tokens takes 0.12 s, and a step of 4 decode rows takes 0.05 s."""
         known = pace({4: 0.05, 1: 0.02})
         known.record(1000, 0, 0.02 + 1.0, 1)
         assert [known.steps(within_s, 4, 100) for within_s in (0.01, 0.16, 0.18, 0.6)] == [1, 1, 2, 5]
         assert [known.steps(0.6, 4, 1000), known.steps(1e308, 4, 9)] == [1, MOST_TOKENS]
 
-    def test_pace_gives_prompts_as_much_time_as_decode_rows(self) -> None:
+    def test_pace_gives_prompts_at_least_as_much_time_as_decode_rows(self) -> None:
         """The decode rows take 0.2 s. The time limit may be larger than any step."""
         known = pace({8: 0.2})
         known.record(1000, 8, 1.2, 1)
@@ -86,7 +86,7 @@ class TestPace:
             known.record(extended_then, 1, seconds, 64)
         assert not known.is_known
 
-    def test_pace_weighs_steps_by_tokens(self) -> None:
+    def test_pace_gives_more_weight_to_steps_with_more_tokens(self) -> None:
         """The constant time of a step makes the tokens of short prompts expensive."""
         known = pace()
         known.record(16, 0, 0.8 + 0.016, 16)
@@ -160,14 +160,14 @@ def test_decode_rows_wait_at_most_adaptive_chunk_s(overlap: bool, mixed: bool, t
     assert max(map(extended, late)) - min(map(extended, late)) <= 24, "later chunks have nearly equal sizes"
 
 
-def test_mixed_steps_use_the_whole_time() -> None:
+def test_mixed_steps_use_the_whole_time_limit() -> None:
     timed = Timed(enable_mixed_chunk=True, adaptive_chunk_s=0.08)
     steps = timed.beside(7)
     assert all(plan.num_rows == 8 and 0.93 * 0.08 < seconds < 1.03 * 0.08 for plan, seconds in steps[8:])
 
 
 @pytest.mark.parametrize(("within_s", "most", "modes"), [(0.3, 2, "ED"), (1.5, 2, "EED"), (60.0, 2, "EED"), (1.5, 0, "EED")])
-def test_decode_steps_follow_the_extends_that_fit_into_the_time(within_s: float, most: int, modes: str) -> None:
+def test_decode_step_follows_as_many_extend_steps_as_fit_into_the_time_limit(within_s: float, most: int, modes: str) -> None:
     timed = Timed(max_extend_steps=most, adaptive_chunk_s=within_s)
     begun = len(timed.engine.plans)
     timed.beside(4, turns=20)
@@ -177,13 +177,13 @@ def test_decode_steps_follow_the_extends_that_fit_into_the_time(within_s: float,
 
 
 @pytest.mark.parametrize("changes", [{"adaptive_chunk_s": 0.0}, {"adaptive_chunk_s": 60.0}])
-def test_chunks_are_whole_when_the_time_suffices(changes: dict[str, float]) -> None:
+def test_chunks_have_full_size_when_the_time_limit_is_long_or_off(changes: dict[str, float]) -> None:
     steps = Timed(**changes).beside(2)
     assert {extended(plan) for plan, _ in steps[:-1]} == {SIZE}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_chunks_are_whole_when_no_row_decodes(overlap: bool) -> None:
+def test_chunks_have_full_size_when_no_row_decodes(overlap: bool) -> None:
     """A row whose only token is in flight does not count."""
     timed = Timed(overlap, adaptive_chunk_s=0.05)
     assert extended(timed.beside(1)[-1][0]) < SIZE
@@ -195,7 +195,7 @@ def test_chunks_are_whole_when_no_row_decodes(overlap: bool) -> None:
     assert [extended(plan) for plan, _ in timed.run(8)] == [SIZE] * 4 + [4500 - 4 * SIZE]
 
 
-def test_chunks_are_whole_for_requests_that_are_handed_over() -> None:
+def test_chunks_have_full_size_for_requests_that_are_handed_over() -> None:
     timed = Timed(overlap=True, adaptive_chunk_s=0.25)
     for number in range(4):
         reservation = KvReservation(number + 1, 1, bytes(RESERVATION_SECRET_BYTES))
@@ -208,13 +208,13 @@ def test_chunks_are_whole_for_requests_that_are_handed_over() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_prompts_advance_when_decode_rows_need_most_of_the_time(mixed: bool) -> None:
+def test_prompts_advance_when_decode_rows_need_most_of_the_time_limit(mixed: bool) -> None:
     """A step of 4 rows alone takes 0.83 s. The prompt gets as much time, not a single page."""
     steps = Timed(row_s=0.2, adaptive_chunk_s=0.9, enable_mixed_chunk=mixed).beside(4, turns=60)
     assert len(steps) > 10 and all(300 < extended(plan) <= SIZE for plan, _ in steps[-6:-1])
 
 
-def test_chunks_stay_large_when_steps_have_a_constant_time() -> None:
+def test_chunks_stay_large_when_each_step_has_a_large_constant_time() -> None:
     """The constant time is 0.15 s of 0.25 s.
 
     An extend step and a decode step together exceed the limit, but chunks must not become tiny.
@@ -224,7 +224,7 @@ def test_chunks_stay_large_when_steps_have_a_constant_time() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_steps_take_at_most_twice_the_time_after_a_hung_step(overlap: bool) -> None:
+def test_steps_take_at_most_twice_the_time_limit_after_a_hung_step(overlap: bool) -> None:
     timed = Timed(overlap, enable_mixed_chunk=True, adaptive_chunk_s=0.25)
     timed.engine.submit(0, [0] * 4, max_new_tokens=500, ignore_eos=True)
     timed.run(2)
@@ -235,7 +235,7 @@ def test_steps_take_at_most_twice_the_time_after_a_hung_step(overlap: bool) -> N
     assert len(steps) > 20 and all(seconds < 2.1 * 0.25 for _, seconds in steps[8:])
 
 
-def test_several_small_extend_steps_fit_into_the_time() -> None:
+def test_several_small_extend_steps_run_within_the_time_limit() -> None:
     """With many decode rows, a chunk has a fourth of its full size; two chunks take less than the limit."""
     timed = Timed(adaptive_chunk_s=0.6, adaptive_chunk_rows=2, max_extend_steps=2)
     begun = len(timed.engine.plans)
@@ -243,7 +243,7 @@ def test_several_small_extend_steps_fit_into_the_time() -> None:
     assert "EEDEED" in "".join(plan.mode.name[0] for plan in timed.engine.plans[begun:])
 
 
-def test_failed_step_does_not_count_for_the_next_step() -> None:
+def test_time_of_a_failed_step_does_not_count_for_the_next_step() -> None:
     timed = Timed(adaptive_chunk_s=0.25)
     engine, core = timed.engine, timed.engine.core
     for handle in range(2):
@@ -265,13 +265,13 @@ def test_failed_step_does_not_count_for_the_next_step() -> None:
     assert extended(timed.run(1)[0][0]) == SIZE
 
 
-def test_adaptive_chunk_s_can_be_retuned() -> None:
+def test_adaptive_chunk_s_can_be_changed_at_run_time() -> None:
     timed = Timed()
     timed.engine.control.retune({"adaptive_chunk_s": 0.1})
     assert all(0.075 < seconds <= 0.09 for _, seconds in timed.beside(2)[6:])
 
 
-def test_chunk_has_a_minimum_when_the_time_is_tiny() -> None:
+def test_chunk_has_a_minimum_length_when_the_time_limit_is_tiny() -> None:
     steps = Timed(adaptive_chunk_s=1e-6).beside(1)
     assert all(extended(plan) >= SIZE // MIN_PACED_SHARE - 4 for plan, _ in steps[6:-1])
 

@@ -30,7 +30,7 @@ def pulls(engine: Engine) -> list[PageOperation]:
 
 
 class TestHandover:
-    def test_prefill_worker_plans_no_output_of_a_handed_over_request(self) -> None:
+    def test_prefill_worker_ignores_the_output_length_of_a_handed_over_request(self) -> None:
         """The number of turns does not depend on the output, and no row decodes on this worker."""
         turns = {}
         for max_new in (2, 200):
@@ -69,7 +69,7 @@ class TestHandover:
             engine.turn()
         assert engine.core.stats().host_pages_used == 8
 
-    def test_handed_over_request_ends_with_the_first_token_and_reserves_pages(self) -> None:
+    def test_handed_over_request_ends_after_the_first_token_and_reserves_the_pages(self) -> None:
         pair = Pair()
         finish = pair.compute(0, [*PROMPT, 1, 2], max_new_tokens=8)
         assert finish.reason is FinishReason.HANDED_OVER and finish.completion_tokens == 1
@@ -80,7 +80,7 @@ class TestHandover:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_handed_over_request_continues_with_the_read_pages(self, overlap: bool) -> None:
+    def test_decode_worker_reads_the_pages_and_continues_the_handed_over_request(self, overlap: bool) -> None:
         pair = Pair(overlap=overlap, first={"overlap": overlap})
         finish = pair.answer(0, [*PROMPT, 1, 2], max_new_tokens=8)
         assert finish.cached_from == {Tier.DEVICE: 0, Tier.PEER: 40} and finish.cached_tokens == 40
@@ -143,7 +143,7 @@ class TestHandover:
         pair.second.check_answer(0)
         assert pair.second.core.stats().pulled_pages_total == 10
 
-    def test_grammar_forces_no_token_after_given_output_before_the_handover(self) -> None:
+    def test_grammar_forces_no_token_before_the_handover_of_a_resumed_request(self) -> None:
         pair, runs = Pair(), spec(3, 60)
         alone = worker(num_pages=64)
         alone.book.ready.add(runs)
@@ -157,7 +157,7 @@ class TestHandover:
         assert finish.reason is FinishReason.HANDED_OVER and finish.reserved_pages == 15
         assert pair.first.outputs[0] == alone.outputs[0][20:21]
 
-    def test_logprobs_are_sent_once_over_a_handover(self) -> None:
+    def test_each_logprob_is_sent_once_when_a_request_is_handed_over(self) -> None:
         pair = Pair()
         params: dict[str, Any] = {"max_new_tokens": 6, "top_logprobs": 2, "prompt_logprobs_from": 0}
         pair.compute(0, PROMPT, **params)
@@ -179,7 +179,7 @@ class TestHandover:
 
 
 class TestReservation:
-    def test_reservation_ends_when_read(self) -> None:
+    def test_reservation_ends_when_the_decode_worker_has_read_the_pages(self) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)
@@ -244,7 +244,7 @@ class TestReservation:
         pair.assert_all_is_free()
 
     @pytest.mark.parametrize("how", ["flush", "weights"])
-    def test_reservation_ends_when_the_pages_are_forgotten(self, how: str) -> None:
+    def test_reservation_ends_when_the_pages_are_flushed_or_the_weights_are_replaced(self, how: str) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         if how == "flush":
@@ -270,7 +270,7 @@ class TestReservation:
         pair.first.core.release_reservation(pair.release_of(finish.reservation))
         assert not len(pair.first.core.reservations)
 
-    def test_request_does_not_end_while_a_reservation_may_free_pages(self) -> None:
+    def test_request_is_not_aborted_while_a_reservation_may_free_pages(self) -> None:
         """The pages become free at the reservation's time limit."""
         pair = Pair(first={"num_pages": 12, "disaggregation_hold_s": 1.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
@@ -301,7 +301,7 @@ class TestReservation:
         for handle in (1, 2):
             pair.first.check_answer(handle)
 
-    def test_reservation_is_released_when_the_request_begins(self) -> None:
+    def test_reservation_is_released_when_the_decode_worker_begins_the_request(self) -> None:
         """The release does not wait for the end of the request."""
         pair = Pair()
         pair.answer(0, PROMPT, max_new_tokens=4)
@@ -313,7 +313,7 @@ class TestReservation:
         pair.second.drain()
         pair.second.check_answer(1)
 
-    def test_request_does_not_wait_for_a_reservation_without_further_pages(self) -> None:
+    def test_request_does_not_wait_for_a_reservation_that_has_no_missing_pages(self) -> None:
         pair = Pair()
         pair.answer(0, PROMPT, max_new_tokens=4)
         finish = pair.compute(1, PROMPT, max_new_tokens=4)
@@ -322,7 +322,7 @@ class TestReservation:
         pair.second.submit(1, [*PROMPT, *range(8)], output=[1], source=source, max_new_tokens=4, ignore_eos=True)
         assert not pair.second.core.queues.importing
 
-    def test_reservation_closes_before_a_step_that_may_write_the_pages(self) -> None:
+    def test_reservation_is_closed_before_a_step_may_overwrite_the_pages(self) -> None:
         """A reader of the pages then gets no page."""
         pair = Pair(page_moved_s=1.0, first={"num_pages": 12, "disaggregation_hold_s": 1.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
@@ -340,7 +340,7 @@ class TestReservation:
 
 
 class TestPull:
-    def test_pull_gets_no_page_of_another_secret_or_salt(self) -> None:
+    def test_pull_gets_no_page_when_the_secret_or_the_salt_differs(self) -> None:
         """The secret of another reservation and another salt are refused, and the prompt is computed."""
         pair = Pair()
         mine = pair.compute(0, PROMPT, max_new_tokens=4)
@@ -435,7 +435,7 @@ class TestPull:
             pair.second.check_answer(handle)
             assert pair.second.finishes[handle].cached_from[Tier.PEER] == 40
 
-    def test_pull_is_judged_with_the_following_pages(self) -> None:
+    def test_pull_continues_when_all_pulls_together_are_faster_than_computing(self) -> None:
         """Each read alone takes longer than computing its page, but all reads together take less than computing all pages."""
         pair = Pair(page_moved_s=0.05)
         tiers = pair.second.core.tiers
@@ -452,7 +452,7 @@ class TestPull:
         )
 
     @pytest.mark.parametrize("aborted", [False, True], ids=["waited for", "of an aborted request"])
-    def test_late_pull_ends_the_waits_for_following_pulls(self, aborted: bool) -> None:
+    def test_late_pull_also_ends_the_wait_for_the_following_pulls(self, aborted: bool) -> None:
         """A hung worker delays each of its requests only once."""
         pair = Pair(page_moved_s=100.0, num_pages=64, first={"num_pages": 64})
         tiers = pair.second.core.tiers
@@ -487,7 +487,7 @@ class TestPull:
             pair.second.check_answer(handle)
         assert pair.second.core.stats().pulled_pages_total == 10
 
-    def test_stats_report_that_pulls_do_not_pay(self) -> None:
+    def test_stats_report_when_pulls_are_slower_than_computing(self) -> None:
         pair = Pair()
         tiers = pair.second.core.tiers
         assert tiers is not None and not pair.second.core.stats().pulls_lose
@@ -508,7 +508,7 @@ class TestPull:
         pair.turn()
         pair.assert_all_is_free()
 
-    def test_aborted_request_releases_the_reservation_and_frees_pages_with_the_fact(self) -> None:
+    def test_aborted_request_releases_the_reservation_and_frees_the_pages_when_the_read_ends(self) -> None:
         pair = Pair(page_moved_s=0.1)
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)
@@ -550,7 +550,7 @@ class TestPull:
         assert pair.second.core.stats().lost_pages_total >= 10
 
     @pytest.mark.parametrize("host_pages", [0, 64])
-    def test_worker_without_reads_computes_the_prompt(self, host_pages: int) -> None:
+    def test_worker_that_cannot_pull_pages_computes_the_prompt(self, host_pages: int) -> None:
         pair, alone = Pair(), worker(host_pages=host_pages)
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.reservation is not None
@@ -561,7 +561,7 @@ class TestPull:
         assert not pulls(alone)
 
 
-def test_proof_depends_on_secret_tree_and_tokens() -> None:
+def test_proof_depends_on_the_secret_and_the_tree_and_the_tokens() -> None:
     base = proof(bytes(16), "tree", b"tokens")
     others = [proof(b"1" * 16, "tree", b"tokens"), proof(bytes(16), "tre", b"etokens"), proof(bytes(16), "tree", b"token")]
     assert base not in others and len(set(others)) == 3 and base == proof(bytes(16), "tree", b"tokens")
@@ -574,7 +574,7 @@ def test_prover_returns_the_proof_of_each_prefix() -> None:
 
 @settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
 @given(st.data())
-def test_pulls_keep_outputs_right_and_leak_no_page(data: st.DataObject) -> None:
+def test_random_pulls_change_no_output_and_leak_no_page(data: st.DataObject) -> None:
     """Random prompts share prefixes; reads have any length; reservations end early; requests are aborted; pools are too small.
 
     Both pools are checked after every call, and freed pages are poisoned.

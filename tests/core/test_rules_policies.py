@@ -63,7 +63,7 @@ def prompt(first: int, length: int, tail: int = 0) -> list[int]:
 
 
 class TestFirstComeFirstServed:
-    def test_fcfs_serves_by_arrival(self) -> None:
+    def test_fcfs_orders_requests_by_arrival(self) -> None:
         line = Line(SchedulePolicy.FCFS)
         line.cache(prompt(3, 100))
         for first in (1, 2, 3, 4):
@@ -72,7 +72,7 @@ class TestFirstComeFirstServed:
 
 
 class TestLongestPrefixMatch:
-    def test_lpm_serves_by_cached_prefix_and_then_by_arrival(self) -> None:
+    def test_lpm_orders_requests_by_cached_prefix_and_then_by_arrival(self) -> None:
         line = Line(SchedulePolicy.LPM)
         for first, length in ((1, 40), (2, 60), (3, 50)):
             line.cache(prompt(first, length)[:length])
@@ -81,7 +81,7 @@ class TestLongestPrefixMatch:
         assert line.order() == [2, 3, 1, 0, 4]
 
     @pytest.mark.parametrize(("waiting", "policy"), [(128, SchedulePolicy.LPM), (129, SchedulePolicy.FCFS)])
-    def test_lpm_serves_by_arrival_when_more_than_128_requests_wait(self, waiting: int, policy: SchedulePolicy) -> None:
+    def test_lpm_orders_requests_by_arrival_when_more_than_128_requests_wait(self, waiting: int, policy: SchedulePolicy) -> None:
         line = Line(SchedulePolicy.LPM)
         line.cache([7] * 40)
         for _ in range(waiting - 1):
@@ -91,11 +91,11 @@ class TestLongestPrefixMatch:
         assert line.order()[0] == (waiting - 1 if policy is SchedulePolicy.LPM else 0)
 
     @pytest.mark.parametrize("policy", [SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT])
-    def test_prefix_policies_serve_by_arrival_when_the_cache_is_off(self, policy: SchedulePolicy) -> None:
+    def test_prefix_policies_order_requests_by_arrival_when_the_cache_is_off(self, policy: SchedulePolicy) -> None:
         assert effective_policy(config_of(policy, enable_radix_cache=False), 5) is SchedulePolicy.FCFS
 
     @pytest.mark.parametrize("policy", [SchedulePolicy.DFS_WEIGHT, SchedulePolicy.RANDOM])
-    def test_other_policies_apply_to_a_queue_of_any_length(self, policy: SchedulePolicy) -> None:
+    def test_dfs_weight_and_random_policies_apply_to_a_queue_of_any_length(self, policy: SchedulePolicy) -> None:
         assert effective_policy(config_of(policy), 100_000) is policy
 
 
@@ -168,7 +168,7 @@ class TestDfsWeight:
 
 
 class TestLongestOutputFirst:
-    def test_lof_serves_by_max_new_tokens_and_then_by_arrival(self) -> None:
+    def test_lof_orders_requests_by_max_new_tokens_and_then_by_arrival(self) -> None:
         line = Line(SchedulePolicy.LOF)
         for max_new in (10, 30, 20, 30):
             line.wait(max_new=max_new)
@@ -199,14 +199,14 @@ class TestRandom:
 
 
 class TestRoutingKey:
-    def test_routing_key_serves_keys_by_running_requests_and_then_by_arrival(self) -> None:
+    def test_routing_key_policy_orders_keys_by_running_requests_and_then_by_arrival(self) -> None:
         line = Line(SchedulePolicy.ROUTING_KEY)
         running = [line.request([1], key=key) for key in ("b", "a", "c", "c", "")]
         for key in ("x", "a", "b", "", "c", "a"):
             line.wait(key=key)
         assert line.order(running) == [4, 1, 5, 2, 0, 3]
 
-    def test_routing_key_serves_by_arrival_when_no_key_runs(self) -> None:
+    def test_routing_key_policy_orders_requests_by_arrival_when_no_key_has_a_running_request(self) -> None:
         line = Line(SchedulePolicy.ROUTING_KEY)
         for key in ("b", "a", ""):
             line.wait(key=key)
@@ -230,7 +230,7 @@ def test_stats_count_present_requests_by_routing_key() -> None:
 class TestPriorityWithinPolicies:
     @pytest.mark.by_day(one_in=2, seed=44)
     @each_value(policy=list(SchedulePolicy), low_first=[False, True])
-    def test_policies_order_only_within_equal_priorities(self, policy: SchedulePolicy, low_first: bool) -> None:
+    def test_policies_reorder_only_requests_of_equal_priority(self, policy: SchedulePolicy, low_first: bool) -> None:
         urgent = -2 if low_first else 2
         line = Line(policy, enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
         line.cache(prompt(1, 40))

@@ -54,7 +54,7 @@ class TestThreshold:
         ("threshold", "difference", "displaced", "low_first"),
         [(0, 0, 0, False), (0, 1, 1, True), (5, 5, 0, True), (5, 5, 0, False), (5, 6, 1, False)],
     )
-    def test_preemption_needs_a_difference_above_the_threshold(
+    def test_preemption_needs_a_priority_difference_above_the_threshold(
         self, threshold: int, difference: int, displaced: int, low_first: bool
     ) -> None:
         engine = prioritised(
@@ -140,7 +140,7 @@ class TestVictims:
         engine.turn()
         assert running(engine) == [0, 1, 2, 3] and not engine.core.stats().preemptions_total
 
-    def test_preemption_starts_an_urgent_request_as_early_when_slots_are_free(self) -> None:
+    def test_urgent_request_starts_equally_early_with_preemption_and_with_free_slots(self) -> None:
         """A prompt in chunks gives way to a more urgent request, with or without preemption."""
         turns = []
         for slots in (1, 2, 4):
@@ -158,7 +158,7 @@ class TestVictims:
             engine.drain()
         assert turns == [2, 2, 2]
 
-    def test_urgent_request_is_admitted_once_when_released_from_a_gate(self) -> None:
+    def test_urgent_request_is_admitted_once_when_the_prefix_gate_releases_the_request(self) -> None:
         """The request is more urgent than the prompt in chunks that computes its prefix.
 
         Both its urgency and its release allow the admission before the next chunk.
@@ -176,7 +176,7 @@ class TestVictims:
             engine.drain()
 
     @pytest.mark.parametrize("num_pages", [18, 22])
-    def test_preemption_does_not_count_the_own_prefix_as_free(self, num_pages: int) -> None:
+    def test_preemption_does_not_count_the_cached_prefix_of_the_urgent_request_as_free(self, num_pages: int) -> None:
         engine = prioritised(num_pages=num_pages, schedule_conservativeness=0.1)
         engine.submit(5, [99] * 40, max_new_tokens=1)
         engine.drain()
@@ -208,7 +208,7 @@ class TestVictims:
         assert engine.core.stats().preemptions_total == 0
         assert running(engine) == [0, 1]
 
-    def test_preemption_displaces_an_extending_request(self) -> None:
+    def test_preemption_displaces_a_request_whose_prompt_is_being_computed(self) -> None:
         engine = prioritised(max_running_requests=1)
         engine.submit(0, range(100), priority=0, max_new_tokens=4)
         engine.turn()

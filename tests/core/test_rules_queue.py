@@ -41,7 +41,7 @@ class TestTimeouts:
         assert engine.finishes[1].queue_s > 0.15, "the wait before admission does not count as running time"
         assert 25 <= engine.finishes[1].completion_tokens <= 31
 
-    def test_timeouts_continue_over_a_retraction(self) -> None:
+    def test_timeouts_are_not_reset_when_a_request_is_retracted(self) -> None:
         engine = make(running_timeout_s=0.3, waiting_timeout_s=0.1, retract_interval=2)
         engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
         assert ends_at(engine, 0) == pytest.approx(0.31, abs=0.025)
@@ -89,7 +89,7 @@ class TestBoundedQueue:
         engine.drain()
         assert engine.finishes[3].reason is FinishReason.LENGTH
 
-    def test_full_queue_counts_gated_requests(self) -> None:
+    def test_queue_limit_counts_requests_that_wait_for_a_grammar(self) -> None:
         engine = make(max_queued_requests=1)
         engine.submit(0, [1] * 8, max_new_tokens=4, grammar=spec(1, 4))
         engine.submit(1, [2] * 8, max_new_tokens=4)
@@ -97,7 +97,7 @@ class TestBoundedQueue:
         assert engine.finishes[1].error is ErrorCode.QUEUE_FULL
         engine.check_answer(0)
 
-    def test_full_queue_replaces_a_gated_request_by_a_more_urgent_one(self) -> None:
+    def test_full_queue_replaces_a_request_that_waits_for_a_grammar_by_a_more_urgent_one(self) -> None:
         """A gated request counts like a waiting one, and requests that are more urgent than it stay."""
         engine = make(
             max_running_requests=1, max_queued_requests=2, enable_priority_scheduling=True, priority_preemption_threshold=9
@@ -126,7 +126,7 @@ class TestBoundedQueue:
         engine.drain()
         assert engine.finishes[3].error is ErrorCode.QUEUE_FULL
 
-    def test_full_queue_replaces_the_least_urgent_request_even_if_oldest(self) -> None:
+    def test_full_queue_replaces_the_least_urgent_request_even_if_that_request_is_the_oldest(self) -> None:
         engine = make(
             max_running_requests=1, max_queued_requests=2, enable_priority_scheduling=True, priority_preemption_threshold=9
         )

@@ -76,7 +76,7 @@ class TestResumedOutput:
             assert engine.finishes[0].cached_tokens <= len(PROMPT)
             engine.check_answer(0)
 
-    def test_resumed_output_is_sent_at_once_without_streaming(self) -> None:
+    def test_resumed_output_is_sent_at_the_end_when_the_request_does_not_stream(self) -> None:
         engine = make()
         engine.submit(0, PROMPT, output=WHOLE[:9], stream=False, max_new_tokens=24, ignore_eos=True)
         for _ in range(12):
@@ -105,7 +105,9 @@ class TestCompleteOutput:
         ],
         ids=["at its limit", "beyond it", "stop token", "stop string", "stop pattern"],
     )
-    def test_resumed_request_ends_at_once_when_complete(self, params: dict[str, Any], reason: FinishReason) -> None:
+    def test_resumed_request_ends_immediately_when_the_earlier_output_is_complete(
+        self, params: dict[str, Any], reason: FinishReason
+    ) -> None:
         engine = make()
         engine.submit(0, PROMPT, output=WHOLE[:8], ignore_eos=True, **params)
         engine.turn()
@@ -113,12 +115,12 @@ class TestCompleteOutput:
         assert (finish.reason, finish.completion_tokens, finish.prompt_tokens) == (reason, 8, 6)
         assert not engine.outputs and not engine.plans
 
-    def test_resumed_request_ends_at_eos_unless_ignored(self) -> None:
+    def test_resumed_request_ends_at_eos_unless_eos_is_ignored(self) -> None:
         stopped, ignored = resumed([20, 7], max_new_tokens=9), resumed([20, 7], max_new_tokens=9, ignore_eos=True)
         assert (stopped.finishes[0].reason, stopped.finishes[0].matched_token) == (FinishReason.MATCHED_TOKEN, 7)
         assert len(ignored.outputs[0]) == 7
 
-    def test_resumed_request_ends_with_a_finished_grammar(self) -> None:
+    def test_resumed_request_ends_when_the_earlier_output_completes_the_grammar(self) -> None:
         whole, finish = undisturbed(max_new_tokens=24, grammar=spec(1, 17))
         engine = resumed(whole, max_new_tokens=24, grammar=spec(1, 17))
         assert end_of(engine.finishes[0]) == end_of(finish) and finish.completion_tokens == 17
@@ -141,7 +143,7 @@ class TestGrammars:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("late", [True, False])
-    def test_matcher_replays_long_output_over_several_turns(self, late: bool) -> None:
+    def test_matcher_replays_a_long_earlier_output_over_several_scheduling_turns(self, late: bool) -> None:
         grammar = spec(1, 40)
         whole, _ = undisturbed(max_new_tokens=50, grammar=grammar, ignore_eos=True)
         engine = make()
@@ -162,7 +164,9 @@ class TestGrammars:
         assert engine.outputs[0] == whole[20:] and engine.outputs[2] == whole[22:]
         assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.CANCELLED)
 
-    def test_matcher_replays_in_small_parts_when_expensive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_matcher_replays_the_earlier_output_in_small_parts_when_tokens_are_expensive(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def accept(matcher: PositionMatcher, token: int) -> bool:
             matcher.cost_s += 0.001
             return plain(matcher, token)
@@ -185,7 +189,7 @@ class TestGrammars:
         engine.drain()
         assert engine.outputs == {0: whole[100:], 1: whole[100:]}
 
-    def test_forced_tokens_after_given_output_are_sent(self) -> None:
+    def test_forced_tokens_after_the_earlier_output_of_a_resumed_request_are_sent(self) -> None:
         grammar = spec(0, 24)
         whole, _ = undisturbed(max_new_tokens=24, grammar=grammar)
         engine = resumed(whole[:1], max_new_tokens=24, grammar=grammar)
@@ -196,7 +200,7 @@ class TestGrammars:
 
 
 class TestQueue:
-    def test_resumed_request_precedes_new_requests(self) -> None:
+    def test_resumed_request_runs_before_new_requests(self) -> None:
         engine = make(max_running_requests=1)
         for handle in range(3):
             engine.submit(handle, [handle] * 8, max_new_tokens=3)
@@ -273,13 +277,13 @@ class TestQueue:
         engine.drain()
         assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.TIMEOUT)
 
-    def test_generated_tokens_exclude_given_output(self) -> None:
+    def test_generated_tokens_exclude_the_earlier_output_of_a_resumed_request(self) -> None:
         engine = resumed(WHOLE[:10], max_new_tokens=24, ignore_eos=True)
         assert engine.core.stats().generated_tokens_total == 14
         assert engine.core.stats().prompt_tokens_total == len(PROMPT)
         assert engine.core.stats().resumed_total == 1
 
-    def test_cached_tokens_exclude_given_output(self) -> None:
+    def test_cached_tokens_exclude_the_earlier_output_of_a_resumed_request(self) -> None:
         engine = make()
         engine.submit(0, PROMPT, max_new_tokens=24, ignore_eos=True)
         engine.drain()
@@ -301,7 +305,9 @@ class TestRefusals:
         ],
         ids=["session", "embedding", "context", "pool"],
     )
-    def test_refusal_of_given_output_names_the_field(self, output: list[int], more: dict[str, Any], error: ErrorCode) -> None:
+    def test_refusal_of_a_resumed_request_names_the_invalid_field(
+        self, output: list[int], more: dict[str, Any], error: ErrorCode
+    ) -> None:
         engine = make(num_pages=24)
         assert not engine.core.open_session("s", 0, 0.0, 0.0)
         values: dict[str, Any] = {"params": SamplingParams(100), **more}

@@ -45,7 +45,9 @@ class TestVictims:
         ],
         ids=["least output first", "of equals the longest prompt", "output before prompt", "least urgent before both"],
     )
-    def test_victim_order_sorts_by_urgency_output_and_prompt(self, rows: list[tuple[int, int, int]], order: list[int]) -> None:
+    def test_victims_are_sorted_by_urgency_then_output_length_and_then_prompt_length(
+        self, rows: list[tuple[int, int, int]], order: list[int]
+    ) -> None:
         """Each row is (priority, output tokens, prompt tokens)."""
         config = make(enable_priority_scheduling=True).config
         requests = []
@@ -65,7 +67,7 @@ class TestVictims:
         in_flight = len(retracted.progress.output_ids) - stats.retracted_output_tokens_total
         assert stats.retracted_output_tokens_total > 0 and in_flight in (0, 1)
 
-    def test_retraction_takes_an_extending_request(self) -> None:
+    def test_retraction_takes_a_request_whose_prompt_is_being_computed(self) -> None:
         engine = make(num_pages=16, eos_token_ids=(), schedule_conservativeness=0.01, chunked_prefill_size=4, max_extend_steps=1)
         engine.submit(0, [1] * 4, max_new_tokens=50)
         for _ in range(12):
@@ -88,7 +90,7 @@ class TestRetractedRequests:
             assert engine.finishes[handle].reason is FinishReason.LENGTH
             engine.check_answer(handle)
 
-    def test_retracted_requests_precede_new_requests(self) -> None:
+    def test_retracted_requests_run_before_new_requests(self) -> None:
         engine = crowded()
         turn_until_retraction(engine)
         engine.submit(9, [9] * 4, max_new_tokens=4)
@@ -97,7 +99,7 @@ class TestRetractedRequests:
         fresh = next(p.step_id for p in engine.plans for s in p.admitted if s.num_prompt_tokens == 4)
         assert back <= fresh
 
-    def test_retraction_sets_the_ratio_by_the_remaining_rows(self) -> None:
+    def test_retraction_computes_the_new_token_ratio_from_the_remaining_rows(self) -> None:
         engine = crowded(overlap=False, max_new=50, num_pages=20)
         turn_until_retraction(engine)
         rows = engine.core.queues.decoding
@@ -116,7 +118,7 @@ class TestRetractedRequests:
 class TestLastRequest:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_last_request_ends_with_the_pool_size_when_out_of_memory(self, overlap: bool) -> None:
+    def test_error_of_the_last_request_names_the_pool_size_when_memory_is_exhausted(self, overlap: bool) -> None:
         engine = make(overlap, num_pages=8, eos_token_ids=(), schedule_conservativeness=0.01)
         engine.submit(0, [1] * 12, max_new_tokens=60)
         engine.submit(1, [2] * 8, max_new_tokens=12)
@@ -165,34 +167,34 @@ class TestBatchIsFull:
             engine.turn()
         return engine
 
-    def test_batch_is_full_starts_unset(self) -> None:
+    def test_batch_is_full_flag_is_initially_unset(self) -> None:
         assert not make().core.stats().batch_is_full
 
-    def test_batch_is_full_is_set_when_a_request_waits_for_a_slot(self) -> None:
+    def test_batch_is_full_flag_is_set_when_a_request_waits_for_a_slot(self) -> None:
         engine = self.full()
         assert engine.core.stats().batch_is_full and engine.core.stats().num_running == 2
 
-    def test_batch_is_full_is_set_when_the_pool_is_reserved(self) -> None:
+    def test_batch_is_full_flag_is_set_when_running_requests_reserve_the_whole_pool(self) -> None:
         engine = make(num_pages=16, schedule_conservativeness=9.0)
         for handle in range(2):
             engine.submit(handle, [handle] * 8, max_new_tokens=40)
         engine.turn()
         assert engine.core.stats().batch_is_full and engine.core.stats().num_running == 1
 
-    def test_batch_is_full_stays_unset_when_only_the_step_is_full(self) -> None:
+    def test_batch_is_full_flag_stays_unset_when_only_the_step_is_full(self) -> None:
         engine = make(chunked_prefill_size=16)
         for handle in range(3):
             engine.submit(handle, [handle] * 16, max_new_tokens=4)
         engine.turn()
         assert not engine.core.stats().batch_is_full and engine.core.stats().num_running == 1
 
-    def test_batch_is_full_stays_unset_when_no_other_request_runs(self) -> None:
+    def test_batch_is_full_flag_stays_unset_when_no_other_request_runs(self) -> None:
         engine = make(num_pages=16)
         engine.submit(0, [1] * 40, max_new_tokens=80)
         engine.turn()
         assert engine.core.stats().num_running == 1 and not engine.core.stats().batch_is_full
 
-    def test_batch_is_full_prevents_admission_despite_free_pages(self) -> None:
+    def test_batch_is_full_flag_prevents_admission_despite_free_pages(self) -> None:
         engine = make(num_pages=32, schedule_conservativeness=9.0)
         engine.submit(0, [1] * 8, max_new_tokens=40, ignore_eos=True)
         engine.submit(1, [2] * 90, max_new_tokens=20)
@@ -204,38 +206,38 @@ class TestBatchIsFull:
         stats = engine.core.stats()
         assert stats.batch_is_full and stats.num_waiting == 1 and stats.pages_free > 10
 
-    def test_batch_is_full_is_cleared_when_a_request_finishes(self) -> None:
+    def test_batch_is_full_flag_is_cleared_when_a_request_finishes(self) -> None:
         engine = self.full()
         for _ in range(12):
             engine.turn()
         assert list(engine.finishes) == [0]
         assert 2 in {request.handle for request in engine.core.queues.extending + engine.core.queues.decoding}
 
-    def test_batch_is_full_is_cleared_when_a_running_request_is_aborted(self) -> None:
+    def test_batch_is_full_flag_is_cleared_when_a_running_request_is_aborted(self) -> None:
         engine = self.full()
         engine.abort(0)
         assert not engine.core.stats().batch_is_full
 
-    def test_batch_is_full_stays_set_when_a_waiting_request_is_aborted(self) -> None:
+    def test_batch_is_full_flag_stays_set_when_a_waiting_request_is_aborted(self) -> None:
         engine = self.full()
         engine.submit(3, [9] * 4, max_new_tokens=4)
         engine.abort(3)
         assert engine.core.stats().batch_is_full
 
-    def test_batch_is_full_is_cleared_when_a_request_is_retracted(self) -> None:
+    def test_batch_is_full_flag_is_cleared_when_a_request_is_retracted(self) -> None:
         engine = self.full()
         engine.control.retune({"retract_interval": 1})
         engine.core.plan(engine.now)
         assert engine.core.stats().retractions_total == 1 and not engine.core.stats().batch_is_full
 
-    def test_batch_is_full_is_cleared_when_a_request_is_preempted(self) -> None:
+    def test_batch_is_full_flag_is_cleared_when_a_request_is_preempted(self) -> None:
         engine = self.full(enable_priority_scheduling=True)
         engine.submit(9, [9] * 4, priority=1, max_new_tokens=4)
         engine.turn()
         assert engine.core.stats().preemptions_total == 1
         assert 9 in {request.handle for request in engine.core.queues.extending + engine.core.queues.decoding}
 
-    def test_batch_is_full_is_cleared_when_the_worker_is_idle(self) -> None:
+    def test_batch_is_full_flag_is_cleared_when_the_worker_is_idle(self) -> None:
         engine = self.full()
         engine.drain()
         engine.turn()

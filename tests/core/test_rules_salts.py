@@ -67,7 +67,7 @@ def kept(engine: Engine, salt: str) -> int:
 
 
 @pytest.mark.parametrize("salt", ["a", ""])
-def test_deleted_salt_is_not_found_and_other_salts_stay(salt: str) -> None:
+def test_pages_of_a_deleted_salt_are_not_found_and_pages_of_other_salts_stay(salt: str) -> None:
     engine = slow(tiered())
     for handle, each in enumerate(("a", "", "b")):
         ask(engine, handle, prompt(0), each)
@@ -77,7 +77,7 @@ def test_deleted_salt_is_not_found_and_other_salts_stay(salt: str) -> None:
     assert kept(engine, salt) == 20, "pages of later requests are copied to both tiers"
 
 
-def test_running_requests_of_a_deleted_salt_leave_no_page() -> None:
+def test_running_requests_of_a_deleted_salt_leave_no_cached_page() -> None:
     """A decoding request and a waiting request of the salt get their whole output.
 
     Later requests do not find their pages, and the pages are not copied.
@@ -99,7 +99,7 @@ def test_running_requests_of_a_deleted_salt_leave_no_page() -> None:
     assert ask(engine, 3, prompt(0), "a").cached_tokens == 0
 
 
-def test_second_control_deletes_a_salt_again_while_in_use() -> None:
+def test_salt_in_use_can_be_deleted_twice_by_different_controls() -> None:
     """Each deletion gives the retired tree a unique name, from any SchedulerControl."""
     engine = slow(tiered())
     for handle in range(2):
@@ -113,7 +113,7 @@ def test_second_control_deletes_a_salt_again_while_in_use() -> None:
     engine.check_answer(1)
 
 
-def test_retracted_request_of_a_deleted_salt_finds_own_pages() -> None:
+def test_retracted_request_of_a_deleted_salt_finishes_and_leaves_no_page() -> None:
     engine = slow(tiered(retract_interval=3))
     engine.submit(0, prompt(0), max_new_tokens=24, ignore_eos=True, salt="a")
     for _ in range(5):
@@ -131,7 +131,7 @@ def test_retracted_request_of_a_deleted_salt_finds_own_pages() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(turns=st.integers(1, 14))
-def test_operations_of_a_deleted_salt_publish_no_page(turns: int) -> None:
+def test_running_page_operations_of_a_deleted_salt_publish_no_page(turns: int) -> None:
     """Copies to host and storage and imports are discarded, in whichever turn the salt is deleted."""
     engine = slow(tiered(page_moved_s=0.01, chunked_prefill_size=64))
     ask(engine, 0, prompt(0), "a")
@@ -187,7 +187,7 @@ def test_reservation_of_a_deleted_salt_is_not_read(turns: int) -> None:
     assert ask(pair.first, 3, prompt(0), "a").cached_tokens == 0
 
 
-def test_salt_is_deleted_in_the_pool_without_tiers() -> None:
+def test_salt_is_deleted_in_the_device_pool_when_the_worker_has_no_tiers() -> None:
     engine = small()
     ask(engine, 0, prompt(0), "a")
     ask(engine, 1, prompt(0, 8), "")
@@ -195,7 +195,7 @@ def test_salt_is_deleted_in_the_pool_without_tiers() -> None:
     assert ask(engine, 2, prompt(0, 8), "").cached_tokens == 4 and ask(engine, 3, prompt(0), "a").cached_tokens == 0
 
 
-def test_salt_at_quota_evicts_own_pages() -> None:
+def test_pages_of_the_same_salt_are_evicted_when_a_salt_is_at_its_quota() -> None:
     engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(12), num_pages=24))
     ask(engine, 0, prompt(0), "b")
     for number in range(1, 5):
@@ -209,7 +209,7 @@ def test_salt_at_quota_evicts_own_pages() -> None:
     )
 
 
-def test_host_keeps_the_beginning_of_a_prompt_beyond_the_quota() -> None:
+def test_host_keeps_the_beginning_of_a_prompt_that_exceeds_the_quota() -> None:
     engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(4)))
     tiers = engine.core.tiers
     assert tiers is not None
@@ -239,7 +239,7 @@ def test_salt_at_quota_does_not_block_copies_of_other_salts() -> None:
 
 
 @pytest.mark.parametrize("salt", ["a", ""])
-def test_storage_keeps_the_beginning_of_a_prompt_beyond_the_quota(salt: str) -> None:
+def test_storage_keeps_the_beginning_of_a_prompt_that_exceeds_the_quota(salt: str) -> None:
     engine = slow(tiered(hicache_storage_salt_quota=gb(8, 8 << 20), page_bytes=8 << 20))
     ask(engine, 0, prompt(0), salt)
     stored = 4 if salt else 10
@@ -250,7 +250,7 @@ def test_storage_keeps_the_beginning_of_a_prompt_beyond_the_quota(salt: str) -> 
     assert found == 4 * min(stored, 9)
 
 
-def test_retired_trees_leave_no_entry() -> None:
+def test_retired_trees_leave_no_entry_in_the_radix_cache() -> None:
     tree = RadixCache(1)
     for number in range(2 * STALE_ENTRIES):
         tree.insert(tree.root("0:a"), np.arange(2, dtype=np.int32).tobytes(), np.arange(2, dtype=np.int32))

@@ -30,7 +30,7 @@ def ask(engine: Engine, handle: int, prompt: list[int], **params: Any) -> Finish
 
 class TestEnd:
     @each_value(chunk=[0, 4, 16], overlap=[True, False])
-    def test_score_ends_with_the_prompt_when_prompts_are_cut(self, overlap: bool, chunk: int) -> None:
+    def test_score_request_ends_with_the_prompt_when_prompts_are_cut_into_chunks(self, overlap: bool, chunk: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
         assert ask(engine, 0, PROMPT, **SCORE) is FinishReason.SCORED
         assert not any(plan.num_rows - plan.num_extend for plan in engine.plans), "no step decodes"
@@ -45,7 +45,7 @@ class TestEnd:
         assert not any(plan.num_rows - plan.num_extend for plan in engine.plans), "no step decodes"
 
     @pytest.mark.parametrize("max_drafts", [0, 3])
-    def test_scores_share_steps_with_rows_that_decode(self, max_drafts: int) -> None:
+    def test_score_requests_share_steps_with_decode_rows(self, max_drafts: int) -> None:
         engine = make(enable_mixed_chunk=True, chunked_prefill_size=8, max_drafts=max_drafts)
         engine.submit(9, [7] * 8, **GENERATING)
         for _ in range(4):
@@ -62,7 +62,7 @@ class TestEnd:
         assert ask(engine, 0, PROMPT, **NONE, grammar=spec(1, 5)) is FinishReason.LENGTH
         assert not any(len(plan.mask_rows) for plan in engine.plans)
 
-    def test_session_turn_adds_only_the_prompt_when_it_samples_no_token(self) -> None:
+    def test_session_turn_adds_only_the_prompt_when_the_turn_samples_no_token(self) -> None:
         engine = make()
         engine.open_session("s")
         assert ask(engine, 0, PROMPT, session=SessionTurn("s"), **NONE) is FinishReason.LENGTH
@@ -70,7 +70,7 @@ class TestEnd:
         engine.drain()
         assert engine.finishes[1].prompt_tokens == len(PROMPT) + 2
 
-    def test_fault_ends_one_score(self) -> None:
+    def test_fault_in_one_row_ends_only_that_score_request(self) -> None:
         engine = make(chunked_prefill_size=0)
         engine.executor.row_faults = {1: {0: RowFault.NAN_LOGITS}}
         engine.submit(0, PROMPT, **SCORE)
@@ -81,7 +81,7 @@ class TestEnd:
 
 
 class TestMemory:
-    def test_prompt_fills_the_context(self) -> None:
+    def test_prompt_of_a_score_request_may_fill_the_whole_context(self) -> None:
         engine = make()
         context = engine.config.context_len
         assert ask(engine, 0, list(range(context)), **SCORE) is FinishReason.SCORED
@@ -90,7 +90,7 @@ class TestMemory:
         engine.drain()
         assert engine.finishes[2].error is ErrorCode.INVALID_ARGUMENT
 
-    def test_scores_run_together_when_the_pool_holds_two_prompts(self) -> None:
+    def test_score_requests_run_together_when_the_pool_has_pages_for_two_prompts(self) -> None:
         """Admission keeps one token free. A token reserved for an output would make the second prompt wait."""
         engine = make(num_pages=49, page_size=1, chunked_prefill_size=0, enable_radix_cache=False)
         for handle in range(2):
@@ -111,7 +111,7 @@ class TestMemory:
         assert engine.finishes[0].error is ErrorCode.CANCELLED
         assert memory.num_leased == 0 and memory.slots.num_free == engine.config.max_running_requests
 
-    def test_retraction_repeats_no_score(self) -> None:
+    def test_scores_are_correct_when_requests_are_retracted(self) -> None:
         engine = make(retract_interval=1, chunked_prefill_size=4, enable_mixed_chunk=True)
         engine.submit(9, [7] * 8, **GENERATING)
         for handle in range(3):
@@ -124,7 +124,7 @@ class TestMemory:
 
 class TestSharing:
     @each_value(chunk=[64, 0], slots=[4, 64], overlap=[True, False])
-    def test_items_share_the_pages_of_a_query(self, chunk: int, slots: int, overlap: bool) -> None:
+    def test_items_of_one_query_share_the_pages_of_the_query(self, chunk: int, slots: int, overlap: bool) -> None:
         engine = make(
             overlap, num_pages=256, page_size=16, context_len=1024, chunked_prefill_size=chunk, max_running_requests=slots
         )  # fmt: skip
@@ -139,7 +139,7 @@ class TestSharing:
 
 class TestRefusals:
     @pytest.mark.parametrize("what", ["output", "hand_over"])
-    def test_score_is_refused_when_another_worker_takes_part(self, what: str) -> None:
+    def test_score_request_is_refused_when_resumed_or_handed_over(self, what: str) -> None:
         engine = make()
         reservation = KvReservation(1, 1, bytes(RESERVATION_SECRET_BYTES))
         more: dict[str, Any] = {"output": [1]} if what == "output" else {"hand_over": reservation}
@@ -148,7 +148,7 @@ class TestRefusals:
         field = {"output": "output_ids", "hand_over": "hand_over"}[what]
         assert (engine.finishes[0].error, engine.finishes[0].field) == (ErrorCode.INVALID_ARGUMENT, field)
 
-    def test_score_fails_when_the_step_gives_none(self) -> None:
+    def test_score_request_fails_when_the_step_returns_no_score(self) -> None:
         engine = make()
         engine.submit(0, PROMPT[:4], **SCORE)
         plan = engine.core.plan(engine.now)

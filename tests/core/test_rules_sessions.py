@@ -65,7 +65,7 @@ class TestTurns:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @WITH_AND_WITHOUT_OVERLAP
-    def test_turn_finds_earlier_turns_cached(self, overlap: bool) -> None:
+    def test_turn_finds_the_pages_of_earlier_turns_in_the_cache(self, overlap: bool) -> None:
         engine = opened(overlap)
         first = say(engine, 0, [1] * 9)
         say(engine, 1, [2, 3])
@@ -81,19 +81,19 @@ class TestTurns:
         assert say(engine, 3, [7], parent="r1")[-2:] == [engine.outputs[1][-1], 7]
 
     @each_value(offset=[0, 9, 99], overlap=[True, False])
-    def test_turn_keeps_offset_tokens_of_the_parent(self, overlap: bool, offset: int) -> None:
+    def test_offset_limits_the_tokens_that_a_turn_keeps_of_the_parent_turn(self, overlap: bool, offset: int) -> None:
         engine = opened(overlap)
         first = say(engine, 0, [1] * 9)
         context = [*first, *engine.outputs[0]]
         assert say(engine, 1, [5], offset=offset) == [*context[:offset], 5]
 
-    def test_turn_keeps_the_parents_prompt_when_output_is_dropped(self) -> None:
+    def test_turn_continues_only_the_parents_prompt_when_the_previous_output_is_dropped(self) -> None:
         engine = opened(False)
         say(engine, 0, [1] * 9)
         engine.submit(1, [5], session=SessionTurn("s", drop_previous_output=True), max_new_tokens=6, ignore_eos=True)
         assert engine.core.queues.by_key[0, 1].prompt_ids.tolist() == [1] * 9 + [5]
 
-    def test_turn_forgets_later_turns_when_replacing(self) -> None:
+    def test_turn_with_replace_removes_all_turns_after_the_parent(self) -> None:
         engine = opened(True)
         for handle in range(3):
             say(engine, handle, [handle + 1] * 5)
@@ -125,7 +125,7 @@ class TestRefusals:
         ],
         ids=["no such session", "no such turn", "an unfinished turn"],
     )
-    def test_turn_is_refused_when_session_or_parent_is_missing(self, turn: SessionTurn, word: str) -> None:
+    def test_turn_is_refused_when_the_session_or_the_parent_turn_is_missing(self, turn: SessionTurn, word: str) -> None:
         engine = opened()
         say(engine, 0, [1] * 5)
         engine.submit(1, [2] * 5, session=SessionTurn("s"), max_new_tokens=30, ignore_eos=True)
@@ -135,14 +135,14 @@ class TestRefusals:
         assert word in refused(engine, 2)
         assert engine.finishes[1].reason is FinishReason.LENGTH
 
-    def test_turn_is_refused_when_empty(self) -> None:
+    def test_turn_with_an_empty_prompt_is_refused(self) -> None:
         engine = opened()
         engine.submit(0, [], session=SessionTurn("s"), max_new_tokens=3)
         engine.drain()
         assert "empty" in refused(engine, 0)
 
     @pytest.mark.parametrize(("length", "outputs"), [(19, 6), (20, 5), (24, 1), (25, 0)])
-    def test_capacity_limits_the_tokens_of_all_turns(self, length: int, outputs: int) -> None:
+    def test_session_capacity_limits_the_tokens_of_all_turns(self, length: int, outputs: int) -> None:
         engine = opened(capacity=40)
         say(engine, 0, [1] * 9)  # 15 tokens with its output
         engine.submit(1, [2] * length, session=SessionTurn("s"), max_new_tokens=6, ignore_eos=True)
@@ -152,7 +152,7 @@ class TestRefusals:
         else:
             assert "40 tokens" in refused(engine, 1)
 
-    def test_capacity_is_reserved_for_running_turns(self) -> None:
+    def test_session_capacity_is_reserved_for_running_turns(self) -> None:
         engine = opened(capacity=40)
         say(engine, 0, [1] * 9)
         engine.submit(1, [2] * 4, session=SessionTurn("s", "r0"), max_new_tokens=15, ignore_eos=True)
@@ -162,7 +162,7 @@ class TestRefusals:
         assert "40 tokens" in refused(engine, 2)
         assert engine.core.stats().session_tokens == 34
 
-    def test_capacity_counts_each_token_once(self) -> None:
+    def test_session_capacity_counts_each_token_once(self) -> None:
         engine = opened(capacity=90)
         for handle in range(8):
             say(engine, handle, [handle + 1] * 5)
@@ -181,7 +181,7 @@ class TestRefusals:
         assert engine.open_session("t") and not engine.open_session("u")
         assert engine.core.close_session("s") and engine.open_session("u")
 
-    def test_session_name_can_be_open_once(self) -> None:
+    def test_second_session_with_the_same_name_is_refused(self) -> None:
         engine = opened()
         assert "already open" in engine.core.open_session("s", 0, 0.0, 0.0)
         assert not engine.core.close_session("t")
@@ -249,7 +249,7 @@ class TestLifetime:
         if not kept:
             assert refused(engine, 4) == "turn r2 of the session does not exist"
 
-    def test_turn_keeps_a_replaced_parent_when_the_name_is_reused(self) -> None:
+    def test_turn_keeps_the_tokens_of_a_replaced_parent_when_the_parents_name_is_reused(self) -> None:
         engine = opened()
         say(engine, 0, [1] * 20)
         parent = say(engine, 1, [2, 3] * 10)
@@ -301,7 +301,7 @@ class TestMemory:
         say(engine, 20, [5])
         assert engine.finishes[20].cached_from[Tier.HOST] == 20, "the turn's pages come back from the host"
 
-    def test_session_delays_no_admission(self) -> None:
+    def test_open_session_does_not_delay_the_admission_of_other_requests(self) -> None:
         engine = opened(num_pages=16)
         say(engine, 0, [1] * 30)
         engine.submit(1, [2] * 50, max_new_tokens=8, ignore_eos=True)
@@ -309,7 +309,7 @@ class TestMemory:
         assert engine.finishes[1].reason is FinishReason.LENGTH
         assert say(engine, 2, [5])[-1] == 5, "the turn continues although its pages were evicted"
 
-    def test_closed_session_releases_the_holds(self) -> None:
+    def test_closed_session_releases_the_holds_on_cached_pages(self) -> None:
         engine = opened()
         say(engine, 0, [1] * 30)
         assert any(node.holds for node in engine.core.memory.tree.nodes())

@@ -73,7 +73,7 @@ class TestOrder:
         for handle in engine.finishes:
             engine.check_answer(handle)
 
-    def test_single_flow_is_served_as_without_shares(self) -> None:
+    def test_single_flow_gets_the_same_plans_as_without_shares(self) -> None:
         def plans(payer: tuple[bytes, int, float]) -> list[tuple[list[int], list[int]]]:
             engine = Engine(config_of())
             for handle in range(12):
@@ -83,7 +83,7 @@ class TestOrder:
 
         assert plans((b"", 0, 1.0)) == plans((b"a", 7, 3.0))
 
-    def test_tenant_is_not_delayed_for_earlier_service_without_competition(self) -> None:
+    def test_earlier_service_without_competition_does_not_delay_a_tenant(self) -> None:
         engine = Engine(config_of())
         for handle in range(10):
             engine.submit(handle, prompt(handle, CHUNK * 8), payer=(b"a", 0, 1.0), max_new_tokens=1)
@@ -134,7 +134,7 @@ class TestOrder:
         assert chunks_until_first_token(engine, 1) >= 3
         engine.drain()
 
-    def test_rest_of_a_step_goes_to_the_next_flow(self) -> None:
+    def test_unused_rest_of_a_step_goes_to_the_next_flow(self) -> None:
         """A tenant has many prompts of little more than a chunk, each of which leaves a rest of a step."""
         engine = Engine(config_of(), checked=False)
         shares = engine.core.queues.shares
@@ -148,7 +148,7 @@ class TestOrder:
             assert abs(starts[b"long"] - starts[b"small"]) <= CHUNK
         engine.drain(400)
 
-    def test_new_flow_resets_batch_is_full(self) -> None:
+    def test_new_flow_clears_the_batch_is_full_flag(self) -> None:
         """The request of the new flow is small and fits, although the request before it did not."""
         engine = Engine(config_of(max_running_requests=8))
         engine.submit(0, prompt(0, 900), payer=(b"a", 0, 1.0), max_new_tokens=60, ignore_eos=True)
@@ -166,7 +166,7 @@ class TestOrder:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), overlap=st.booleans())
-def test_waiting_tenants_get_shares_within_a_chunk_and_a_page(seed: int, overlap: bool) -> None:
+def test_shares_of_waiting_tenants_differ_by_at_most_a_chunk_and_a_page(seed: int, overlap: bool) -> None:
     """This holds for any lengths, batches and weights, because the flow with the smallest start is served."""
     rng = random.Random(seed)
     engine = Engine(config_of(max_running_requests=32), overlap, checked=False)

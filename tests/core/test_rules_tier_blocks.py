@@ -82,7 +82,7 @@ def test_block_moves_through_the_tiers(page_size: int) -> None:
     assert not engine.index and not engine.below
 
 
-def test_evicted_block_is_in_the_host() -> None:
+def test_evicted_block_is_reported_in_the_host_tier() -> None:
     engine = tiered()
     for number in range(4):
         ask(engine, number, prompt(number))
@@ -93,7 +93,7 @@ def test_evicted_block_is_in_the_host() -> None:
     assert gone <= engine.index and gone.isdisjoint(engine.below)
 
 
-def test_block_has_the_tier_of_the_slowest_page() -> None:
+def test_block_is_reported_in_the_tier_of_the_slowest_page() -> None:
     """The host has evicted the end of the first prompt, in the middle of a block."""
     engine = tiered(has_storage=True, host_pages=42)
     for number in range(3):
@@ -146,7 +146,7 @@ def test_blocks_of_a_shared_storage_are_not_reported(monkeypatch: pytest.MonkeyP
     assert not engine.below and ask(engine, 1, prompt(0))[Tier.STORAGE] == 256, "the shared storage has the pages"
 
 
-def test_replaced_weights_forget_all_blocks() -> None:
+def test_replacing_the_weights_removes_all_reported_blocks() -> None:
     engine = tiered(has_storage=True)
     ask(engine, 0, prompt(0))
     engine.control.replace_weights("r2")
@@ -155,7 +155,7 @@ def test_replaced_weights_forget_all_blocks() -> None:
     assert engine.core.stats().storage_pages == 16, "files of replaced weights stay until they are evicted"
 
 
-def test_memory_reset_reports_lower_blocks_again() -> None:
+def test_memory_reset_reports_the_blocks_of_lower_tiers_again() -> None:
     engine = tiered()
     ask(engine, 0, prompt(0))
     assert engine.core.take_cache_events() is None
@@ -179,7 +179,7 @@ class TestRestart:
         assert second.below == dict.fromkeys(names_of(prompt(0), "mine"), BlockTier.STORAGE)
         assert ask(second, 0, prompt(0), salt="mine")[Tier.STORAGE] == 256
 
-    def test_restart_ignores_blocks_of_other_weights_or_lost_pages(self) -> None:
+    def test_restart_ignores_blocks_of_other_weights_and_blocks_with_lost_pages(self) -> None:
         first, second = tiered(has_storage=True), tiered(has_storage=True)
         ask(first, 0, prompt(0))
         blocks = [block for operation in stored(first) for block in operation.blocks]

@@ -168,7 +168,7 @@ def test_output_pages_are_found_only_with_the_same_salt() -> None:
 
 
 class TestCopies:
-    def test_write_back_copies_no_page_in_use(self) -> None:
+    def test_write_back_does_not_copy_pages_in_use(self) -> None:
         engine = tiered()
         engine.submit(0, prompt(0), max_new_tokens=8, ignore_eos=True)
         while not engine.finishes:
@@ -177,7 +177,7 @@ class TestCopies:
         engine.drain()
         assert num_moved(engine, OperationKind.BACK_UP) == 11
 
-    def test_write_back_copies_in_the_order_of_ends(self) -> None:
+    def test_write_back_copies_pages_in_the_order_in_which_requests_end(self) -> None:
         engine = tiered(page_moved_s=0.05, chunked_prefill_size=64, num_pages=64)
         left = [3, 1, 2, 0]
         for number in range(4):
@@ -188,7 +188,7 @@ class TestCopies:
         assert begins == sorted(begins)
 
     @pytest.mark.parametrize("policy", WritePolicy)
-    def test_prefix_is_copied_before_the_pages_after(self, policy: WritePolicy) -> None:
+    def test_pages_of_a_prefix_are_copied_before_the_following_pages(self, policy: WritePolicy) -> None:
         engine = tiered(hicache_write_policy=policy, page_bytes=8 * MIB, page_moved_s=0.003, num_pages=32)
         tails = [prompt(0, 16) + prompt(number, 16) for number in (1, 2, 1, 1, 2)]
         for handle, ids in enumerate(tails):
@@ -255,7 +255,7 @@ class TestCopies:
         assert most == MOST_BACK_UPS
         assert {len(operation.keys) for operation in moved(engine, OperationKind.BACK_UP)} == {1, 2}  # 16 MiB at most
 
-    def test_host_keeps_the_beginning_of_a_prompt_beyond_half_of_the_tier(self) -> None:
+    def test_host_keeps_the_beginning_of_a_prompt_larger_than_half_of_the_tier(self) -> None:
         engine = tiered(host_pages=8)
         ask(engine, 0, prompt(0))
         assert engine.core.stats().backed_up_pages_total == 4
@@ -292,7 +292,7 @@ class TestCopies:
         assert engine.core.memory.tree.num_pages == engine.core.stats().host_pages_used == 0
         assert ask(engine, 1, prompt(0)).cached_tokens == 0
 
-    def test_rest_of_a_failed_copy_is_copied_when_used_again(self) -> None:
+    def test_remaining_pages_of_a_failed_copy_are_copied_when_the_pages_are_used_again(self) -> None:
         engine = tiered(chunked_prefill_size=64)
         engine.executor.pages_moved = lambda operation: 3 if len(moved(engine, OperationKind.BACK_UP)) == 1 else 0
         ask(engine, 0, prompt(0))
@@ -309,7 +309,7 @@ class TestCopies:
         turns(engine, 60)
         assert engine.core.settled and len(moved(engine, OperationKind.BACK_UP)) <= 3
 
-    def test_uncopied_pages_are_lost_when_evicted(self) -> None:
+    def test_evicted_pages_without_a_copy_count_as_lost(self) -> None:
         engine = tiered(chunked_prefill_size=64)
         engine.executor.pages_moved = lambda operation: 0
         ask(engine, 0, prompt(0))
@@ -391,7 +391,7 @@ class TestForgetting:
         ask(engine, 1, prompt(0))
         assert engine.core.stats().storage_pages == 10, "the pages are stored at their next use"
 
-    def test_node_is_not_backed_when_every_copy_is_lost(self) -> None:
+    def test_node_does_not_count_as_copied_when_every_copy_is_lost(self) -> None:
         """Copies are lost by a flush of the host and by a fact of the storage. Evicted nodes are not remembered."""
         engine = tiered(has_storage=True, chunked_prefill_size=64)
         ask(engine, 0, prompt(0))
@@ -417,7 +417,7 @@ class TestForgetting:
         unstored = engine.core.stats().unstored_pages_total
         assert unstored > 0 and num_moved(engine, OperationKind.STORE) == before
 
-    def test_replaced_weights_find_no_page_in_the_host(self) -> None:
+    def test_no_page_in_the_host_is_found_after_the_weights_are_replaced(self) -> None:
         engine = tiered()
         ask(engine, 0, prompt(0))
         engine.control.replace_weights("others")
@@ -437,21 +437,21 @@ class TestForgetting:
 
 
 class TestFacts:
-    def test_fact_of_an_unknown_operation_is_refused(self) -> None:
+    def test_completion_of_an_unknown_operation_is_refused(self) -> None:
         with pytest.raises(AssertionError, match="belongs to a running operation"):
             tiered().core.ended(Fact(7), 0.0)
 
-    def test_second_fact_of_an_operation_is_refused(self) -> None:
+    def test_second_completion_of_an_operation_is_refused(self) -> None:
         engine = tiered()
         ask(engine, 0, prompt(0))
         with pytest.raises(AssertionError, match="belongs to a running operation"):
             engine.core.ended(Fact(moved(engine, OperationKind.BACK_UP)[0].op_id, 10), engine.now)
 
-    def test_fact_is_refused_without_tiers(self) -> None:
+    def test_worker_without_tiers_refuses_the_completion_of_an_operation(self) -> None:
         with pytest.raises(AssertionError, match="only workers with tiers"):
             tiered(host_pages=0).core.ended(Fact(UNASKED), 0.0)
 
-    def test_pages_of_another_worker_are_found_after_the_fact(self) -> None:
+    def test_pages_of_another_worker_are_found_when_the_storage_reports_the_pages(self) -> None:
         other = tiered(has_storage=True)
         ask(other, 0, prompt(0))
         engine = tiered(has_storage=True)

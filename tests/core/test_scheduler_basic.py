@@ -44,7 +44,7 @@ def test_scheduler_returns_the_models_tokens(overlap: bool, mixed: bool) -> None
 
 
 class TestTimeouts:
-    def test_timeout_ends_a_request_once_when_two_limits_pass(self) -> None:
+    def test_timeout_ends_a_request_once_when_two_time_limits_pass(self) -> None:
         engine = make(max_running_requests=1, waiting_timeout_s=1, running_timeout_s=1)
         engine.submit(0, [1] * 8, timeout_s=1, max_new_tokens=100, ignore_eos=True)
         engine.submit(1, [2] * 8, timeout_s=1, max_new_tokens=100)
@@ -53,7 +53,7 @@ class TestTimeouts:
         engine.drain()
         assert finish_of(engine, 0) == finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.TIMEOUT)
 
-    def test_waiting_timeout_ends_with_the_first_admission(self) -> None:
+    def test_waiting_timeout_no_longer_applies_after_the_first_admission(self) -> None:
         engine = make(max_running_requests=1, waiting_timeout_s=0.1)
         engine.submit(0, [1] * 8, max_new_tokens=60, ignore_eos=True)
         engine.submit(1, [2] * 8, max_new_tokens=5)
@@ -70,7 +70,7 @@ class TestTimeouts:
 
 
 class TestFaults:
-    def test_commit_ends_only_the_request_whose_decoder_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_exception_of_a_decoder_ends_only_the_request_of_that_decoder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = make()
         monkeypatch.setattr(LetterDecoder, "decode", raising)
         engine.submit(0, [1] * 8, max_new_tokens=9, ignore_eos=True)
@@ -81,7 +81,7 @@ class TestFaults:
 
     @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("fault", RowFault)
-    def test_commit_ends_a_faulty_row_and_publishes_no_pages(self, fault: RowFault) -> None:
+    def test_request_with_a_faulty_row_ends_and_publishes_no_pages(self, fault: RowFault) -> None:
         engine = make()
         engine.executor.row_faults = {1: {0: fault}}
         engine.submit(0, [1] * 12, max_new_tokens=9)
@@ -116,7 +116,7 @@ class TestFaults:
 class TestOutput:
     @pytest.mark.by_day(one_in=3, seed=1)
     @pytest.mark.parametrize(("stream", "interval"), [(True, 1), (True, 4), (False, 1)])
-    def test_outputs_are_sent_in_time_when_every_step_retracts(self, stream: bool, interval: int) -> None:
+    def test_outputs_are_sent_in_time_when_every_step_retracts_a_request(self, stream: bool, interval: int) -> None:
         engine = make(retract_interval=1)
         engine.submit(0, [1] * 8, stream=stream, max_new_tokens=100, ignore_eos=True, stream_interval=interval)
         due = interval if stream else 50
@@ -147,7 +147,7 @@ class SilentBelowTen(LetterDecoder):
 
 
 class TestBudgets:
-    def test_plan_cuts_no_prompt_when_chunking_is_off(self) -> None:
+    def test_prompts_are_not_cut_when_chunking_is_off(self) -> None:
         engine = make(chunked_prefill_size=0, max_prefill_tokens=64)
         for handle, length in enumerate((40, 100, 20)):
             engine.submit(handle, [handle] * length, max_new_tokens=3)
