@@ -24,7 +24,7 @@ def test_table_has_medians_over_the_rounds() -> None:
     assert table(pairs).splitlines()[2:] == rows
 
 
-def test_draw_prompts_depends_on_the_seed(tmp_path: Path) -> None:
+def test_drawn_prompts_depend_on_the_seed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 1000}')
     prompts = draw_prompts(tmp_path, 32, 256, (0, 1, 32))
     assert prompts == draw_prompts(tmp_path, 32, 256, (0, 1, 32)) != draw_prompts(tmp_path, 32, 256, (0, 2, 32))
@@ -33,7 +33,7 @@ def test_draw_prompts_depends_on_the_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("error", "tokens"), [("timeout", 64), (None, 63)], ids=["failed", "short"])
-def test_check_raises_when_a_request_is_failed_or_short(error: str | None, tokens: int) -> None:
+def test_measurement_fails_when_a_request_fails_or_has_too_few_tokens(error: str | None, tokens: int) -> None:
     with pytest.raises(MeasurementFailed):
         check(Outcome(0.0, 0.0, completion_tokens=tokens, error=error), 64)
 
@@ -61,7 +61,7 @@ def test_running_server_stops_on_exit(tmp_path: Path) -> None:
     assert not answers(url + "/readiness")
 
 
-def test_running_server_raises_with_the_log_when_the_server_ends(tmp_path: Path) -> None:
+def test_running_server_raises_an_error_with_the_log_when_the_server_ends(tmp_path: Path) -> None:
     ends = "{python} -c 'print(\"no weights\"); raise SystemExit(3)'"
     with pytest.raises(ServerFailed, match="no weights"), running_server(ends, tmp_path, tmp_path / "log"):
         pass

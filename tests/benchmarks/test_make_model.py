@@ -64,7 +64,7 @@ def test_tokenizer_has_the_special_ids_of_qwen3() -> None:
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [151_643, 151_644, 151_645]
 
 
-def test_write_model_replaces_an_old_checkpoint(tmp_path: Path) -> None:
+def test_new_model_replaces_an_old_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "stale").touch()

@@ -96,12 +96,12 @@ def counted(tmp_path: Path, parts: ModuleType, act: Callable[[], object]) -> Pro
     return counts
 
 
-def test_calls_are_counted_by_window(tmp_path: Path, parts: ModuleType) -> None:
+def test_function_calls_are_counted_separately_for_chats_and_idle_time(tmp_path: Path, parts: ModuleType) -> None:
     functions = counted(tmp_path, parts, parts.function).functions()
     assert [(file, name, *runs) for file, _, name, *runs in functions] == [(f"{PACKAGE}/parts.py", "function", 10, 1)]
 
 
-def test_calls_are_counted_in_threads(tmp_path: Path, parts: ModuleType) -> None:
+def test_function_calls_in_other_threads_are_counted(tmp_path: Path, parts: ModuleType) -> None:
     def in_thread() -> None:
         thread = threading.Thread(target=parts.function)
         thread.start()
@@ -138,7 +138,7 @@ def test_calls_are_counted_in_threads(tmp_path: Path, parts: ModuleType) -> None
         pytest.param(lambda parts: parts.Empty(), {}, id="no constructor"),
     ],
 )
-def test_constructions_are_counted_once(
+def test_each_construction_of_an_object_is_counted_once(
     tmp_path: Path, parts: ModuleType, construct: Callable[[ModuleType], object], types: dict[str, str]
 ) -> None:
     expected = [(f"{PACKAGE}.parts.{name}", kind, 10, 1) for name, kind in sorted(types.items())]
@@ -154,7 +154,9 @@ def test_constructions_are_counted_once(
         pytest.param(119, 12, False, id="mostly periodic"),
     ],
 )
-def test_function_belongs_to_chat_when_run_ten_times_as_often(with_chats: int, idle: int, expected: bool) -> None:
+def test_function_belongs_to_chats_when_run_ten_times_as_often_as_in_idle_time(
+    with_chats: int, idle: int, expected: bool
+) -> None:
     assert belongs_to_chat(with_chats, idle) is expected
 
 

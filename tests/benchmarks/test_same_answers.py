@@ -40,7 +40,7 @@ def paths_of(old: Answer, new: Answer, compare_cached: bool = True) -> list[str]
     return [each.path for each in differences(old, new, compare_cached)]
 
 
-def test_differences_finds_another_text() -> None:
+def test_comparison_finds_a_changed_text() -> None:
     (found,) = differences(answer("42."), answer("43."))
     assert (found.path, found.old, found.new) == ("choices.0.message.content", "42.", "43.")
 
@@ -55,22 +55,22 @@ def test_differences_finds_another_text() -> None:
         pytest.param({"index": False}, "choices.0.index", id="other type"),
     ],
 )
-def test_differences_names_the_value(changed: dict[str, Any], path: str) -> None:
+def test_comparison_names_the_path_of_the_changed_value(changed: dict[str, Any], path: str) -> None:
     new = answer()
     new.body["choices"][0] |= changed
     assert paths_of(answer(), new) == [path]
 
 
-def test_differences_ignores_random_ids_and_times() -> None:
+def test_comparison_ignores_random_ids_and_times() -> None:
     assert paths_of(answer(), answer(request_id="chatcmpl-another")) == []
 
 
-def test_differences_compares_cached_tokens_unless_requests_are_concurrent() -> None:
+def test_comparison_includes_cached_tokens_unless_requests_are_concurrent() -> None:
     old, new = answer(cached_tokens=16), answer(cached_tokens=0)
     assert paths_of(old, new) == ["usage.cached_tokens"] and paths_of(old, new, compare_cached=False) == []
 
 
-def test_differences_adds_cached_tokens_to_input_tokens_of_messages() -> None:
+def test_comparison_adds_cached_tokens_to_the_input_tokens_of_the_messages_api() -> None:
     whole, part = ({"input_tokens": fresh, "cache_read_input_tokens": 17 - fresh} for fresh in (17, 1))
     old, new = (Answer(200, "application/json", {"usage": usage}) for usage in (whole, part))
     assert paths_of(old, new, compare_cached=False) == []
@@ -78,12 +78,12 @@ def test_differences_adds_cached_tokens_to_input_tokens_of_messages() -> None:
     assert paths_of(old, more, compare_cached=False) == ["usage.input_tokens"]
 
 
-def test_differences_finds_another_status_and_media_type() -> None:
+def test_comparison_finds_a_changed_status_and_a_changed_media_type() -> None:
     body = answer().body
     assert paths_of(answer(), Answer(500, "text/plain", body)) == ["status", "media_type"]
 
 
-def test_read_answer_joins_chunks_of_any_size() -> None:
+def test_answer_is_joined_from_chunks_of_any_size() -> None:
     call = {"index": 0, "id": "call_1", "function": {"name": "get_age", "arguments": ""}}
     calls = [chunk(tool_calls=[call]), chunk(tool_calls=[{"index": 0, "function": {"arguments": '{"a": 1}'}}])]
     fine = [chunk(role="assistant", content=""), chunk(content="4"), chunk(1, content="x"), chunk(content="2"), *calls]
@@ -97,7 +97,7 @@ def test_read_answer_joins_chunks_of_any_size() -> None:
     assert first["token_ids"] == [ord("4"), ord("2")] and paths_of(old, new) == []
 
 
-def test_assembled_joins_consecutive_deltas_of_one_part() -> None:
+def test_consecutive_delta_events_of_one_part_are_joined() -> None:
     def delta(text: str, index: int = 0) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": index, "delta": {"type": "text_delta", "text": text}}
 
@@ -109,7 +109,7 @@ def test_assembled_joins_consecutive_deltas_of_one_part() -> None:
     assert assembled([{**part, "delta": "4", "sequence_number": 4}, {**part, "delta": "2", "sequence_number": 5}]) == [joined]
 
 
-def test_assembled_keeps_the_last_cumulative_event_of_each_output() -> None:
+def test_only_the_last_cumulative_event_of_each_output_is_kept() -> None:
     events = [
         {"text": text, "index": index, "meta_info": {"n": n}} for n, (text, index) in enumerate([("a", 1), ("b", 0), ("ac", 1)])
     ]
@@ -120,7 +120,7 @@ def refusal(message: str, status: int = 400, param: str = "seed") -> Answer:
     return Answer(status, "application/json", {"error": {"message": message, "type": "bad", "param": param, "code": "invalid"}})
 
 
-def test_refusal_differences_ignores_the_message() -> None:
+def test_comparison_of_refusals_ignores_the_message() -> None:
     assert refusal_differences(refusal("no"), refusal("not so")) == []
 
 
@@ -132,15 +132,15 @@ def test_refusal_differences_ignores_the_message() -> None:
         pytest.param(answer(), "status", id="served"),
     ],
 )
-def test_refusal_differences_finds_status_and_param(new: Answer, path: str) -> None:
+def test_comparison_of_refusals_finds_a_changed_status_or_param(new: Answer, path: str) -> None:
     assert [each.path for each in refusal_differences(refusal("no"), new)] == [path]
 
 
-def test_refusal_differences_reports_a_body_that_both_serve() -> None:
+def test_comparison_of_refusals_reports_a_body_that_both_servers_accept() -> None:
     assert [each.path for each in refusal_differences(answer(), answer())] == ["status"]
 
 
-def test_corpus_has_every_feature_on_every_route_streamed_and_whole() -> None:
+def test_corpus_has_every_feature_on_every_route_with_and_without_streaming() -> None:
     cases = corpus(0, 400)
     assert len(cases) == 400 and {case.path for case in cases} == set(PATHS)
     there = {(case.path, case.feature, case.streams) for case in cases}

@@ -99,7 +99,7 @@ def test_digest_changes_when_retraction_picks_another_victim(
     assert digest_of(trace, capsys) == before
 
 
-def test_canonical_ignores_names_of_classes_and_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canonical_form_ignores_the_names_of_classes_and_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Renamed:
         num_rows: int
@@ -111,7 +111,7 @@ def test_canonical_ignores_names_of_classes_and_attributes(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("column", ["state_before", "state_after", "state_cuts", "state_at_cut", "window_units"])
-def test_canonical_plan_differs_when_a_unit_differs(column: str) -> None:
+def test_canonical_form_of_a_plan_differs_when_a_cache_unit_differs(column: str) -> None:
     names = ("window_slots", "window_firsts", "window_counts", "window_units")
     states = ("state_before", "state_after", "state_cuts", "state_at_cut")
     plan = replace(decode_plan(1), **{name: np.ones(1, dtype=np.int32) for name in (*names, *states)})
@@ -150,14 +150,14 @@ def test_simulation_accepts_draft_tokens_up_to_the_first_wrong_one(trace: Path) 
 
 
 @pytest.mark.parametrize("record", list(NAMES), ids=lambda record: record.__name__)
-def test_names_cover_every_field(record: type) -> None:
+def test_canonical_names_cover_every_field_of_a_record(record: type) -> None:
     assert is_dataclass(record)
     named = {path for path in NAMES[record].values() if isinstance(path, str)}
     read = named | READ_BY_FUNCTIONS.get(record, set()) | LEFT_OUT.get(record, set())
     assert {path.partition(".")[0] for path in read} == {field.name for field in fields(record)}
 
 
-def test_canonical_plan_ignores_the_order_of_updates_and_admissions() -> None:
+def test_canonical_form_of_a_plan_ignores_the_order_of_updates_and_admissions() -> None:
     none, no_rows = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)
 
     def plan(order: list[int]) -> BatchPlan:
@@ -172,7 +172,7 @@ def test_canonical_plan_ignores_the_order_of_updates_and_admissions() -> None:
     assert there["table_updates"] == [[1, 2, [4]], [3, 0, [7, 9]]] and [each["slot"] for each in there["admitted"]] == [1, 3]
 
 
-def test_canonical_output_is_plain_data() -> None:
+def test_canonical_form_of_an_output_is_plain_data() -> None:
     finish = Finish(FinishReason.ABORT, 4, "r", error=ErrorCode.TIMEOUT, cached_from={Tier.HOST: 2, Tier.DEVICE: 1}, queue_s=0.1)
     form = canonical(PeerOutput(2, [4], [1], [8], [finish]))
     assert isinstance(form, dict)
@@ -182,6 +182,6 @@ def test_canonical_output_is_plain_data() -> None:
     assert "message" not in ended
 
 
-def test_canonical_refuses_a_type_without_names() -> None:
+def test_canonical_form_is_refused_for_a_type_without_names() -> None:
     with pytest.raises(TypeError, match="KvReservation has no canonical form"):
         canonical(KvReservation(1, 2, b"secret"))

@@ -66,7 +66,7 @@ def test_fleet_ends_requests_with_scripted_tokens_under_every_policy(policy: str
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_fleet_of_one_worker_equals_simulation(overlap: bool) -> None:
+def test_fleet_of_one_worker_gives_the_same_results_as_a_plain_simulation(overlap: bool) -> None:
     trace = shared_prefix(6, 6, 256, 40, 25, 100.0, 2)
     host = HostTimes(plan_s=1e-4, commit_s=1e-4)
     fleet = run(trace, workers=1, gateways=1, hop_s=0.0, overlap=overlap, host=host, slack=100.0).log.requests
@@ -96,7 +96,7 @@ def test_fleet_sends_turns_of_a_session_in_sequence() -> None:
         assert log.ended[first] + 1.0 <= log.sent[second] + 1e-9 and log.ended[second] + 1.0 <= log.sent[third] + 1e-9
 
 
-def test_indexes_match_cached_blocks_when_messages_have_arrived() -> None:
+def test_gateway_indexes_match_the_cached_blocks_when_all_messages_have_arrived() -> None:
     trace = shared_prefix(12, 6, 512, 60, 20, 200.0, 5)
     fleet = simulation(trace, scheduler=replace(SCHEDULER, num_pages=160), speculative_s=1.0)  # a small pool: many evictions
     fleet.run()
@@ -128,7 +128,7 @@ def test_load_columns_are_zero_when_all_requests_have_ended() -> None:
         assert not gateway.columns.requests.any() and not gateway.columns.tokens.any()
 
 
-def test_load_view_counts_own_requests_immediately_and_others_by_reports() -> None:
+def test_load_view_counts_own_requests_immediately_and_other_requests_after_a_report() -> None:
     columns = WorkerColumns()
     rows = [columns.add(name, number) for number, name in enumerate(("a", "b"))]
     view = LoadView(columns, peer=1)
@@ -161,7 +161,7 @@ def test_gateway_queues_requests_beyond_the_workers_limits() -> None:
         pytest.param(0.0, 0.0, True, id="by what workers tell"),
     ],
 )
-def test_gateway_predicts_cached_tokens_by_index_and_speculation(
+def test_gateway_predicts_cached_tokens_from_the_index_and_from_own_requests(
     speculative_s: float, index_delay_s: float, predicts: bool
 ) -> None:
     by_group = [TraceRequest(0.0, (group, group + 2, group + 4, group + 6), 288, 4, 4) for group in (0, 1)]
@@ -173,7 +173,7 @@ def test_gateway_predicts_cached_tokens_by_index_and_speculation(
         assert prediction.cached_tokens == 18 * 256 and prediction.mean_error == 0.0
 
 
-def test_gateway_predicts_other_gateways_prompts_by_events_only() -> None:
+def test_gateway_predicts_hits_of_other_gateways_prompts_only_from_events() -> None:
     same = TraceRequest(0.0, (1, 2, 3, 4), 300, 4, 4)
     trace = Trace(64, tuple(replace(same, arrival=0.5 * at) for at in range(12)))
     by_delay = [run(trace, index_delay_s=delay).log.placements.predicted for delay in (0.1, 1000.0)]
@@ -197,7 +197,7 @@ def test_fleet_resumes_requests_of_killed_workers(back_after_s: float) -> None:
         assert gateway.index.find("worker-1", 1) == -1, "the index has no blocks of a dead worker"
 
 
-def test_fleet_resumes_request_before_the_last_token() -> None:
+def test_fleet_resumes_a_request_before_the_last_token() -> None:
     """Steps take a second, so the worker dies between the ninth token and the tenth."""
     trace = Trace(64, (TraceRequest(0.0, (), 64, 10, 20),))
     times = TimeModel(base=1.0)
@@ -230,7 +230,7 @@ def test_fleet_config_rejects_impossible_values(changes: dict[str, Any]) -> None
         replace(FLEET, **changes)
 
 
-def test_event_queue_runs_actions_by_time_and_insertion() -> None:
+def test_event_queue_runs_actions_in_order_of_time_and_then_of_insertion() -> None:
     queue, seen = EventQueue(), []
     queue.at(2.0, seen.append, "late")
     queue.at(1.0, seen.append, "first")
@@ -241,14 +241,14 @@ def test_event_queue_runs_actions_by_time_and_insertion() -> None:
     assert seen == ["first", "second", "no earlier than now", "late"] and queue.now == 2.0
 
 
-def test_worst_window_ignores_idle_windows() -> None:
+def test_load_imbalance_of_the_worst_window_ignores_idle_windows() -> None:
     even, skewed, idle = [[10, 10]] * 4, [[15, 5]] * 4, [[1, 0]] * 4
     assert worst_window(np.array(even + skewed + idle, float), 4) == pytest.approx(1.5)
     assert worst_window(np.array(even + skewed, float), 8) == pytest.approx(1.25)
     assert worst_window(np.array(idle, float), 4) == 0.0
 
 
-def test_hot_prefix_begins_the_given_share_of_prompts() -> None:
+def test_given_share_of_prompts_begins_with_the_hot_prefix() -> None:
     trace = hot_prefix(requests=200, share=0.6, prefix=256, suffix=40, output=20, rate=10.0, seed=1)
     blocks = Counter(request.blocks for request in trace.requests)
     assert blocks == {(0, 1, 2, 3): 120, (): 80}
@@ -256,7 +256,7 @@ def test_hot_prefix_begins_the_given_share_of_prompts() -> None:
     assert trace.unique_block_tokens == 256 + 120 * 40 + 80 * 296
 
 
-def test_two_lengths_mixes_long_and_short_requests() -> None:
+def test_trace_of_two_lengths_mixes_long_and_short_requests() -> None:
     trace = two_lengths(requests=200, share=0.25, long=(4096, 64), short=(256, 128), spread=0.25, rate=10.0, seed=1)
     long = [request.input_len > 3000 for request in trace.requests]
     assert sum(long) == 50 and 0 < sum(long[:100]) < 50

@@ -34,7 +34,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return reports
 
 
-def test_command_prints_row_and_line_per_policy(trace: Path) -> None:
+def test_command_prints_a_table_row_and_a_line_for_each_policy(trace: Path) -> None:
     command = [sys.executable, "-m", "rootstock_llm.services.sim.fleet", str(trace), *SMALL, "--policies", "all"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -60,7 +60,7 @@ def test_workload_size_follows_the_flag(workload: str, capsys: pytest.CaptureFix
     assert report["finished"] == report["requests"] == (160 if workload == "multi-turn" else 128)
 
 
-def test_flags_change_routing_fleet_and_scheduler(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_change_the_routing_and_the_fleet_and_the_scheduler(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [str(trace), *SMALL, "--policies", "prefix_aware", "--seed", "1"]
 
     def reasons(*flags: str) -> dict[str, int]:
@@ -90,7 +90,9 @@ def test_prefill_workers_flag_runs_policies_with_and_without_roles(trace: Path, 
         assert word in out
 
 
-def test_transfer_flags_change_the_wire(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfer_flags_change_the_transfer_times_and_the_transferred_bytes(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = [str(trace), *SMALL, "--policies", "prefix_aware", "--prefill-workers", "1", "--disaggregation-min-tokens", "64"]
 
     def roles(*flags: str) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def test_transfer_flags_change_the_wire(trace: Path, capsys: pytest.CaptureFixtu
     assert roles("--disaggregation-min-tokens", "100000")["handed_over"] == 0
 
 
-def test_kv_share_is_relative_to_distinct_tokens(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_share_flag_is_relative_to_the_number_of_distinct_tokens(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([str(trace), "--workers", "2", "--kv-share", "0.5", "--policies", "random"]) == 0
     distinct = 6 * 256 + 30 * 32
     out = capsys.readouterr().out
@@ -125,14 +127,16 @@ def test_kv_share_is_relative_to_distinct_tokens(trace: Path, capsys: pytest.Cap
         pytest.param(["--workload", "no-sharing", "--size", "1", "--kill", "9@1"], "no such worker", id="no such worker"),
     ],
 )
-def test_command_reports_error_when_fleet_cannot_run(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_an_error_when_the_fleet_cannot_run(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(argv) == 1
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("argv", [["--policies", "best"], ["--kill", "0"], ["--kill", "a@1"]])
-def test_parser_names_invalid_flag(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_parser_names_the_invalid_flag(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--workload", "no-sharing", *argv])
     assert argv[0] in capsys.readouterr().err

@@ -35,7 +35,7 @@ def compare(trace: Trace, kv_tokens: int, *policies: RoutingPolicy) -> list[Flee
     return reports
 
 
-def test_prefix_aware_triples_hit_rate_of_round_robin_when_prefixes_are_shared() -> None:
+def test_prefix_aware_routing_triples_the_hit_rate_of_round_robin_when_prefixes_are_shared() -> None:
     """64 groups of 16; each worker's KV holds an eighth of the distinct prompt tokens."""
     trace = shared_prefix(groups=64, per_group=16, prefix=2048, suffix=128, output=64, rate=250.0, seed=0)
     assert trace.unique_block_tokens == 64 * 2048 + 1024 * 128
@@ -48,7 +48,7 @@ def test_prefix_aware_triples_hit_rate_of_round_robin_when_prefixes_are_shared()
 
 
 @pytest.mark.parametrize(("requests", "rate"), [(576, 60.0), *([(1024, 150.0)] if NIGHTLY else ())])
-def test_prefix_aware_equals_least_requests_when_no_prefix_is_shared(requests: int, rate: float) -> None:
+def test_prefix_aware_routing_equals_least_requests_routing_when_no_prefix_is_shared(requests: int, rate: float) -> None:
     """The first placements may differ, because the gateways have not seen yet that no prefix is shared."""
     trace = random_lengths(requests=requests, input_len=2176, output=64, spread=0.5, rate=rate, seed=0)
     aware, least = compare(trace, 65_536, RoutingPolicy.PREFIX_AWARE, RoutingPolicy.LEAST_REQUESTS)
@@ -60,7 +60,7 @@ def test_prefix_aware_equals_least_requests_when_no_prefix_is_shared(requests: i
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("requests", "rate"), [(256, 60.0), (512, 200.0)])
-def test_prefix_aware_balances_load_when_one_prefix_is_hot(requests: int, rate: float) -> None:
+def test_prefix_aware_routing_balances_the_load_when_one_prefix_is_hot(requests: int, rate: float) -> None:
     trace = hot_prefix(requests=requests, share=0.6, prefix=2048, suffix=128, output=64, rate=rate, seed=0)
     (aware,) = compare(trace, 65_536, RoutingPolicy.PREFIX_AWARE)
     assert aware.hit_rate > 0.45, "the largest possible hit rate is 0.56"

@@ -95,7 +95,7 @@ def test_handed_over_requests_end_once_with_scripted_tokens(policy: str, overlap
     check_pages_are_free(fleet, 3.0)
 
 
-def test_prefill_workers_hand_long_prompts_over() -> None:
+def test_prefill_workers_hand_over_long_prompts() -> None:
     outcome = fleet_of(TRACE).run()
     log = outcome.log
     assert set(log.placements.worker.tolist()) == {2, 3}, "requests end at decode workers"
@@ -141,7 +141,7 @@ def test_prefill_workers_serve_whole_requests_when_no_decode_worker_is_alive() -
     assert set(outcome.log.placements.worker[late].tolist()) == {0, 1} and not outcome.log.handovers.count[late].any()
 
 
-def test_decode_worker_computes_prompt_when_read_fails() -> None:
+def test_decode_worker_computes_the_prompt_when_the_read_fails() -> None:
     trace = Trace(64, tuple([TraceRequest(2.0 * at, (), 400 + 16 * at, 20, 20) for at in range(10)]))
     fleet = fleet_of(trace, roles=replace(ROLES, wire=Wire(0.0, 0.0)))
     outcome = fleet.run()
@@ -180,7 +180,7 @@ def test_decode_worker_caches_read_pages() -> None:
     assert outcome.log.requests.cached_tokens.tolist() == [0, 512, 512, 512, 512, 512]
 
 
-def test_handover_log_keeps_prompt_figures_of_first_worker() -> None:
+def test_handover_log_keeps_the_prompt_figures_of_the_first_worker() -> None:
     log = HandoverLog(2)
     handed = Finish(FinishReason.HANDED_OVER, 1, "one", cached_tokens=64, queue_s=0.5, reserved_pages=3)
     log.handed_over(handed, 1.0)
@@ -192,7 +192,7 @@ def test_handover_log_keeps_prompt_figures_of_first_worker() -> None:
     assert log.count.tolist() == [0, 2] and log.pages == 6 and log.gaps().tolist() == [0.25, 0.5]
 
 
-def test_roles_min_tokens_equals_the_gateways_default() -> None:
+def test_default_minimum_prompt_length_for_a_handover_equals_the_gateways_default() -> None:
     assert GatewaySettings.model_fields["disaggregation_min_tokens"].default == Roles(1, FAST, 1).min_tokens
 
 
@@ -224,7 +224,7 @@ def compare(trace: Trace, workers: int, prefill: int, concurrency: int = 0, rate
     return report_of(with_roles), report_of(both)
 
 
-def test_roles_lower_itl_when_prompts_are_long() -> None:
+def test_prefill_and_decode_roles_lower_the_itl_when_prompts_are_long() -> None:
     trace = two_lengths(requests=120, share=0.4, long=(4096, 32), short=(96, 128), spread=0.25, rate=30.0, seed=0)
     with_roles, both = compare(trace, workers=4, prefill=2)
     assert with_roles.roles is not None and with_roles.roles.handed_over == 48
@@ -233,19 +233,19 @@ def test_roles_lower_itl_when_prompts_are_long() -> None:
     assert with_roles.ttft.p99 > both.ttft.p99, "two workers compute prompts instead of four"
 
 
-def test_roles_lower_throughput_when_prompts_are_short() -> None:
+def test_prefill_and_decode_roles_lower_the_throughput_when_prompts_are_short() -> None:
     with_roles, both = compare(random_lengths(192, 192, 64, 0.5, 0.0, 0), workers=3, prefill=1, concurrency=96)
     assert with_roles.roles is not None and with_roles.roles.handed_over == 0 and with_roles.roles.prefill_busy == 0
     assert with_roles.requests_per_s < 0.95 * both.requests_per_s and with_roles.e2e.p50 > both.e2e.p50
 
 
-def test_roles_give_no_throughput_when_load_is_low() -> None:
+def test_prefill_and_decode_roles_do_not_raise_the_throughput_when_the_load_is_low() -> None:
     with_roles, both = compare(random_lengths(24, 2048, 64, 0.5, 0.0, 0), workers=2, prefill=1, concurrency=2)
     assert with_roles.roles is not None and with_roles.roles.handed_over > 12
     assert with_roles.requests_per_s <= both.requests_per_s and with_roles.itl.p50 >= 0.99 * both.itl.p50
 
 
-def test_prefill_workers_hit_shared_prefixes() -> None:
+def test_prefill_workers_reuse_shared_prefixes() -> None:
     trace = shared_prefix(4, 8, 512, 64, 16, 30.0, 3)
     fleet = fleet_of(trace, roles=replace(ROLES, min_tokens=64))
     outcome = fleet.run()

@@ -151,7 +151,7 @@ class TestNoStarvation:
     """With the policy fcfs and without priorities, every request is admitted in time."""
 
     @each_pair(overlap=EITHER, retract_interval=[0, 3], mixed=EITHER)
-    def test_scheduler_admits_in_order_of_arrival(self, overlap: bool, retract_interval: int, mixed: bool) -> None:
+    def test_scheduler_admits_requests_in_order_of_arrival(self, overlap: bool, retract_interval: int, mixed: bool) -> None:
         config = config_of(
             4, 160, 6, 16, enable_mixed_chunk=mixed, retract_interval=retract_interval, schedule_conservativeness=0.3
         )
@@ -179,7 +179,9 @@ class TestNoStarvation:
         assert not begun or not never or max(begun) < min(never)
 
     @each_value(overlap=EITHER, retract_interval=[0, 4])
-    def test_scheduler_admits_within_the_time_of_earlier_requests(self, overlap: bool, retract_interval: int) -> None:
+    def test_scheduler_admits_a_request_within_the_time_that_earlier_requests_need(
+        self, overlap: bool, retract_interval: int
+    ) -> None:
         """Bounds the steps until the first admission, under a load that keeps the queue full.
 
         Until its admission, each step extends or decodes an earlier request. A request takes one step per chunk and per output

@@ -78,7 +78,7 @@ def test_reads_run_in_sequence_per_address() -> None:
         pytest.param(lambda r: r.reservations.drop("a"), id="its worker is gone"),
     ],
 )
-def test_read_fails_when_reservation_ends_early(spoil: Callable[[Reading], None]) -> None:
+def test_read_fails_when_the_reservation_ends_early(spoil: Callable[[Reading], None]) -> None:
     reading = Reading()
     reading.begin(1, 5)
     spoil(reading)
@@ -94,13 +94,13 @@ def test_read_fails_when_reservation_ends_early(spoil: Callable[[Reading], None]
         pytest.param({"address": "d"}, id="no such worker"),
     ],
 )
-def test_read_fails_when_reservation_is_unknown(other: dict[str, Any]) -> None:
+def test_read_fails_when_the_reservation_is_unknown(other: dict[str, Any]) -> None:
     reading = Reading()
     reading.begin(1, 5, **other)
     assert reading.facts(1.0) == [Fact(1)]
 
 
-def test_read_fails_when_proof_is_wrong() -> None:
+def test_read_fails_when_the_proof_is_wrong() -> None:
     reading = Reading()
     pull = Pull(KvSource(RESERVATION, "a", 10), 0, proof(RESERVATION.secret, TREE, b"x" * 16))
     reading.reads.begin([PageOperation(1, OperationKind.PULL, (b"k",), np.zeros(1, np.int32), NO_PAGES, pull=pull)], 0.0)
@@ -120,7 +120,7 @@ def test_read_fails_after_the_timeout(wire: Wire) -> None:
     assert reading.reads.next_end() == READ_TIMEOUT_S and reading.facts(READ_TIMEOUT_S) == [Fact(1)]
 
 
-def test_release_follows_the_reads_from_the_same_address() -> None:
+def test_release_is_sent_after_the_reads_from_the_same_address() -> None:
     reading = Reading()
     reading.begin(1, 5)
     reading.reads.change_reservations(

@@ -85,7 +85,7 @@ def test_simulation_ends_requests_with_scripted_tokens(trace: Trace, overlap: bo
         pytest.param(300, {"schedule_conservativeness": 0.3}, False, id="for want of memory without overlap"),
     ],
 )
-def test_retraction_keeps_output_counts(num_pages: int, fields: dict[str, Any], overlap: bool) -> None:
+def test_retraction_does_not_change_the_output_length_of_a_request(num_pages: int, fields: dict[str, Any], overlap: bool) -> None:
     trace = storm(120, 64, 30, 10, 0.2, 0.8, 40.0, 5)
     outcome = simulate(trace, config_of(num_pages=num_pages, **fields), overlap=overlap)
     assert outcome.stats.retractions_total > 5, "the run has retractions"
@@ -151,7 +151,7 @@ def test_salts_separate_equal_prompts() -> None:
     assert simulate(trace, concurrency=1).requests.cached_tokens.tolist() == [0, 0, 240, 240]
 
 
-def test_priorities_of_the_trace_order_the_queue_of_the_scheduler() -> None:
+def test_scheduler_queue_is_ordered_by_the_priorities_of_the_trace() -> None:
     plain = random_lengths(80, 64, 20, 0.0, 0.0, 12)
     trace = Trace(64, tuple(replace(request, priority=index % 2) for index, request in enumerate(plain.requests)))
     outcome = simulate(trace, config_of(max_running_requests=4, enable_priority_scheduling=True))
@@ -160,7 +160,7 @@ def test_priorities_of_the_trace_order_the_queue_of_the_scheduler() -> None:
     assert queue[0::2].min() > 0
 
 
-def test_later_turn_hits_earlier_prompt_and_completion() -> None:
+def test_later_turn_hits_the_pages_of_the_earlier_prompt_and_completion() -> None:
     trace = multi_turn(1, 3, system=64, user=32, output=64, think_s=1.0, rate=0.0, seed=0)
     outcome = simulate(trace)
     assert [r.input_len for r in trace.requests] == [96, 192, 288]
@@ -168,7 +168,7 @@ def test_later_turn_hits_earlier_prompt_and_completion() -> None:
     assert outcome.requests.cached_tokens.tolist() == [0, 144, 240]
 
 
-def test_turn_waits_for_previous_turn_and_think_time() -> None:
+def test_turn_waits_for_the_previous_turn_and_the_think_time() -> None:
     trace = multi_turn(3, 4, system=64, user=32, output=16, think_s=2.0, rate=1.0, seed=1)
     log = simulate(trace).requests
     for session in ("s0", "s1", "s2"):
@@ -200,7 +200,7 @@ def test_request_times_out_by_virtual_time() -> None:
     assert outcome.requests.ended[1] == pytest.approx(0.5, abs=0.1)
 
 
-def test_throughput_covers_the_given_interval() -> None:
+def test_throughput_is_computed_for_the_given_interval() -> None:
     outcome = simulate(random_lengths(200, 64, 50, 0.0, 20.0, 11))
     steps = outcome.steps
     begin, end = float(steps.column("planned")[0]), float(steps.column("planned")[-1])
@@ -211,7 +211,7 @@ def test_throughput_covers_the_given_interval() -> None:
     assert sum(halves) / 2 == pytest.approx(steps.throughput(begin, end))
 
 
-def test_script_gives_equal_tokens_for_equal_blocks_only() -> None:
+def test_script_gives_equal_tokens_only_for_equal_blocks() -> None:
     request = TraceRequest(0.0, (5, 6), 100, 60, 60)
     script = Script(Trace(64, (request, request, replace(request, blocks=(5, 7)), replace(request, blocks=()))))
     one, same, other, loose = (script.prompt(i) for i in range(4))
@@ -225,7 +225,7 @@ def test_script_gives_equal_tokens_for_equal_blocks_only() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_scores_share_queries_without_output(overlap: bool) -> None:
+def test_score_requests_share_the_query_and_have_no_output(overlap: bool) -> None:
     """The first item of each query computes the query; the others find all of its pages."""
     outcome = simulate(scores(queries=3, items=20, query=512, item=40, rate=0.0, seed=1), overlap=overlap)
     report = report_of(outcome)

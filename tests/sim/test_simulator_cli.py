@@ -42,7 +42,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return report
 
 
-def test_command_runs_trace_and_draws_timeline(trace: Path, tmp_path: Path) -> None:
+def test_command_runs_a_trace_and_draws_a_timeline(trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "run.png"
     command = [sys.executable, "-m", "rootstock_llm.services.sim.core", str(trace), *SMALL, "--timeline", str(picture)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -61,7 +61,9 @@ def test_json_has_every_figure_of_a_run(trace: Path, capsys: pytest.CaptureFixtu
     assert report["counters"]["retractions"] == 0 and report["counters"]["generated_tokens"] == 320
 
 
-def test_states_limit_the_hits_to_kept_page_ends(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_with_recurrent_states_hits_only_prefixes_with_a_stored_state(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rates = {}
     for states in (0, 48, 400):
         report = run_json(capsys, str(trace), *SMALL, "--states", str(states), "--concurrency", "1")
@@ -71,14 +73,14 @@ def test_states_limit_the_hits_to_kept_page_ends(trace: Path, capsys: pytest.Cap
     assert 0 < rates[48] <= rates[400] < rates[0], "a prefix gets its state with the second prompt that leaves it"
 
 
-def test_windows_are_part_of_the_simulated_model(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_window_flags_simulate_a_model_with_window_attention(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, str(trace), *SMALL, "--window", "128", "--chunked-prefill-size", "256", "--concurrency", "1")
     assert report["finished"] == 16 and 0 < report["hit_rate"] < 1
     assert cli.main([str(trace), *SMALL, "--window", "128", "--window-units", "4"]) == 1
     assert "the group window has 4 units; it needs at least" in capsys.readouterr().err
 
 
-def test_flags_change_scheduler_and_time_model(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_change_the_scheduler_and_the_time_model(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.json"
     model.write_text('{"base": 0.1}')
     slow = run_json(capsys, str(trace), *SMALL, "--time-model", str(model), "--no-enable-overlap", "--concurrency", "16")
@@ -103,7 +105,7 @@ def settings_with(*flags: str) -> WorkerSettings:
     [((), 140 * GIB), (("--device-gib", "24"), 24 * GIB), (("--device-gib", "0"), None)],
     ids=["an H200", "a small GPU", "a CPU"],
 )
-def test_default_flags_give_deployed_configuration(
+def test_default_flags_give_the_deployed_configuration(
     flags: tuple[str, ...], device_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployed = resolved(WorkerSettings(), device_bytes)
@@ -123,7 +125,9 @@ def test_flags_set_worker_settings() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["shared-prefix", "random", "multi-turn", "storm", "grammars"])
-def test_generate_makes_runnable_traces_of_every_kind(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_command_makes_a_runnable_trace_of_each_kind(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trace.jsonl"
     few = {"shared-prefix": ["--groups", "3", "--per-group", "2"], "multi-turn": ["--sessions", "3"]}
     assert cli.main(["generate", kind, str(path), *few.get(kind, ["--requests", "10"])]) == 0
@@ -143,14 +147,18 @@ def test_generate_makes_runnable_traces_of_every_kind(kind: str, tmp_path: Path,
         pytest.param(["fit", "missing.jsonl"], "missing.jsonl", id="nothing to fit"),
     ],
 )
-def test_command_reports_error_in_one_line(argv: list[str], reason: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_an_error_in_one_line(
+    argv: list[str], reason: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert cli.main([part.format(trace=trace) for part in argv]) == 1
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1
 
 
-def test_fitted_model_sets_step_times_of_a_run(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fitted_time_model_determines_the_step_times_of_a_run(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     timings, model = tmp_path / "timings.jsonl", tmp_path / "model.json"
     lines = [
         {"prefill_tokens": p, "rows": r, "context_tokens": 50 * r + p, "seconds": 0.05 + 0.001 * p}
@@ -167,7 +175,7 @@ def test_fitted_model_sets_step_times_of_a_run(trace: Path, tmp_path: Path, caps
     assert report["tpot"]["p50"] == pytest.approx(0.05)
 
 
-def test_run_imports_neither_torch_nor_matplotlib(trace: Path) -> None:
+def test_simulation_run_imports_neither_torch_nor_matplotlib(trace: Path) -> None:
     code = f"""
 import sys
 sys.modules["torch"] = sys.modules["matplotlib"] = None
@@ -180,7 +188,7 @@ sys.exit(main([{str(trace)!r}, "--timeline", "run.png"]))
     assert "16 finished" in done.stdout
 
 
-def test_mean_of_intervals_keeps_the_total_in_few_bins() -> None:
+def test_binned_mean_of_intervals_keeps_the_total() -> None:
     rng = np.random.default_rng(0)
     begins = np.cumsum(rng.uniform(1e-3, 2e-3, 100_000))
     ends = begins + 5e-4
@@ -191,6 +199,6 @@ def test_mean_of_intervals_keeps_the_total_in_few_bins() -> None:
     assert float((means * np.diff(edges)).sum()) == pytest.approx(float(values.sum() * 5e-4))
 
 
-def test_mean_of_gauge_keeps_value_until_the_next() -> None:
+def test_binned_mean_of_a_gauge_keeps_a_value_until_the_next_value() -> None:
     at, values = np.array([1.0, 2.0]), np.array([10.0, 20.0])
     assert mean_of_gauge(at, values, np.array([0.0, 1.0, 1.5, 2.5, 4.0])).tolist() == [0.0, 10.0, 15.0, 20.0]

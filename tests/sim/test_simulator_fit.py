@@ -55,7 +55,7 @@ def test_fit_tolerates_noise_of_three_percent() -> None:
     assert 0.005 < fit.residual_p50 < 0.05 and fit.r2 > 0.95
 
 
-def test_fit_gives_zero_for_free_work() -> None:
+def test_fit_gives_a_coefficient_near_zero_for_work_that_takes_no_time() -> None:
     free = TimeModel(base=3e-3, per_prefill_token=4e-5, per_row=0.0, per_context_token=5e-8)
     fit = fit_time_model(timings_of(free, noise=0.02))
     assert min(coefficients(fit.model)) >= 0
@@ -74,7 +74,7 @@ def test_fit_rejects_too_few_timings() -> None:
         fit_time_model(timings_of(TRUE)[:3])
 
 
-def test_timings_round_trip_and_errors_name_the_line(tmp_path: Path) -> None:
+def test_timings_are_read_back_from_a_file_and_an_error_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "timings.jsonl"
     write_timings(path, timings_of(TRUE))
     assert read_timings(path) == timings_of(TRUE)
@@ -83,7 +83,7 @@ def test_timings_round_trip_and_errors_name_the_line(tmp_path: Path) -> None:
         read_timings(path)
 
 
-def test_time_model_file_round_trips_every_field(tmp_path: Path) -> None:
+def test_every_field_of_a_time_model_is_read_back_from_its_file(tmp_path: Path) -> None:
     values = {name: kind(2 + number) for number, (name, kind) in enumerate(get_type_hints(TimeModel).items())}
     assert values.keys() == {field.name for field in fields(TimeModel)}
     path = tmp_path / "model.json"
@@ -96,20 +96,20 @@ def test_time_model_file_round_trips_every_field(tmp_path: Path) -> None:
     assert load_time_model(str(path)) == model
 
 
-def test_load_time_model_prefers_preset() -> None:
+def test_name_of_a_preset_loads_the_preset_time_model() -> None:
     assert load_time_model("zero") == PRESETS["zero"] == TimeModel()
 
 
 @pytest.mark.by_day(one_in=5, seed=4)
 @pytest.mark.parametrize("text", ['{"slope": 1}', "[]", '{"base": -1}', '{"base": "1"}', "nonsense"])
-def test_load_time_model_rejects_invalid_files(text: str, tmp_path: Path) -> None:
+def test_invalid_time_model_files_are_rejected(text: str, tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps(text) if text == "nonsense" else text)
     with pytest.raises(ValueError, match="model"):
         load_time_model(str(path))
 
 
-def test_measure_covers_prefill_batches_and_contexts() -> None:
+def test_measured_timings_cover_prefill_and_batch_sizes_and_context_lengths() -> None:
     config = deployed_config(
         num_pages=512,
         page_size=4,
@@ -141,7 +141,7 @@ def test_fit_command_measures_and_fits_a_model(tmp_path: Path, capsys: pytest.Ca
     assert len(read_timings(kept)) == json.loads(printed.err.splitlines()[-1])["steps"] > 20
 
 
-def test_measure_rejects_sizes_that_do_not_fit() -> None:
+def test_measurement_rejects_sizes_that_do_not_fit_into_the_pool() -> None:
     config = deployed_config(num_pages=8, page_size=4, context_len=32, vocab_size=1000, max_running_requests=8)
     executor = FakeExecutor(8, 4, 8, config.max_pages_per_request, 1000)
     with pytest.raises(ValueError, match="fit"):

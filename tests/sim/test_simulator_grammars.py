@@ -36,7 +36,7 @@ def outcomes(trace: Trace) -> dict[str, Outcome]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("share", [0.5, 0.05])
-def test_graph_limits_slow_no_request(share: float) -> None:
+def test_no_request_is_slower_with_the_graph_limits(share: float) -> None:
     trace = grammars(200, share, 512, 256, 8, RUNS, rate=16.0, seed=0)
     found = outcomes(trace)
     said = [outcome.requests.output_tokens.tolist() for outcome in found.values()]
@@ -51,7 +51,7 @@ def test_graph_limits_slow_no_request(share: float) -> None:
     assert ours.grammar_tpot.p50 < 0.7 * reports["sampled"].grammar_tpot.p50
 
 
-def test_forced_run_takes_one_graph_step() -> None:
+def test_run_of_forced_tokens_takes_one_graph_step() -> None:
     """A single request has a prompt, two tokens, a run of 10 and an end token: 4 steps, 1 of them without a graph."""
     times = TimeModel(base=1.0, per_context_token=0.001, eager_step=0.5, graph_rows=16, graph_rereads=500)
     trace = Trace(64, (TraceRequest(0.0, (), 20, 14, 14, forced=((2, 10),)),))
@@ -67,7 +67,7 @@ def test_forced_run_takes_one_graph_step() -> None:
         assert outcome.seconds == pytest.approx(4.5 + 0.001 * contexts)
 
 
-def test_step_leaves_full_graph_only_when_cheap() -> None:
+def test_step_that_fills_the_graph_runs_eagerly_only_when_eager_steps_are_cheap() -> None:
     """The batch fills the largest graph. One row's gain does not outweigh the cost to the 31 other rows."""
     times = TimeModel(base=1.0, eager_step=0.4, graph_rows=32, graph_rereads=1 << 30)
     trace = grammars(32, 1 / 32, 64, 64, 8, (8,), rate=0.0, seed=0)
@@ -82,7 +82,7 @@ def test_step_leaves_full_graph_only_when_cheap() -> None:
     assert float(eager.requests.ended[held][0]) < 0.8 * float(outcome.requests.ended[held][0])
 
 
-def test_files_round_trip_forced_runs_and_graph_limits(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_trace_files_keep_forced_runs_and_model_files_keep_graph_limits(tmp_path) -> None:  # type: ignore[no-untyped-def]
     trace = grammars(5, 0.5, 64, 40, 4, RUNS, 0.0, 1)
     write_trace(tmp_path / "trace.jsonl", trace)
     assert read_trace(tmp_path / "trace.jsonl") == trace and any(request.forced for request in trace.requests)

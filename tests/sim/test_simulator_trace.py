@@ -28,20 +28,20 @@ FULL = TraceRequest(
         pytest.param(storm(50, 64, 20, 10, 0.3, 0.6, 100.0, 4), id="storm"),
     ],
 )
-def test_trace_file_round_trips(trace: Trace, tmp_path: Path) -> None:
+def test_trace_is_read_back_from_its_file(trace: Trace, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, trace)
     assert read_trace(path) == trace
 
 
-def test_read_trace_derives_defaults_from_blocks_and_output(tmp_path: Path) -> None:
+def test_missing_fields_of_a_trace_request_follow_from_the_blocks_and_the_output_length(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival": 1, "blocks": [7, 8], "output_len": 5}\n\n')
     assert read_trace(path) == Trace(64, (TraceRequest(1.0, (7, 8), 128, 5, 5),))
     assert read_trace(path, block_size=16).requests[0].input_len == 32
 
 
-def test_read_trace_reads_mooncake_format(tmp_path: Path) -> None:
+def test_traces_in_the_mooncake_format_are_read(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     path.write_text(
         '{"timestamp": 0, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 48]}\n'
@@ -68,7 +68,7 @@ def test_read_trace_reads_mooncake_format(tmp_path: Path) -> None:
         pytest.param('{"arrival": 0, "blocks": [1], "output_len": -1}', "output_len", id="no output"),
     ],
 )
-def test_read_trace_names_line_and_fault(line: str, reason: str, tmp_path: Path) -> None:
+def test_error_of_an_invalid_trace_names_the_line_and_the_fault(line: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps({"arrival": 0, "blocks": [1], "output_len": 1}) + "\n" + line + "\n")
     with pytest.raises(TraceError, match="line 2") as caught:
@@ -76,14 +76,14 @@ def test_read_trace_names_line_and_fault(line: str, reason: str, tmp_path: Path)
     assert reason in str(caught.value)
 
 
-def test_read_trace_rejects_empty_file(tmp_path: Path) -> None:
+def test_empty_trace_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n")
     with pytest.raises(TraceError, match="no request"):
         read_trace(path)
 
 
-def test_shared_prefix_shares_blocks_within_groups_only() -> None:
+def test_shared_prefix_trace_shares_blocks_only_within_a_group() -> None:
     trace = shared_prefix(groups=4, per_group=3, prefix=256, suffix=40, output=30, rate=0.0, seed=0)
     groups: dict[tuple[int, ...], int] = {}
     for request in trace.requests:
@@ -94,7 +94,7 @@ def test_shared_prefix_shares_blocks_within_groups_only() -> None:
     assert trace.unique_block_tokens == 4 * 256 + 12 * 40
 
 
-def test_multi_turn_repeats_the_conversation_in_each_prompt() -> None:
+def test_multi_turn_trace_repeats_the_conversation_in_each_prompt() -> None:
     trace = multi_turn(sessions=2, turns=3, system=128, user=50, output=30, think_s=1.0, rate=0.0, seed=0)
     one = [request for request in trace.requests if request.session == "s0"]
     other = [request for request in trace.requests if request.session == "s1"]
@@ -105,13 +105,13 @@ def test_multi_turn_repeats_the_conversation_in_each_prompt() -> None:
     assert set(one[-1].blocks) & set(other[-1].blocks) == set(one[-1].blocks[:2]), "only the system prompt is shared"
 
 
-def test_storm_uses_the_whole_limit_within_the_storm_only() -> None:
+def test_storm_trace_uses_the_whole_output_limit_only_during_the_storm() -> None:
     trace = storm(requests=100, input_len=64, output=20, factor=10, begin=0.3, end=0.5, rate=10.0, seed=0)
     assert {request.max_new_tokens for request in trace.requests} == {200}
     assert [index for index, request in enumerate(trace.requests) if request.output_len == 200] == list(range(30, 50))
 
 
-def test_random_lengths_arrive_at_the_rate() -> None:
+def test_requests_of_random_lengths_arrive_at_the_given_rate() -> None:
     trace = random_lengths(5000, 64, 8, 0.0, 25.0, 0)
     times = [request.arrival for request in trace.requests]
     assert times == sorted(times)
