@@ -157,10 +157,10 @@ FAULTS: list[tuple[Fault, Scenario]] = [
 
 
 @pytest.mark.parametrize("scenario", [served, computed, embedded, repeated])
-def test_scenario_passes_without_a_fault(scenario: Scenario, folder: Path) -> None:
+def test_scenario_passes_when_no_fault_is_seeded(scenario: Scenario, folder: Path) -> None:
     assert scenario(folder)
 
 
 @pytest.mark.parametrize(("fault", "scenario"), FAULTS, ids=[fault.name for fault, _ in FAULTS])
-def test_fault_fails_an_assert(fault: Fault, scenario: Scenario, folder: Path) -> None:
+def test_seeded_fault_violates_an_assertion(fault: Fault, scenario: Scenario, folder: Path) -> None:
     assert re.search(fault.law, law_broken(fault, lambda: scenario(folder)))

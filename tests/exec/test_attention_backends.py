@@ -116,7 +116,7 @@ def test_back_end_equals_the_reference_for_every_kind_of_step(name: str, dtype: 
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("window", SHAPE.windows)
-def test_graph_reads_lengths_on_the_device(window: int) -> None:
+def test_captured_graph_reads_the_lengths_of_rows_from_device_memory(window: int) -> None:
     """Launches that were captured for one step compute later steps with the same addresses. Padding rows have no effect."""
     model, backend = Model(DEVICE), TritonAttention(SHAPE, DEVICE)
     batch = model.batch([0, -1, -1, -1], [0] * 4, [1] * 4, 0, graph=4)
@@ -159,7 +159,7 @@ def test_graph_is_planned_for_the_longest_context() -> None:
     assert windowed.splits == 1
 
 
-def test_only_triton_can_be_captured() -> None:
+def test_only_the_triton_back_end_can_be_captured_in_a_graph() -> None:
     assert TritonAttention.captures and not KernelAttention.captures
     batch = Model(DEVICE).batch([0], [0], [1], 0, graph=1)
     with pytest.raises(ValueError, match="captured"):
@@ -168,7 +168,9 @@ def test_only_triton_can_be_captured() -> None:
 
 @pytest.mark.by_day(one_in=5, seed=35)
 @each_pair(shape=[(8, 4, 128), (8, 2, 128), (1, 71, 64), (1, 128, 576), (40, 1, 256)], itemsize=[2, 4], multiprocessors=[16, 132])
-def test_scratch_bounds_hold_for_every_plan(shape: tuple[int, int, int], itemsize: int, multiprocessors: int) -> None:
+def test_bounds_of_the_scratch_memory_are_large_enough_for_every_plan(
+    shape: tuple[int, int, int], itemsize: int, multiprocessors: int
+) -> None:
     """`shape` has the number of KV heads, query heads per KV head, and the head size."""
     kv_heads, group, head_dim = shape
     heads = HeadShape(kv_heads, group, head_dim, head_dim, itemsize)

@@ -59,13 +59,13 @@ def with_flashinfer(monkeypatch: pytest.MonkeyPatch, failure: Exception | None =
     monkeypatch.setattr(choose.FlashInferAttention, "prepare", prepare)
 
 
-def test_auto_chooses_our_kernels_without_cuda() -> None:
+def test_auto_setting_chooses_our_kernels_without_cuda() -> None:
     name, messages = chosen("auto", CPU)
     assert name == "kernels"
     assert messages == ["attention: our kernels, because the device is cpu and the other back ends need CUDA"]
 
 
-def test_auto_chooses_flashinfer_when_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_setting_chooses_flashinfer_when_flashinfer_supports_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     with_flashinfer(monkeypatch)
     assert chosen("auto", CUDA) == ("flashinfer", ["attention: flashinfer, because it is installed and supports this model"])
     assert chosen("flashinfer", CUDA) == ("flashinfer", ["attention: flashinfer, as configured"])
@@ -94,7 +94,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize(("shape", "dtype", "failure", "reason"), REASONS.values(), ids=REASONS.keys())
-def test_auto_chooses_triton_when_flashinfer_is_unsupported(
+def test_auto_setting_chooses_triton_when_flashinfer_does_not_support_the_model(
     shape: AttentionShape, dtype: torch.dtype, failure: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_flashinfer(monkeypatch, failure)
@@ -104,7 +104,7 @@ def test_auto_chooses_triton_when_flashinfer_is_unsupported(
         chosen("flashinfer", CUDA, shape, dtype)
 
 
-def test_auto_logs_a_failed_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_setting_logs_a_failed_import_of_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     name, messages = chosen("auto", CUDA)
     assert name == "triton" and "flashinfer is not available: ModuleNotFoundError: " in messages[0]
@@ -112,14 +112,14 @@ def test_auto_logs_a_failed_import(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen("flashinfer", CUDA)
 
 
-def test_auto_raises_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_setting_raises_an_error_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     with_flashinfer(monkeypatch, torch.cuda.OutOfMemoryError("full"))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         chosen("auto", CUDA)
 
 
 @pytest.mark.parametrize(("name", "device"), [("triton", CUDA), ("torch", CUDA), ("torch", CPU)])
-def test_named_back_end_is_chosen(name: str, device: torch.device) -> None:
+def test_configured_back_end_is_chosen(name: str, device: torch.device) -> None:
     assert chosen(name, device) == (name, [f"attention: {name}, as configured"])
 
 

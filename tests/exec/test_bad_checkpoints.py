@@ -42,7 +42,7 @@ def build(folder: Path) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=35)
 @pytest.mark.parametrize("name", CASES)
-def test_load_refuses_a_wrong_config(folder: Path, tmp_path: Path, name: str) -> None:
+def test_loading_refuses_a_checkpoint_with_a_wrong_config(folder: Path, tmp_path: Path, name: str) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
     config = json.loads((folder / "config.json").read_text()) | CASES[name]
@@ -52,7 +52,7 @@ def test_load_refuses_a_wrong_config(folder: Path, tmp_path: Path, name: str) ->
         build(tmp_path)
 
 
-def test_load_refuses_quantised_tensors_when_the_config_does_not_name_them(tmp_path: Path) -> None:
+def test_loading_refuses_quantised_tensors_that_the_config_does_not_mention(tmp_path: Path) -> None:
     """Some quantisation tools write the method to a separate file. Tests our models and those of transformers."""
     for family, dtype in itertools.product(("qwen3", "gemma"), (torch.float8_e4m3fn, torch.int8)):
         path = tmp_path / f"{family}-{dtype}"
@@ -69,12 +69,12 @@ def test_load_refuses_quantised_tensors_when_the_config_does_not_name_them(tmp_p
 
 
 @pytest.mark.parametrize("weight_map", [[1], {"a": 3}, {"a": "../x.safetensors"}, {}, "x"], ids=str)
-def test_load_refuses_a_wrong_index(folder: Path, tmp_path: Path, weight_map: Any) -> None:
+def test_loading_refuses_a_checkpoint_with_a_wrong_index(folder: Path, tmp_path: Path, weight_map: Any) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=r"\w"):
         build(tmp_path)
 
 
-def test_load_accepts_the_unchanged_folder(folder: Path) -> None:
+def test_loading_accepts_the_unchanged_checkpoint_folder(folder: Path) -> None:
     assert build(folder) is None

@@ -70,7 +70,9 @@ def test_result_has_equal_bits_in_any_context(executor: Executor, number: int) -
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["qwen3.5", "gemma3"])
-def test_result_of_windows_and_states_has_equal_bits_in_any_context(name: str, dtype: str, number: int, tmp_path: Path) -> None:
+def test_result_of_a_model_with_windows_or_states_has_the_same_bits_in_any_context(
+    name: str, dtype: str, number: int, tmp_path: Path
+) -> None:
     MODELS[name].build(tmp_path)
     executor, groups = with_groups(tmp_path, dtype)
     world = replace(WORLD, groups=groups)
@@ -79,7 +81,7 @@ def test_result_of_windows_and_states_has_equal_bits_in_any_context(name: str, d
     executor.close()
 
 
-def test_result_has_different_bits_without_the_mode(folder: Path) -> None:
+def test_result_has_different_bits_without_deterministic_mode(folder: Path) -> None:
     """Uses torch's linear layers, whose sums depend on the number of rows on every CPU. Those of our kernels do on some CPUs."""
     executor = made_of(folder, "float32", deterministic=False, kernels="torch")
     *_, target = targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
@@ -131,7 +133,7 @@ def test_fingerprint_depends_on_the_dtype(folder: Path) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_seed_decides_the_text(executor: Executor) -> None:
+def test_sampled_text_depends_on_the_seed(executor: Executor) -> None:
     """Only the seed determines the output. The worker's gRPC server chooses a seed for a request without one."""
     prompt = next(targets(WORLD, random.Random(7), 9, 1)).prompt
     texts = {
@@ -146,12 +148,14 @@ def test_seed_decides_the_text(executor: Executor) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kernels"), [("float16", "auto"), ("float32", "torch")])
-def test_build_refuses_dtypes_and_back_ends_without_a_deterministic_mode(folder: Path, dtype: str, kernels: str) -> None:
+def test_deterministic_mode_refuses_dtypes_and_kernels_that_do_not_support_the_mode(
+    folder: Path, dtype: str, kernels: str
+) -> None:
     with pytest.raises(ValueError, match="deterministic"):
         made_of(folder, dtype, kernels=kernels)
 
 
-def test_build_refuses_models_of_transformers_in_deterministic_mode(tmp_path: Path) -> None:
+def test_deterministic_mode_refuses_models_that_transformers_computes(tmp_path: Path) -> None:
     SERVED["gpt2"].build(tmp_path)
     with pytest.raises(UnsupportedModel, match="no deterministic mode: transformers' code computes it"):
         made_of(tmp_path, "float32")

@@ -31,7 +31,7 @@ def both(folder: Path) -> tuple[Executor, Executor]:
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_kernel_sets_give_equal_tokens(name: str, tmp_path: Path) -> None:
+def test_both_kernel_sets_give_equal_tokens(name: str, tmp_path: Path) -> None:
     SERVED[name].build(tmp_path)
     outputs = []
     for executor in both(tmp_path):
@@ -46,7 +46,7 @@ def test_kernel_sets_give_equal_tokens(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=6)
 @pytest.mark.parametrize("name", VECTORS)
-def test_kernel_sets_give_equal_vectors(name: str, tmp_path: Path) -> None:
+def test_both_kernel_sets_give_equal_embedding_vectors(name: str, tmp_path: Path) -> None:
     FOLDERS[name].build(tmp_path)
     vectors = []
     for executor in both(tmp_path):

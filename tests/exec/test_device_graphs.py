@@ -193,7 +193,7 @@ def run_all(driver: Driver, each: list[Sequence], tokens: int) -> list[Sequence]
     return each
 
 
-def test_device_executor_equals_the_cpu_executor_for_all_features(device: Device, cpu: Executor) -> None:
+def test_device_executor_gives_the_same_results_as_the_cpu_executor_for_all_features(device: Device, cpu: Executor) -> None:
     ours = run_all(Guarded(device), sequences(), 24)
     assert same(ours, run_all(Driver(cpu, PAGE_SIZE), sequences(), 24))
     assert all(len(each.output) == 24 for each in ours) and ours[2].logprobs and ours[7].prompt_logprobs
@@ -201,7 +201,7 @@ def test_device_executor_equals_the_cpu_executor_for_all_features(device: Device
 
 
 @of_one_by_day
-def test_graphs_serve_any_batch_up_to_the_largest_size(device: Device, cpu: Executor) -> None:
+def test_graphs_compute_any_batch_up_to_the_largest_graph_size(device: Device, cpu: Executor) -> None:
     for count in (1, 2, 3, 7, 8, 9, 12):
         mine, theirs = sequences(count), sequences(count)
         before = device.graphs.replays
@@ -221,7 +221,7 @@ class RecordedLoad(HostArrival):
 
 
 @of_one_model
-def test_graph_waits_for_a_whole_load_into_a_new_page(device: Device) -> None:
+def test_graph_step_waits_for_the_whole_load_of_a_new_page(device: Device) -> None:
     """The layers of a graph cannot wait for groups of a load, so the step waits for the whole load first.
 
     A step without a graph waits layer by layer.
@@ -257,7 +257,7 @@ def test_graph_ignores_grammar_masks_of_earlier_steps(device: Device) -> None:
 
 
 @of_one_model
-def test_graph_forgets_earlier_masks_when_a_step_has_too_many_losses(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_ignores_earlier_masks_when_a_step_has_too_many_penalties(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_sampler, "MAX_LOSSES", -1)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -272,7 +272,7 @@ def test_graph_forgets_earlier_masks_when_a_step_has_too_many_losses(device: Dev
 
 
 @of_one_model
-def test_captured_addresses_stay_allocated(folder: Path) -> None:
+def test_memory_addresses_in_a_captured_graph_stay_allocated(folder: Path) -> None:
     device = Device(folder, ForgetfulMemory)
     gc.collect()
     assert len(device.graphs.named) > 100 and device.graphs.freed() == 0
@@ -291,7 +291,7 @@ def test_step_reports_a_fault_for_each_faulty_row(device: Device) -> None:
 
 
 @of_one_model
-def test_steps_in_flight_relay_tokens_on_the_device(device: Device) -> None:
+def test_step_in_flight_gets_the_token_of_the_previous_step_on_the_device(device: Device) -> None:
     params = SamplingParams(64, temperature=0.0, frequency_penalty=0.6, dry=DryParams(0.5, allowed_length=1))
     sequence, twin = Sequence([1, 2, 3], 0, params), Sequence([1, 2, 3], 1, params)
     driver = Driver(device.executor, PAGE_SIZE)
@@ -361,7 +361,7 @@ def test_forced_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, ch
 
 
 @of_one_model
-def test_start_measures_the_cost_of_a_step_without_a_graph(folder: Path) -> None:
+def test_cost_of_a_step_without_a_graph_is_measured_at_the_start(folder: Path) -> None:
     """The cost is measured as a share of the step's time.
 
     A graph has a row for each forced token, so it reads the KV of a request once per forced token. This share and the bytes of
@@ -384,7 +384,7 @@ def test_forced_tokens_use_no_graph_when_rereads_exceed_the_limit(device: Device
 
 
 @of_one_by_day
-def test_graph_samples_only_slots_when_rows_outnumber_slots(folder: Path, cpu: Executor) -> None:
+def test_graph_samples_one_row_per_slot_when_the_graph_has_more_rows_than_slots(folder: Path, cpu: Executor) -> None:
     """Two graphs with more rows than slots must have separate masks. Otherwise, one would apply the masks of the other's step."""
     device = Device(folder, slots=2, max_graph_rows=16)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
@@ -403,7 +403,7 @@ def test_graph_samples_only_slots_when_rows_outnumber_slots(folder: Path, cpu: E
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_embeddings_share_steps_with_sampled_rows(device: Device, cpu: Executor) -> None:
+def test_embedding_requests_share_steps_with_sampled_rows(device: Device, cpu: Executor) -> None:
     vectors = []
     for executor in (device.executor, cpu):
         driver = Driver(executor, PAGE_SIZE)
@@ -415,7 +415,7 @@ def test_embeddings_share_steps_with_sampled_rows(device: Device, cpu: Executor)
 
 
 @of_one_model
-def test_unwritten_relay_fails_only_one_step(device: Device) -> None:
+def test_missing_token_of_the_previous_step_fails_only_one_step(device: Device) -> None:
     driver, sequence = Driver(device.executor, PAGE_SIZE), Sequence([1, 2, 3], 0, greedy())
     unwritten = driver.plan([(Sequence([7], 5, greedy(), computed=1, admitted=True), 1)])
     bad = device.executor.forward(unwritten)
@@ -466,7 +466,7 @@ def test_warm_up_launches_every_kernel_of_a_step(folder: Path) -> None:
 
 
 @of_one_model
-def test_measure_rounds_the_number_of_top_logprobs_up(device: Device) -> None:
+def test_number_of_measured_top_logprobs_is_rounded_up(device: Device) -> None:
     logprobs, rows = device.executor.runner.sampler.logprobs, torch.zeros(1, dtype=torch.int32)
     logits = torch.arange(257.0)[None]
     found = [logprobs.measure(logits, rows, rows, number).top_ids[0].tolist() for number in (0, 1, 4, 5, 6, 20)]
@@ -500,7 +500,7 @@ def test_steps_are_launched_without_graphs_when_a_capture_fails(folder: Path, cp
 # Tests of the doubles
 
 
-def test_guard_detects_host_waits() -> None:
+def test_step_guard_detects_that_the_host_waits_for_the_device() -> None:
     with StepGuard(Watch()), pytest.raises(HostWaits, match="item"):
         torch.ones(3).sum().item()
     with StepGuard(Watch()), pytest.raises(HostWaits, match="getitem"):
@@ -508,7 +508,7 @@ def test_guard_detects_host_waits() -> None:
 
 
 @pytest.mark.parametrize("change", ["scalar", "address", "number"])
-def test_graph_double_detects_changed_launches(change: str) -> None:
+def test_test_double_of_a_graph_detects_changed_launches(change: str) -> None:
     values, other, factor, times = torch.ones(4), torch.ones(4), [2.0], [1]
     chosen = [values]
 

@@ -93,7 +93,7 @@ def test_step_is_computed_in_pieces_when_memory_is_short(folder: Path, cpu: Exec
 @pytest.mark.by_day(one_in=3, seed=1)
 @pytest.mark.parametrize("name", ["qwen3.5", "gemma3"])
 @pytest.mark.parametrize("max_pass", [1, 3, 10])
-def test_pieces_leave_the_states_and_windows_of_a_whole_step(tmp_path: Path, name: str, max_pass: int) -> None:
+def test_step_in_pieces_leaves_the_same_states_and_windows_as_a_whole_step(tmp_path: Path, name: str, max_pass: int) -> None:
     MODELS[name].build(tmp_path)
     wide, narrow = built(tmp_path), built(tmp_path)
     refusing = narrowed(narrow, max_pass)
@@ -122,7 +122,7 @@ def test_embedding_counts_each_token_once_when_a_pass_is_repeated(folder: Path, 
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-5)
 
 
-def test_largest_request_ends_when_pieces_do_not_fit(folder: Path, cpu: Executor) -> None:
+def test_largest_request_ends_when_pieces_do_not_fit_into_memory(folder: Path, cpu: Executor) -> None:
     executor = built(folder)
     narrowed(executor, 100, {1})
     driver, twin = Driver(executor, PAGE_SIZE), Sequence([4, 5, 6], 7, greedy())
@@ -209,7 +209,7 @@ def test_memory_can_be_released_and_resumed(folder: Path) -> None:
     assert after.output == before.output
 
 
-def test_resume_waits_on_the_forward_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_memory_waits_for_the_forward_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On another stream, the pool could be filled with zeros after a step has written its KV."""
     executor, both = built(folder), {"kv": True, "weights": True}
     runner, calls = executor.runner, list[str]()
@@ -316,7 +316,7 @@ def test_mean_embedding_accepts_more_tokens_than_the_buffers_hold(tmp_path: Path
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-5)
 
 
-def test_close_reports_a_lost_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_executor_reports_a_lost_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, lost = built(folder), list[str]()
     executor.on_lost = lost.append
 
@@ -328,7 +328,7 @@ def test_close_reports_a_lost_device(folder: Path, monkeypatch: pytest.MonkeyPat
     assert len(lost) == 1
 
 
-def test_resume_refuses_another_model_in_the_folder(tmp_path: Path) -> None:
+def test_resume_is_refused_when_the_folder_has_another_model(tmp_path: Path) -> None:
     MODELS["qwen3"].build(tmp_path)
     executor = built(tmp_path)
     executor.apply(ReleaseMemory(kv=False, weights=True))
@@ -340,7 +340,7 @@ def test_resume_refuses_another_model_in_the_folder(tmp_path: Path) -> None:
         executor.apply(ResumeMemory(kv=False, weights=True))
 
 
-def test_profile_names_the_steps(folder: Path, tmp_path: Path) -> None:
+def test_profile_has_the_names_of_the_steps(folder: Path, tmp_path: Path) -> None:
     executor = built(folder)
     executor.apply(StartProfile(tmp_path / "trace.json"))
     Driver(executor, PAGE_SIZE).prefill([Sequence([1, 2, 3], 0, greedy())])
@@ -349,7 +349,7 @@ def test_profile_names_the_steps(folder: Path, tmp_path: Path) -> None:
     assert '"forward 1"' in text and '"sample 1"' in text
 
 
-def test_build_refuses_unusable_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_devices_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device, message in (("meta", "steps cannot run on the device meta"), ("cuda:0", "no GPU for cuda:0")):
         options = DeviceOptions(device=device)
@@ -357,7 +357,7 @@ def test_build_refuses_unusable_devices(folder: Path, monkeypatch: pytest.Monkey
             build_device_executor(str(folder), "auto", PAGE_SIZE, SLOTS, PAGES, 0.5, None, options, lambda _: None)
 
 
-def test_device_of_adds_the_index_of_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_an_index_gets_the_index_of_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's set_device() requires a device with an index."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -366,6 +366,6 @@ def test_device_of_adds_the_index_of_the_first_device(monkeypatch: pytest.Monkey
     assert [device_of("cuda"), device_of("cuda:1")] == chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-def test_build_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         built(tmp_path)

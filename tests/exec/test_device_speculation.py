@@ -98,7 +98,7 @@ def guess_with(executor: DeviceExecutor, plain: DeviceExecutor, target: Asked, e
 
 
 @pytest.mark.parametrize("number", [pytest.param(2, id="penalties"), *([pytest.param(1, id="top-p")] if NIGHTLY else [])])
-def test_answers_have_equal_bits_on_a_late_device(plain: DeviceExecutor, late: DeviceExecutor, number: int) -> None:
+def test_drafting_changes_no_bit_of_an_answer_on_a_late_device(plain: DeviceExecutor, late: DeviceExecutor, number: int) -> None:
     target = asked(number)
     guesses = guess_with(late, plain, target, 0.3)
     assert strings(WORLD, late, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
@@ -106,7 +106,7 @@ def test_answers_have_equal_bits_on_a_late_device(plain: DeviceExecutor, late: D
 
 
 @pytest.mark.parametrize("algorithm", ["ngram", "draft", "eagle3", "mtp"] if NIGHTLY else ["eagle3"])
-def test_answers_have_equal_bits_for_each_drafter(
+def test_no_drafter_changes_a_bit_of_an_answer(
     folder: Path, plain: DeviceExecutor, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Includes a draft model that is the target itself. All its draft tokens must be accepted, or its KV lacks a token."""
@@ -120,7 +120,7 @@ def test_answers_have_equal_bits_for_each_drafter(
     executor.close()
 
 
-def test_answers_have_equal_tokens_under_a_grammar(plain: DeviceExecutor, late: DeviceExecutor) -> None:
+def test_drafting_changes_no_token_of_an_answer_with_a_grammar(plain: DeviceExecutor, late: DeviceExecutor) -> None:
     """The grammar forces some tokens. The result of the row in flight is then discarded, and its text continues differently."""
     bound = asked(2)
     target = replace(bound, params=replace(bound.params, grammar=spec(1, NEW_TOKENS), top_logprobs=-1))
@@ -132,7 +132,7 @@ def test_answers_have_equal_tokens_under_a_grammar(plain: DeviceExecutor, late: 
     assert guesses.accepted > 0
 
 
-def test_step_waits_only_for_a_step_that_verifies(
+def test_step_waits_for_the_previous_step_only_when_draft_tokens_are_verified(
     plain: DeviceExecutor, late: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, streams = asked(1), late.runner.streams
@@ -187,7 +187,7 @@ def with_graphs(folder: Path) -> DeviceExecutor:
     return executor
 
 
-def test_verification_uses_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_of_draft_tokens_uses_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps in which a slot has several rows, sampling is not part of the graph.
 
     A step with more rows than a graph has logits uses no graph.
@@ -211,7 +211,7 @@ def test_verification_uses_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch)
     torch_alone.close()
 
 
-def test_kept_states_are_in_the_order_of_the_plan(late: DeviceExecutor) -> None:
+def test_hidden_states_for_the_drafter_are_in_the_order_of_the_plan(late: DeviceExecutor) -> None:
     """A graph computes the last token of each row first, because it is sampled. The kept states must have the plan's order."""
     plans = []
     forward = late.runner.forward
@@ -246,7 +246,7 @@ def test_step_is_computed_without_draft_tokens_when_memory_is_short(
     assert narrow.refused > 0 and runner.stats.pieces > pieces and runner.stats.given_up == given_up
 
 
-def test_row_without_memory_replaces_the_length_of_the_previous_request(folder: Path) -> None:
+def test_row_that_runs_out_of_memory_replaces_the_length_of_the_previous_request(folder: Path) -> None:
     """The next step is already planned and continues after the tokens that the failed row should have computed."""
     executor = made_of(folder, "ngram")
     driver, runner = Driver(executor, WORLD.page_size), executor.runner
@@ -260,7 +260,7 @@ def test_row_without_memory_replaces_the_length_of_the_previous_request(folder: 
     executor.close()
 
 
-def test_answers_have_equal_bits_when_the_drafter_has_no_memory(
+def test_drafting_changes_no_bit_of_an_answer_when_the_drafter_has_no_memory(
     folder: Path, plain: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of the draft model and copies of hidden states fail at times. The steps must succeed without them."""
@@ -323,7 +323,7 @@ def test_committed_tokens_stay_when_the_next_step_fails(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_assembly_accepts_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executor_with_drafts_can_be_assembled_for_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tensor on the device fails, because the machine has no GPU. All earlier steps of the assembly succeed."""
     monkeypatch.setattr(build, "device_of", lambda name: torch.device("cuda", 0))
     loaded = load_model(load_request(folder / "target", "float32", WORLD.page_size, WORLD.context_len))

@@ -35,7 +35,7 @@ def streams(request: pytest.FixtureRequest) -> Iterator[Streams]:
 
 @pytest.mark.by_day(one_in=4, seed=86)
 @pytest.mark.parametrize("sizes", [(1, 2, 3, 4, 5), (0, 7, 0), (), (500, 1, 500)])
-def test_send_aligns_sections(streams: Streams, sizes: tuple[int, ...]) -> None:
+def test_upload_ring_aligns_the_sections_of_a_buffer(streams: Streams, sizes: tuple[int, ...]) -> None:
     ring = UploadRing(streams, 64)
     for _ in range(2 * DEPTH):
         sent = sections(*sizes)
@@ -46,14 +46,14 @@ def test_send_aligns_sections(streams: Streams, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_send_converts_other_dtypes(streams: Streams) -> None:
+def test_upload_ring_converts_other_dtypes(streams: Streams) -> None:
     ring = UploadRing(streams, 16)
     views = ring.send([("f", np.float32([1.5])), ("u", np.uint32([1 << 31])), ("l", np.int64([-7])), ("s", np.int16([5]))])
     assert np.frombuffer(views["f"].numpy(), np.float32) == [1.5]
     assert [views[name].item() for name in "uls"] == [-(1 << 31), -7, 5]
 
 
-def test_send_waits_for_the_last_use_of_a_buffer() -> None:
+def test_upload_ring_waits_for_the_last_use_of_a_buffer() -> None:
     ring, marks = UploadRing(InlineStreams(), 16), [Reached() for _ in range(DEPTH + 1)]
     for mark in marks:
         ring.send(sections(3))
@@ -61,7 +61,7 @@ def test_send_waits_for_the_last_use_of_a_buffer() -> None:
     assert [mark.waits for mark in marks] == [1, *[0] * DEPTH]
 
 
-def test_send_is_refused_when_no_buffer_was_released() -> None:
+def test_upload_ring_refuses_to_send_when_no_buffer_was_released() -> None:
     ring = UploadRing(InlineStreams(), 16)
     for _ in range(DEPTH):
         ring.send(sections(3))

@@ -153,7 +153,7 @@ def empty_plan() -> BatchPlan:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pool_faults_only_the_row_of_an_infinite_vector(kind: PoolingKind) -> None:
+def test_only_the_row_with_a_vector_that_is_not_finite_gets_a_fault(kind: PoolingKind) -> None:
     plan = replace(
         empty_plan(), num_extend=2, slots=i32([4, 5]), starts=i32([0, 0]), num_tokens=i32([1, 1]),
         input_ids=i32([1, 2]), sample=np.array([True, True]),
@@ -166,7 +166,7 @@ def test_pool_faults_only_the_row_of_an_infinite_vector(kind: PoolingKind) -> No
     assert faults == {1: RowFault.NAN_LOGITS} and list(vectors) == [0]
 
 
-def test_pool_sums_chunks_in_float32() -> None:
+def test_mean_pooling_sums_chunks_in_float32() -> None:
     pool, count = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False)), 4096
     pool.admit(SlotParams(0, count, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
     plan = replace(

@@ -88,7 +88,7 @@ UNSOUND: dict[str, dict[str, Any]] = {
 }
 
 
-def test_load_refuses_encoders_whose_vectors_depend_on_other_texts(tmp_path: Path) -> None:
+def test_loading_refuses_encoders_whose_vectors_depend_on_other_texts(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     for name, options in UNSOUND.items():
         config = AutoConfig.for_model(name, **{**SHAPE, "pad_token_id": 0, "num_hidden_layers": 2, **options})
@@ -98,7 +98,7 @@ def test_load_refuses_encoders_whose_vectors_depend_on_other_texts(tmp_path: Pat
             pass
 
 
-def test_load_detects_a_missing_head_when_the_config_names_one(tmp_path: Path) -> None:
+def test_loading_detects_a_missing_head_although_the_config_names_a_head(tmp_path: Path) -> None:
     """Qwen3-Embedding-8B has untied embeddings and tensor names without a prefix, but no LM head."""
     model = FOLDERS["qwen3-base-last"].build(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -195,7 +195,9 @@ def test_model_without_a_head_refuses_generation(name: str, tmp_path: Path) -> N
     ("name", "whole_prompt", "reuses_prefix"),
     [("qwen3-last", False, True), ("llama-mean", False, False), ("bert-mean", True, False)],
 )
-def test_info_states_prompt_and_prefix_rules(name: str, whole_prompt: bool, reuses_prefix: bool, tmp_path: Path) -> None:
+def test_model_info_tells_whether_prompts_may_be_cut_and_prefixes_reused(
+    name: str, whole_prompt: bool, reuses_prefix: bool, tmp_path: Path
+) -> None:
     FOLDERS[name].build(tmp_path)
     with serving(tmp_path) as (_, info):
         pass
@@ -221,7 +223,7 @@ def test_encoder_has_no_kv_cache(tmp_path: Path) -> None:
     assert (info.kv_bytes_per_token, info.num_pages) == (0, 8 * 32)
 
 
-def test_read_pooling_returns_the_default_without_pooling_files(tmp_path: Path) -> None:
+def test_default_pooling_is_used_when_there_are_no_pooling_files(tmp_path: Path) -> None:
     assert read_pooling(tmp_path, MEAN) is MEAN
 
 
@@ -234,7 +236,7 @@ def test_read_pooling_returns_the_default_without_pooling_files(tmp_path: Path) 
         ({"pooling_mode_weightedmean_tokens": True}, "pooling weightedmean is not supported"),
     ],
 )
-def test_read_pooling_refuses_unsupported_poolings(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_pooling_modes_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     FOLDERS["bert-cls"].build(tmp_path)
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=message):
@@ -253,7 +255,7 @@ def test_read_pooling_refuses_unsupported_poolings(config: dict[str, Any], messa
     ],
     ids=["outside", "parent", "no-type", "object", "dense", "none"],
 )
-def test_read_pooling_refuses_wrong_modules(modules: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_wrong_lists_of_modules_are_refused(modules: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(error, match=message):
         read_pooling(tmp_path, MEAN)

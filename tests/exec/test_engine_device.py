@@ -43,7 +43,7 @@ def build_engine(**given: Any) -> None:
         engine.build_engine(WorkerSettings(**given), Inbox(), lambda sentence: None)
 
 
-def test_engine_reserves_activations_of_one_chunk(asked: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_reserves_memory_for_the_activations_of_one_chunk(asked: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         build_engine()
     assert (asked["max_slots"], asked["options"].max_tokens) == (256, 8192)
@@ -54,7 +54,7 @@ def test_engine_reserves_activations_of_one_chunk(asked: dict[str, Any], caplog:
     assert (asked["max_slots"], asked["options"].max_tokens) == (4000, 4016)
 
 
-def test_step_tokens_of_an_encoder_exceed_a_chunk(asked: dict[str, Any]) -> None:
+def test_step_of_an_encoder_may_have_more_tokens_than_a_chunk(asked: dict[str, Any]) -> None:
     build_engine()
     loaded = SimpleNamespace(is_encoder=True, context_len=512)
     assert build._step_tokens(asked["options"], loaded) == 16384  # type: ignore[arg-type]

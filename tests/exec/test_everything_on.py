@@ -217,7 +217,7 @@ def check(served: Served, reference: Reference, handle: int, prompt: list[int]) 
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_session_turn_continues_the_turn_before(folder: Path, reference: Reference, overlap: bool) -> None:
+def test_session_turn_continues_the_previous_turn(folder: Path, reference: Reference, overlap: bool) -> None:
     served = serve(folder, overlap, num_pages=200)
     assert not served.core.open_session("s", 0, 0.0, 0.0)
     context: list[int] = []
@@ -236,7 +236,7 @@ def test_session_turn_continues_the_turn_before(folder: Path, reference: Referen
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_seed_gives_equal_tokens_in_a_batch_of_sixteen_cold_and_cached(folder: Path, overlap: bool) -> None:
+def test_seed_gives_equal_tokens_in_a_batch_of_sixteen_with_and_without_cached_pages(folder: Path, overlap: bool) -> None:
     rng = random.Random(3)
     prompt = [rng.randrange(6, VOCAB) for _ in range(37)]
     drawn = {"temperature": 1.0, "seed": 1234, "max_new_tokens": 40}

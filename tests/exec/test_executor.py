@@ -59,7 +59,7 @@ def edit_tensors(folder: Path, drop: str = "", reshape: str = "") -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_info_describes_the_model(folder: Path) -> None:
+def test_executor_info_describes_the_model(folder: Path) -> None:
     executor, info = build(folder)
     executor.close()
     assert (info.architecture, info.vocab_size, info.context_len, info.dtype) == ("LlamaForCausalLM", 257, 64, "float32")
@@ -128,7 +128,7 @@ def test_half_precision_is_close_to_float32(folder: Path, dtype: str) -> None:
     ],
     ids=["architecture", "quantised", "one-missing", "head-missing", "many-missing", "shape"],
 )
-def test_load_refuses_a_wrong_checkpoint(
+def test_loading_refuses_a_wrong_checkpoint(
     folder: Path, config: dict[str, object], tensors: dict[str, str], error: type[Exception], message: str
 ) -> None:
     if config:
@@ -139,23 +139,23 @@ def test_load_refuses_a_wrong_checkpoint(
         build(folder)
 
 
-def test_load_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
+def test_loading_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         build(tmp_path)
 
 
-def test_load_refuses_a_folder_without_safetensors(folder: Path) -> None:
+def test_loading_refuses_a_folder_without_safetensors_files(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="only safetensors"):
         build(folder)
 
 
-def test_load_refuses_an_unknown_dtype(folder: Path) -> None:
+def test_loading_refuses_an_unknown_dtype(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="int8 is not supported"):
         build(folder, "int8")
 
 
-def test_steps_in_flight_relay_tokens_on_the_device(executor: DeviceExecutor) -> None:
+def test_step_in_flight_gets_the_token_of_the_previous_step_on_the_device(executor: DeviceExecutor) -> None:
     sequence, twin = Sequence([1, 2, 3], 0, greedy()), Sequence([1, 2, 3], 1, greedy())
     driver = Driver(executor, 4)
     driver.prefill([twin])
@@ -171,7 +171,7 @@ def test_steps_in_flight_relay_tokens_on_the_device(executor: DeviceExecutor) ->
     assert [int(executor.wait(run).tokens[0]) for run in runs] == twin.output
 
 
-def test_failed_step_fails_only_one_waiter(executor: DeviceExecutor) -> None:
+def test_failed_step_fails_only_the_caller_that_waits_for_that_step(executor: DeviceExecutor) -> None:
     driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
     unwritten = driver.plan([(Sequence([7], 5, greedy(), computed=1, admitted=True), 1)])
     bad = executor.forward(unwritten)
@@ -182,7 +182,7 @@ def test_failed_step_fails_only_one_waiter(executor: DeviceExecutor) -> None:
     assert len(sequence.output) == 1
 
 
-def test_mask_limits_the_row_of_the_plan(executor: DeviceExecutor) -> None:
+def test_mask_applies_only_to_the_row_with_that_number_in_the_plan(executor: DeviceExecutor) -> None:
     """A mask's key is a row number of the plan, in which rows without sampling count. A row without a mask may get any token."""
     driver, words = Driver(executor, 4), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -194,7 +194,7 @@ def test_mask_limits_the_row_of_the_plan(executor: DeviceExecutor) -> None:
     assert masked.output == [250, 250] and plain.output[1] != 250 and chunked.output != [250]
 
 
-def test_row_without_an_allowed_token_faults_separately(executor: DeviceExecutor) -> None:
+def test_only_the_row_without_an_allowed_token_gets_a_fault(executor: DeviceExecutor) -> None:
     driver = Driver(executor, 4)
     rows = [(Sequence([1, 2, 3], 0, greedy()), 3), (Sequence([1, 2, 3], 1, greedy()), 3)]
     run = executor.forward(driver.plan(rows))

@@ -175,7 +175,7 @@ def test_steps_equal_the_reference(shape: AttentionShape, split_mixed: bool, dev
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_steps_equal_the_reference_for_both_dtypes(dtype: torch.dtype, device: torch.device, module: Any) -> None:
+def test_steps_equal_the_reference_in_float16_and_bfloat16(dtype: torch.dtype, device: torch.device, module: Any) -> None:
     bench = Bench(SHAPE, device, dtype)
     backend = backend_of(bench, module)
     batch = bench.batch(MIXED, 3)
@@ -195,7 +195,7 @@ def test_steps_equal_the_reference_for_both_dtypes(dtype: torch.dtype, device: t
         replace(PAIRED, windows=(0, 24), separate_windows=True),
     ],
 )
-def test_graphs_of_fixed_buffers_follow_the_plan(shape: AttentionShape, device: torch.device, module: Any) -> None:
+def test_graphs_with_fixed_buffers_compute_the_current_plan(shape: AttentionShape, device: torch.device, module: Any) -> None:
     """A captured graph repeats run() on the same addresses. With the double, each replay is another call of run()."""
     bench = Bench(shape, device)
     backend = backend_of(bench, module)
@@ -213,7 +213,9 @@ def test_graphs_of_fixed_buffers_follow_the_plan(shape: AttentionShape, device: 
 
 
 @pytest.mark.parametrize("shape", [SHAPE, PAIRED], ids=["tensor cores", "CUDA cores"])
-def test_graph_keeps_the_addresses(shape: AttentionShape, device: torch.device, double: Library) -> None:
+def test_graph_uses_the_same_buffer_addresses_for_every_plan(
+    shape: AttentionShape, device: torch.device, double: Library
+) -> None:
     bench = Bench(shape, device)
     backend = backend_of(bench, double)
     seen = set()
@@ -230,7 +232,7 @@ def test_graph_keeps_the_addresses(shape: AttentionShape, device: torch.device, 
 
 @pytest.mark.skipif(not REAL, reason="no GPU with flashinfer")
 @pytest.mark.parametrize("shape", [SHAPE, PAIRED], ids=["tensor cores", "CUDA cores"])
-def test_captured_graph_follows_the_plan(shape: AttentionShape) -> None:
+def test_captured_graph_computes_the_current_plan(shape: AttentionShape) -> None:
     bench = Bench(shape, torch.device("cuda", 0))
     backend = backend_of(bench, importlib.import_module("flashinfer"))
     backend.prepare(lambda line: None)
@@ -288,7 +290,7 @@ def test_steps_in_flight_use_separate_host_memory(device: torch.device, double: 
     assert len(set(written)) == 2 * SLOTS
 
 
-def test_step_uses_the_kernels_for_the_rows(device: torch.device, double: Library) -> None:
+def test_step_uses_the_kernels_that_fit_the_kinds_of_rows(device: torch.device, double: Library) -> None:
     steps = ((MIXED[:3], 3), (MIXED, 3), (DECODE, 0), (DECODE, 0))
     wanted = {
         (8, False): ["prefill fa3 3", "prefill fa2 6", "prefill fa2 5", "prefill fa2 5"],
@@ -305,7 +307,7 @@ def test_step_uses_the_kernels_for_the_rows(device: torch.device, double: Librar
         assert double.planned == kinds
 
 
-def test_attend_requires_a_plan_for_the_pass(device: torch.device, double: Library) -> None:
+def test_attention_requires_a_plan_for_the_same_pass(device: torch.device, double: Library) -> None:
     bench = Bench(SHAPE, device)
     backend = backend_of(bench, double)
     batch = bench.batch(MIXED, 3)
@@ -331,7 +333,7 @@ def test_released_graphs_are_created_again(device: torch.device, double: Library
     assert double.planned == ["plan graph 4", "plan graph 4"]
 
 
-def test_double_detects_misuse(device: torch.device, double: Library) -> None:
+def test_flashinfer_double_detects_wrong_calls(device: torch.device, double: Library) -> None:
     """The other tests rely on the double to refuse wrong calls."""
     bench = Bench(SHAPE, device)
     backend = backend_of(bench, double)
@@ -365,7 +367,7 @@ class Passing:
         return self.passed
 
 
-def test_staging_ring_reuses_no_slot_in_flight_and_does_not_wait() -> None:
+def test_staging_ring_does_not_reuse_a_slot_in_flight_and_does_not_wait() -> None:
     ring = StagingRing(lambda: StagingSlot(torch.empty(1), (), Passing()))
     for slot in ring._slots:
         slot.copied.passed = True
@@ -382,7 +384,7 @@ def test_staging_ring_reuses_no_slot_in_flight_and_does_not_wait() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("page_size", [1, 5, 16])
-def test_fill_computes_the_columns(page_size: int) -> None:
+def test_columns_of_a_plan_are_computed_from_starts_and_token_counts(page_size: int) -> None:
     starts, counts = np.array([0, 15, 31, 4], np.int32), np.array([1, 1, 3, 1], np.int32)
     columns = fill(torch.empty(40, dtype=torch.int32), starts, counts, page_size)
     lengths = [1, 16, 34, 5]
@@ -423,7 +425,7 @@ LARGE = {
 
 @pytest.mark.by_day(one_in=2, seed=45)
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
-def test_scratch_memory_holds_every_plan(shape: AttentionShape) -> None:
+def test_scratch_memory_is_large_enough_for_every_plan(shape: AttentionShape) -> None:
     generator, sizes = np.random.default_rng(5), (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
     used_float = used_int = 0
     for rows in (1, 3, 60, 512):

@@ -119,6 +119,6 @@ def test_steps_equal_the_reference_through_the_library(
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("shape", [steps.SHAPE, steps.PAIRED, replace(steps.PAIRED, windows=(0, 24))])
-def test_graphs_follow_the_plan_through_the_library(shape: AttentionShape, library: Any, ran: set[str]) -> None:
-    steps.test_graphs_of_fixed_buffers_follow_the_plan(shape, CPU, library)
+def test_graphs_compute_the_current_plan_through_the_library(shape: AttentionShape, library: Any, ran: set[str]) -> None:
+    steps.test_graphs_with_fixed_buffers_compute_the_current_plan(shape, CPU, library)
     assert ran == {"fa2"} | (set() if limits.tensor_cores(shape) else {"decode"})

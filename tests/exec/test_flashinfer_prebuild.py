@@ -24,22 +24,22 @@ NO_GPU = pytest.mark.skipif(not INSTALLED or torch.cuda.is_available(), reason="
 CPU, HALF = torch.device("cpu"), torch.float16
 
 
-def test_needed_modules_covers_every_kind_of_step_with_and_without_a_window() -> None:
+def test_needed_modules_cover_every_kind_of_step_with_and_without_a_window() -> None:
     found = {(each.kernels, each.windowed) for each in needed_modules([128], [torch.bfloat16], ["8.0", "9.0a"])}
     assert found == {(kernels, windowed) for kernels in (DECODE, "fa2", "fa3") for windowed in (False, True)}
 
 
-def test_needed_modules_limits_hopper_kernels_to_hopper() -> None:
+def test_needed_modules_include_hopper_kernels_only_for_hopper() -> None:
     assert {each.kernels for each in needed_modules([64], [HALF], ["8.0", "10.0f"])} == {DECODE, "fa2"}
 
 
-def test_needed_modules_covers_every_head_size_and_dtype() -> None:
+def test_needed_modules_cover_every_head_size_and_dtype() -> None:
     found = needed_modules(HEAD_DIMS, DTYPES, ["9.0a"])
     assert {(each.head_dim, each.dtype) for each in found} == {(size, dtype) for size in HEAD_DIMS for dtype in DTYPES}
     assert {each.index for each in found} == {torch.int32} and len(found) == len(HEAD_DIMS) * len(DTYPES) * 6
 
 
-def test_needed_modules_refuses_unsupported_head_sizes() -> None:
+def test_unsupported_head_sizes_are_refused() -> None:
     with pytest.raises(Unsupported):
         needed_modules([96], [HALF], ["9.0a"])
 
@@ -72,7 +72,7 @@ class Compiler:
             spec.jit_library_path.write_bytes(spec.name.encode())
 
 
-def test_build_compiles_only_missing_modules_into_the_folder_of_the_library(tmp_path: Path) -> None:
+def test_only_missing_modules_are_compiled_into_the_folder_of_the_library(tmp_path: Path) -> None:
     library, lines = Compiler(tmp_path, {"fa2_64_False"}), []
     specs = missing(library, needed_modules([64], [HALF], ["8.0"]))
     build(library, specs, tmp_path / "out", lines.append)
@@ -98,7 +98,7 @@ def test_command_lists_missing_modules(
     assert len(list(library.env.FLASHINFER_AOT_DIR.glob("*/*.so"))) == 6
 
 
-def test_command_lists_modules_that_wheels_lack_per_architecture(
+def test_command_lists_the_modules_that_the_wheels_lack_for_each_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The kernels fa3 exist only for Hopper. The check must not load the wheels' modules."""
@@ -123,7 +123,7 @@ def test_command_lists_modules_that_wheels_lack_per_architecture(
     assert main([*arguments, "8.0"]) == 0 and library.env.FLASHINFER_AOT_PROVIDERS == ("both",)
 
 
-def test_uncompiled_counts_missing_modules_only_without_jit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_modules_are_counted_only_when_jit_is_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With JIT disabled, the backend's tests use this count to skip cases whose modules are missing."""
     library = Compiler(
         tmp_path, {f"{kernels}_128_{windowed}" for kernels in (DECODE, "fa2", "fa3") for windowed in (False, True)}
@@ -172,7 +172,7 @@ def test_library_requests_only_known_modules(library: Any, asked: set[Module]) -
         for split_mixed in (False, True):
             steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
     for shape in (steps.SHAPE, steps.PAIRED):
-        steps.test_graphs_of_fixed_buffers_follow_the_plan(shape, CPU, library)
+        steps.test_graphs_with_fixed_buffers_compute_the_current_plan(shape, CPU, library)
     sizes, dtypes = {each.head_dim for each in asked}, {each.dtype for each in asked}
     assert asked <= set(needed_modules(sizes, dtypes, ["8.0", "9.0a"]))
     assert {each.kernels for each in asked} == {DECODE, "fa2", "fa3"}

@@ -39,7 +39,7 @@ def check(folder: Path) -> int:
     return info.context_len
 
 
-def test_load_uses_a_separate_head_when_the_config_has_tied_embeddings(tmp_path: Path) -> None:
+def test_loading_uses_a_separate_head_although_the_config_has_tied_embeddings(tmp_path: Path) -> None:
     """A fine-tuned model may have separate tensors for embedding and head although its config ties them."""
     MODELS["llama-untied"].build(tmp_path)
     edit_config(tmp_path, tie_word_embeddings=True)
@@ -51,20 +51,20 @@ def test_load_uses_a_separate_head_when_the_config_has_tied_embeddings(tmp_path:
     check(tmp_path)
 
 
-def test_load_reads_the_original_context_outside_the_rope_parameters(tmp_path: Path) -> None:
+def test_loading_reads_an_original_context_that_is_outside_the_rope_parameters(tmp_path: Path) -> None:
     MODELS["llama-untied"].build(tmp_path)
     scaling = {"rope_type": "yarn", "factor": 4.0}
     edit_config(tmp_path, "rope_parameters", rope_theta=50000.0, rope_scaling=scaling, original_max_position_embeddings=64)
     check(tmp_path)
 
 
-def test_load_prefers_a_single_file_to_an_index(tmp_path: Path) -> None:
+def test_loading_prefers_a_single_file_to_an_index(tmp_path: Path) -> None:
     MODELS["llama-untied"].build(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "other.safetensors"}}))
     check(tmp_path)
 
 
-def test_load_ignores_unneeded_index_entries_without_a_tensor(tmp_path: Path) -> None:
+def test_loading_ignores_unneeded_index_entries_without_a_tensor(tmp_path: Path) -> None:
     MODELS["llama-sharded"].build(tmp_path)
     path = tmp_path / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -74,7 +74,7 @@ def test_load_ignores_unneeded_index_entries_without_a_tensor(tmp_path: Path) ->
     check(tmp_path)
 
 
-def test_transformers_computes_a_registered_architecture_of_another_model_type(tmp_path: Path) -> None:
+def test_transformers_computes_a_model_with_a_known_architecture_but_another_model_type(tmp_path: Path) -> None:
     """EXAONE's config names the architecture LlamaForCausalLM, but its tensors have other names."""
     torch.manual_seed(1)
     config = AutoConfig.for_model("exaone", **{**SHAPE, "pad_token_id": 0, "bos_token_id": 0})
@@ -83,7 +83,7 @@ def test_transformers_computes_a_registered_architecture_of_another_model_type(t
     check(tmp_path)
 
 
-def test_load_accepts_a_head_named_decoder(tmp_path: Path) -> None:
+def test_loading_accepts_a_head_with_the_name_decoder(tmp_path: Path) -> None:
     """Ettin's decoders have a head with this name, and windows that differ between layers."""
     torch.manual_seed(1)
     special = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1}

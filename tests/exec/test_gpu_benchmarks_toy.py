@@ -92,7 +92,7 @@ def test_timing_separates_prefill_and_decode() -> None:
     assert 0 < taken.last_first_s < taken.seconds and 2 <= tokens_then < 8
 
 
-def test_workloads_against_transformers_are_sorted_by_length() -> None:
+def test_workloads_against_transformers_are_sorted_by_output_length() -> None:
     """Short workloads run first, so that they are measured if the benchmark exceeds its time limit."""
     tokens = [workload.output_tokens for workload in workloads(Setting("cpu", toy=False), 100, seed=0).values()]
     assert tokens == sorted(tokens) and len(tokens) == 3
@@ -123,7 +123,7 @@ def test_attention_kernels_give_equal_results(tmp_path: Path) -> None:
     assert list(journal.figures) == ["toy, page 4, right"] and "outputs differ" in journal.notes[0]
 
 
-def test_reduced_precision_restores_the_setting() -> None:
+def test_reduced_precision_setting_is_restored_after_use() -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     for allowed in (True, False):
@@ -151,7 +151,7 @@ def test_profile_separates_idle_time_inside_and_between_launches() -> None:
         profile_of([], steps=1)
 
 
-def test_short_name_shortens_kernel_names() -> None:
+def test_names_of_kernels_are_shortened() -> None:
     assert short_name("void at::native::vectorized<4, Foo>(int, float)") == "at::native::vectorized"
     assert short_name("_decode_kernel") == "_decode_kernel"
     assert len(short_name("k" * 300)) == 80

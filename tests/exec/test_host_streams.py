@@ -20,7 +20,7 @@ def streams() -> Iterator[HostStreams]:
     made.close()
 
 
-def test_launch_runs_work_in_call_order_without_blocking(streams: HostStreams) -> None:
+def test_launched_work_runs_in_call_order_without_blocking_the_caller(streams: HostStreams) -> None:
     gate, done = threading.Event(), list[int]()
     streams.launch(lambda: None if gate.wait(20) else done.append(-1))
     for number in range(5):
@@ -33,7 +33,7 @@ def test_launch_runs_work_in_call_order_without_blocking(streams: HostStreams) -
     assert streams.collect(lambda: done[-1])() == 5
 
 
-def test_collect_raises_the_exception_of_the_work(streams: HostStreams) -> None:
+def test_exception_of_the_work_is_raised_when_the_result_is_collected(streams: HostStreams) -> None:
     def fail() -> int:
         raise ArithmeticError("made to fail")
 
@@ -52,7 +52,7 @@ def test_work_runs_on_one_thread_in_inference_mode(streams: HostStreams) -> None
     assert found.pop()[1:] == (True, 1)
 
 
-def test_close_waits_for_launched_work() -> None:
+def test_closing_the_streams_waits_for_launched_work() -> None:
     streams, done = HostStreams(1), list[int]()
     for number in range(100):
         streams.launch(lambda number=number: done.append(number))  # type: ignore[misc]
@@ -60,19 +60,19 @@ def test_close_waits_for_launched_work() -> None:
     assert done == list(range(100))
 
 
-def test_host_streams_staging_and_to_host_return_the_same_memory(streams: HostStreams) -> None:
+def test_host_streams_use_the_same_memory_for_host_and_device(streams: HostStreams) -> None:
     host, device = streams.staging(8)
     source = torch.arange(3)
     assert host is device and streams.to_host(source) is source
 
 
-def test_synchronize_is_refused_outside_of_work(streams: HostStreams) -> None:
+def test_synchronization_is_refused_outside_of_work_on_the_streams(streams: HostStreams) -> None:
     assert streams.collect(streams.synchronize)() is None
     with pytest.raises(AssertionError, match="called by work on the streams"):
         streams.synchronize()
 
 
-def test_collect_is_refused_after_close() -> None:
+def test_closed_streams_refuse_new_work() -> None:
     streams = HostStreams(1)
     streams.close()
     with pytest.raises(RuntimeError, match="called after close"):

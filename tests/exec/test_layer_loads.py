@@ -159,7 +159,7 @@ def test_step_reads_each_layer_directly_after_the_load_of_the_layer(loading: Loa
     assert fact.op_id == UNASKED and fact.loaded is not None and fact.loaded[0] == 1 and fact.loaded[1] > 0.05
 
 
-def test_step_with_other_pages_does_not_wait(loading: Loading) -> None:
+def test_step_that_reads_other_pages_does_not_wait_for_the_load(loading: Loading) -> None:
     loading.begin()
     loading.fact()
     found, step = loading.step(OTHER)
@@ -171,7 +171,7 @@ def test_step_with_other_pages_does_not_wait(loading: Loading) -> None:
     loading.bring(LAYERS)
 
 
-def test_each_step_that_is_the_first_with_a_page_waits(loading: Loading) -> None:
+def test_first_step_with_each_loaded_page_waits_for_the_load(loading: Loading) -> None:
     """Steps begin one after another before any layer is loaded. A step that fails in between must have no effect."""
     two = np.array([2, 4], dtype=np.int32)
     loading.begin(pages=two, host_pages=np.array([0, 1], dtype=np.int32))
@@ -228,7 +228,7 @@ def test_pool_reader_waits_for_a_reported_load(loading: Loading) -> None:
     assert set(out) == {1}
 
 
-def test_load_is_reported_when_the_rest_takes_less_than_early_s(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_is_reported_when_the_remaining_time_is_less_than_early_s(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate of the last large load predicts the remaining time. Without a rate, the load is reported after its last group."""
     monkeypatch.setattr(kv_pool, "EARLY_S", 1.0)
     loading.mover._loads._bytes_s = 0.0
@@ -253,7 +253,7 @@ def test_load_is_reported_when_the_rest_takes_less_than_early_s(loading: Loading
 
 
 class TestFailures:
-    def test_failed_load_moves_nothing_when_unreported(self, loading: Loading) -> None:
+    def test_failed_load_moves_no_page_when_the_load_was_not_reported(self, loading: Loading) -> None:
         loading.mover._loads._bytes_s = 0.0
         loading.copier.error = MemoryError("made to fail")
         loading.begin()
@@ -263,7 +263,7 @@ class TestFailures:
         step.join(DEADLINE_S)
         assert found == [0] * LAYERS, "the step must not wait for the failed load"
 
-    def test_failed_load_loses_the_device_when_reported(self, loading: Loading) -> None:
+    def test_failed_load_counts_as_a_lost_device_when_the_load_was_reported(self, loading: Loading) -> None:
         loading.begin()
         assert loading.fact().count == 1
         loading.copier.error = MemoryError("made to fail")
@@ -284,7 +284,7 @@ class TestOnADevice:
         def arrival(self, groups: int) -> HostArrival:
             return Recorded(groups)
 
-    def test_all_groups_are_queued_before_the_load_is_reported(self) -> None:
+    def test_all_layer_groups_are_queued_before_the_load_is_reported(self) -> None:
         streams, arrivals, brought = self.Streams(1), Arrivals(), list[int]()
         loads = LayerLoads(streams, arrivals)
         loads._bytes_s = SOON
@@ -310,7 +310,7 @@ class Recorded(HostArrival):
 
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("layers", [(1, 0), (3, 2), (80, 0), (28, 1)], ids=str)
-def test_for_pools_puts_each_layer_into_one_group_and_the_draft_model_first(layers: tuple[int, int]) -> None:
+def test_each_layer_is_in_one_group_and_the_draft_model_comes_first(layers: tuple[int, int]) -> None:
     groups = LayerGroups.for_pools(layers)
     assert sorted(layer for group in groups.layers for layer in group) == list(range(sum(layers)))
     assert len(groups.layers) == min(MOST_GROUPS, sum(layers)) and all(groups.layers)

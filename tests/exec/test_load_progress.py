@@ -11,7 +11,7 @@ from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 
-def test_load_phases_sums_times_by_phase() -> None:
+def test_times_of_a_start_are_summed_by_load_phase() -> None:
     now = 100.0
     phases = LoadPhases(lambda: now)
     with phases.timed("kv_pool"):
@@ -28,7 +28,7 @@ def test_load_phases_sums_times_by_phase() -> None:
     assert phases.describe().startswith("weights 5.0 s (16.4 GB read), ")
 
 
-def test_load_phases_refuses_an_unknown_phase() -> None:
+def test_unknown_load_phase_is_refused() -> None:
     with (
         pytest.raises(ValueError, match=r"unknown phase tokenizer of a start; the phases are config, "),
         LoadPhases().timed("tokenizer"),
@@ -36,7 +36,7 @@ def test_load_phases_refuses_an_unknown_phase() -> None:
         pass
 
 
-def test_executor_reports_load_phases(tmp_path: Path) -> None:
+def test_executor_reports_the_times_of_the_load_phases(tmp_path: Path) -> None:
     MODELS["qwen2"].build(tmp_path)
     lines: list[str] = []
     executor, info = build_host_executor(str(tmp_path), "auto", 4, 2, 8, 0.5, None, 1, lines.append)

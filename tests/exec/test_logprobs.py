@@ -166,7 +166,7 @@ def test_prompt_and_output_logprobs_share_a_step(scored: Scored, driving: Driver
 
 @pytest.mark.by_day(one_in=2)
 @by_turns
-def test_prompt_logprobs_need_no_output_logprobs(scored: Scored, driving: Driver) -> None:
+def test_prompt_logprobs_can_be_requested_without_output_logprobs(scored: Scored, driving: Driver) -> None:
     sequence = Sequence(prompt_of(10), 0, replace(GREEDY, prompt_logprobs_from=0))
     driving.prefill([sequence])
     assert sequence.prompt_logprobs[0].values.shape == (9,)
@@ -214,7 +214,7 @@ def prompt_plan(num_tokens: int, offset: int, after: int) -> BatchPlan:
         (100, 5, -1, []),
     ],
 )
-def test_measurement_requests_at_most_a_piece_of_logits(
+def test_logprob_measurement_requests_logits_in_pieces_of_limited_size(
     kernels: SampleKernels, monkeypatch: pytest.MonkeyPatch, piece: int, offset: int, after: int, targets: list[int]
 ) -> None:
     monkeypatch.setattr(logprob_wishes, "PIECE_BYTES", piece * 4 * 8)
@@ -243,7 +243,9 @@ def test_measurement_requests_at_most_a_piece_of_logits(
 @pytest.mark.parametrize(
     ("poison", "faults"), [(torch.nan, {0: RowFault.NAN_LOGITS}), (torch.inf, {0: RowFault.NAN_LOGITS}), (-torch.inf, {})]
 )
-def test_prompt_faults_when_logits_are_not_finite(kernels: SampleKernels, poison: float, faults: dict[int, RowFault]) -> None:
+def test_prompt_gets_a_fault_when_logits_are_not_finite(
+    kernels: SampleKernels, poison: float, faults: dict[int, RowFault]
+) -> None:
     table = torch.zeros(6, 8)
     table[3, 2:5] = poison
     params = replace(GREEDY, top_logprobs=1)

@@ -43,18 +43,18 @@ CASES = {
 
 @pytest.mark.by_day(one_in=2, seed=3)
 @pytest.mark.parametrize("name", CASES)
-def test_kv_pool_bytes_subtracts_all_other_parts(name: str) -> None:
+def test_kv_pool_gets_the_memory_that_all_other_parts_leave(name: str) -> None:
     case = CASES[name]
     assert kv_pool_bytes(case.use, case.fraction, case.reserve) == case.expected_mib * MIB
 
 
 @pytest.mark.by_day(one_in=2, seed=7)
 @pytest.mark.parametrize(("page_mib", "context_len", "pages"), [(1, 100, 490), (489, 16, 1), (100, 64, 4), (490, 1, 1)])
-def test_kv_pool_pages_rounds_down_to_whole_pages(page_mib: int, context_len: int, pages: int) -> None:
+def test_size_of_the_kv_pool_is_rounded_down_to_whole_pages(page_mib: int, context_len: int, pages: int) -> None:
     assert kv_pool_pages(ALONE, 0.9, 0, page_mib * MIB, 16, context_len) == pages
 
 
-def test_kv_pool_pages_raises_when_no_page_fits() -> None:
+def test_error_is_raised_when_no_kv_page_fits_into_memory() -> None:
     with pytest.raises(PoolTooSmall) as caught:
         kv_pool_pages(ALONE, 0.9, 0, 491 * MIB, 16, 1)
     sentence = str(caught.value)
@@ -64,13 +64,13 @@ def test_kv_pool_pages_raises_when_no_page_fits() -> None:
     assert "0.9 of the device's 1000 MiB" in sentence and "KV pool 490 MiB" in sentence
 
 
-def test_kv_pool_pages_raises_when_the_context_does_not_fit() -> None:
+def test_error_is_raised_when_the_context_does_not_fit_into_the_kv_pool() -> None:
     assert kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 64) == 4
     with pytest.raises(PoolTooSmall, match=r"holds 64 tokens, fewer than context_len 65: .*Set context_len to 64 or less"):
         kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 65)
 
 
-def test_describe_lists_all_parts() -> None:
+def test_description_of_the_memory_budget_lists_all_parts() -> None:
     assert describe(ALONE, 0.85, 40 * MIB, 5 * MIB) == (
         "0.85 of the device's 1000 MiB may be used, 40 MiB stay free; weights 300 MiB, activations 50 MiB, graphs 20 MiB,"
         " workspaces 30 MiB, used elsewhere 10 MiB, KV pool 5 MiB"
@@ -104,7 +104,7 @@ class Counted:
         self.calls.append("synchronize")
 
 
-def test_profile_peak_measures_the_peak_above_existing_memory() -> None:
+def test_measured_peak_is_the_peak_above_the_existing_memory() -> None:
     memory = Counted()
 
     def run() -> None:
@@ -117,7 +117,7 @@ def test_profile_peak_measures_the_peak_above_existing_memory() -> None:
     assert memory.calls == ["synchronize", "reset", "run", "synchronize", "peak"]
 
 
-def test_profile_peak_is_zero_without_allocations_and_on_a_cpu() -> None:
+def test_measured_peak_is_zero_without_allocations_and_on_a_cpu() -> None:
     assert profile_peak(lambda: None, torch.device("cpu"), Counted()) == 0
     ran: list[int] = []
     assert profile_peak(lambda: ran.append(1), torch.device("cpu")) == 0
@@ -125,7 +125,7 @@ def test_profile_peak_is_zero_without_allocations_and_on_a_cpu() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="counts a GPU's memory")
-def test_profile_peak_measures_a_gpu() -> None:
+def test_memory_peak_is_measured_on_a_gpu() -> None:
     device = torch.device("cuda")
 
     def run() -> None:

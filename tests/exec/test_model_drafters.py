@@ -90,7 +90,7 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.by_day(one_in=3, seed=33)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_answer_bits_equal_an_executor_without_drafts(drafting: Drafting, number: int) -> None:
+def test_answers_have_the_same_bits_as_answers_of_an_executor_without_drafts(drafting: Drafting, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     expected = strings(World(), drafting.plain, target, range(1))
     assert len(expected) == 1
@@ -98,7 +98,7 @@ def test_answer_bits_equal_an_executor_without_drafts(drafting: Drafting, number
 
 
 @pytest.mark.by_day(one_in=2, seed=15)
-def test_answer_bits_equal_an_executor_without_drafts_when_few_requests_are_drafted_for(
+def test_answers_have_the_same_bits_when_only_few_requests_get_drafts(
     drafting: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with and without drafts take over each other's slots, pages and cached prefixes."""
@@ -124,7 +124,7 @@ def test_answer_bits_equal_an_executor_without_drafts_when_few_requests_are_draf
     [(0, 0, False), (0, 8, False), (1, 20, True)],
     ids=["whole", "chunks of 8", "top-p, chunks of 20, drafting in some steps"],
 )
-def test_draft_tokens_equal_a_pass_over_the_whole_text(
+def test_draft_tokens_equal_the_draft_tokens_of_one_pass_over_the_whole_text(
     drafting: Drafting, number: int, chunk: int, resting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers any number of accepted tokens, and steps without drafting."""
@@ -223,7 +223,7 @@ def test_drafter_stops_at_the_end_of_the_draft_context(tmp_path: Path, algorithm
     executor.close()
 
 
-def test_pending_states_release_the_memory_of_a_chunk(tmp_path: Path) -> None:
+def test_pending_states_do_not_keep_the_memory_of_the_whole_chunk(tmp_path: Path) -> None:
     """On a GPU, the drafter computes a chunk's entries before the next token is sampled. Only the last entry stays pending."""
     target, head = tmp_path / "target", tmp_path / "head"
     TARGET.build(target)
@@ -241,7 +241,7 @@ def test_pending_states_release_the_memory_of_a_chunk(tmp_path: Path) -> None:
     executor.close()
 
 
-def test_load_refuses_folders_that_cannot_draft(tmp_path: Path) -> None:
+def test_loading_refuses_folders_without_a_usable_draft_model(tmp_path: Path) -> None:
     target, draft, pickled = tmp_path / "target", tmp_path / "draft", tmp_path / "pickled"
     TARGET.build(target)
     TinyModel("Llama", {"vocab_size": 100}).build(draft)

@@ -52,7 +52,7 @@ def standing(tokens: Sequence[int], tail: Sequence[int]) -> tuple[int, list[int]
     return 0, []
 
 
-def test_index_finds_all_positions_of_the_longest_match() -> None:
+def test_ngram_index_finds_all_positions_of_the_longest_match() -> None:
     rng, found = random.Random(4), set()
     for _ in range(60):
         tokens = [rng.choice((BETWEEN_TEXTS, 1, 2, 3, 4)) for _ in range(rng.randrange(40))]
@@ -65,7 +65,7 @@ def test_index_finds_all_positions_of_the_longest_match() -> None:
     assert found == {0, 2, 3, 4}
 
 
-def test_index_follows_the_most_frequent_continuation_within_a_text() -> None:
+def test_ngram_index_follows_the_most_frequent_continuation_within_a_text() -> None:
     tokens = [1, 2, 3, 5, BETWEEN_TEXTS, 1, 2, 3, 7, 8, BETWEEN_TEXTS, 1, 2, 3, 7, 5, 6, BETWEEN_TEXTS, 1, 2, 3]
     index = NgramIndex(i32(tokens))
     size, places = index.find([1, 2, 3])
@@ -74,7 +74,7 @@ def test_index_follows_the_most_frequent_continuation_within_a_text() -> None:
 
 
 class TestPrediction:
-    def test_prediction_is_drafted_while_the_output_follows(self) -> None:
+    def test_predicted_tokens_are_drafted_while_the_output_follows_the_prediction(self) -> None:
         drafter = drafter_of(SAID)
         assert guess(drafter) == (SAID[:3], True)
         drafter.sampled(0, SAID[:4])
@@ -84,7 +84,7 @@ class TestPrediction:
         drafter.sampled(0, SAID[9:])
         assert guess(drafter) == ([], False)
 
-    def test_prediction_is_drafted_again_after_insertions_and_omissions(self) -> None:
+    def test_predicted_tokens_are_drafted_again_after_insertions_and_omissions(self) -> None:
         drafter = drafter_of(SAID)
         drafter.sampled(0, [10, 11, 50, 51])
         assert guess(drafter) == ([], False), "50 51, which is not in the prediction, must give no draft tokens"
@@ -103,10 +103,10 @@ class TestPrediction:
         assert guess(drafter, 1) == ([102], True)
 
     @pytest.mark.parametrize(("output", "expected"), [(SAID[:5], SAID[5:8]), ([10, 11, 60, 14, 15], SAID[6:9])])
-    def test_prediction_continues_when_a_request_returns_with_output(self, output: list[int], expected: list[int]) -> None:
+    def test_prediction_continues_when_a_request_is_resumed_with_output(self, output: list[int], expected: list[int]) -> None:
         assert guess(drafter_of(SAID, output)) == (expected, True)
 
-    def test_prediction_counts_grammar_tokens_instead_of_replaced_tokens(self) -> None:
+    def test_prediction_counts_tokens_of_a_grammar_instead_of_replaced_tokens(self) -> None:
         drafter = drafter_of(SAID)
         drafter.sampled(0, [10, 11, 12])
         drafter.set_tokens(0, len(PROMPT) + 1, [11, 12, 13, 14])
@@ -161,7 +161,7 @@ class TestPrediction:
                 seen.add((kind, doubt, bool(ahead), drafter._texts[0].first > len(PROMPT)))
         assert len(seen) >= 20, seen
 
-    def test_longest_match_wins_across_texts(self) -> None:
+    def test_longest_match_in_any_text_is_preferred(self) -> None:
         drafter = drafter_of([1, 2, 3, 40, 9, 8, 7, 6, 2, 3, 41])
         drafter.sampled(0, [0, 1, 2, 3, 77, 1, 2, 3])
         assert guess(drafter, 1) == ([40], True), "1 2 3 is in both texts; the prediction must be preferred"
@@ -179,7 +179,7 @@ class TestPrediction:
         assert len(held) <= MOST_INDEXES
 
 
-def test_corpus_is_searched_last_and_for_three_tokens() -> None:
+def test_corpus_is_searched_last_and_only_for_matches_of_three_tokens() -> None:
     corpus = [1, 2, 3, 4, 5, BETWEEN_TEXTS, 2, 3, 6]
     drafter = drafter_of((), corpus=corpus)
     drafter.sampled(0, [2, 3])

@@ -135,7 +135,7 @@ def test_copier_copies_equal_bytes_with_one_call_and_with_numpy() -> None:
         one_call.restore([rows[0][0, 1:]], pages[:1])
 
 
-def test_load_waits_for_steps_launched_before(moving: Moving) -> None:
+def test_load_waits_for_steps_that_were_launched_earlier(moving: Moving) -> None:
     """The launched step writes the page after the load was begun. The load must wait and then overwrite the page."""
     moving.moved(OperationKind.BACK_UP, [0], [0])
     going = threading.Event()
@@ -187,7 +187,7 @@ def test_fetch_waits_for_an_earlier_load_into_the_same_page(moving: Moving) -> N
 
 
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])
-def test_failed_operation_moves_nothing_and_ends_in_a_fact(
+def test_failed_operation_moves_no_page_and_is_reported(
     moving: Moving, kind: OperationKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = [moving.page(number) for number in range(PAGES)]
@@ -227,7 +227,7 @@ def test_mover_moves_nothing_while_memory_is_released(moving: Moving) -> None:
     assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 0
 
 
-def test_fetch_returns_the_pages_before_the_first_missing_one(moving: Moving) -> None:
+def test_fetch_returns_the_pages_before_the_first_missing_page(moving: Moving) -> None:
     moving.moved(OperationKind.BACK_UP, [0], [0])
     moving.moved(OperationKind.STORE, [], [0], KEYS[:1])
     before = moving.page(2)
@@ -319,7 +319,9 @@ class TestOtherWorkers:
         elsewhere.going.set()
         assert moving.fact().op_id == 1
 
-    def test_thread_of_an_idle_worker_ends(self, moving: Moving, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reader_thread_of_an_idle_remote_worker_ends(
+        self, moving: Moving, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(page_mover, "PEER_IDLE_S", 0.05)
         for number in range(3):
             moving.mover.begin(pull("a", number, [4]))
@@ -388,7 +390,7 @@ def test_mover_reports_stored_blocks_at_the_start(tmp_path: Path) -> None:
     third.close()
 
 
-def test_deletion_of_a_salt_follows_earlier_operations(moving: Moving) -> None:
+def test_deletion_of_a_salt_runs_after_earlier_operations(moving: Moving) -> None:
     """Pages of the salt that are being written are deleted, and a running read completes. A cancelled caller gets no result."""
     one, other = KEYS[0], b"o" * KEY_BYTES
     moving.moved(OperationKind.BACK_UP, [0, 1], [0, 1])

@@ -179,7 +179,7 @@ VISION: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "family"), [("qwen3.5", "Qwen3_5"), ("gemma3", "Gemma3")])
-def test_decoder_of_a_model_of_text_and_images_gives_the_bits_of_the_text_model(
+def test_text_decoder_of_an_image_model_gives_the_same_bits_as_the_text_model(
     name: str, family: str, kernel_name: str, tmp_path: Path
 ) -> None:
     text = MODELS[name].build(tmp_path / "text")

@@ -96,7 +96,9 @@ def test_pieces_of_one_token_equal_the_whole_plan(rows: list[tuple[int, bool, in
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.integers(0, 5), st.data())
-def test_select_keeps_only_the_chosen_rows(rows: list[tuple[int, bool, int, bool]], num_decode: int, data: st.DataObject) -> None:
+def test_selection_keeps_only_the_chosen_rows(
+    rows: list[tuple[int, bool, int, bool]], num_decode: int, data: st.DataObject
+) -> None:
     begun = whole(plan_of(rows, num_decode))
     kept = data.draw(st.lists(st.sampled_from(range(len(rows) + num_decode)), min_size=1, unique=True).map(sorted))
     chosen = select(begun, np.array(kept))
@@ -126,7 +128,7 @@ def units_after(pieces: list[Piece], states: dict[int, list[tuple[int, int]]]) -
 
 @settings(max_examples=100, deadline=None)
 @given(ROWS, st.integers(0, 3), st.data())
-def test_pieces_leave_the_states_of_the_whole_plan(
+def test_pieces_leave_the_same_states_as_the_whole_plan(
     rows: list[tuple[int, bool, int, bool]], num_decode: int, data: st.DataObject
 ) -> None:
     plan = plan_of(rows, num_decode)
@@ -145,7 +147,7 @@ def test_pieces_leave_the_states_of_the_whole_plan(
     assert found == units_after([begun], states)
 
 
-def test_halves_split_between_rows_or_within_a_row() -> None:
+def test_plan_is_halved_between_rows_or_within_a_single_row() -> None:
     first, second = halves(whole(plan_of([(9, True, -1, False), (3, True, -1, False)], 4))) or ()
     assert (first.num_tokens, second.num_tokens) == (9, 7)
     first, second = halves(whole(plan_of([(9, True, 2, True)], 0))) or ()

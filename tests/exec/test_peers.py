@@ -179,7 +179,7 @@ def until(turning: Apart | Served, holds: Callable[[], bool], seconds: float = 6
         turning.turn()
 
 
-def test_handover_continues_with_equal_bits(apart: Apart, plain: Served) -> None:
+def test_decode_worker_continues_a_handed_over_request_with_the_same_bits(apart: Apart, plain: Served) -> None:
     for number in range(4):
         answer = ended(apart, apart.compute(prompt(number), number), prompt(number), number)
         assert answer.bits == plain.ask(prompt(number), seed=number, **SAMPLED).bits
@@ -218,7 +218,7 @@ def test_pages_of_an_aborted_prompt_are_not_published(apart: Apart, plain: Serve
     assert apart.second.ask(ids, seed=0, **SAMPLED).bits == plain.ask(ids, seed=0, **SAMPLED).bits
 
 
-def test_second_worker_computes_missing_pages_when_the_first_dies_between_chunks(apart: Apart, plain: Served) -> None:
+def test_second_worker_computes_missing_pages_when_the_first_worker_dies_between_chunks(apart: Apart, plain: Served) -> None:
     ids = prompt(0)
     handle = apart.compute(ids, 0)
     until(apart, lambda: handle in apart._ahead)
@@ -262,7 +262,7 @@ def test_page_written_during_a_read_is_not_published(apart: Apart, plain: Served
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_answers_have_equal_bits_after_random_steps(apart: Apart, plain: Served, seed: int) -> None:
+def test_answers_of_two_workers_have_the_same_bits_as_answers_of_one_worker(apart: Apart, plain: Served, seed: int) -> None:
     """The steps include late reads, prefetches, aborts on both sides, flushes and shared prefixes.
 
     The KV pools have pages for one and a half prompts.

@@ -68,7 +68,7 @@ def found(repeats: Repeats) -> dict[int, float]:
         "breaker-next", "breaker-before", "outside-window", "just-inside-window", "copy-cut-by-window",
     ],
 )  # fmt: skip
-def test_dry_gives_the_expected_penalties(params: DryParams, tokens: list[int], expected: dict[int, float]) -> None:
+def test_dry_penalties_have_the_expected_values(params: DryParams, tokens: list[int], expected: dict[int, float]) -> None:
     assert found(Repeats(params, np.array(tokens, dtype=np.int64))) == pytest.approx(expected)
     assert expected_penalties(params, tokens) == pytest.approx(expected)
 
@@ -79,7 +79,7 @@ def test_dry_gives_the_expected_penalties(params: DryParams, tokens: list[int], 
     breakers={"no-breaker": (), "one-breaker": (0,), "two-breakers": (0, 1)},
     alphabet=[2, 3, 6],
 )
-def test_dry_equals_the_definition_at_every_length(window: int, breakers: tuple[int, ...], alphabet: int) -> None:
+def test_dry_penalties_equal_the_definition_at_every_length(window: int, breakers: tuple[int, ...], alphabet: int) -> None:
     params = DryParams(0.5, 1.1, 2, window, breakers)
     rng = random.Random(f"{window} {breakers} {alphabet}")
     tokens = [rng.randrange(alphabet) for _ in range(120)]
@@ -91,12 +91,12 @@ def test_dry_equals_the_definition_at_every_length(window: int, breakers: tuple[
         grown.add(tokens[size])
 
 
-def test_dry_stays_finite_for_a_long_repeat() -> None:
+def test_dry_penalties_stay_finite_for_a_long_repetition() -> None:
     repeats = Repeats(DryParams(1.0, 10.0), np.zeros(2000, dtype=np.int64))
     assert found(repeats) == {0: pytest.approx(MAX_PENALTY)}
 
 
-def test_dry_grows_beyond_the_first_buffer() -> None:
+def test_dry_penalties_are_right_for_texts_longer_than_the_first_buffer() -> None:
     params = replace(DRY, base=1.001)
     repeats, tokens = Repeats(params, np.empty(0, dtype=np.int64)), [index % 17 for index in range(700)]
     for token in tokens:

@@ -33,7 +33,7 @@ HYBRID = CacheShape(page_bytes=100, state_bytes=1000, max_slots=2, mamba_full_me
         (replace(HYBRID, max_mamba_cache_size=7), 20_000, PoolSizes(130, 0, 7)),
     ],
 )
-def test_split_fills_the_budget(shape: CacheShape, budget: int, expected: PoolSizes) -> None:
+def test_memory_budget_is_split_into_pages_and_cache_units(shape: CacheShape, budget: int, expected: PoolSizes) -> None:
     found = shape.split(budget)
     assert found == expected
     taken = found.pages * shape.page_bytes + found.windows * shape.window_bytes + found.states * shape.state_bytes
@@ -43,19 +43,19 @@ def test_split_fills_the_budget(shape: CacheShape, budget: int, expected: PoolSi
 @pytest.mark.parametrize(
     ("shape", "text"), [(WINDOWED, "6 window units of 0.0 MiB for one request"), (HYBRID, "3 states of 0.0 MiB for one request")]
 )
-def test_split_refuses_a_budget_without_the_units_of_one_request(shape: CacheShape, text: str) -> None:
+def test_budget_without_memory_for_the_cache_units_of_one_request_is_refused(shape: CacheShape, text: str) -> None:
     with pytest.raises(PoolTooSmall, match=text):
         shape.split(200)
 
 
-def test_given_pages_get_states_for_all_slots_as_far_as_they_fit() -> None:
+def test_configured_number_of_pages_gets_states_for_all_slots_if_memory_suffices() -> None:
     assert HYBRID.for_pages(10, 100_000) == PoolSizes(10, 0, 8)
     assert HYBRID.for_pages(10, 5999) == PoolSizes(10, 0, 4)
     assert HYBRID.for_pages(10, 0) == PoolSizes(10, 0, 3)
     assert HYBRID.for_pages(200, 100_000) == PoolSizes(200, 0, 20)
 
 
-def test_states_limit_the_running_requests() -> None:
+def test_number_of_states_limits_the_number_of_running_requests() -> None:
     assert [PoolSizes(1, 0, states).max_running_requests(4) for states in (0, 3, 8, 100)] == [4, 1, 2, 4]
 
 
@@ -87,6 +87,6 @@ V1 = {"proc/self/cgroup": "5:cpu,memory:/box\n4:cpuset:/\n"}
     ],
     ids=["no-cgroup", "no-limits", "v2-max", "v2", "v2-parent-with-cache", "v2-root", "v2-overdrawn", "v1", "v1-unlimited"],
 )  # fmt: skip
-def test_free_memory_returns_the_smallest_limit(tmp_path: Path, files: dict[str, str], gib: int) -> None:
+def test_free_memory_is_the_smallest_of_all_limits(tmp_path: Path, files: dict[str, str], gib: int) -> None:
     write(tmp_path, {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {8 * GIB // 1024} kB\n", **files})
     assert free_memory(tmp_path / "proc", tmp_path / "cg") == gib * GIB

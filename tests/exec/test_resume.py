@@ -161,12 +161,12 @@ def test_resumed_request_gets_the_rest_of_the_output(executors: list[DeviceExecu
     assert len(set(output)) > 8, "the output must be varied, or the comparison finds no errors"
 
 
-def test_resumed_request_follows_the_grammar_without_jumps(executors: list[DeviceExecutor]) -> None:
+def test_resumed_request_follows_the_grammar_without_forced_tokens(executors: list[DeviceExecutor]) -> None:
     text = model.tokenizer().decode(check_cuts(executors, WISHES["grammar"], jump=False), True)
     assert json.loads(text)["first_name"] == "naive world"
 
 
-def test_parameters_change_the_output(executors: list[DeviceExecutor]) -> None:
+def test_each_set_of_parameters_gives_another_output(executors: list[DeviceExecutor]) -> None:
     """Each case of parameters must change the output. Otherwise, the comparisons above would not test the parameters."""
     engine = Engine(executors[0])
     engine.run([((), WISHES[wish]) for wish in ("greedy", "drawn", "penalties", "dry")])
@@ -174,7 +174,7 @@ def test_parameters_change_the_output(executors: list[DeviceExecutor]) -> None:
 
 
 @pytest.mark.parametrize("rule", ["stop", "stop_regex"])
-def test_stop_string_matches_across_the_cut(executors: list[DeviceExecutor], rule: str) -> None:
+def test_stop_string_matches_when_the_request_is_resumed_within_the_string(executors: list[DeviceExecutor], rule: str) -> None:
     whole = Engine(executors[0])
     whole.run([((), WISHES["drawn"])])
     tokens = whole.rest[0]

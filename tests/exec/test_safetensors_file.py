@@ -56,7 +56,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 @pytest.mark.by_day(one_in=3, seed=44)
 @pytest.mark.parametrize("case", HEADERS)
-def test_read_header_refuses_a_wrong_entry(case: str, written: Path) -> None:
+def test_header_with_a_wrong_entry_is_refused(case: str, written: Path) -> None:
     edit, message = HEADERS[case]
     edited(written, edit)
     with pytest.raises(CheckpointError, match=message):
@@ -79,13 +79,13 @@ def test_read_header_refuses_a_wrong_entry(case: str, written: Path) -> None:
     }.values(),
     ids=str,
 )
-def test_read_header_refuses_other_files(content: bytes, message: str, tmp_path: Path) -> None:
+def test_files_of_other_formats_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_header(tmp_path / "x")
 
 
-def test_read_header_refuses_a_header_above_the_limit_of_the_format(tmp_path: Path) -> None:
+def test_header_above_the_size_limit_of_the_format_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "x").open("wb") as file:  # a sparse file
         file.write(struct.pack("<Q", 100_000_001))
         file.truncate(200_000_000)
@@ -93,7 +93,7 @@ def test_read_header_refuses_a_header_above_the_limit_of_the_format(tmp_path: Pa
         read_header(tmp_path / "x")
 
 
-def test_read_header_reads_files_of_the_safetensors_library(tmp_path: Path) -> None:
+def test_headers_written_by_the_safetensors_library_are_read(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4), "c": torch.tensor(3, dtype=torch.int64)}
     save_file(tensors, tmp_path / "x", metadata={"format": "pt"})
     places = read_header(tmp_path / "x")
@@ -119,7 +119,7 @@ def read(path: Path, place: TensorSpan, offset: int, count: int, **options: Any)
     return bytes(into)
 
 
-def test_tensor_files_continues_after_short_reads(tmp_path: Path) -> None:
+def test_tensor_read_continues_after_short_reads(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(range(200)))
 
@@ -129,7 +129,7 @@ def test_tensor_files_continues_after_short_reads(tmp_path: Path) -> None:
     assert read(path, place_in(path, 10, 100), 5, 50, read_at=three_at_most) == bytes(range(15, 65))
 
 
-def test_tensor_files_names_file_and_tensor_when_a_read_fails(tmp_path: Path) -> None:
+def test_error_of_a_failed_read_names_the_file_and_the_tensor(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"0123")
 
@@ -142,7 +142,7 @@ def test_tensor_files_names_file_and_tensor_when_a_read_fails(tmp_path: Path) ->
         TensorFiles([path, tmp_path / "absent"])
 
 
-def test_tensor_files_reads_beyond_two_gigabytes(tmp_path: Path) -> None:
+def test_tensor_beyond_the_first_two_gigabytes_of_a_file_is_read(tmp_path: Path) -> None:
     path, pad = tmp_path / "x", 5 << 30
     header = {
         "pad": {"dtype": "U8", "shape": [pad], "data_offsets": [0, pad]},

@@ -60,7 +60,7 @@ def expected_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float,
          (4, 0.8, 0.0), (4, 0.99, 0.3), (100, 0.9, 0.05)],
     temperature=[0.3, 1.0, 2.0],
 )  # fmt: skip
-def test_support_equals_numpy(cut: tuple[int, float, float], temperature: float) -> None:
+def test_kept_tokens_equal_the_tokens_that_numpy_keeps(cut: tuple[int, float, float], temperature: float) -> None:
     """`cut` has top_k, top_p and min_p."""
     top_k, top_p, min_p = cut
     logits = np.array(LOGITS) / temperature
@@ -71,7 +71,7 @@ def test_support_equals_numpy(cut: tuple[int, float, float], temperature: float)
 
 @pytest.mark.by_day(one_in=5, seed=1)
 @pytest.mark.parametrize(("spread", "top_p"), [(0.01, 0.1), (0.01, 0.999), (1.0, 0.7), (5.0, 0.1), (5.0, 0.999)])
-def test_support_finds_the_nucleus_of_a_large_vocabulary(top_p: float, spread: float) -> None:
+def test_top_p_keeps_the_right_tokens_of_a_large_vocabulary(top_p: float, spread: float) -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * spread
     kept = support(logits, -1, top_p, 0.0)
     assert kept is not None
@@ -80,7 +80,7 @@ def test_support_finds_the_nucleus_of_a_large_vocabulary(top_p: float, spread: f
     assert kept.tolist() == sorted(kept.tolist())
 
 
-def test_largest_takes_the_lowest_ids_among_equals() -> None:
+def test_top_k_keeps_the_lowest_ids_among_equal_logits() -> None:
     assert largest(torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0]), 3).tolist() == [1, 2, 3]
 
 
@@ -177,12 +177,12 @@ def test_admission_drops_the_state_of_the_previous_request(kernels: SampleKernel
 
 @pytest.mark.by_day(one_in=2, seed=10)
 @pytest.mark.parametrize(("position", "expected"), [(4, 1), (5, 1), (6, 3), (7, 3)])
-def test_stop_tokens_wait_for_min_new_tokens(kernels: SampleKernels, position: int, expected: int) -> None:
+def test_stop_tokens_are_forbidden_before_min_new_tokens(kernels: SampleKernels, position: int, expected: int) -> None:
     sampler = sampler_of(kernels, replace(GREEDY, min_new_tokens=2), num_prompt=4, stops=(3, 77))
     assert sample_one(sampler, LOGITS, position) == expected
 
 
-def test_greedy_token_is_the_lowest_id_among_equals(kernels: SampleKernels) -> None:
+def test_greedy_token_is_the_lowest_id_among_equal_logits(kernels: SampleKernels) -> None:
     assert sample_one(sampler_of(kernels, GREEDY), [0.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]) == 1
 
 
@@ -191,7 +191,7 @@ def test_greedy_token_is_the_lowest_id_among_equals(kernels: SampleKernels) -> N
     params={"greedy": GREEDY, "drawn": SamplingParams(8), "edited": replace(GREEDY, logit_bias=((1, 1.0),))},
     poison=[torch.nan, torch.inf],
 )
-def test_nan_faults_only_one_row(kernels: SampleKernels, params: SamplingParams, poison: float) -> None:
+def test_nan_logits_fail_only_one_row(kernels: SampleKernels, params: SamplingParams, poison: float) -> None:
     sampler = sampler_of(kernels, params)
     sampler.admit(slot_params(1, GREEDY, [], 0))
     logits = torch.tensor([LOGITS, LOGITS, LOGITS])
@@ -240,7 +240,7 @@ def test_sampling_does_not_change_the_input_logits(kernels: SampleKernels) -> No
 
 
 @pytest.mark.parametrize("where", ["apply", "admit"])
-def test_row_fails_separately_when_parameters_cannot_be_applied(
+def test_only_the_row_with_parameters_that_cannot_be_applied_fails(
     kernels: SampleKernels, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = Sampling(4, len(LOGITS), kernels)
@@ -265,6 +265,6 @@ def raising(*args: object, **more: object) -> None:
     raise OverflowError("made to fail")
 
 
-def test_dry_accepts_an_allowed_length_beyond_int32(kernels: SampleKernels) -> None:
+def test_dry_penalty_accepts_an_allowed_length_beyond_int32(kernels: SampleKernels) -> None:
     dry = DryParams(multiplier=1.0, allowed_length=1 << 40)
     assert sample_one(sampler_of(kernels, replace(GREEDY, dry=dry), [3, 3, 3, 3], 4), LOGITS) == 3

@@ -82,14 +82,14 @@ def check(scorer: Scorer, sequence: Sequence) -> None:
     kernel_name=KERNELS,
     chunk={"chunks-of-4": 4, "chunks-of-16": 16, "whole": 1 << 30},
 )
-def test_score_equals_transformers_when_prompts_are_cut(scorer: Scorer, driver: Driver, chunk: int) -> None:
+def test_score_equals_transformers_when_prompts_are_cut_into_chunks(scorer: Scorer, driver: Driver, chunk: int) -> None:
     sequence = scoring(prompt_of(41), 3)
     driver.prefill([sequence], chunk)
     check(scorer, sequence)
 
 
 @each_value(indirect=("scorer", "kernel_name"), scorer=CHECKPOINTS, kernel_name=KERNELS)
-def test_scores_share_steps_with_sampled_rows_when_a_batch_is_mixed(scorer: Scorer, driver: Driver) -> None:
+def test_score_rows_share_steps_with_sampled_rows_in_a_mixed_batch(scorer: Scorer, driver: Driver) -> None:
     """Sampled rows must get equal tokens with and without eight scored rows in the batch."""
     alone = [Sequence(prompt_of(10 + slot, slot), slot, greedy(top_logprobs=2)) for slot in range(3)]
     for sequence in alone:
@@ -105,7 +105,7 @@ def test_scores_share_steps_with_sampled_rows_when_a_batch_is_mixed(scorer: Scor
     assert [sequence.output for sequence in beside] == [sequence.output for sequence in alone]
 
 
-def test_score_samples_no_token(scorer: Scorer, kernel_name: str) -> None:
+def test_score_request_samples_no_token(scorer: Scorer, kernel_name: str) -> None:
     """The slot's relayed token must still be the value from its admission."""
     built, _ = build_host_executor(
         str(scorer.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, True, kernel_name
@@ -140,7 +140,7 @@ def scores_of(kernels: SampleKernels, logits: torch.Tensor, labels: list[tuple[i
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_score_faults_one_row_when_logits_are_not_finite(kernels: SampleKernels, poison: float) -> None:
+def test_only_the_score_row_with_logits_that_are_not_finite_gets_a_fault(kernels: SampleKernels, poison: float) -> None:
     logits = torch.zeros(3, 8)
     logits[1, 2] = poison
     values, faults = scores_of(kernels, logits, [(1,), (1, 5), (1, 2, 3)])
@@ -151,7 +151,7 @@ def test_score_faults_one_row_when_logits_are_not_finite(kernels: SampleKernels,
     }
 
 
-def test_score_is_minus_infinity_when_the_model_rules_a_label_out(kernels: SampleKernels) -> None:
+def test_score_of_a_label_with_probability_0_is_minus_infinity(kernels: SampleKernels) -> None:
     logits = torch.zeros(1, 8)
     logits[0, 3] = -torch.inf
     values, faults = scores_of(kernels, logits, [(3, 4)])

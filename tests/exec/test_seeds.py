@@ -107,7 +107,7 @@ def test_seed_gives_equal_tokens_after_a_retraction(driving: Driver, params: Sam
 
 
 @pytest.mark.by_day(one_in=4)
-def test_seed_gives_equal_tokens_when_output_tokens_are_input(driving: Driver, params: SamplingParams) -> None:
+def test_seed_gives_equal_tokens_when_output_tokens_return_as_input(driving: Driver, params: SamplingParams) -> None:
     """Some output tokens are sampled in this slot, others come as input of an extend row."""
     whole = alone(driving, params, 7)
     row = Sequence(prompt_of(41, 7), 5, replace(params, seed=107))

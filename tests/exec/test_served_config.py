@@ -50,7 +50,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusal_equals_the_error_of_the_worker(tmp_path: Path, case: str) -> None:
+def test_refusal_message_equals_the_error_of_the_worker(tmp_path: Path, case: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(REFUSED[case]))
     save_file({"model.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises((CheckpointError, UnsupportedModel)) as raised:
@@ -58,7 +58,7 @@ def test_refusal_equals_the_error_of_the_worker(tmp_path: Path, case: str) -> No
     assert refusal(REFUSED[case], {"config.json"}, str(tmp_path)) == str(raised.value)
 
 
-def test_refusal_covers_quantisation_in_a_separate_file() -> None:
+def test_refusal_message_covers_quantisation_in_a_separate_file() -> None:
     served = of("llama", "LlamaForCausalLM")
     assert refusal(served, {"config.json", "hf_quant_config.json"}, "org/a") == (
         "org/a is quantised; only float32, bfloat16 and float16 weights are supported"
@@ -66,7 +66,7 @@ def test_refusal_covers_quantisation_in_a_separate_file() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_refusal_is_empty_for_served_models(tmp_path: Path, name: str) -> None:
+def test_refusal_message_is_empty_for_served_models(tmp_path: Path, name: str) -> None:
     MODELS[name].build(tmp_path)
     assert refusal(json.loads((tmp_path / "config.json").read_text()), {"config.json"}, "org/a") == ""
 
@@ -74,11 +74,11 @@ def test_refusal_is_empty_for_served_models(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "config", [{}, [], None, 1, {"architectures": 3}, {"model_type": "llama", "architectures": []}, {"layer_types": 5}]
 )
-def test_refusal_is_empty_when_fields_are_missing_or_malformed(config: Any) -> None:
+def test_refusal_message_is_empty_when_fields_are_missing_or_malformed(config: Any) -> None:
     assert refusal(config, set(), "org/a") == ""
 
 
-def test_table_matches_the_installed_transformers_and_the_registry() -> None:
+def test_table_of_families_matches_the_installed_transformers_and_the_registry() -> None:
     table = json.loads(TABLE.read_text())
     assert (table["transformers"], table["families"]) == (transformers.__version__, sorted(FAMILIES)), "run `make docs`"
     assert table["model_types"] == sorted(transformers.CONFIG_MAPPING)

@@ -66,7 +66,7 @@ def sample(
         "allowed-less-banned", "mask-and-allowed", "mask-less-banned", "bias-cannot-lift", "bias-within",
     ],
 )  # fmt: skip
-def test_greedy_token_is_the_best_allowed_one(
+def test_greedy_token_is_the_best_allowed_token(
     kernels: SampleKernels, params: SamplingParams, allowed: np.ndarray | None, expected: int
 ) -> None:
     result = sample(kernels, [params], {} if allowed is None else {0: allowed})
@@ -108,7 +108,7 @@ def test_mask_limits_only_one_row_of_a_mixed_batch(kernels: SampleKernels) -> No
     ],
     ids=["empty-mask", "empty-mask-drawing", "allowed-outside", "all-banned", "disjoint", "stop-alone-before-its-time"],
 )
-def test_row_faults_when_no_token_is_allowed(
+def test_row_gets_a_fault_when_no_token_is_allowed(
     kernels: SampleKernels, params: SamplingParams, allowed: np.ndarray | None, stops: tuple[int, ...]
 ) -> None:
     params = replace(params, top_logprobs=0)
@@ -119,7 +119,7 @@ def test_row_faults_when_no_token_is_allowed(
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @on_both_kernels
-def test_infinite_logits_fault_under_any_mask(kernels: SampleKernels) -> None:
+def test_logits_that_are_not_finite_cause_a_fault_with_any_mask(kernels: SampleKernels) -> None:
     sampler = Sampling(3, VOCAB, kernels)
     logits = rising().repeat(3, 1)
     logits[0, 7], logits[1, 7], logits[2, 8:] = torch.nan, torch.inf, -torch.inf
@@ -128,7 +128,7 @@ def test_infinite_logits_fault_under_any_mask(kernels: SampleKernels) -> None:
     assert result.faults == {0: RowFault.NAN_LOGITS, 1: RowFault.NAN_LOGITS, 2: RowFault.NO_TOKEN_ALLOWED}
 
 
-def test_admission_drops_the_bans_of_the_previous_request(kernels: SampleKernels) -> None:
+def test_admission_drops_the_banned_tokens_of_the_previous_request(kernels: SampleKernels) -> None:
     sampler = Sampling(1, VOCAB, kernels)
     for params, expected in ((replace(GREEDY, banned_token_ids=(99,)), 98), (GREEDY, 99)):
         sampler.admit(SlotParams(0, 0, params, (), np.empty(0, np.int32)))

@@ -71,7 +71,7 @@ def text_of(plain: DeviceExecutor, target: Asked) -> list[int]:
 @pytest.mark.by_day(one_in=3, seed=48)
 @pytest.mark.parametrize("errors", [0.0, 0.4, 1.0], ids=["all right", "half right", "all wrong"])
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_answers_have_equal_bits_for_any_draft_tokens(
+def test_draft_tokens_change_no_bit_of_an_answer(
     executors: tuple[DeviceExecutor, DeviceExecutor], number: int, errors: float
 ) -> None:
     plain, drafting = executors
@@ -85,7 +85,7 @@ def test_answers_have_equal_bits_for_any_draft_tokens(
 
 
 @pytest.mark.parametrize("number", [0, 2], ids=["greedy", "penalties"])
-def test_answers_have_equal_bits_under_a_grammar(folder: Path, number: int) -> None:
+def test_drafting_changes_no_bit_of_an_answer_with_a_grammar(folder: Path, number: int) -> None:
     """The grammar forces some tokens.
 
     If no log probabilities are requested, forced tokens are not sampled, and draft tokens at their positions are dropped.
@@ -110,7 +110,7 @@ def test_answers_have_equal_bits_under_a_grammar(folder: Path, number: int) -> N
 
 
 @of_one_dtype_by_day
-def test_ngram_drafts_change_no_bit(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
+def test_ngram_drafts_change_no_bit_of_an_answer(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
     """The prompt has a text and its output, followed by the beginning of the text, so the model repeats the output."""
     plain, drafting = executors
     guess_with(drafting, NgramDrafter())
@@ -121,7 +121,7 @@ def test_ngram_drafts_change_no_bit(executors: tuple[DeviceExecutor, DeviceExecu
 
 
 @of_one_dtype_by_day
-def test_prediction_saves_steps_and_changes_no_bit(
+def test_prediction_saves_steps_and_changes_no_bit_of_an_answer(
     executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tests a right prediction, and a prediction with some wrong tokens."""
@@ -142,7 +142,7 @@ def test_prediction_saves_steps_and_changes_no_bit(
     assert alone(WORLD, drafting, target).verified.predicted == 0
 
 
-def test_corpus_saves_steps_and_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corpus_saves_steps_and_changes_no_bit_of_an_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The corpus includes token ids outside of the model's vocabulary."""
     monkeypatch.setattr(DraftController, "choose", always)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
@@ -188,7 +188,9 @@ def test_request_without_drafting_gets_no_draft_tokens(
 
 
 @of_one_dtype_by_day
-def test_right_draft_tokens_save_steps(executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_draft_tokens_save_steps(
+    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DraftController, "choose", always)
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
@@ -204,7 +206,7 @@ def test_right_draft_tokens_save_steps(executors: tuple[DeviceExecutor, DeviceEx
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3-moe"])
-def test_transformers_models_give_equal_tokens_with_drafts(name: str, tmp_path: Path) -> None:
+def test_models_of_transformers_give_the_same_tokens_with_and_without_drafts(name: str, tmp_path: Path) -> None:
     """Compares only greedy tokens in float32, because more rows may change the rounding of sums."""
     SERVED[name].build(tmp_path)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
@@ -221,7 +223,7 @@ def test_transformers_models_give_equal_tokens_with_drafts(name: str, tmp_path: 
     assert outputs[0] == outputs[1] and guesses.accepted > 0
 
 
-def test_answers_have_equal_bits_when_steps_are_computed_in_pieces(folder: Path) -> None:
+def test_drafting_changes_no_bit_of_an_answer_when_steps_are_computed_in_pieces(folder: Path) -> None:
     """The prompts have more tokens than a forward pass may have, and share steps with decode rows."""
     results = []
     for max_drafts, max_tokens in ((0, 512), (4, 16)):
@@ -244,7 +246,9 @@ def test_answers_have_equal_bits_when_steps_are_computed_in_pieces(folder: Path)
 
 
 @of_one_dtype_by_day
-def test_failed_step_leaves_no_state(executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_leaves_no_state_for_the_next_request(
+    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The requests of the failed step end, and the next request must get its usual tokens."""
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
@@ -279,7 +283,9 @@ def test_ngram_drafter_proposes_the_last_continuation() -> None:
 
 
 @of_one_dtype_by_day
-def test_drafting_pauses_while_drafts_are_wrong_and_resumes(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
+def test_drafting_pauses_while_drafts_are_wrong_and_resumes_when_drafts_are_right(
+    executors: tuple[DeviceExecutor, DeviceExecutor],
+) -> None:
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), 5, 200))
     text = text_of(plain, target)

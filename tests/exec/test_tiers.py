@@ -43,7 +43,7 @@ def plain(folder: Path) -> Iterator[Served]:
     served.close()
 
 
-def test_pages_from_the_host_tier_have_equal_bits(folder: Path, plain: Served) -> None:
+def test_answers_have_the_same_bits_with_pages_from_the_host_tier(folder: Path, plain: Served) -> None:
     served = Served(*build(folder, POOL_PAGES, options()))
     first = [served.ask(prompt(number), seed=number) for number in range(4)]
     again = [served.ask(prompt(number), seed=number) for number in range(4)]
@@ -54,7 +54,7 @@ def test_pages_from_the_host_tier_have_equal_bits(folder: Path, plain: Served) -
     served.close()
 
 
-def test_pages_from_files_have_equal_bits_after_a_restart(folder: Path, plain: Served, tmp_path: Path) -> None:
+def test_answers_have_the_same_bits_with_pages_from_files_after_a_restart(folder: Path, plain: Served, tmp_path: Path) -> None:
     served = Served(*build(folder, POOL_PAGES, options(tmp_path / "pages")))
     first = [served.ask(prompt(number), seed=number) for number in range(4)]
     served.close()
@@ -67,7 +67,7 @@ def test_pages_from_files_have_equal_bits_after_a_restart(folder: Path, plain: S
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["files", "redis"])
-def test_deleted_salt_is_computed_again_after_a_restart(folder: Path, tmp_path: Path, shared: bool) -> None:
+def test_prompt_of_a_deleted_salt_is_computed_again_after_a_restart(folder: Path, tmp_path: Path, shared: bool) -> None:
     """Pages of another salt stay in the storage. A request with the deleted salt that runs during the deletion completes."""
     with redis_server() as server:
 
@@ -95,7 +95,7 @@ def test_deleted_salt_is_computed_again_after_a_restart(folder: Path, tmp_path: 
         served.close()
 
 
-def test_pages_stored_by_another_worker_have_equal_bits(folder: Path, plain: Served) -> None:
+def test_answers_have_the_same_bits_with_pages_that_another_worker_stored(folder: Path, plain: Served) -> None:
     with redis_server() as server:
 
         def opened(page_bytes: int, identity: bytes) -> RedisPageStore:
@@ -191,7 +191,7 @@ class TestDuringALoad:
         may_continue.set()
         served.close()
 
-    def test_release_waits_for_the_load(self, slowly_loading: Served, may_continue: threading.Event) -> None:
+    def test_release_of_memory_waits_for_the_load(self, slowly_loading: Served, may_continue: threading.Event) -> None:
         release = threading.Thread(target=slowly_loading.executor.apply, args=(ReleaseMemory(weights=False, kv=True),))
         release.start()
         time.sleep(0.05)

@@ -123,12 +123,12 @@ def test_paged_attention_is_close_to_transformers_in_half_precision(name: str, t
 
 @pytest.mark.by_day(one_in=3, seed=27)
 @pytest.mark.parametrize("name", REFUSED)
-def test_load_refuses_models_that_paged_attention_cannot_compute(name: str, tmp_path: Path) -> None:
+def test_loading_refuses_models_that_paged_attention_cannot_compute(name: str, tmp_path: Path) -> None:
     REFUSED[name].build(tmp_path)
     assert REASONS[name] in refusal(tmp_path)
 
 
-def test_check_finds_a_state_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_a_model_finds_a_state_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(monkeypatch, "conv")
     REFUSED["lfm2"].build(tmp_path)
     assert "paged attention computes other results" in refusal(tmp_path)
@@ -140,13 +140,13 @@ def allow(monkeypatch: pytest.MonkeyPatch, *types: str) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("name", ["deepseek-v4", "minimax-m3", "deepseek-v3.2", "glm-5", "mamba", "lfm2"])
-def test_load_refuses_layer_types_before_reading_weights(name: str, tmp_path: Path) -> None:
+def test_loading_refuses_layer_types_before_the_weights_are_read(name: str, tmp_path: Path) -> None:
     REFUSED[name].build(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert REASONS[name] in refusal(tmp_path)
 
 
-def test_load_refuses_unknown_layer_types(tmp_path: Path) -> None:
+def test_loading_refuses_unknown_layer_types(tmp_path: Path) -> None:
     SERVED["gemma2"].build(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.layer_types = ["full_attention", "folded_attention", "sliding_attention"]
@@ -155,7 +155,7 @@ def test_load_refuses_unknown_layer_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_registry_refuses_other_layer_types(family: str) -> None:
+def test_registry_refuses_unsupported_layer_types(family: str) -> None:
     config = getattr(transformers, f"{family}Config")(
         **SHAPE, layer_types=["full_attention", "indexed_attention", "full_attention"], architectures=[f"{family}ForCausalLM"]
     )
@@ -164,7 +164,7 @@ def test_registry_refuses_other_layer_types(family: str) -> None:
 
 
 @pytest.mark.parametrize("window", [100, 150])
-def test_check_finds_an_ignored_window(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_a_model_finds_an_ignored_window(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     TinyModel("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": window}).build(tmp_path)
     monkeypatch.setattr(Probe, "_window", lambda *_: 0)
     assert "paged attention computes other results" in refusal(tmp_path)
@@ -197,7 +197,7 @@ def test_load_refuses_a_model_when_one_layer_has_half_of_its_window(
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4", "minimax-m3"])
-def test_check_refuses_compressed_and_sparse_layers_when_all_types_are_allowed(
+def test_check_of_a_model_refuses_compressed_and_sparse_layers_when_all_types_are_allowed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow(monkeypatch, "heavily_compressed_attention", "minimax_m3_sparse")
@@ -220,7 +220,7 @@ def test_check_refuses_compressed_and_sparse_layers_when_all_types_are_allowed(
     ],
     ids=["none", "window", "long window", "masked chunk", "rates by type", "rates by layer", "block", "other keys"],
 )
-def test_config_names_sizes_that_the_check_reaches(options: dict[str, Any], sizes: list[int]) -> None:
+def test_attention_sizes_below_the_context_are_found_in_the_config(options: dict[str, Any], sizes: list[int]) -> None:
     assert [size for _, size in transformers_check.named_sizes(transformers.LlamaConfig(**options))] == sizes
 
 
@@ -236,12 +236,14 @@ def test_config_names_sizes_that_the_check_reaches(options: dict[str, Any], size
         ({"index_block_size": 512}, 256, 160),
     ],
 )
-def test_long_trial_is_longer_than_every_size_within_the_context(options: dict[str, Any], context_len: int, tokens: int) -> None:
+def test_long_trial_is_longer_than_every_attention_size_within_the_context(
+    options: dict[str, Any], context_len: int, tokens: int
+) -> None:
     trial = transformers_check.long_trial(transformers.LlamaConfig(**options), context_len)
     assert len(trial.ids[0]) == tokens
 
 
-def test_load_names_the_key_of_a_size_beyond_all_trials() -> None:
+def test_error_names_the_config_key_of_an_attention_size_beyond_all_trials() -> None:
     config = transformers.LlamaConfig(index_block_size=4096, max_position_embeddings=8192, architectures=["LlamaForCausalLM"])
     with pytest.raises(UnsupportedModel, match=r"has index_block_size 4096; .* Set context_len to 4096 or less"):
         transformers_check.refuse_by_config(config, None)
@@ -265,7 +267,7 @@ def test_mask_description_is_checked_to_the_end_of_the_context(window: int, allo
     assert MaskDescription(allows, window).is_causal_window(8192) is fits
 
 
-def test_info_describes_a_transformers_model(tmp_path: Path) -> None:
+def test_executor_info_describes_a_transformers_model(tmp_path: Path) -> None:
     SERVED["gemma2"].build(tmp_path)
     with serving(tmp_path, context_len=100) as (_, info):
         pass
@@ -275,7 +277,7 @@ def test_info_describes_a_transformers_model(tmp_path: Path) -> None:
     assert info.weight_bytes >= (tmp_path / "model.safetensors").stat().st_size * 0.99
 
 
-def test_info_counts_keys_and_values_of_different_sizes(tmp_path: Path) -> None:
+def test_executor_info_counts_keys_and_values_of_different_sizes(tmp_path: Path) -> None:
     SERVED["deepseek-v3"].build(tmp_path)
     with serving(tmp_path) as (_, info):
         pass
@@ -294,13 +296,13 @@ def edit_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_load_refuses_an_architecture_of_another_model_type(tmp_path: Path) -> None:
+def test_loading_refuses_an_architecture_of_another_model_type(tmp_path: Path) -> None:
     SERVED["gpt2"].build(tmp_path)
     edit_config(tmp_path, architectures=["OPTForCausalLM"])
     assert "OPTForCausalLM is not supported" in refusal(tmp_path)
 
 
-def test_load_never_runs_code_of_the_folder(tmp_path: Path) -> None:
+def test_loading_never_runs_code_of_the_folder(tmp_path: Path) -> None:
     SERVED["gpt2"].build(tmp_path)
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     edit_config(tmp_path, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
@@ -309,7 +311,7 @@ def test_load_never_runs_code_of_the_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_load_names_missing_tensors(tmp_path: Path) -> None:
+def test_loading_error_names_missing_tensors(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     SERVED["phi"].build(tmp_path)

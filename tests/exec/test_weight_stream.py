@@ -111,7 +111,7 @@ WEIGHT_FORMS = ["llama-untied", "llama-tied", "llama-sharded", "llama-biases", "
 
 @pytest.mark.by_day(one_in=2, seed=37)
 @pytest.mark.parametrize("name", WEIGHT_FORMS)
-def test_stream_weights_equals_load_weights(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
+def test_streamed_weights_equal_loaded_weights(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
     assert_same(streamed(saved(name), device), plain(saved(name)), device)
 
 
@@ -127,33 +127,35 @@ def test_stream_weights_equals_load_weights(name: str, saved: Callable[[str], Pa
     ],
     ids=str,
 )
-def test_stream_weights_converts_dtypes(stored: torch.dtype, wanted: torch.dtype, saved: Any, device: torch.device) -> None:
+def test_streamed_weights_are_converted_to_the_configured_dtype(
+    stored: torch.dtype, wanted: torch.dtype, saved: Any, device: torch.device
+) -> None:
     folder = saved("qwen2", stored)
     assert_same(streamed(folder, device, wanted), plain(folder, wanted), device)
 
 
-def test_stream_weights_works_under_inference_mode(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_weights_can_be_streamed_in_inference_mode(saved: Callable[[str], Path], device: torch.device) -> None:
     with torch.inference_mode():
         assert_same(streamed(saved("qwen3"), device), plain(saved("qwen3")), device)
 
 
 @pytest.mark.by_day(one_in=2, seed=9)
 @pytest.mark.parametrize(("threads", "buffer"), [(1, 40), (1, 64 * 96 * 4 - 8), (1, 64 * 96 * 4), (4, 96), (2, 1 << 20)])
-def test_stream_weights_reads_pieces_of_any_size(
+def test_weights_are_streamed_in_pieces_of_any_size(
     threads: int, buffer: int, saved: Callable[[str], Path], device: torch.device
 ) -> None:
     options = StreamOptions(threads, threads * 2 * buffer)
     assert_same(streamed(saved("llama-biases"), device, options=options), plain(saved("llama-biases")), device)
 
 
-def test_tied_head_shares_storage_with_embedding(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_tied_head_shares_storage_with_the_embedding(saved: Callable[[str], Path], device: torch.device) -> None:
     tied, untied = streamed(saved("llama-tied"), device), streamed(saved("llama-untied"), device)
     assert tied.head is not None and tied.head.linear.packed.data.data_ptr() == tied.embedding.weight.data_ptr()
     assert untied.head is not None and untied.head.linear.packed.data.data_ptr() != untied.embedding.weight.data_ptr()
     assert tied.num_bytes() == untied.num_bytes() - untied.embedding.weight.nbytes
 
 
-def test_stream_weights_packs_with_the_given_kernels(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_streamed_weights_are_packed_by_the_given_kernels(saved: Callable[[str], Path], device: torch.device) -> None:
     class Packing:
         """Kernels that pack a weight by reversing one of its axes."""
 
@@ -169,7 +171,7 @@ def test_stream_weights_packs_with_the_given_kernels(saved: Callable[[str], Path
         assert torch.equal(ours.mlp.gate_up.data.cpu(), theirs.mlp.gate_up.data.flip(0)) and ours.mlp.gate_up.out_features == 96
 
 
-def test_stream_weights_releases_each_tensor_that_kernels_copy(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_streaming_releases_each_tensor_that_the_kernels_have_copied(saved: Callable[[str], Path], device: torch.device) -> None:
     given: list[weakref.ref[torch.UntypedStorage]] = []
 
     class Copying:
@@ -214,7 +216,7 @@ class Slabs:
         return Logged(num_bytes, device)
 
 
-def test_stream_weights_bounds_host_memory_by_the_staging(
+def test_streaming_uses_no_more_host_memory_than_the_staging_buffers(
     saved: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slabs, largest, move = Slabs(), list[int](), Lane.move
@@ -242,7 +244,7 @@ class Recorded:
         self._log.append(f"wait {self._name}")
 
 
-def test_lane_waits_for_the_copy_before_refilling_a_buffer() -> None:
+def test_staging_buffer_is_refilled_only_after_the_copy_from_the_buffer() -> None:
     log: list[str] = []
     names = iter("ab")
     lane = Lane(buffers_of(torch.empty(16, dtype=torch.uint8), 1)[0], None, lambda: Recorded(log, next(names)))
@@ -258,7 +260,7 @@ def test_lane_waits_for_the_copy_before_refilling_a_buffer() -> None:
     assert into.tolist() == [2, 7, 5, 7, 8, 7]
 
 
-def test_stream_weights_refuses_too_little_staging(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_streaming_refuses_staging_buffers_that_are_too_small(saved: Callable[[str], Path], device: torch.device) -> None:
     with pytest.raises(ValueError, match="7 bytes of staging"):
         streamed(saved("qwen3"), device, options=StreamOptions(1, 7))
 
@@ -266,14 +268,14 @@ def test_stream_weights_refuses_too_little_staging(saved: Callable[[str], Path],
 # Wrong files
 
 
-def test_stream_weights_names_a_missing_tensor(broken: Path, device: torch.device) -> None:
+def test_streaming_error_names_a_missing_tensor(broken: Path, device: torch.device) -> None:
     path = broken / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if name != NAME}, path)
     with pytest.raises(CheckpointError, match=f"lacks 1 tensors: {NAME}"):
         streamed(broken, device)
 
 
-def test_stream_weights_names_the_file_when_an_index_is_wrong(
+def test_streaming_error_names_the_file_when_an_index_is_wrong(
     saved: Callable[[str], Path], tmp_path: Path, device: torch.device
 ) -> None:
     for file in saved("llama-sharded").iterdir():
@@ -290,7 +292,7 @@ def test_stream_weights_names_the_file_when_an_index_is_wrong(
     ("tensor", "message"),
     [(torch.zeros(64, 97), r"shape \(64, 97\); the config requires \(64, 96\)"), (torch.zeros(64, 96).double(), "is F64")],
 )
-def test_stream_weights_allocates_nothing_when_shape_or_dtype_is_wrong(
+def test_streaming_allocates_no_memory_when_a_shape_or_dtype_is_wrong(
     tensor: Tensor, message: str, broken: Path, device: torch.device
 ) -> None:
     path, slabs = broken / "model.safetensors", Slabs()
@@ -300,7 +302,7 @@ def test_stream_weights_allocates_nothing_when_shape_or_dtype_is_wrong(
     assert slabs.log == []
 
 
-def test_stream_weights_names_the_tensor_when_a_file_is_truncated_during_the_read(
+def test_streaming_error_names_the_tensor_when_a_file_is_truncated_during_the_read(
     saved: Callable[[str], Path], broken: Path, device: torch.device
 ) -> None:
     """The file is cut after its header was checked."""
@@ -316,7 +318,7 @@ def test_stream_weights_names_the_tensor_when_a_file_is_truncated_during_the_rea
         streamed(broken, device, slab=Cutting)
 
 
-def test_stream_weights_names_a_truncated_file(broken: Path, device: torch.device) -> None:
+def test_streaming_error_names_a_truncated_file(broken: Path, device: torch.device) -> None:
     path = broken / "model.safetensors"
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1)
@@ -327,7 +329,7 @@ def test_stream_weights_names_a_truncated_file(broken: Path, device: torch.devic
 # Progress and time
 
 
-def test_stream_weights_counts_bytes_and_time(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_streaming_counts_the_read_bytes_and_the_time(saved: Callable[[str], Path], device: torch.device) -> None:
     said, folder, phases = list[str](), saved("qwen2", torch.bfloat16), LoadPhases()
     with closing(Checkpoint(folder)) as checkpoint:
         weights = stream_weights(checkpoint, reading(folder), torch.float32, device, reference, SMALL, said.append, phases)

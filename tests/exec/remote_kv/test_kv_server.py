@@ -57,7 +57,7 @@ def serves(one: Served) -> None:
 class TestPages:
     @pytest.mark.by_day(one_in=3)
     @pytest.mark.parametrize("ranges", [[(0, 4)], [(3, 2), (0, 1), (1, 3)], [(4, 1), (4, 1), (0, 4), (2, 1)]])
-    def test_server_sends_any_ranges_in_any_order(self, served: Served, ranges: list[tuple[int, int]]) -> None:
+    def test_server_sends_any_ranges_of_pages_in_any_order(self, served: Served, ranges: list[tuple[int, int]]) -> None:
         with Asking(served.server.port) as asking:
             for first, count in ranges:
                 got = asking.ask(read_request(OURS, first, count))
@@ -66,7 +66,7 @@ class TestPages:
             size = (sum(count for _, count in ranges) + 3) * PAGE_BYTES
             until(lambda: served.server.counts() == PeerCounts(size, {}, 1))
 
-    def test_server_sends_one_page_when_max_read_bytes_is_smaller(self) -> None:
+    def test_server_sends_one_page_when_max_read_bytes_is_smaller_than_a_page(self) -> None:
         with Served(ServerLimits(max_read_bytes=PAGE_BYTES - 1)) as served:
             served.server.open(OURS)
             with Asking(served.server.port) as asking:
@@ -220,7 +220,7 @@ class TestLayouts:
 
 
 class TestConnections:
-    def test_server_refuses_surplus_of_a_thousand_connections(self) -> None:
+    def test_server_refuses_connections_beyond_the_limit_when_a_thousand_clients_connect(self) -> None:
         """The timeout is long, so that no served connection ends while a slow machine makes the others."""
         most, count = ServerLimits().max_connections, 1000
         with Served(replace(SMALL, hello_timeout_s=300.0)) as served:
@@ -246,7 +246,7 @@ class TestConnections:
         until(lambda: served.server.counts().num_connections == 0)
         return found
 
-    def test_server_ends_only_one_connection_after_an_error_of_read_pages(
+    def test_error_while_reading_pages_ends_only_the_affected_connection(
         self, served: Served, caplog: pytest.LogCaptureFixture
     ) -> None:
         def fail() -> None:
@@ -308,7 +308,7 @@ class TestClosing:
             assert len(served.pool.reads) == 1
             assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
 
-    def test_close_all_reservations_waits_for_running_copies(self, served: Served) -> None:
+    def test_closing_all_reservations_waits_for_running_copies(self, served: Served) -> None:
         go_on = threading.Event()
         ended: list[int] = []
 
@@ -376,7 +376,7 @@ class TestLeaving:
             assert served.releases == []
         until(lambda: served.releases == [ReservationReleased(whole.reservation, 5)])
 
-    def test_end_of_a_connection_releases_the_reservations_of_the_last_reads(self, served: Served) -> None:
+    def test_closed_connection_releases_only_reservations_that_no_other_connection_reads(self, served: Served) -> None:
         first, last = Asking(served.server.port), Asking(served.server.port)
         assert first.ask(READ)[0] is first.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
         assert last.ask(READ)[0] is Status.OK
@@ -406,7 +406,7 @@ class TestLeaving:
             assert asking.ask(READ)[0] is Status.OK
             assert served.left == []
 
-    def test_server_reports_all_releases_when_on_left_raises(self, served: Served) -> None:
+    def test_server_reports_all_releases_when_the_callback_for_one_release_fails(self, served: Served) -> None:
         def fail_first(left: ReservationReleased) -> None:
             served.releases.append(left)
             if len(served.releases) == 1:
@@ -418,7 +418,7 @@ class TestLeaving:
         until(lambda: len(served.left) == 2)
         serves(served)
 
-    def test_close_reports_no_release(self, served: Served) -> None:
+    def test_closed_server_reports_no_release(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
             served.server.close()

@@ -97,7 +97,7 @@ class Tapping(Asking):
         self._area.close()
 
 
-def test_reader_gets_pages_in_pieces_and_all_areas_are_wiped(both: tuple[KeptCarrier, KeptCarrier]) -> None:
+def test_reader_gets_pages_in_pieces_and_all_memory_areas_are_wiped(both: tuple[KeptCarrier, KeptCarrier]) -> None:
     its, own = both
     with Served(carrier=its) as served:
         opened = served.opened(pages=PAGES)
@@ -117,7 +117,7 @@ def test_reader_gets_pages_in_pieces_and_all_areas_are_wiped(both: tuple[KeptCar
     assert is_empty(its, staging_shape(PAGE_BYTES).num_bytes) and is_empty(own, staging_shape(PAGE_BYTES).slot_bytes)
 
 
-def test_server_wipes_a_slot_after_the_mark_of_the_reader(both: tuple[KeptCarrier, KeptCarrier]) -> None:
+def test_server_wipes_a_slot_when_the_reader_marks_the_slot_as_free(both: tuple[KeptCarrier, KeptCarrier]) -> None:
     with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
         assert tapping.slot(0)[: staging.NONCE_BYTES] == tapping.area_message.nonce and not any(tapping.slot(1))
         tapping.ask_for_all()
@@ -174,7 +174,7 @@ def test_server_stages_no_page_of_a_reservation_that_is_closed_during_the_read(
         tapping.stop()
 
 
-def test_server_stages_once_per_connection_for_a_known_reservation(
+def test_server_grants_one_staging_area_per_connection_for_a_known_reservation(
     fakes: tuple[KeptCarrier, KeptCarrier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = PageRequest(RequestKind.STAGE, reservation(2, PAGES).reservation)
@@ -244,7 +244,7 @@ def test_reader_falls_back_to_tcp_when_the_bytes_are_wrong(
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("whose", [0, 1])
-def test_worker_uses_tcp_and_no_area_when_nixl_registers_no_memory(
+def test_worker_uses_tcp_and_no_staging_area_when_nixl_cannot_register_memory(
     whose: int, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with carrier("fake", "refuses") as one:
@@ -263,7 +263,7 @@ def test_worker_uses_tcp_and_no_area_when_nixl_registers_no_memory(
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("whose", [0, 1])
-def test_reader_continues_over_tcp_when_a_carrier_dies(whose: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_continues_over_tcp_when_a_carrier_process_dies(whose: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PIECE_TIMEOUT_S", 1.0)
     with carrier("fake") as its, carrier("fake") as own, Served(carrier=its) as served:
         opened, one = served.opened(pages=PAGES), reader(carrier=own)
@@ -300,7 +300,7 @@ AREAS: dict[str, bytes] = {
 }
 
 
-def test_parse_area_refuses_invalid_areas() -> None:
+def test_invalid_messages_about_a_staging_area_are_refused() -> None:
     parse_area(_area().SerializeToString(), PAGE_BYTES, SLOT_BYTES)
     for case, message in AREAS.items():
         try:
@@ -320,7 +320,7 @@ RESPONSES: dict[str, bytes] = {
 }
 
 
-def test_reader_falls_back_to_tcp_when_the_response_to_stage_is_invalid(
+def test_reader_falls_back_to_tcp_when_the_response_to_a_stage_request_is_invalid(
     fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture
 ) -> None:
     page = bytes(range(128)) * (PAGE_BYTES // 128)

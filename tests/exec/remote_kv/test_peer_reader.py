@@ -88,7 +88,7 @@ class TestReads:
             assert served.refused == {"layout": 3} and served.pool.reads == []
             one.close()
 
-    def test_leave_uses_the_open_connection(self) -> None:
+    def test_release_of_a_reservation_uses_the_open_connection(self) -> None:
         with Served() as served:
             opened, one = served.opened(), reader()
             assert pull(one, served.source(opened), opened, 0, 1)
@@ -97,7 +97,7 @@ class TestReads:
             assert served.server.counts().num_connections == 1
             one.close()
 
-    def test_leave_connects_when_no_connection_is_open(self) -> None:
+    def test_release_of_a_reservation_opens_a_connection_when_no_connection_is_open(self) -> None:
         with Served() as served:
             opened, one = served.opened(), reader()
             one.leave(served.source(opened))
@@ -205,7 +205,7 @@ class TestFaultyServers:
 
     @pytest.mark.by_day(one_in=3, seed=11)
     @pytest.mark.parametrize("case", SILENT)
-    def test_close_ends_waiting_reads(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_closing_the_reader_ends_waiting_reads(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
         with SickPeer(SILENT[case]) as peer:
             one = reader(read_timeout_s=600.0, connect_timeout_s=600.0)
             asked = Running(lambda: pull(one, KvSource(OURS.reservation, peer.address, 5), OURS, 0, 2))
@@ -214,7 +214,7 @@ class TestFaultyServers:
             assert asked.result() is None
             assert warnings(caplog) == []
 
-    def test_leave_returns_soon_when_the_server_is_silent(self) -> None:
+    def test_release_of_a_reservation_returns_soon_when_the_server_is_silent(self) -> None:
         with SickPeer(sick_peers.silent) as peer:
             one = reader(connect_timeout_s=600.0)
             begun = time.monotonic()
@@ -234,7 +234,7 @@ class TestFaultyServers:
             assert peer.num_connections == 1, "releases open no connection during the pause, either"
             one.close()
 
-    def test_reader_logs_changes_when_a_server_disappears_and_returns(
+    def test_reader_logs_when_a_server_disappears_and_when_the_server_returns(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(peer_reader, "REST_S", 0.0)
@@ -265,7 +265,7 @@ class TestFaultyServers:
         assert warnings(caplog) == [f"{address!r} is not of the form host:port or [IPv6 address]:port"]
         one.close()
 
-    def test_reader_reads_nothing_when_the_reservation_fits_no_frame(self) -> None:
+    def test_reader_reads_nothing_when_the_reservation_does_not_fit_into_a_frame(self) -> None:
         with Served() as served:
             one = reader()
             for too_large in (replace(OURS.reservation, number=1 << 64), replace(OURS.reservation, secret=b"short")):
@@ -276,13 +276,13 @@ class TestFaultyServers:
             one.close()
 
 
-def test_parse_address_splits_host_and_port() -> None:
+def test_address_is_split_into_host_and_port() -> None:
     assert parse_address("prefill-0.worker:7000") == ("prefill-0.worker", 7000)
     assert parse_address("10.0.0.7:1") == ("10.0.0.7", 1)
     assert parse_address("[::1]:65535") == ("::1", 65535)
 
 
-def test_reader_reads_nothing_after_close() -> None:
+def test_closed_reader_reads_nothing() -> None:
     with Served() as served:
         opened, one = served.opened(), reader()
         assert pull(one, served.source(opened), opened, 0, 1)
@@ -347,7 +347,7 @@ class TestTls:
             assert served.pool.reads == []
             right.close()
 
-    def test_reader_and_server_follow_replaced_files_for_new_connections(
+    def test_reader_and_server_use_replaced_certificate_files_for_new_connections(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(certificate_files, "CHECK_S", 0.0)

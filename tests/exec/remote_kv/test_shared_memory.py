@@ -106,7 +106,9 @@ def test_ring_memory_cannot_be_written_or_truncated_by_the_reader() -> None:
     writer.close()
 
 
-def test_server_refuses_another_user(served: Served, folder: SocketFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_refuses_shared_memory_for_a_reader_with_another_user_id(
+    served: Served, folder: SocketFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server's user id is replaced here. The reader then reads over TCP."""
     opened, one = served.opened(pages=PAGES), reader(folder=folder)
     monkeypatch.setattr(connection.os, "geteuid", lambda: os.getuid() + 1)

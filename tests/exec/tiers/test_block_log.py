@@ -48,7 +48,7 @@ def written(folder: Path, blocks: Sequence[TierBlock] = BLOCKS) -> Path:
     return folder / "blocks"
 
 
-def test_next_log_reads_written_blocks(tmp_path: Path) -> None:
+def test_written_blocks_are_read_by_the_next_log(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_next_log_reads_written_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 155, 156])
-def test_torn_end_loses_one_block(tmp_path: Path, cut: int) -> None:
+def test_incomplete_last_record_loses_only_one_block(tmp_path: Path, cut: int) -> None:
     """Blocks that are appended after the torn end can be read."""
     path = written(tmp_path)
     path.write_bytes(path.read_bytes()[:-cut])
@@ -68,7 +68,7 @@ def test_torn_end_loses_one_block(tmp_path: Path, cut: int) -> None:
     assert found(tmp_path, [*BLOCKS, block(5)]) == [*BLOCKS[:3], block(5)]
 
 
-def test_flipped_byte_ends_the_list_of_blocks(tmp_path: Path) -> None:
+def test_only_blocks_before_a_flipped_byte_are_read(tmp_path: Path) -> None:
     path = written(tmp_path)
     data = bytearray(path.read_bytes())
     for at in range(0, len(data), 41):
@@ -79,7 +79,7 @@ def test_flipped_byte_ends_the_list_of_blocks(tmp_path: Path) -> None:
         assert left == BLOCKS[: len(left)] and len(left) < len(BLOCKS)
 
 
-def test_log_drops_blocks_without_pages_and_of_other_identities(tmp_path: Path) -> None:
+def test_log_drops_blocks_without_pages_and_blocks_of_other_identities(tmp_path: Path) -> None:
     path = written(tmp_path)
     size = path.stat().st_size
     assert found(tmp_path, BLOCKS[1:3]) == BLOCKS[1:3] and path.stat().st_size < size
@@ -87,7 +87,7 @@ def test_log_drops_blocks_without_pages_and_of_other_identities(tmp_path: Path) 
     assert found(tmp_path, BLOCKS) == [], "the file now belongs to the other identity"
 
 
-def test_sweep_removes_names_of_deleted_pages(tmp_path: Path) -> None:
+def test_sweep_removes_the_names_of_blocks_with_deleted_pages(tmp_path: Path) -> None:
     held = list(BLOCKS)
     log = BlockLog(tmp_path / "blocks", IDENTITY, lambda: [key for each in held for key in each.keys])
     log.append(BLOCKS)
@@ -122,7 +122,7 @@ class FullDisk(Disk):
         return super().write(fd, [bytes(parts[0])[:10]] if self.full else parts, offset)
 
 
-def test_log_loses_only_names_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_loses_only_the_blocks_that_are_added_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rootstock_llm.services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
     disk = FullDisk()
     log = log_of(tmp_path, BLOCKS, disk=disk)

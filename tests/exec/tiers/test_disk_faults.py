@@ -90,7 +90,7 @@ class TestWrites:
     @each_value(
         call=["create", "write", "sync", "rename"], number=[errno.EIO, errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT]
     )
-    def test_write_counts_an_error_and_is_retried(
+    def test_write_counts_an_error_and_is_retried_after_a_pause(
         self, tmp_path: Path, disk: SickDisk, clock: Hours, call: str, number: int
     ) -> None:
         it = store(tmp_path, disk=disk, clock=clock)
@@ -175,7 +175,7 @@ class TestWrites:
         it.delete()
         assert size_of(tmp_path) == 0
 
-    def test_success_resets_the_pause(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+    def test_successful_write_resets_the_length_of_the_pause(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
         it = store(tmp_path, disk=disk, clock=clock)
         for number in range(1, 10):
             disk.broken["write"] = errno.EIO
@@ -206,7 +206,7 @@ class TestPause:
         pause.worked()
         assert pause.over and pause.failed() == 1
 
-    def test_pause_ends_by_the_clock(self) -> None:
+    def test_first_pause_ends_after_one_second(self) -> None:
         clock = Hours()
         pause = WritePause(clock)
         pause.failed()
@@ -229,7 +229,7 @@ class TestReads:
         assert write(it, keys(1)).stored == tuple(keys(1))
         assert read(it, keys(1, 2, 3)) == 3
 
-    def test_page_written_again_is_not_lost(self, tmp_path: Path, disk: SickDisk) -> None:
+    def test_page_does_not_count_as_lost_when_the_page_is_written_again(self, tmp_path: Path, disk: SickDisk) -> None:
         it = store(tmp_path, disk=disk)
         write(it, keys(1))
         disk.broken["read"] = errno.EIO

@@ -55,7 +55,9 @@ def test_workers_with_equal_identities_read_each_others_pages(server: RedisServe
     assert first.news() == News(tuple(keys(4)), ()) and second.news() == NOTHING
 
 
-def test_worker_scans_at_the_start_and_after_missed_news(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_scans_all_keys_at_the_start_and_after_missed_messages(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_page_store, "SCANNED", 3)
     first, second = store(server), store(server)
     many = keys(*range(20))
@@ -67,7 +69,7 @@ def test_worker_scans_at_the_start_and_after_missed_news(server: RedisServer, mo
     assert set(news.stored) == {*many, *keys(99)} and read(second, [*many, *keys(99)]) == 21
 
 
-def test_pages_have_a_fixed_size_and_expire(server: RedisServer) -> None:
+def test_stored_pages_have_a_fixed_size_and_an_expiry_time(server: RedisServer) -> None:
     write(store(server), keys(1, 2))
     pages = [name for name in server.client.scan_iter() if b":p:" in name]
     assert len(pages) == 2 and all(0 < server.client.pttl(name) <= 60_000 for name in pages)
@@ -86,7 +88,7 @@ def test_store_ignores_keys_of_another_version(server: RedisServer) -> None:
     assert server.client.xlen(f"{older}news") == 2 and server.client.pttl(f"{older}p:".encode() + bytes(32)) > 0
 
 
-def test_read_extends_the_life_of_a_page(server: RedisServer) -> None:
+def test_reading_a_page_extends_the_expiry_time(server: RedisServer) -> None:
     it = store(server)
     write(it, keys(1, 2))
     for name in server.client.keys("pages:*:p:*"):
@@ -110,7 +112,7 @@ def test_read_loses_a_damaged_page(server: RedisServer, value: bytes) -> None:
     assert read(it, keys(1, 2, 3)) == 3
 
 
-def test_read_refuses_the_page_of_another_key(server: RedisServer) -> None:
+def test_page_that_is_stored_under_another_key_is_not_returned(server: RedisServer) -> None:
     it = store(server)
     write(it, keys(1, 2))
     one, two = [next(name for name in server.client.scan_iter() if name.endswith(key)) for key in keys(1, 2)]
@@ -118,7 +120,7 @@ def test_read_refuses_the_page_of_another_key(server: RedisServer) -> None:
     assert read(it, keys(1)) == 0
 
 
-def test_read_counts_no_fault_for_an_expired_page(server: RedisServer) -> None:
+def test_expired_page_does_not_count_as_a_fault(server: RedisServer) -> None:
     it = store(server)
     write(it, keys(1, 2))
     server.client.delete(next(name for name in server.client.scan_iter() if name.endswith(keys(1)[0])))
@@ -126,7 +128,7 @@ def test_read_counts_no_fault_for_an_expired_page(server: RedisServer) -> None:
     assert it.counts().corrupt_pages == it.counts().failed_reads == 0
 
 
-def test_delete_removes_pages_for_all_workers(server: RedisServer) -> None:
+def test_deletion_removes_pages_for_all_workers(server: RedisServer) -> None:
     first, second = store(server), store(server)
     write(first, keys(1, 2))
     second.news()
@@ -140,7 +142,7 @@ def test_delete_removes_pages_for_all_workers(server: RedisServer) -> None:
     assert second.news() == News((), tuple(keys(3)))
 
 
-def test_full_server_can_be_read_and_is_written_after_a_pause(server: RedisServer) -> None:
+def test_full_server_can_be_read_and_is_written_again_after_a_pause(server: RedisServer) -> None:
     clock = Hours()
     it = store(server, clock)
     write(it, keys(1))
@@ -153,7 +155,7 @@ def test_full_server_can_be_read_and_is_written_after_a_pause(server: RedisServe
     assert write(it, keys(2)).stored == tuple(keys(2))
 
 
-def test_worker_pauses_and_scans_again_after_a_lost_server(server: RedisServer) -> None:
+def test_worker_pauses_and_scans_again_when_the_server_was_lost(server: RedisServer) -> None:
     clock = Hours()
     it, other = store(server, clock), store(server)
     write(it, keys(1))
@@ -192,7 +194,7 @@ def test_worker_reconnects_when_the_server_becomes_a_replica(server: RedisServer
     assert (it.counts().failed_writes, it.counts().failed_reads) == (1, 1)
 
 
-def test_news_reports_a_page_again_after_a_failed_read(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_is_reported_again_after_a_failed_read(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failed read, the caller counts the page as lost. If the server still has the page, news() must report it again."""
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
     clock = Hours()
@@ -211,7 +213,7 @@ def test_worker_reads_a_full_server_when_starting(server: RedisServer) -> None:
     assert set(later.news().stored) == set(keys(1, 2)) and read(later, keys(1, 2)) == 2
 
 
-def test_delete_takes_effect_when_the_server_returns(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletion_takes_effect_when_the_server_returns(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
     clock = Hours()
     it, other = store(server, clock), store(server)
@@ -231,7 +233,7 @@ def interrupted_scan(at_once: int) -> Iterator[list[bytes]]:
     raise TimeoutError
 
 
-def test_news_returns_at_most_its_limit_per_call_after_a_failed_scan(
+def test_number_of_reported_keys_per_call_is_limited_after_a_failed_scan(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_page_store, "NEWS_KEYS", 4)
@@ -283,7 +285,7 @@ def pages_on(server: RedisServer, tag: bytes = b"") -> set[bytes]:
     return {name for name in names if name.startswith(tag)}
 
 
-def test_delete_removes_one_salt_for_all_workers(server: RedisServer) -> None:
+def test_deletion_removes_the_pages_of_one_salt_for_all_workers(server: RedisServer) -> None:
     first, second = store(server), store(server)
     write(first, [*keys(1, 2, tag=A), *keys(1, 2, tag=B), *keys(1, 2)])
     second.news()
@@ -296,7 +298,7 @@ def test_delete_removes_one_salt_for_all_workers(server: RedisServer) -> None:
     assert first.news().stored == tuple(keys(1, tag=A))
 
 
-def test_delete_by_age_uses_the_time_of_writing(server: RedisServer) -> None:
+def test_deletion_by_age_uses_the_time_of_writing(server: RedisServer) -> None:
     wall = Seconds()
     it = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), wall=wall)
     it.news()
@@ -312,7 +314,7 @@ def test_delete_by_age_uses_the_time_of_writing(server: RedisServer) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=1)
 @pytest.mark.parametrize("which", [Selection(A), Selection(), Selection(older_than_s=0)], ids=["salt", "all", "age"])
-def test_delete_is_pending_until_the_server_returns(
+def test_deletion_is_pending_until_the_server_returns(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, which: Selection
 ) -> None:
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
@@ -335,7 +337,9 @@ def test_delete_is_pending_until_the_server_returns(
     assert write(it, keys(3, tag=A)).stored == tuple(keys(3, tag=A)) and it.delete(which).pending == ""
 
 
-def test_delete_continues_when_the_server_was_lost_during_the_scan(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletion_continues_when_the_server_was_lost_during_the_scan(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_page_store, "SCANNED", 2)
     clock = Hours()
     it = store(server, clock)

@@ -90,7 +90,7 @@ def test_store_refuses_a_quota_smaller_than_a_page(tmp_path: Path) -> None:
         store(tmp_path, salt_bytes=FORMAT.bytes_with_index(1) - 1)
 
 
-def test_delete_removes_the_files_of_one_salt(tmp_path: Path) -> None:
+def test_deletion_removes_the_files_of_one_salt(tmp_path: Path) -> None:
     it = store(tmp_path, segments=12)
     for tag in (A, B, UNSALTED):
         write(it, keys(*range(SLOTS + 2), tag=tag))
@@ -103,7 +103,7 @@ def test_delete_removes_the_files_of_one_salt(tmp_path: Path) -> None:
     assert set(keys_of(store(tmp_path, segments=12), A)) == set(keys(1, tag=A))
 
 
-def test_delete_by_age_removes_whole_files(tmp_path: Path) -> None:
+def test_deletion_by_age_removes_whole_files(tmp_path: Path) -> None:
     clock = Hours()
     it = store(tmp_path, segments=12, clock=clock)
     write(it, keys(*range(SLOTS), tag=A))
@@ -123,7 +123,7 @@ def test_delete_by_age_removes_whole_files(tmp_path: Path) -> None:
     assert readable(it) == keys(SLOTS, tag=A)
 
 
-def test_delete_reports_an_error_and_is_retried(tmp_path: Path) -> None:
+def test_deletion_reports_an_error_and_is_retried(tmp_path: Path) -> None:
     disk, clock = SickDisk(), Hours()
     it = store(tmp_path, disk=disk, clock=clock)
     write(it, keys(*range(SLOTS + 1), tag=A))
@@ -142,7 +142,7 @@ def test_delete_reports_an_error_and_is_retried(tmp_path: Path) -> None:
     assert it.delete(Selection(B)) == Deleted(0) and size_of(tmp_path) == 0
 
 
-def test_delete_removes_unreadable_files(tmp_path: Path) -> None:
+def test_deletion_removes_unreadable_files(tmp_path: Path) -> None:
     """The salt of an unreadable file is unknown, so every deletion includes the file."""
     it = store(tmp_path)
     write(it, keys(1, tag=A))
@@ -159,7 +159,7 @@ def test_delete_removes_unreadable_files(tmp_path: Path) -> None:
     assert it.delete(Selection(B)) == Deleted(0) and size_of(tmp_path) == 0
 
 
-def test_failed_deletion_of_an_unreadable_file_precedes_the_next_write(tmp_path: Path) -> None:
+def test_failed_deletion_of_an_unreadable_file_is_retried_before_the_next_write(tmp_path: Path) -> None:
     it = store(tmp_path)
     write(it, keys(1, tag=A))
     it.close()
@@ -177,7 +177,7 @@ def test_failed_deletion_of_an_unreadable_file_precedes_the_next_write(tmp_path:
     assert write(it, keys(2, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {B} and readable(it) == keys(2, tag=B)
 
 
-def test_write_reads_no_more_sizes_when_there_are_many_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_does_not_read_the_sizes_of_all_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store updates sums of sizes, and does not add up the sizes of all segments."""
     num_reads = 0
 

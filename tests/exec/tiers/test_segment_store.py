@@ -75,7 +75,7 @@ class TestPages:
         assert read(it, keys(3, 1)) == 0
         assert it.take_lost() == ()
 
-    def test_read_changes_no_byte_after_the_returned_pages(self, tmp_path: Path) -> None:
+    def test_read_leaves_the_buffer_after_the_returned_pages_unchanged(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(1))
         out = bytearray(b"x" * 2 * PAGE)
@@ -95,7 +95,7 @@ class TestPages:
         assert read(it, many) == len(many)
         assert read(it, many[::-1]) == len(many)
 
-    def test_read_and_write_accept_buffers_of_any_shape_and_type(self, tmp_path: Path) -> None:
+    def test_reading_and_writing_accept_buffers_of_any_shape_and_type(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         pages = [memoryview(page(key(number))).cast("B", (1, PAGE)) for number in (1, 2)]
         assert it.write(keys(1, 2), pages).stored == tuple(keys(1, 2))
@@ -103,13 +103,13 @@ class TestPages:
         assert it.read(keys(1, 2), memoryview(out).cast("i")) == 2
         assert out == b"".join(pages)
 
-    def test_read_and_write_accept_no_pages(self, tmp_path: Path) -> None:
+    def test_reading_and_writing_accept_an_empty_list_of_pages(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         assert it.read([], memoryview(bytearray())) == 0
         assert it.write([], []) == Written((), ())
         assert names(tmp_path) == ["LOCK"]
 
-    def test_delete_removes_all_pages(self, tmp_path: Path) -> None:
+    def test_deletion_removes_all_pages(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(*range(10)))
         it.delete()
@@ -133,7 +133,7 @@ class TestRestart:
         assert it.keys() == many and read(it, many) == count
         assert it.counts() == StoreCounts(0, 0, 0, size_of(tmp_path), count)
 
-    def test_restart_fills_the_last_segment(self, tmp_path: Path) -> None:
+    def test_restarted_store_continues_to_fill_the_last_segment(self, tmp_path: Path) -> None:
         for number in range(SLOTS):
             it = store(tmp_path)
             write(it, keys(number))
@@ -187,7 +187,7 @@ class TestCap:
         assert it.keys() == keys(*range(SLOTS, 4 * SLOTS), 100)
         assert readable(it) == it.keys()
 
-    def test_write_can_be_larger_than_the_cap(self, tmp_path: Path) -> None:
+    def test_single_write_can_be_larger_than_the_cap(self, tmp_path: Path) -> None:
         """A page that one write stores and evicts is reported neither as stored nor as dropped."""
         it = store(tmp_path, segments=4)
         write(it, keys(1000, 1001))
@@ -255,7 +255,7 @@ class TestFolder:
 
 
 class TestOneStore:
-    def test_folder_refuses_a_second_store(self, tmp_path: Path) -> None:
+    def test_second_store_in_the_same_folder_is_refused(self, tmp_path: Path) -> None:
         first = store(tmp_path)
         write(first, keys(1))
         before = len(list(Path("/proc/self/fd").iterdir()))
@@ -271,7 +271,7 @@ class TestOneStore:
         with pytest.raises(StoreUnusable, match=r"KV pages cannot be stored in .*Not a directory"):
             store(tmp_path / "file" / "kv")
 
-    def test_delete_keeps_foreign_files(self, tmp_path: Path) -> None:
+    def test_deletion_keeps_foreign_files(self, tmp_path: Path) -> None:
         for name in ("notes", "segment-1.kv", "segment-00000001.txt", "segment-000000001.kv"):
             (tmp_path / name).write_bytes(b"mine")
         it = store(tmp_path)
@@ -280,7 +280,7 @@ class TestOneStore:
         assert names(tmp_path) == ["LOCK", "notes", "segment-000000001.kv", "segment-00000001.txt", "segment-1.kv"]
 
     @pytest.mark.parametrize(("page_bytes", "identity"), [(0, b""), (1 << 31, b""), (PAGE, b"x" * 65)])
-    def test_store_refuses_page_sizes_and_identities_beyond_the_format(
+    def test_store_refuses_page_sizes_and_identities_that_the_format_cannot_represent(
         self, tmp_path: Path, page_bytes: int, identity: bytes
     ) -> None:
         with pytest.raises(ValueError, match=r"it must have 1 to|it must have at most"):
@@ -382,7 +382,7 @@ class TestFiles:
         write_each(it)
         assert readable(it) == keys(*range(SLOTS)) and it.counts().failed_writes == 0
 
-    def test_large_pages_begin_at_blocks(self, tmp_path: Path) -> None:
+    def test_large_pages_begin_at_block_boundaries(self, tmp_path: Path) -> None:
         """The header and each head take a whole block. The third page is written from memory that is not block-aligned."""
         size, block = DIRECT_PAGE_BYTES, BLOCK_BYTES
         it = SegmentStore(tmp_path, size, 64 * size, 8 * size, wall=Hours())

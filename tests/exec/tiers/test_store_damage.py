@@ -61,7 +61,7 @@ def reopened(folder: Path) -> list[bytes]:
 class TestFlippedBytes:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
-    def test_flipped_byte_of_a_segment_loses_one_page_or_all_if_in_the_header(self, folder: Path, name: str) -> None:
+    def test_flipped_byte_in_a_segment_loses_one_page_and_in_the_header_all_pages(self, folder: Path, name: str) -> None:
         saved = {path: path.read_bytes() for path in folder.iterdir()}
         for at in range(0, len(saved[folder / name]), STRIDE):
             flip(folder / name, at)
@@ -97,7 +97,7 @@ class TestFlippedBytes:
         it.close()
         assert reopened(folder)[-1] == key(number), "the newest of two pages with the same key is used"
 
-    def test_page_written_again_survives_the_eviction_of_the_damaged_one(self, folder: Path) -> None:
+    def test_rewritten_page_survives_the_eviction_of_the_damaged_page(self, folder: Path) -> None:
         """The old segment still has the key in its index."""
         it = store(folder)
         flip(folder / "segment-00000000.kv", FORMAT.segment_bytes(1) + 100)
@@ -109,7 +109,7 @@ class TestFlippedBytes:
         dropped = [each for number in range(100, 100 + 4 * SLOTS) for each in write(it, keys(number)).dropped]
         assert dropped == keys(0, 2, 3) and read(it, MANY[SLOTS:]) == len(MANY) - SLOTS and read(it, keys(1)) == 1
 
-    def test_damaged_page_is_not_in_the_index_when_sealed_later(self, folder: Path) -> None:
+    def test_damaged_page_is_not_in_the_index_when_the_segment_is_sealed_later(self, folder: Path) -> None:
         it = store(folder)
         flip(folder / OPEN, FORMAT.segment_bytes(1) + 100)
         bad = MANY[2 * SLOTS + 1]
@@ -151,7 +151,7 @@ class TestTruncatedFiles:
 
 
 class TestSwappedRecords:
-    def test_swapped_records_are_lost_under_an_index(self, folder: Path) -> None:
+    def test_swapped_records_are_lost_when_the_segment_has_an_index(self, folder: Path) -> None:
         """In the slot that the index has for a key, there is another record."""
         swap(folder / SEALED, 1, 2)
         it = store(folder)
@@ -159,7 +159,7 @@ class TestSwappedRecords:
         assert read(it, [one]) == read(it, [two]) == 0
         assert it.take_lost() == (one, two) and readable(it) == [each for each in MANY if each not in (one, two)]
 
-    def test_swapped_records_are_found_without_an_index(self, folder: Path) -> None:
+    def test_swapped_records_are_found_when_the_segment_has_no_index(self, folder: Path) -> None:
         swap(folder / OPEN, 0, 2)
         assert reopened(folder) == [*MANY[: 2 * SLOTS], *MANY[2 * SLOTS :][::-1]]
 
@@ -172,7 +172,7 @@ class TestSwappedRecords:
         (folder / SEALED).unlink()
         assert reopened(folder) == [*MANY[:SLOTS], *MANY[2 * SLOTS + 1 :]]
 
-    def test_segment_under_another_number_is_lost(self, folder: Path) -> None:
+    def test_segment_is_lost_when_the_file_has_another_number(self, folder: Path) -> None:
         (folder / SEALED).rename(folder / "segment-00000007.kv")
         (folder / INDEX).rename(folder / "segment-00000007.index")
         assert reopened(folder) == [*MANY[:SLOTS], *MANY[2 * SLOTS :]]

@@ -66,7 +66,7 @@ def check_survival(reported: list[bytes], held: list[bytes], most: int) -> None:
     assert sum(missing) <= most and not any(missing[sum(missing) :])
 
 
-def test_store_recovers_from_a_death_at_every_call(tmp_path: Path) -> None:
+def test_store_recovers_when_the_process_dies_at_any_file_operation(tmp_path: Path) -> None:
     calls, died = 0, True
     while died:
         folder = tmp_path / str(calls)
@@ -84,7 +84,7 @@ def test_store_recovers_from_a_death_at_every_call(tmp_path: Path) -> None:
     assert calls > 80
 
 
-def test_recovery_can_die_at_every_call(tmp_path: Path) -> None:
+def test_recovery_can_be_repeated_when_the_process_dies_at_any_file_operation(tmp_path: Path) -> None:
     """The recovery has work to do: an index is missing, an index is half-written, and a segment has a torn end."""
     calls, died = 0, True
     while died:
