@@ -39,7 +39,7 @@ def test_training_text_equals_the_chat_template(tool_tasks: ModuleType, tokenize
         assert taught == read
 
 
-def test_training_data_lacks_the_held_out_words(tool_tasks: ModuleType) -> None:
+def test_training_data_does_not_have_the_held_out_words(tool_tasks: ModuleType) -> None:
     def words(held_out: bool) -> set[str]:
         drawn = (tool_tasks.scene(Random(seed), held_out=held_out) for seed in range(SCENES))
         found = (part for scene in drawn for tool in scene.tools for name, _ in tool.parameters for part in name.split("_"))

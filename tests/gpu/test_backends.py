@@ -23,7 +23,7 @@ needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("model_name", ["qwen3", "mistral-window"])
 @pytest.mark.parametrize("name", ["triton", "torch"])
-def test_backend_gives_tokens_of_transformers_in_float32(
+def test_each_back_end_gives_the_tokens_of_transformers_in_float32(
     name: str, model_name: str, page_size: int, tmp_path: Path, device: str
 ) -> None:
     model = MODELS[model_name].build(tmp_path).to(device)
@@ -41,7 +41,9 @@ def test_backend_gives_tokens_of_transformers_in_float32(
 @needs_flashinfer
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("shape", [MIDDLE, MIDDLE_WINDOW], ids=["full", "window"])
-def test_flashinfer_is_near_float32_in_bf16(shape: TinyModel, page_size: int, tmp_path: Path, device: str) -> None:
+def test_flashinfer_results_in_bf16_are_near_float32_results(
+    shape: TinyModel, page_size: int, tmp_path: Path, device: str
+) -> None:
     model = shape.build(tmp_path, torch.bfloat16).to(device)
     num_pages = 4096 // page_size
     executor = executor_of(tmp_path, device, page_size, num_pages=num_pages, dtype="bfloat16", attention_backend="flashinfer")
@@ -50,7 +52,7 @@ def test_flashinfer_is_near_float32_in_bf16(shape: TinyModel, page_size: int, tm
 
 
 @needs_flashinfer
-def test_flashinfer_gives_same_logprobs_with_and_without_graphs(tmp_path: Path, device: str) -> None:
+def test_flashinfer_gives_the_same_logprobs_with_and_without_graphs(tmp_path: Path, device: str) -> None:
     """Compares log probabilities instead of tokens, because rounding may change one token and then all later ones."""
     MIDDLE.build(tmp_path, torch.bfloat16)
     vocab = int(MIDDLE.options["vocab_size"])

@@ -45,7 +45,7 @@ def executors(request: pytest.FixtureRequest, folder: Path, device: str) -> Iter
 
 @pytest.mark.by_day(one_in=6)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_request_has_one_bit_string_in_all_contexts_with_and_without_graphs(
+def test_request_gets_the_same_bits_in_all_contexts_with_and_without_graphs(
     executors: tuple[Executor, Executor], number: int
 ) -> None:
     target = list(targets(WORLD, random.Random(5), 45, 30))[number]
@@ -53,7 +53,7 @@ def test_request_has_one_bit_string_in_all_contexts_with_and_without_graphs(
     assert results[0] == results[1] and len(results[0]) == 1
 
 
-def test_contexts_change_bits_without_deterministic_mode(folder: Path, device: str) -> None:
+def test_bits_differ_between_contexts_without_deterministic_mode(folder: Path, device: str) -> None:
     executor = made_of(folder, device, "bfloat16")
     found = [len(strings(WORLD, executor, target, range(40))) for target in targets(WORLD, random.Random(5), 45, 30)]
     assert max(found) > 1

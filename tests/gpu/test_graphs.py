@@ -54,7 +54,7 @@ def run_both(
 
 @pytest.mark.by_day(one_in=6, seed=3)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, GRAPH_ROWS])
-def test_graphs_give_same_tokens_with_every_padding(executors: tuple[Any, Any], rows: int) -> None:
+def test_graphs_give_the_same_tokens_with_any_number_of_padding_rows(executors: tuple[Any, Any], rows: int) -> None:
     """The outputs have different lengths, so that the number of rows decreases step by step."""
     prompts = prompts_of(VOCAB, [4 + 3 * row for row in range(rows)], seed=rows)
     outputs, want, plans = run_both(executors, [(prompt, greedy(12 + 2 * row)) for row, prompt in enumerate(prompts)], rows)
@@ -62,7 +62,7 @@ def test_graphs_give_same_tokens_with_every_padding(executors: tuple[Any, Any], 
     assert sum(replayed(executors[0], plan) for plan in plans) >= 10
 
 
-def test_steps_run_without_graph_when_rows_exceed_largest(executors: tuple[Any, Any]) -> None:
+def test_steps_run_without_a_graph_when_the_rows_exceed_the_largest_graph(executors: tuple[Any, Any]) -> None:
     prompts = prompts_of(VOCAB, [5] * SLOTS, seed=3)
     outputs, want, plans = run_both(executors, [(prompt, greedy(8 + row)) for row, prompt in enumerate(prompts)], SLOTS)
     assert outputs == want
@@ -105,7 +105,7 @@ def test_graph_applies_grammar_masks_to_one_step(executors: tuple[Any, Any]) -> 
     assert [output.count(250) >= 1 for output in outputs[0]] == [True] * 3 and outputs[0][1][1] == outputs[0][0][3] == 250
 
 
-def test_graph_computes_given_tokens(executors: tuple[Any, Any]) -> None:
+def test_graph_computes_several_given_tokens_of_a_row(executors: tuple[Any, Any]) -> None:
     """A row with several given tokens has one row of the graph per token. The other rows must not change its result."""
     runner, outputs = executors[0].runner, []
     runner.graph_limits = GraphLimits(GRAPH_ROWS, 10_000)

@@ -79,7 +79,7 @@ def little_left(device: str, num_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def test_other_requests_continue_when_allocator_has_no_memory(tmp_path: Path, device: str) -> None:
+def test_other_requests_continue_when_the_allocator_has_no_memory(tmp_path: Path, device: str) -> None:
     """Leaves almost no memory for the log probabilities of a long prompt with a large vocabulary.
 
     The buffers of a step are allocated before. The request ends for lack of memory, or its log probabilities are right. Other

@@ -32,7 +32,7 @@ MIDDLE = TinyModel(
 
 @pytest.mark.by_day(one_in=8, seed=1)
 @pytest.mark.parametrize("name", MODELS)
-def test_executor_gives_tokens_of_transformers_in_float32(name: str, tmp_path: Path, device: str) -> None:
+def test_executor_gives_the_tokens_of_transformers_in_float32(name: str, tmp_path: Path, device: str) -> None:
     model = MODELS[name].build(tmp_path).to(device)
     prompts = prompts_of(VOCAB)
     want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -46,7 +46,7 @@ def test_executor_gives_tokens_of_transformers_in_float32(name: str, tmp_path: P
 
 @pytest.mark.by_day(one_in=5, seed=7)
 @pytest.mark.parametrize("name", ["llama-untied", "mistral-window", "qwen2", "qwen3", "middle"])
-def test_executor_is_as_near_to_float32_as_transformers_in_bf16(name: str, tmp_path: Path, device: str) -> None:
+def test_bf16_results_are_as_near_to_float32_as_bf16_results_of_transformers(name: str, tmp_path: Path, device: str) -> None:
     shape = MIDDLE if name == "middle" else MODELS[name]
     model = shape.build(tmp_path, torch.bfloat16).to(device)
     vocab = int(model.config.vocab_size)

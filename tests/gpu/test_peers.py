@@ -19,7 +19,7 @@ PROMPTS = 4
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_decode_worker_continues_with_same_bits(dtype: str, tmp_path: Path, device: str) -> None:
+def test_decode_worker_continues_a_handed_over_request_with_the_same_bits(dtype: str, tmp_path: Path, device: str) -> None:
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(tmp_path)
     on_device: dict[str, Any] = {"device": device, "dtype": dtype, "max_graph_rows": 8, "max_tokens": 512}
     with (

@@ -66,7 +66,7 @@ def guess_with(executor: DeviceExecutor, plain: DeviceExecutor, target: Asked, e
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_drafting_gives_bits_of_plain_decoding_in_deterministic_mode(folder: Path, device: str, graphs: bool) -> None:
+def test_drafting_gives_the_bits_of_plain_decoding_in_deterministic_mode(folder: Path, device: str, graphs: bool) -> None:
     """About a third of the draft tokens are wrong."""
     plain, drafting = (made_of(folder, device, name, cuda_graphs=graphs) for name in ("none", "ngram"))
     for number in range(3):
@@ -79,7 +79,7 @@ def test_drafting_gives_bits_of_plain_decoding_in_deterministic_mode(folder: Pat
 
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("algorithm", ["ngram", "draft", "eagle3", "mtp"])
-def test_each_drafter_gives_bits_of_plain_decoding(
+def test_each_drafter_gives_the_bits_of_plain_decoding(
     folder: Path, device: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs before and after releasing and resuming memory must give equal bits.

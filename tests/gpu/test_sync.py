@@ -27,7 +27,7 @@ def no_synchronizing() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_sync_debug_mode_detects_read_of_value(device: str) -> None:
+def test_sync_debug_mode_detects_that_the_host_reads_a_value(device: str) -> None:
     value = torch.ones(1, device=device)
     with no_synchronizing(), pytest.raises(RuntimeError):
         value.item()
@@ -36,7 +36,7 @@ def test_sync_debug_mode_detects_read_of_value(device: str) -> None:
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_mixed_steps_do_not_synchronize(backend: str, graphs: bool, tmp_path: Path, device: str) -> None:
+def test_mixed_steps_do_not_synchronize_host_and_device(backend: str, graphs: bool, tmp_path: Path, device: str) -> None:
     """The steps have all kinds of sampling, masks, logprobs, embeddings, retractions and aborts. FlashInfer runs in bf16.
 
     Kernels are compiled before the checked steps, because compiling waits for the device.

@@ -50,7 +50,7 @@ def plain(opened: Open) -> Iterator[Served]:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_prefix_from_host_memory_has_same_bits(opened: Open, plain: Served) -> None:
+def test_prefix_from_host_memory_gives_the_same_bits(opened: Open, plain: Served) -> None:
     with closing(opened(POOL_PAGES, options())) as served:
         first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
         again = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
@@ -61,7 +61,7 @@ def test_prefix_from_host_memory_has_same_bits(opened: Open, plain: Served) -> N
 
 
 @pytest.mark.by_day(one_in=2)
-def test_step_waits_for_late_layers(opened: Open, plain: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_waits_for_layers_that_are_loaded_late(opened: Open, plain: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy stream pauses before each layer, after the core has received the early fact of the load."""
     group_loader = PageCopier.group_loader
 
@@ -88,7 +88,7 @@ def test_step_waits_for_late_layers(opened: Open, plain: Served, monkeypatch: py
 
 
 @pytest.mark.by_day(one_in=2)
-def test_prefix_from_files_has_same_bits_after_restart(opened: Open, plain: Served, tmp_path: Path) -> None:
+def test_prefix_from_files_gives_the_same_bits_after_a_restart(opened: Open, plain: Served, tmp_path: Path) -> None:
     with closing(opened(POOL_PAGES, options(tmp_path / "pages"))) as served:
         first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
     with closing(opened(POOL_PAGES, options(tmp_path / "pages"))) as served:

@@ -125,7 +125,7 @@ def with_definitions(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_output_validates_against_schema(block: int) -> None:
+def test_output_is_valid_for_the_generated_schema(block: int) -> None:
     chooser = random.Random(block)
     ended = written = 0
     for _ in range(SCHEMAS):

@@ -210,20 +210,20 @@ def test_zod_data_has_a_schema_of_each_type() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ZOD_SCHEMAS if name not in REFUSED_OF_ZOD])
-def test_output_validates_when_zod_wrote_the_schema(name: str) -> None:
+def test_output_is_valid_when_zod_wrote_the_schema(name: str) -> None:
     check_outputs(name, ZOD_SCHEMAS[name])
 
 
 @pytest.mark.parametrize("name", REFUSED_OF_ZOD)
-def test_zod_schema_is_refused_at_a_keyword(name: str) -> None:
+def test_zod_schema_is_refused_at_an_unsupported_keyword(name: str) -> None:
     assert refused_keyword(ZOD_SCHEMAS[name]) == REFUSED_OF_ZOD[name]
 
 
 @pytest.mark.parametrize("name", [name for name in PYDANTIC if name not in REFUSED_OF_PYDANTIC])
-def test_output_validates_when_pydantic_wrote_the_schema(name: str) -> None:
+def test_output_is_valid_when_pydantic_wrote_the_schema(name: str) -> None:
     check_outputs(name, of_pydantic(name))
 
 
 @pytest.mark.parametrize("name", REFUSED_OF_PYDANTIC)
-def test_pydantic_schema_is_refused_at_a_keyword(name: str) -> None:
+def test_pydantic_schema_is_refused_at_an_unsupported_keyword(name: str) -> None:
     assert refused_keyword(of_pydantic(name)) == f"#/properties/value/{REFUSED_OF_PYDANTIC[name]}"

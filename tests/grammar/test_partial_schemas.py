@@ -62,7 +62,7 @@ def test_partial_schema_leaves_out_unsupported_keywords(name: str) -> None:
         assert not model.accepts(grammar, text), f"{text} should not pass"
 
 
-def test_schema_is_refused_when_another_part_is_partial() -> None:
+def test_schema_is_refused_when_only_another_part_may_be_partial() -> None:
     with pytest.raises(GrammarRefused, match=r"^structural_tag: #/format: json_schema: #/uniqueItems: ") as refusal:
         tag(PARTIAL["uniqueItems"][0], GrammarPart("#/format/content", partial=True))
     assert refusal.value.part is None

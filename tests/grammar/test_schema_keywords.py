@@ -127,7 +127,9 @@ SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
 
 @pytest.mark.by_day(one_in=2, seed=61)
 @pytest.mark.parametrize("name, schema, passing, stopped", SUPPORTED, ids=[case[0] for case in SUPPORTED])
-def test_keyword_allows_and_refuses_texts(name: str, schema: Any, passing: list[str], stopped: list[str]) -> None:
+def test_schema_keyword_allows_valid_texts_and_refuses_invalid_texts(
+    name: str, schema: Any, passing: list[str], stopped: list[str]
+) -> None:
     grammar = model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     validator = jsonschema.Draft202012Validator(schema)
     for text in passing:
@@ -193,7 +195,7 @@ UNSUPPORTED: list[tuple[Any, str]] = [
 
 @pytest.mark.by_day(one_in=5, seed=19)
 @pytest.mark.parametrize("schema, pointer", UNSUPPORTED, ids=[json.dumps(case[0])[:60] for case in UNSUPPORTED])
-def test_unsupported_keyword_is_refused_with_json_pointer(schema: Any, pointer: str) -> None:
+def test_unsupported_keyword_is_refused_with_a_json_pointer(schema: Any, pointer: str) -> None:
     with pytest.raises(GrammarRefused, match=r"^json_schema: ") as refusal:
         model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     assert str(refusal.value).split(": ")[1] == pointer

@@ -31,7 +31,7 @@ PATTERNS: list[tuple[str, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize("pattern, passing, stopped", PATTERNS, ids=[case[0] or "empty" for case in PATTERNS])
-def test_regex_allows_and_refuses_texts(pattern: str, passing: list[str], stopped: list[str]) -> None:
+def test_regex_allows_matching_texts_and_refuses_other_texts(pattern: str, passing: list[str], stopped: list[str]) -> None:
     grammar = model.compiled(GrammarSpec(GrammarKind.REGEX, pattern))
     for text in passing:
         assert model.accepts(grammar, text), f"{text!r} should pass"
@@ -82,7 +82,7 @@ def test_octal_escape_is_refused() -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("pattern", [r"[a-f]{3,}|\d+(\.\d+)?", r"(ab|c[^d])*\s\S", r".{2,6}[é世]", r"\D\W\d\w"])
-def test_output_matches_regex(pattern: str) -> None:
+def test_output_matches_the_regex(pattern: str) -> None:
     grammar = model.compiled(GrammarSpec(GrammarKind.REGEX, pattern))
     chooser = random.Random(pattern)
     texts = [text for _ in range(20) if (text := model.write(grammar, chooser, free_tokens=10)) is not None]
@@ -91,7 +91,7 @@ def test_output_matches_regex(pattern: str) -> None:
         assert re.fullmatch(pattern, text), text
 
 
-def test_ebnf_allows_and_refuses_texts() -> None:
+def test_ebnf_grammar_allows_matching_texts_and_refuses_other_texts() -> None:
     source = 'root ::= term (" + " term)*\nterm ::= [0-9]+ | "(" root ")"'
     grammar = model.compiled(GrammarSpec(GrammarKind.EBNF, source))
     assert model.accepts(grammar, "1 + (23 + 4)")
@@ -101,7 +101,7 @@ def test_ebnf_allows_and_refuses_texts() -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("source", ["", "root ::= missing"])
-def test_invalid_ebnf_is_refused_with_message_of_compiler(source: str) -> None:
+def test_invalid_ebnf_is_refused_with_the_message_of_the_compiler(source: str) -> None:
     with pytest.raises(GrammarRefused) as refusal:
         model.compiled(GrammarSpec(GrammarKind.EBNF, source))
     assert str(refusal.value)
@@ -109,7 +109,7 @@ def test_invalid_ebnf_is_refused_with_message_of_compiler(source: str) -> None:
         assert noise not in str(refusal.value)
 
 
-def test_json_object_allows_and_refuses_texts() -> None:
+def test_json_object_grammar_allows_json_objects_and_refuses_other_texts() -> None:
     grammar = model.compiled(GrammarSpec(GrammarKind.JSON_OBJECT, ""))
     for text in ["{}", '{"a": [1, {"b": null}], "c": "é\\n"}', '{\n  "a": 1\n}']:
         assert model.accepts(grammar, text), text
@@ -130,7 +130,7 @@ LEGACY = json.dumps(
 
 
 @pytest.mark.parametrize("source", [tag({"type": "json_schema", "json_schema": CITY}), LEGACY], ids=["format", "structures"])
-def test_structural_tag_allows_free_text_and_enforces_schema(source: str) -> None:
+def test_structural_tag_allows_free_text_and_enforces_the_schema(source: str) -> None:
     grammar = model.compiled(GrammarSpec(GrammarKind.STRUCTURAL_TAG, source))
     assert model.accepts(grammar, 'Let me see. <call>{"city": "Oslo"}</call> There.')
     assert model.accepts(grammar, "no call at all")
@@ -138,7 +138,7 @@ def test_structural_tag_allows_free_text_and_enforces_schema(source: str) -> Non
     assert not model.accepts(grammar, '<call>{"town": "Oslo"}</call>')
 
 
-def test_structural_tag_requires_regex_when_at_least_one_is_set() -> None:
+def test_structural_tag_requires_a_regex_match_when_at_least_one_is_set() -> None:
     source = tag({"type": "regex", "pattern": "[ab]{2}"}, at_least_one=True, stop_after_first=True)
     grammar = model.compiled(GrammarSpec(GrammarKind.STRUCTURAL_TAG, source))
     assert model.accepts(grammar, "<call>ab</call>")
@@ -158,7 +158,7 @@ def test_structural_tag_requires_regex_when_at_least_one_is_set() -> None:
         (tag({"type": "any_text"}, unknown=1), "#/format/unknown"),
     ],
 )
-def test_structural_tag_is_refused_with_pointer(source: str, pointer: str) -> None:
+def test_structural_tag_is_refused_with_a_json_pointer(source: str, pointer: str) -> None:
     with pytest.raises(GrammarRefused) as refusal:
         model.compiled(GrammarSpec(GrammarKind.STRUCTURAL_TAG, source))
     assert str(refusal.value).startswith(f"structural_tag: {pointer}: ")

@@ -39,7 +39,7 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
 
 @pytest.mark.by_day(one_in=5, seed=1)
 @each_value(dtype=DTYPES, rows=[1, 40, 40], size=[1, 31, 64, 1000, 1024])
-def test_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+def test_rms_norm_matches_the_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, seed=1)
     found, expected = torch.empty_like(x), torch.empty_like(x)
     kernels.rms_norm(found, x, weight, 1e-5)
@@ -49,7 +49,7 @@ def test_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, row
 
 @pytest.mark.by_day(one_in=2, seed=6)
 @each_pair(dtype=DTYPES, rows=[1, 40], size=[33, 1024])
-def test_fused_add_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+def test_fused_add_rms_norm_matches_the_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, seed=1)
     residual, expected_residual = random(rows, size, dtype=dtype, seed=2), random(rows, size, dtype=dtype, seed=2)
     found, expected = torch.empty_like(x), torch.empty_like(x)
@@ -61,7 +61,7 @@ def test_fused_add_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.
 
 @pytest.mark.by_day(one_in=2, seed=5)
 @each_pair(dtype=DTYPES, rows=[1, 40, 40], size=[1, 17, 768], name=["silu_and_mul", "gelu_and_mul"])
-def test_activation_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int, name: str) -> None:
+def test_activation_matches_the_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int, name: str) -> None:
     x = random(rows, 2 * size, dtype=dtype) * 8
     found, expected = torch.empty(rows, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
     getattr(kernels, name)(found, x)
@@ -71,7 +71,7 @@ def test_activation_matches_reference(kernels: CpuKernels, dtype: torch.dtype, r
 
 @pytest.mark.by_day(one_in=2, seed=5)
 @each_value(dtype=DTYPES, rows=[1, 40], size=[17, 768])
-def test_sigmoid_mul_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+def test_sigmoid_mul_matches_the_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     gate, found = random(rows, size, dtype=dtype) * 8, random(rows, size, dtype=dtype, seed=1)
     expected = found.clone()
     kernels.sigmoid_mul(found, gate)
@@ -118,7 +118,7 @@ GATED = [
 
 @pytest.mark.by_day(one_in=2, seed=25)
 @pytest.mark.parametrize(("dtype", "rows", "weights", "bias"), LINEAR, ids=str)
-def test_linear_matches_reference(
+def test_linear_layer_matches_the_reference(
     kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool
 ) -> None:
     outs, ins = weights
@@ -133,7 +133,7 @@ def test_linear_matches_reference(
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("dtype", "rows", "weights", "bias"), GATED, ids=str)
-def test_gated_linear_matches_reference(
+def test_gated_linear_layer_matches_the_reference(
     kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool
 ) -> None:
     size, ins = weights
@@ -178,7 +178,7 @@ def ragged(shapes: list[tuple[int, int]], page_size: int, seed: int = 0) -> tupl
     ],
     ids=str,
 )
-def test_rope_write_kv_matches_reference(
+def test_rope_write_kv_kernel_matches_the_reference(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], normed: bool, page_size: int
 ) -> None:
     heads, kv_heads, head_dim = shape
@@ -239,7 +239,7 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize(("dtype", "batch", "shape", "layout"), ATTENTION, ids=str)
-def test_paged_attention_matches_reference(
+def test_paged_attention_matches_the_reference(
     kernels: CpuKernels, dtype: torch.dtype, batch: str, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
     """shape is (heads, KV heads, head size), layout is (tokens per page, window)."""
@@ -276,7 +276,7 @@ def chosen(logits: Tensor, case: SlotCase, positions: list[int]) -> Written:
     [([0.0, 3.0, 3.0, 1.0], 1), ([-5.0], 0), ([-torch.inf, -1e30, -1e30], 1)],
     ids=["lowest-of-equals", "one", "after-minus-infinity"],
 )
-def test_select_tokens_takes_lowest_maximum_when_greedy(row: list[float], token: int) -> None:
+def test_greedy_selection_takes_the_lowest_id_of_the_maximum(row: list[float], token: int) -> None:
     written = chosen(torch.tensor([row]), SlotCase(), [4])
     assert written.tokens.tolist() == written.relay.tolist() == [token] and written.faults.tolist() == [0]
 
@@ -290,14 +290,14 @@ def test_select_tokens_takes_lowest_maximum_when_greedy(row: list[float], token:
     },
     case={"draw": SlotCase(1.0), "top-p": SlotCase(1.0, top_p=0.5), "greedy": SlotCase()},
 )
-def test_select_tokens_reports_nan_logits_when_maximum_is_not_finite(row: list[float], case: SlotCase) -> None:
+def test_token_selection_reports_nan_logits_when_the_maximum_is_not_finite(row: list[float], case: SlotCase) -> None:
     written = chosen(torch.tensor([row]), case, [4])
     assert (written.tokens.tolist(), written.faults.tolist(), written.relay.tolist()) == ([0], [RowFault.NAN_LOGITS], [-1])
 
 
 @pytest.mark.by_day(one_in=2, seed=12)
 @pytest.mark.parametrize("size", [1, 4096, 4097, 20001])
-def test_select_tokens_matches_argmax_when_greedy(size: int) -> None:
+def test_greedy_selection_matches_argmax(size: int) -> None:
     logits = random(5, size)
     assert chosen(logits, SlotCase(), [1] * 5).tokens.tolist() == logits.argmax(-1).tolist()
 
@@ -336,7 +336,7 @@ def measured(kernels: SampleKernels, logits: Tensor, tokens: Tensor, rows: Tenso
     ],
     ids=str,
 )
-def test_measure_logprobs_matches_reference(vocab_size: int, num_top: int, tied: bool) -> None:
+def test_measured_logprobs_match_the_reference(vocab_size: int, num_top: int, tied: bool) -> None:
     logits = random(3, vocab_size, seed=vocab_size) * 4
     logits = logits.round() if tied else logits
     logits[1, vocab_size // 3 :] = -torch.inf if vocab_size > 3 else 0.0
@@ -351,14 +351,14 @@ def test_measure_logprobs_matches_reference(vocab_size: int, num_top: int, tied:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_measure_logprobs_returns_nonfinite_mass_when_logits_are_not_finite(poison: float) -> None:
+def test_measured_probability_mass_is_not_finite_when_logits_are_not_finite(poison: float) -> None:
     logits = torch.zeros((2, 3000))
     logits[0, 2500] = poison
     tokens, rows = torch.zeros(2, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
     assert measured(CpuSampling(built_library(), 2), logits, tokens, rows, 2).mass.isfinite().tolist() == [False, True]
 
 
-def test_cpu_sampling_rejects_unfit_shapes() -> None:
+def test_cpu_sampling_rejects_shapes_that_do_not_fit() -> None:
     kernels, table, rows = CpuSampling(built_library(), 1), table_of([SlotCase()], 40), rows_of([Row(0)], 40)
     logits, ints, relay = torch.zeros(1, 40), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="do not fit"):
@@ -381,12 +381,14 @@ def test_cpu_sampling_rejects_unfit_shapes() -> None:
     ],
     ids=str,
 )
-def test_select_tokens_draws_as_reference(size: int, cut: tuple[int, float, float], temperature: float) -> None:
+def test_token_selection_draws_the_same_tokens_as_the_reference(
+    size: int, cut: tuple[int, float, float], temperature: float
+) -> None:
     """Tests flat distributions, in which every cut removes tokens with some probability, and sharp ones."""
     assert_draws_as_reference(size, temperature, cut)
 
 
-def test_load_kernels_returns_reference_when_build_fails(
+def test_reference_kernels_are_used_when_the_build_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_library() -> None:
@@ -397,7 +399,7 @@ def test_load_kernels_returns_reference_when_build_fails(
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
 
 
-def test_cpu_kernels_reject_unfit_tensors(kernels: CpuKernels) -> None:
+def test_cpu_kernels_reject_tensors_that_do_not_fit(kernels: CpuKernels) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         kernels.silu_and_mul(torch.empty(2, 3), torch.empty(2, 5))
     with pytest.raises(ValueError, match="not contiguous"):

@@ -44,7 +44,7 @@ def assert_rows_alone(compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=59)
 @each_pair(dtype=DTYPES, weights=[(65, 64), (200, 31), (16, 1024)], bias=[False, True], wide=[False, True])
-def test_linear_gives_same_bits_for_any_rows(
+def test_linear_layer_gives_the_same_bits_for_any_number_of_rows(
     kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool
 ) -> None:
     outs, ins = weights
@@ -60,7 +60,9 @@ def test_linear_gives_same_bits_for_any_rows(
 
 
 @each_pair(dtype=DTYPES, weights=[(33, 64), (96, 31)])
-def test_gated_linear_gives_same_bits_for_any_rows(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int]) -> None:
+def test_gated_linear_layer_gives_the_same_bits_for_any_number_of_rows(
+    kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int]
+) -> None:
     size, ins = weights
     packed = kernels.pack_gated(random(2 * size, ins, dtype=dtype, seed=1), None)
 
@@ -73,7 +75,9 @@ def test_gated_linear_gives_same_bits_for_any_rows(kernels: CpuKernels, dtype: t
 
 
 @each_pair(dtype=DTYPES, size=[31, 1000])
-def test_norms_and_activation_give_same_bits_for_any_rows(kernels: CpuKernels, dtype: torch.dtype, size: int) -> None:
+def test_norms_and_activation_give_the_same_bits_for_any_number_of_rows(
+    kernels: CpuKernels, dtype: torch.dtype, size: int
+) -> None:
     weight = random(size, dtype=torch.float32, seed=1)
 
     def normed(x: Tensor) -> Tensor:
@@ -161,7 +165,7 @@ SHAPES = [
 
 @pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
-def test_paged_attention_gives_same_bits_for_any_chunks(
+def test_paged_attention_gives_the_same_bits_for_any_chunks(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
     """shape is (heads, KV heads, head size), layout is (tokens per page, window)."""
@@ -174,7 +178,7 @@ def test_paged_attention_gives_same_bits_for_any_chunks(
 
 @pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
-def test_paged_attention_gives_same_bits_in_any_batch(
+def test_paged_attention_gives_the_same_bits_in_any_batch(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
     """Some of the other rows use other pages."""
@@ -188,7 +192,7 @@ def test_paged_attention_gives_same_bits_in_any_batch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reference_attention_changes_bits_when_chunks_differ(dtype: torch.dtype) -> None:
+def test_reference_attention_gives_different_bits_when_chunks_differ(dtype: torch.dtype) -> None:
     """The comparisons above can fail: on every CPU, the order of sums in torch's kernels depends on the sizes of a step."""
     context = Context(dtype, (4, 2, 64), 16, 0)
     assert not torch.equal(context.in_pieces(layers, [1] * LENGTH), context.in_pieces(layers, [LENGTH]))

@@ -77,7 +77,7 @@ class Fixed:
     wide=[False, True],
     programs=[128, 1],
 )
-def test_linear_gives_same_bits_for_any_rows_and_blocks(
+def test_linear_layer_gives_the_same_bits_for_any_rows_and_blocks(
     dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outs, ins = weights
@@ -107,7 +107,7 @@ def test_linear_gives_same_bits_for_any_rows_and_blocks(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_gated_linear_gives_bits_of_two_products_and_activation(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_linear_layer_gives_the_bits_of_two_products_and_an_activation(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     outs, ins, dtype = (70, 600, torch.bfloat16) if bias else (66, 64, torch.float32)
     kernels, added = TritonLayers(CPU, deterministic=True), random(outs, dtype=dtype, seed=2) if bias else None
     packed = kernels.pack_gated(random(outs, ins, dtype=dtype, seed=1), added)
@@ -129,7 +129,7 @@ SHAPES = [(torch.bfloat16, (4, 2, 64), (16, 0)), (torch.float32, (6, 2, 32), (4,
 @pytest.mark.by_day(one_in=6, seed=2)
 @pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
-def test_paged_attention_gives_same_bits_for_any_chunks_and_launches(
+def test_paged_attention_gives_the_same_bits_for_any_chunks_and_launches(
     dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool
 ) -> None:
     context = Context(dtype, shape, *layout)
@@ -146,7 +146,7 @@ def test_paged_attention_gives_same_bits_for_any_chunks_and_launches(
 @pytest.mark.by_day(one_in=6, seed=1)
 @pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
-def test_paged_attention_gives_same_bits_in_any_batch(
+def test_paged_attention_gives_the_same_bits_in_any_batch(
     dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool
 ) -> None:
     """Some of the other rows use other pages."""

@@ -59,6 +59,6 @@ def executor(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPat
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_executor_gives_same_ids_and_logprob_bits_in_any_context(executor: Executor, number: int) -> None:
+def test_executor_gives_the_same_token_ids_and_logprob_bits_in_any_context(executor: Executor, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), 11, 5))[number]
     assert len(strings(WORLD, executor, target, range(100 * number, 100 * number + CONTEXTS))) == 1

@@ -107,7 +107,7 @@ def computed(kernels: Kernels, one: Layer, cuts: list[int], dtype: torch.dtype =
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
 @pytest.mark.parametrize("name", ["torch", "C++", "Triton"])
-def test_layer_equals_transformers(name: str, sizes: tuple[int, int, int, int]) -> None:
+def test_gated_delta_layer_equals_transformers(name: str, sizes: tuple[int, int, int, int]) -> None:
     one = layer(sizes, 75)
     net = one.net
     expected = net(one.hidden[None])[0]
@@ -120,13 +120,13 @@ def test_layer_equals_transformers(name: str, sizes: tuple[int, int, int, int]) 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
 @pytest.mark.parametrize("name", ["C++", "Triton"])
-def test_kernel_equals_its_twin(name: str, sizes: tuple[int, int, int, int]) -> None:
+def test_kernel_equals_the_torch_kernel(name: str, sizes: tuple[int, int, int, int]) -> None:
     one = layer(sizes, 40)
     for ours, twins in zip(computed(kernels_of(name), one, [17]), computed(kernels_of("torch"), one, [17]), strict=True):
         torch.testing.assert_close(ours, twins, atol=1e-5, rtol=1e-4)
 
 
-def test_kernel_is_close_to_its_twin_in_bfloat16() -> None:
+def test_kernel_is_close_to_the_torch_kernel_in_bfloat16() -> None:
     one = layer((2, 4, 16, 24), 40)
     ours, twins = (computed(kernels_of(name), one, [], torch.bfloat16) for name in ("C++", "torch"))
     torch.testing.assert_close(ours[0], twins[0], atol=2e-2, rtol=2e-2)
@@ -136,14 +136,14 @@ def test_kernel_is_close_to_its_twin_in_bfloat16() -> None:
 @pytest.mark.parametrize("cuts", [[1], [39], [3, 4, 5], [16, 32], list(range(1, 40))], ids=lambda cuts: f"{len(cuts)} cuts")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["C++", "Triton"])
-def test_bits_do_not_depend_on_cuts(name: str, cuts: list[int], dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_the_cuts_of_a_sequence(name: str, cuts: list[int], dtype: torch.dtype) -> None:
     one = layer((2, 4, 32, 48), 40)
     whole, cut = computed(kernels_of(name), one, [], dtype), computed(kernels_of(name), one, cuts, dtype)
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 
 
 @pytest.mark.parametrize("name", ["torch", "C++", "Triton"])
-def test_rows_store_the_state_at_their_cut_and_leave_what_they_read(name: str) -> None:
+def test_row_stores_the_state_at_the_cut_and_does_not_change_the_state_before(name: str) -> None:
     one = layer((2, 4, 16, 24), 30)
     kernels, net = kernels_of(name), one.net
     qkv, gates = one.inputs(torch.float32)
@@ -169,7 +169,7 @@ def layer_of_first(one: Layer, count: int) -> Layer:
     return Layer(one.net, one.hidden[:count])
 
 
-def test_row_without_units_writes_no_state() -> None:
+def test_row_without_cache_units_writes_no_state() -> None:
     one = layer((2, 4, 16, 24), 5)
     qkv, gates = one.inputs(torch.float32)
     conv, state = one.pools(torch.float32)

@@ -103,11 +103,11 @@ def test_kernels_avoid_argument_names_of_the_launcher() -> None:
     assert kernels > 20 and taken == []
 
 
-def test_copies_for_exceeds_the_cache() -> None:
+def test_copies_of_the_input_exceed_the_cache_size() -> None:
     assert [copies_for(size, 50) for size in (1, 25, 30, 99, 100, 1000)] == [MAX_COPIES, 4, 4, 2, 1, 1]
 
 
-def test_figures_of_computes_rates() -> None:
+def test_kernel_figures_include_rates() -> None:
     case = GpuCase("one", lambda _: lambda: None, bytes_moved=3_000_000, flops=8_000_000)
     figures = figures_of(case, Timing(2.0, cold=True), Timing(5.0, cold=True), copy_bandwidth=4e12)
     expected = KernelFigures("one", 2.0, pytest.approx(1500.0), pytest.approx(37.5), pytest.approx(4.0), 5.0, True)
@@ -127,7 +127,7 @@ class NoPlainTorch:
         return Timing(2.0, cold=True)
 
 
-def test_measured_keeps_figures_when_plain_torch_fails() -> None:
+def test_measurement_keeps_the_kernel_figures_when_plain_torch_fails() -> None:
     case = GpuCase("one", lambda _: lambda: None, 1_000_000, plain="plain")  # type: ignore[arg-type]
     figures = gpu.measured(case, NoPlainTorch(), 1e12)  # type: ignore[arg-type]
     assert (figures.microseconds, figures.error, figures.torch_error) == (2.0, "", "RuntimeError: cannot be captured")
@@ -139,7 +139,7 @@ class Broken:
         raise RuntimeError("no such kernel\nand more")
 
 
-def test_measured_reports_error_when_case_fails(tmp_path: Path) -> None:
+def test_measurement_reports_the_error_when_a_case_fails(tmp_path: Path) -> None:
     figures = gpu.measured(GpuCase("one", lambda _: lambda: None, 1), Broken(), 1e12)  # type: ignore[arg-type]
     assert figures.line().split() == ["one", "failed:", "RuntimeError:", "no", "such", "kernel"]
     write_json(tmp_path / "figures.json", {"device": "none"}, [figures])
@@ -148,6 +148,6 @@ def test_measured_reports_error_when_case_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_main_returns_2_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_exits_with_status_2_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
     assert capsys.readouterr().err.strip() == gpu.NO_GPU

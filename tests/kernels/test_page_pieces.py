@@ -39,7 +39,7 @@ def rows_of(count: int, size: int, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("pages", [[3], [6, 0, 4, 1]], ids=len)
-def test_group_loader_restores_layers_in_order(device: torch.device, pages: list[int]) -> None:
+def test_group_loader_restores_layers_in_the_order_of_groups(device: torch.device, pages: list[int]) -> None:
     torch.manual_seed(1)
     made = pools(device)
     whole = [KVPool(tuple(k.clone() for k in pool.keys), tuple(v.clone() for v in pool.values)) for pool in made]
@@ -77,7 +77,7 @@ def test_restore_copies_whole_pages_in_pieces_of_staged_bytes(device: torch.devi
         copier.restore(rows[:1].unbind(), np.array([PAGES], dtype=np.int32))
 
 
-def test_bring_pieces_rejects_unfit_shapes(device: torch.device) -> None:
+def test_copy_of_page_pieces_rejects_shapes_that_do_not_fit(device: torch.device) -> None:
     two, three = (torch.zeros(count, dtype=torch.int64, device=device) for count in (2, 3))
     with pytest.raises(ValueError, match="fit"):
         page_pieces.bring_pieces(two, three, torch.zeros((1, 3), dtype=torch.int64, device=device))
@@ -87,7 +87,9 @@ class TestStartupTrial:
     """At its start, the worker tries the layer-wise copy once with a page and then restores the page."""
 
     @pytest.mark.parametrize("how", ["rightly", "wrongly", "not at all"])
-    def test_trial_accepts_correct_copies_only(self, device: torch.device, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_startup_trial_accepts_only_correct_copies(
+        self, device: torch.device, how: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
         made = pools(device)
         before = [each.clone() for each in parts(made)]
 
@@ -101,7 +103,7 @@ class TestStartupTrial:
         assert ("layer by layer" in caplog.text) == (how == "not at all")
         assert all(part.equal(old) for part, old in zip(parts(made), before, strict=True))
 
-    def test_can_load_groups_is_false_when_pieces_are_not_whole_words(self, device: torch.device) -> None:
+    def test_layer_groups_cannot_be_loaded_when_page_pieces_are_not_whole_words(self, device: torch.device) -> None:
         odd = KVPool((torch.zeros(2, 1, 1, 3, device=device),), (torch.zeros(2, 1, 1, 2, device=device),))
         copier = DeviceCopier([odd], bring=page_pieces.bring_pieces)
         assert not copier.can_load_groups and not can_load_by_layers(copier, rows_of(1, copier.page_bytes, device))

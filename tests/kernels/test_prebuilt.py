@@ -19,7 +19,7 @@ V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
-def test_runnable_lists_the_best_variant_first() -> None:
+def test_list_of_runnable_variants_begins_with_the_best_variant() -> None:
     for machine, features, best in (
         ("x86_64", V2, "x86-64-v2"),
         ("x86_64", V3, "x86-64-v3"),
@@ -32,7 +32,7 @@ def test_runnable_lists_the_best_variant_first() -> None:
         assert runnable(machine, frozenset(features))[0].name == best, sorted(features)
 
 
-def test_runnable_is_empty_when_cpu_lacks_the_baseline() -> None:
+def test_list_of_runnable_variants_is_empty_when_the_cpu_lacks_the_baseline() -> None:
     assert runnable("x86_64", frozenset({"sse2"})) == []
 
 
@@ -54,7 +54,7 @@ def no_compiler(best_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_built_library_uses_prebuilt_library(best_build: Path) -> None:
+def test_prebuilt_library_is_used_without_a_compiler(best_build: Path) -> None:
     assert build.built_library() == best_build
     x, out = torch.randn(3, 64), torch.empty(3, 64)
     CpuKernels(best_build, 1).rms_norm(out, x, torch.ones(64), 1e-6)
@@ -62,7 +62,7 @@ def test_built_library_uses_prebuilt_library(best_build: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_built_library_ignores_prebuilt_library_when_sources_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prebuilt_library_is_ignored_when_the_sources_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "src"
     shutil.copytree(build.SOURCES, sources)
     with (sources / "draw.cpp").open("a") as file:
@@ -73,11 +73,13 @@ def test_built_library_ignores_prebuilt_library_when_sources_differ(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_built_library_uses_next_variant_when_best_is_missing(best_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_prebuilt_variant_is_used_when_the_best_variant_is_missing(
+    best_build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     better = VARIANTS[0].__class__("better", platform.machine(), ("-O3",), frozenset())
     monkeypatch.setattr(build, "runnable", lambda machine, features: [better, *runnable(machine, features)])
     assert build.built_library() == best_build
 
 
-def test_buildable_ends_with_the_baseline() -> None:
+def test_list_of_buildable_variants_ends_with_the_baseline() -> None:
     assert buildable()[-1].name in ("x86-64-v2", "armv8-a")

@@ -73,7 +73,7 @@ def case_of(slot: SlotParams, vocab_size: int) -> SlotCase:
 @pytest.mark.by_day(one_in=5, seed=2)
 @pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
 @each_value(vocab_size=[1, 33, 257, 1000, 258], tied={"distinct": False, "tied": True})
-def test_sampler_samples_as_reference(kernels: SampleKernels, vocab_size: int, tied: bool) -> None:
+def test_sampler_samples_the_same_tokens_as_the_reference(kernels: SampleKernels, vocab_size: int, tied: bool) -> None:
     """Runs the same steps in the sampler with C++ kernels, and in the reference with columns that the test makes."""
     chance, numbers = random.Random(vocab_size), np.random.default_rng(vocab_size)
     sampler, slots = Sampling(SLOTS, vocab_size, kernels), []
@@ -112,7 +112,7 @@ def test_sampler_samples_as_reference(kernels: SampleKernels, vocab_size: int, t
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sampler_passes_dry_penalties_as_losses(kernels: SampleKernels, temperature: float) -> None:
+def test_sampler_passes_dry_penalties_to_the_kernels(kernels: SampleKernels, temperature: float) -> None:
     dry, history = DryParams(multiplier=2.0, allowed_length=1), np.array([3, 1, 2, 3, 1], dtype=np.int32)
     params = SamplingParams(9, temperature=temperature, seed=7, dry=dry)
     ids, lost = Repeats(dry, history.astype(np.int64)).penalties()
@@ -135,7 +135,7 @@ def test_sampler_passes_dry_penalties_as_losses(kernels: SampleKernels, temperat
     case={"greedy": SlotCase(), "draw": SlotCase(1.0), "edited": SlotCase(1.0, biases=((1, 2.0),))},
     poison=[torch.nan, torch.inf],
 )
-def test_select_tokens_reports_faults(kernels: SampleKernels, case: SlotCase, poison: float) -> None:
+def test_token_selection_reports_faults(kernels: SampleKernels, case: SlotCase, poison: float) -> None:
     logits = torch.zeros((3, 8))
     logits[0, 3] = poison
     rows = rows_of([Row(0), Row(1, mask=[]), Row(2, mask=[5])], 8)
@@ -144,7 +144,7 @@ def test_select_tokens_reports_faults(kernels: SampleKernels, case: SlotCase, po
     assert written.tokens.tolist() == [0, 0, 5] and written.relay.tolist() == [-1, -1, 5]
 
 
-def test_uniforms_are_equal_in_cpp_and_python() -> None:
+def test_uniform_random_numbers_are_equal_in_cpp_and_python() -> None:
     """C++ and Python are compared here, Triton in test_triton_select_tokens."""
     numbers = np.random.default_rng(1)
     seeds = np.append(numbers.integers(0, 1 << 64, 200, dtype=np.uint64), np.array([0, 1 << 63, 2**64 - 1], dtype=np.uint64))
@@ -154,13 +154,13 @@ def test_uniforms_are_equal_in_cpp_and_python() -> None:
     assert found.tolist() == uniforms(seeds, positions).tolist()
 
 
-def test_select_tokens_stops_counting_at_max_count(kernels: SampleKernels) -> None:
+def test_token_selection_stops_counting_at_max_count(kernels: SampleKernels) -> None:
     table = table_of([SlotCase(counted=True, seen=(2,), outputs={2: MAX_COUNT}), SlotCase(counted=True), SlotCase()], 4)
     written = sampled(kernels, torch.tensor([[0.0, 0, 9, 0]] * 3), rows_of([Row(0), Row(1), Row(2)], 4), table, CPU)
     assert written.counts.tolist() == [[0, 0, SEEN | MAX_COUNT, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
 
 
-def test_select_tokens_skips_padding(kernels: SampleKernels) -> None:
+def test_token_selection_skips_padding_rows(kernels: SampleKernels) -> None:
     written = sampled(kernels, torch.full((2, 4), torch.nan), rows_of([Row(-1), Row(-1)], 4), table_of([SlotCase()], 4), CPU)
     assert written.tokens.tolist() == written.faults.tolist() == [0, 0]
     assert written.relay.tolist() == [-1] and (written.edited == 777).all()
@@ -168,7 +168,7 @@ def test_select_tokens_skips_padding(kernels: SampleKernels) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=3)
 @pytest.mark.parametrize(("vocab_size", "num_top"), [(3, 5), (40, 7), (40, 0)])
-def test_measure_logprobs_matches_log_softmax(kernels: SampleKernels, vocab_size: int, num_top: int) -> None:
+def test_measured_logprobs_match_log_softmax(kernels: SampleKernels, vocab_size: int, num_top: int) -> None:
     logits = torch.randn((4, vocab_size), generator=torch.Generator().manual_seed(3)).mul(2).round()
     out = Measured(torch.zeros(3), torch.full((3, num_top), 9, dtype=torch.int32), torch.zeros(3, num_top), torch.zeros(3))
     tokens = torch.tensor([1, 2, vocab_size], dtype=torch.int32)

@@ -93,7 +93,9 @@ def test_top_n_sigma_keeps_logits_near_the_maximum(
 
 @pytest.mark.by_day(one_in=4, seed=1)
 @each_pair(indirect=("back_end",), n=[0.5, 1.0, 2.0], temperature=[0.5, 1.0, 3.0], back_end=BACK_ENDS)
-def test_draws_match_cumulated_mass_of_kept_tokens(n: float, temperature: float, back_end: str, device: torch.device) -> None:
+def test_sampled_tokens_match_the_cumulative_probability_of_the_kept_tokens(
+    n: float, temperature: float, back_end: str, device: torch.device
+) -> None:
     """Compares with the inverse cumulated mass of the remaining tokens, in float64.
 
     The same tokens remain at every temperature.
@@ -124,7 +126,7 @@ def test_draws_match_cumulated_mass_of_kept_tokens(n: float, temperature: float,
     ],
     ids=["all equal", "one finite", "at the threshold", "just below it", "with forbidden tokens", "widest"],
 )
-def test_top_n_sigma_keeps_equals_at_the_threshold(
+def test_top_n_sigma_keeps_all_equal_logits_at_the_threshold(
     row: list[float], n: float, first: int, last: int, back_end: str, device: torch.device
 ) -> None:
     """The widest row keeps the other half of its tokens, too, but at this temperature their probability is 0."""
@@ -132,7 +134,7 @@ def test_top_n_sigma_keeps_equals_at_the_threshold(
     assert extremes(back_end, torch.tensor([row]), SlotCase(hot, top_n_sigma=n), device) == (first, last)
 
 
-def test_sigma_includes_edited_logits_only(back_end: str, device: torch.device) -> None:
+def test_sigma_is_computed_from_the_edited_logits(back_end: str, device: torch.device) -> None:
     """A bias and a mask leave the logits 4, 2 and 0, whose standard deviation is 1.63."""
     logits, row = torch.tensor([[0.0, 4.0, -96.0, 60.0, -50.0, 7.0]]), Row(0, mask=[0, 1, 2])
     case = SlotCase(HOT, biases=((2, 98.0),))
@@ -154,7 +156,7 @@ CUTS: dict[str, tuple[dict[str, float], float]] = {
 
 @pytest.mark.by_day(one_in=4, seed=30)
 @each_pair(indirect=("back_end",), cut=CUTS, n={"tight": 0.5, "loose": 4.0}, back_end=BACK_ENDS)
-def test_other_cuts_apply_to_kept_tokens(
+def test_other_cuts_apply_to_the_tokens_that_top_n_sigma_keeps(
     cut: tuple[dict[str, float], float], n: float, back_end: str, device: torch.device
 ) -> None:
     """At a high temperature all tokens have nearly the same mass, so top-p keeps a share of them.
@@ -171,7 +173,7 @@ def test_other_cuts_apply_to_kept_tokens(
     assert first == 0 and abs(last + 1 - count) <= (2 if "top_p" in cuts else 0), (last, count)
 
 
-def test_top_n_sigma_keeps_the_token_when_greedy(back_end: str, device: torch.device) -> None:
+def test_top_n_sigma_does_not_change_the_greedy_token(back_end: str, device: torch.device) -> None:
     logits = float32(MASKED)
     assert drawn(back_end, logits, [Row(0)], [SlotCase(top_n_sigma=0.5)], device) == [int(MASKED.argmax())]
 
@@ -180,7 +182,9 @@ def test_top_n_sigma_keeps_the_token_when_greedy(back_end: str, device: torch.de
 @pytest.mark.parametrize(
     ("back_end", "programs"), [("cpp", 528), ("torch", 528), ("triton", 528), ("triton", 1)], indirect=["back_end"]
 )
-def test_draw_is_equal_in_any_batch(programs: int, back_end: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_token_is_the_same_in_any_batch(
+    programs: int, back_end: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rootstock_llm.kernels.triton.sampling.sampling.PROGRAMS", programs)
     row, case = float32(NUMBERS.permuted(FALLING)), SlotCase(0.7, top_n_sigma=1.0, seed=4)
     slots = [case, SlotCase(1.0, seed=4), SlotCase(), SlotCase(1.0, 20, top_n_sigma=0.5, seed=9)]

@@ -168,7 +168,7 @@ def run(call: AttentionCall, one_token: bool, blocks: Blocks, splits: int, merge
     ],
 )
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_general_attention_matches_reference(
+def test_general_attention_matches_the_reference(
     shapes: Shapes, heads: tuple[int, int], dims: tuple[int, int], page_size: int, device: torch.device
 ) -> None:
     call = case(shapes, heads, dims, page_size, device)
@@ -178,7 +178,7 @@ def test_general_attention_matches_reference(
 
 @pytest.mark.by_day(one_in=4, seed=5)
 @each_pair(dtype=[torch.float16, torch.bfloat16], shapes={"mixed": MIXED, "decodes": DECODES}, head_dim=[24, 128])
-def test_general_attention_matches_reference_in_half_types(
+def test_general_attention_matches_the_reference_in_half_precision(
     shapes: Shapes, dtype: torch.dtype, head_dim: int, device: torch.device
 ) -> None:
     call = case(shapes, (4, 2), (head_dim, head_dim), 16, device, dtype=dtype, sinks=True)
@@ -199,7 +199,7 @@ KINDS = {
 @pytest.mark.by_day(one_in=2, seed=74)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("window-6", "sinks")])
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_general_attention_matches_reference_with_window_softcap_and_sinks(
+def test_general_attention_matches_the_reference_with_window_softcap_and_sinks(
     shapes: Shapes, kind: str, device: torch.device
 ) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device, **KINDS[kind])  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ def test_general_attention_matches_reference_with_window_softcap_and_sinks(
     [("sinks", 1, False), ("all", 2, False), ("all", 5, True), ("window-6", 5, False)],
 )
 @pytest.mark.parametrize(("shapes", "one_token"), [(MIXED, False), (DECODES, True)], ids=["mixed", "decodes"])
-def test_run_attention_matches_reference_when_keys_are_split(
+def test_attention_matches_the_reference_when_keys_are_split(
     shapes: Shapes, one_token: bool, splits: int, kind: str, merge_apart: bool, device: torch.device
 ) -> None:
     call = case(shapes, (6, 2), (16, 24), 4, device, **KINDS[kind])  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_run_attention_matches_reference_when_keys_are_split(
     assert_right(call)
 
 
-def test_run_attention_uses_fewer_splits_when_context_is_short(device: torch.device) -> None:
+def test_attention_uses_fewer_splits_when_the_context_is_short(device: torch.device) -> None:
     """With 5 splits in blocks of 16, 33 positions need 3 splits.
 
     5 positions need one block, whose result is stored directly.
@@ -239,7 +239,7 @@ UNEVEN: Shapes = [(SHORT + row % 7, 1) for row in range(20)] + [(LONG - 1, 1)] +
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("kind", ["plain", "all"])
-def test_plan_decode_splits_a_long_row_among_short_rows(kind: str, device: torch.device) -> None:
+def test_decode_plan_splits_a_long_row_among_short_rows(kind: str, device: torch.device) -> None:
     """A captured step has only the number of rows when it is planned. The short rows are not split."""
     call = case(UNEVEN, (4, 1), (16, 16), 4, device, **KINDS.get(kind, {}))  # type: ignore[arg-type]
     call.rows.slots[3], call.rows.slots[30] = -1, -1  # padding
@@ -278,7 +278,7 @@ MANY_ROWS = pytest.param(
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("rows", "extra", "window"), [(1, 1, 0), (5, 3, 0), (5, 40, 0), MANY_ROWS, (9, 30, 100)])
-def test_deal_splits_deals_each_split_once(rows: int, extra: int, window: int, device: torch.device) -> None:
+def test_each_split_is_assigned_to_one_program(rows: int, extra: int, window: int, device: torch.device) -> None:
     """Rows from row 1 on have blocks of 16 positions: at least two per split, at most eight splits per row."""
     rng = torch.Generator().manual_seed(rows + extra)
     starts = (torch.rand(rows + 1, generator=rng) ** 6 * 3000).int()
@@ -303,7 +303,7 @@ def test_deal_splits_deals_each_split_once(rows: int, extra: int, window: int, d
 
 @pytest.mark.by_day(one_in=2)
 @each_value(lanes=[16, 32, 128], splits=[0, 3])
-def test_run_attention_matches_reference_for_any_row_length(lanes: int, splits: int, device: torch.device) -> None:
+def test_attention_matches_the_reference_for_any_row_length(lanes: int, splits: int, device: torch.device) -> None:
     """Rows longer and shorter than a tile, and rows without tokens, in tiles of 5, 10 and 42 tokens of 3 heads."""
     call = case([(0, 11), (3, 0), (40, 43), (2, 1), (9, 0), (17, 10)], (3, 1), (16, 16), 4, device, window=30)
     run(call, False, Blocks(lanes, 16, 4, 1), splits)
@@ -312,7 +312,7 @@ def test_run_attention_matches_reference_for_any_row_length(lanes: int, splits: 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_retiled_plan_matches_reference(shapes: Shapes, device: torch.device) -> None:
+def test_plan_with_other_tiles_matches_the_reference(shapes: Shapes, device: torch.device) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device)
     shape, tokens = head_shape(call.q, call.k_pool, call.v_pool), len(call.q)
     plan = plan_call(shape, call.rows, tokens, 0, device)
@@ -325,7 +325,7 @@ def test_retiled_plan_matches_reference(shapes: Shapes, device: torch.device) ->
 @pytest.mark.by_day(one_in=4, seed=1)
 @pytest.mark.parametrize("group", [16, 36])
 @pytest.mark.parametrize(("shapes", "one_token"), [([(0, 2), (40, 1)], False), (DECODES, True)], ids=["mixed", "decodes"])
-def test_run_attention_matches_reference_when_heads_exceed_lanes(
+def test_attention_matches_the_reference_when_heads_exceed_lanes(
     shapes: Shapes, one_token: bool, group: int, device: torch.device
 ) -> None:
     call = case(shapes, (group, 1), (16, 16), 4, device, sinks=True)
@@ -333,7 +333,7 @@ def test_run_attention_matches_reference_when_heads_exceed_lanes(
     assert_right(call)
 
 
-def test_find_tile_finds_rows_beyond_256(device: torch.device) -> None:
+def test_general_attention_matches_the_reference_for_more_than_256_rows(device: torch.device) -> None:
     """The batch has more rows than find_tile searches at a time."""
     shapes = [(row % 3 + 1, 3 if row in (0, 255, 256, 258) else 0) for row in range(259)]
     call = case(shapes, (2, 1), (16, 16), 4, device)
@@ -363,7 +363,7 @@ def test_general_attention_reads_page_0_for_entries_below_0(device: torch.device
 
 
 @pytest.mark.parametrize("one_token", [True, False], ids=["decode", "extend"])
-def test_run_attention_ignores_padding_rows(one_token: bool, device: torch.device) -> None:
+def test_attention_ignores_padding_rows(one_token: bool, device: torch.device) -> None:
     """The slot of a padding row is below 0. The results of the other rows do not change."""
     call = case([(30, 1), (0, 1), (7, 1), (0, 1)], (4, 2), (16, 16), 4, device)
     right = expected(call)
@@ -383,7 +383,7 @@ def test_general_attention_keeps_large_scores_finite(device: torch.device) -> No
 
 
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_paged_attention_matches_reference(shapes: Shapes, device: torch.device) -> None:
+def test_paged_attention_matches_the_reference(shapes: Shapes, device: torch.device) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device, window=9)
     tokens = call.q.shape[0]
     qkv = torch.full((tokens, 8 * 16), torch.nan, device=device)
@@ -399,14 +399,14 @@ def test_general_attention_reads_strided_queries(device: torch.device) -> None:
     assert_right(call)
 
 
-def test_general_attention_writes_nothing_when_batch_is_empty(device: torch.device) -> None:
+def test_general_attention_writes_nothing_when_the_batch_is_empty(device: torch.device) -> None:
     call = case([(0, 1)], (4, 2), (16, 16), 4, device)
     nothing = replace(call.rows, slots=call.rows.slots[:0], starts=call.rows.starts[:0], num_tokens=call.rows.num_tokens[:0])
     general_attention(call.out[:0], call.q[:0], call.k_pool, call.v_pool, nothing, 1.0, 0)
     assert call.out.isnan().all(), "no output was written"
 
 
-def test_attention_rejects_unfit_tensors(device: torch.device) -> None:
+def test_attention_rejects_tensors_that_do_not_fit(device: torch.device) -> None:
     call = case([(0, 2)], (4, 2), (16, 16), 4, device)
     wrong = {
         "heads": replace(call, q=call.q[:, :3], out=call.out[:, :3]),
@@ -427,7 +427,7 @@ def test_attention_rejects_unfit_tensors(device: torch.device) -> None:
         run_attention(call, shape, replace(launch, extra=1), None, merge_apart=True)
 
 
-def test_plans_fill_the_device_with_programs() -> None:
+def test_plans_have_enough_programs_to_fill_the_device() -> None:
     shape = HeadShape(num_kv_heads=8, group=4, head_dim=128, value_dim=128, itemsize=2)
     many = plan_decode(shape, 0, 256, 40960, 132)
     assert (many.splits, many.extra, many.programs) == (1, 132, 388 * 8)  # splits are dealt by the rows' lengths

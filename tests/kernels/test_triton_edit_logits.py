@@ -59,7 +59,7 @@ def random_asked(chance: random.Random, vocab_size: int) -> SlotCase:
 
 @pytest.mark.by_day(one_in=2, seed=92)
 @pytest.mark.parametrize("vocab_size", [1, 31, 257, 4096, 5001])
-def test_edit_logits_matches_reference(editing: object, vocab_size: int, device: torch.device) -> None:
+def test_logit_editing_matches_the_reference(editing: object, vocab_size: int, device: torch.device) -> None:
     chance = random.Random(vocab_size)
     case = [random_asked(chance, vocab_size) for _ in range(12)]
     logits = torch.randn((13, vocab_size), generator=torch.Generator().manual_seed(1)) * 5
@@ -83,23 +83,23 @@ def test_edit_logits_matches_reference(editing: object, vocab_size: int, device:
     ],
     ids=["nothing case", "stop tokens may come", "padding"],
 )
-def test_edit_logits_skips_rows_without_edits(editing: object, case: SlotCase, row: Row, device: torch.device) -> None:
+def test_logit_editing_skips_rows_without_edits(editing: object, case: SlotCase, row: Row, device: torch.device) -> None:
     assert (assert_as_reference(editing, torch.randn(1, 70), [row], [case], device) == POISON).all()
 
 
-def test_edit_logits_adds_all_biases_of_a_token(editing: object, device: torch.device) -> None:
+def test_logit_editing_adds_all_biases_of_a_token(editing: object, device: torch.device) -> None:
     biases = tuple((token, 0.5) for token in (3, 4, 3, 5000) * 35)
     found = assert_as_reference(editing, torch.ones(1, 5001), [Row(0)], [SlotCase(biases=biases)], device)
     assert found[0, [2, 3, 4, 5000]].tolist() == [1.0, 36.0, 18.5, 18.5]
 
 
-def test_edit_logits_keeps_forbidden_tokens_at_minus_infinity(editing: object, device: torch.device) -> None:
+def test_logit_editing_keeps_forbidden_tokens_at_minus_infinity(editing: object, device: torch.device) -> None:
     case = SlotCase(biases=((1, 50.0), (2, 50.0), (3, 50.0)), stops=(1, 5), stopped_until=11, allowed=[0, 1, 3, 4, 5])
     found = assert_as_reference(editing, torch.zeros(1, 6), [Row(0, 10, mask=[0, 1, 2, 5])], [case], device)
     assert found[0].tolist() == [0.0, *[-torch.inf] * 5]
 
 
-def test_edit_logits_subtracts_losses_beyond_one_block(editing: object, device: torch.device) -> None:
+def test_logit_editing_subtracts_penalties_of_more_than_one_block(editing: object, device: torch.device) -> None:
     losses = {token: 0.25 * token for token in range(0, 900, 3)}
     found = assert_as_reference(editing, torch.zeros(2, 900), [Row(0), Row(1, losses=losses)], [SlotCase()] * 2, device)
     assert found[1, 897] == -0.25 * 897 and found[1, 898] == 0
@@ -108,7 +108,7 @@ def test_edit_logits_subtracts_losses_beyond_one_block(editing: object, device: 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("repetition", [1e-30, 1e30])
-def test_edit_logits_keeps_finite_logits_finite(editing: object, repetition: float, device: torch.device) -> None:
+def test_logit_editing_keeps_finite_logits_finite(editing: object, repetition: float, device: torch.device) -> None:
     logits = torch.tensor([[LARGEST, -LARGEST, 1e30, -1e30, 0.0, -torch.inf, torch.nan, torch.inf]])
     case = SlotCase(repetition=repetition, counted=True, seen=tuple(range(8)))
     found = assert_as_reference(editing, logits, [Row(0)], [case], device)

@@ -47,7 +47,7 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @each_value(dtype=DTYPES, shape=[(1, 1), (3, 7), (5, 64), (2, 1000), (1, 16384)])
-def test_rms_norm_matches_reference(
+def test_rms_norm_matches_the_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     rows, size = shape
@@ -61,7 +61,7 @@ def test_rms_norm_matches_reference(
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @each_value(dtype=DTYPES, shape=[(1, 1000), (4, 33), (2, 64)])
-def test_fused_add_rms_norm_matches_reference(
+def test_fused_add_rms_norm_matches_the_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     rows, size = shape
@@ -91,7 +91,7 @@ def test_fused_add_rms_norm_reads_the_rounded_residual(kernels: TritonLayers, de
 
 @pytest.mark.by_day(one_in=3, seed=1)
 @each_pair(dtype=DTYPES, shape=[(1, 1), (3, 17), (2, 1030)], name=["silu_and_mul", "gelu_and_mul"])
-def test_activation_matches_reference(
+def test_activation_matches_the_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], name: str
 ) -> None:
     rows, size = shape
@@ -105,7 +105,7 @@ def test_activation_matches_reference(
 
 @pytest.mark.by_day(one_in=2, seed=1)
 @each_value(dtype=DTYPES, shape=[(1, 1), (3, 1030)])
-def test_sigmoid_mul_matches_reference(
+def test_sigmoid_mul_matches_the_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     gate, (found, whole) = random(*shape, dtype=dtype, device=device) * 8, guarded(*shape, dtype, device)
@@ -127,7 +127,7 @@ def test_silu_and_mul_keeps_extreme_values(kernels: TritonLayers, device: torch.
 
 @pytest.mark.by_day(one_in=2, seed=3)
 @each_value(dtype=DTYPES, rows=[0, 1, 7, 7], weights=[(65, 64), (10, 3)], bias=[False, False, True, True])
-def test_linear_matches_float64(
+def test_linear_layer_matches_float64(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool
 ) -> None:
     outs, ins = weights
@@ -149,7 +149,7 @@ def test_linear_matches_float64(
 
 @pytest.mark.by_day(one_in=2, seed=5)
 @each_value(dtype=DTYPES, weights=[(9, 130), (5, 64), (70, 33)], bias=[False, True])
-def test_one_row_linear_matches_float64_in_blocks_of_depth(
+def test_linear_layer_with_one_row_matches_float64_when_the_depth_needs_several_blocks(
     kernels: TritonLayers,
     device: torch.device,
     dtype: torch.dtype,
@@ -205,7 +205,7 @@ def scattered(tokens: int, cells: int, device: torch.device) -> RaggedRows:
         (FEW_TOKENS + 1, 5, 5, 4, 16, True),
     ],
 )
-def test_rope_write_kv_matches_reference(
+def test_rope_write_kv_kernel_matches_the_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int, bool]
 ) -> None:
     """shape is (tokens, heads, KV heads, head size, tokens per page, whether there are norms)."""
@@ -230,7 +230,9 @@ def test_rope_write_kv_matches_reference(
     assert torch.equal(results[0][2], results[1][2])  # values are copied, so they are equal
 
 
-def test_rope_write_kv_accepts_unwritten_tokens_beyond_the_table(kernels: TritonLayers, device: torch.device) -> None:
+def test_rope_write_kv_kernel_accepts_padding_tokens_beyond_the_rotation_table(
+    kernels: TritonLayers, device: torch.device
+) -> None:
     rows, rotations = placed([-1, 0], [3, 1], device), torch.full((4, 4), torch.nan, device=device)
     rotations[:2] = 1.0
     qkv, pool = torch.ones(2, 12, device=device), torch.full((1, 1, 1, 4), POISON, device=device)
@@ -241,7 +243,7 @@ def test_rope_write_kv_accepts_unwritten_tokens_beyond_the_table(kernels: Triton
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @each_value(dtype=DTYPES, shape=[(1, 1, 3, 16, 1), (7, 3, 24, 10, 4), (4, 6, 576, 512, 2)])
-def test_write_kv_reads_strided_inputs(
+def test_write_kv_kernel_reads_strided_inputs(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int]
 ) -> None:
     """shape is (tokens, KV heads, key size, value size, tokens per page)."""
@@ -260,7 +262,7 @@ def test_write_kv_reads_strided_inputs(
     assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
 
 
-def test_layer_kernels_write_nothing_when_batch_is_empty(kernels: TritonLayers, device: torch.device) -> None:
+def test_layer_kernels_write_nothing_when_the_batch_is_empty(kernels: TritonLayers, device: torch.device) -> None:
     x, weight, rows = torch.empty(0, 8, device=device), torch.ones(8, device=device), placed([], [], device)
     pool = torch.full((1, 1, 1, 2), POISON, device=device)
     kernels.rms_norm(torch.empty_like(x), x, weight, 1e-6)
@@ -271,7 +273,7 @@ def test_layer_kernels_write_nothing_when_batch_is_empty(kernels: TritonLayers, 
     assert bool((pool == POISON).all())
 
 
-def test_layer_kernels_reject_unfit_shapes(kernels: TritonLayers, device: torch.device) -> None:
+def test_layer_kernels_reject_shapes_that_do_not_fit(kernels: TritonLayers, device: torch.device) -> None:
     def blank(*shape: int) -> Tensor:
         return torch.empty(shape, device=device)
 

@@ -47,48 +47,48 @@ def assert_as_reference(
 @pytest.mark.by_day(one_in=4, seed=20)
 @pytest.mark.parametrize("vocab_size", [1, 33, 2048, 8193])
 @pytest.mark.parametrize("num_top", [0, 1, 5, 32])
-def test_measure_logprobs_matches_reference(vocab_size: int, num_top: int, device: torch.device) -> None:
+def test_measured_logprobs_match_the_reference(vocab_size: int, num_top: int, device: torch.device) -> None:
     logits = torch.randn((3, vocab_size), generator=torch.Generator().manual_seed(vocab_size)) * 4
     assert_as_reference(logits, ints(0, vocab_size - 1, vocab_size // 2), ints(2, 0, 1), num_top, device)
 
 
-def test_measure_logprobs_orders_ties_by_id(device: torch.device) -> None:
+def test_measured_top_logprobs_are_ordered_by_token_id_when_equal(device: torch.device) -> None:
     logits = torch.zeros(1, 9000)
     logits[0, [8500, 17, 4000]] = torch.tensor([1.0, 1.0, 2.0])
     logits[0, 5] = -0.0
     assert assert_as_reference(logits, ints(3), ints(0), 10, device).top_ids[0].tolist() == [4000, 17, 8500, 0, 1, 2, 3, 4, 5, 6]
 
 
-def test_measure_logprobs_lists_impossible_tokens_last(device: torch.device) -> None:
+def test_measured_top_logprobs_have_impossible_tokens_last(device: torch.device) -> None:
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [7, 290]] = torch.tensor([-1e30, -1e30])
     assert assert_as_reference(logits, ints(8), ints(0), 4, device).top_ids[0].tolist() == [7, 290, 0, 1]
 
 
-def test_measure_logprobs_returns_minus_infinity_when_token_is_outside_vocabulary(device: torch.device) -> None:
+def test_measured_logprob_is_minus_infinity_when_the_token_is_outside_the_vocabulary(device: torch.device) -> None:
     found = assert_as_reference(torch.zeros(2, 40), ints(-1, 40), ints(0, 1), 0, device)
     assert found.own.tolist() == [-torch.inf, -torch.inf]
 
 
-def test_measure_logprobs_skips_rows_below_0(device: torch.device) -> None:
+def test_logprob_measurement_skips_negative_row_numbers(device: torch.device) -> None:
     found = assert_as_reference(torch.randn(2, 40), ints(1, 1, 1), ints(-1, 1, -1), 3, device)
     assert (found.top_ids[[0, 2]] == POISON).all() and (found.own[[0, 2]] == POISON).all()
 
 
-def test_measure_logprobs_accepts_more_rows_than_scratch(device: torch.device) -> None:
+def test_logprob_measurement_accepts_more_rows_than_the_scratch_memory(device: torch.device) -> None:
     logits = torch.randn((5, 50), generator=torch.Generator().manual_seed(4))
     assert_as_reference(logits, ints(*range(7)), ints(4, 3, 2, 1, 0, 4, 2), 3, device, max_rows=2)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_measure_logprobs_returns_nonfinite_mass_when_logits_are_not_finite(poison: float, device: torch.device) -> None:
+def test_measured_probability_mass_is_not_finite_when_logits_are_not_finite(poison: float, device: torch.device) -> None:
     logits = torch.zeros((2, 3000))
     logits[0, 2500] = poison
     found = measured(logits, ints(0, 0), ints(0, 1), 2, device, 2)
     assert not found.mass[0].isfinite() and found.mass[1].isfinite()
 
 
-def test_measure_logprobs_rejects_more_than_max_top(device: torch.device) -> None:
+def test_logprob_measurement_rejects_more_than_max_top(device: torch.device) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         measured(torch.zeros(1, 50), ints(0), ints(0), 33, device, 1)

@@ -71,7 +71,7 @@ def random_asked(chance: random.Random, vocab_size: int) -> SlotCase:
 
 @pytest.mark.by_day(one_in=2)
 @each_value(vocab_size=[1, 33, 257, 1000, 300], kind=["tied", "distinct"])
-def test_select_tokens_samples_as_reference(vocab_size: int, kind: str, device: torch.device) -> None:
+def test_token_selection_samples_the_same_tokens_as_the_reference(vocab_size: int, kind: str, device: torch.device) -> None:
     number = 4000 if device.type == "cuda" else 7
     chance = random.Random(f"{vocab_size}{kind}")
     logits = noise(number, vocab_size, vocab_size) * 3
@@ -99,7 +99,9 @@ CUTS = {
 
 @pytest.mark.by_day(one_in=3, seed=92)
 @each_value(case=CUTS, rounded={"float32": False, "bfloat16": True})
-def test_select_tokens_samples_as_reference_when_vocabulary_is_wide(case: SlotCase, rounded: bool, device: torch.device) -> None:
+def test_token_selection_samples_the_same_tokens_as_the_reference_for_a_wide_vocabulary(
+    case: SlotCase, rounded: bool, device: torch.device
+) -> None:
     number = 2000 if device.type == "cuda" else 1 if rounded else 2
     rows, slots = same_slots(case, number)
     logits = noise(number, WIDE, 7)
@@ -113,7 +115,7 @@ def test_select_tokens_samples_as_reference_when_vocabulary_is_wide(case: SlotCa
     [SlotCase(1.0), SlotCase(1.0, top_k=3), SlotCase(1.0, top_p=0.5), SlotCase(1.0, top_k=2500, top_p=0.5)],
     ids=["whole", "top-k", "top-p", "both"],
 )
-def test_select_tokens_keeps_lowest_ids_among_equals(case: SlotCase, device: torch.device) -> None:
+def test_token_selection_keeps_the_lowest_ids_among_equal_logits(case: SlotCase, device: torch.device) -> None:
     rows, slots = same_slots(case, 40 if device.type == "cuda" else 2)
     written, different = compared(torch.zeros(len(rows), WIDE), rows, slots, device)
     # A GPU sums the float masses in another order than the reference, so the sum may reach one half one token later.
@@ -150,7 +152,7 @@ def stepped(size: int, *steps: tuple[int, float]) -> Tensor:
     ],
     ids=["top-k", "top-p", "likelier ones last", "both", "whole", "likelier ones last of many", "two values", "half and one"],
 )  # fmt: skip
-def test_select_tokens_draws_first_and_last_kept_token(
+def test_token_selection_can_draw_the_first_and_the_last_kept_token(
     logits: Tensor, case: SlotCase, first: int, last: int, device: torch.device
 ) -> None:
     slots = [replace(case, seed=seed_near(end)) for end in (0.0, 1.0)]
@@ -160,7 +162,7 @@ def test_select_tokens_draws_first_and_last_kept_token(
 
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("case", [SlotCase(), SlotCase(1.0, top_k=30), SlotCase(1.0), SlotCase(1.0, top_p=0.9)])
-def test_select_tokens_is_independent_of_number_of_programs(
+def test_token_selection_does_not_depend_on_the_number_of_programs(
     case: SlotCase, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single program then reads all tiles of its row. There are two values, so equals lie in several tiles."""
@@ -173,7 +175,7 @@ def test_select_tokens_is_independent_of_number_of_programs(
 
 @pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize("vocab_size", [1, 33, 2049, 40001])
-def test_select_tokens_takes_lowest_maximum_when_greedy(vocab_size: int, device: torch.device) -> None:
+def test_greedy_selection_takes_the_lowest_id_of_the_maximum(vocab_size: int, device: torch.device) -> None:
     logits = noise(4, vocab_size, 3).round()
     logits[3] = -torch.inf
     logits[3, -1] = -1e30
@@ -183,14 +185,14 @@ def test_select_tokens_takes_lowest_maximum_when_greedy(vocab_size: int, device:
 
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("case", [SlotCase(1e-9), SlotCase(1.0, top_k=1), SlotCase(1.0, top_p=0.0), SlotCase(1.0, min_p=1.0)])
-def test_select_tokens_takes_maximum_when_cuts_leave_one_token(case: SlotCase, device: torch.device) -> None:
+def test_token_selection_takes_the_maximum_when_the_cuts_leave_one_token(case: SlotCase, device: torch.device) -> None:
     logits = torch.tensor([[1e4, -1e4, 1e4 + 1, 3e4, -torch.inf, 9999.0]])
     assert assert_as_reference(logits, [Row(0)], [case], device).tokens.tolist() == [3]
 
 
 @pytest.mark.by_day(one_in=4, seed=6)
 @pytest.mark.parametrize("case", [SlotCase(), SlotCase(0.8, 20, 0.9), SlotCase(0.8), SlotCase(0.8, top_p=0.9)])
-def test_select_tokens_reports_fault_when_no_token_is_allowed(case: SlotCase, device: torch.device) -> None:
+def test_token_selection_reports_a_fault_when_no_token_is_allowed(case: SlotCase, device: torch.device) -> None:
     rows = [Row(0, mask=[2100]), Row(1, mask=[]), Row(2), Row(3)]
     slots = [case, case, replace(case, allowed=[7]), replace(case, allowed=[7], stops=(7,), stopped_until=99)]
     written = assert_as_reference(noise(4, 2200), rows, slots, device)
@@ -210,7 +212,7 @@ def test_select_tokens_reports_fault_when_no_token_is_allowed(case: SlotCase, de
     },
     poison=[torch.nan, torch.inf],
 )
-def test_select_tokens_reports_nan_logits_per_row(case: SlotCase, poison: float, device: torch.device) -> None:
+def test_token_selection_reports_nan_logits_of_each_row(case: SlotCase, poison: float, device: torch.device) -> None:
     logits = noise(3, 2100)
     logits[0, 2077], logits[1] = poison, -torch.inf
     written = assert_as_reference(logits, [Row(slot) for slot in range(3)], [case, case, SlotCase()], device)
@@ -218,7 +220,7 @@ def test_select_tokens_reports_nan_logits_per_row(case: SlotCase, poison: float,
     assert written.relay.tolist()[:2] == [-1, -1] and int(written.relay[2]) == int(logits[2].argmax())
 
 
-def test_select_tokens_skips_padding(device: torch.device) -> None:
+def test_token_selection_skips_padding_rows(device: torch.device) -> None:
     logits = torch.full((3, 50), torch.nan)
     logits[1] = noise(1, 50)[0]
     written = assert_as_reference(logits, [Row(-1), Row(1), Row(-1)], [SlotCase(1.0, counted=True), SlotCase()], device)
@@ -226,7 +228,7 @@ def test_select_tokens_skips_padding(device: torch.device) -> None:
     assert int(written.relay[0]) == -1 and not written.counts.any()
 
 
-def test_select_tokens_stops_counting_at_max_count(device: torch.device) -> None:
+def test_token_selection_stops_counting_at_max_count(device: torch.device) -> None:
     logits = torch.zeros((4, 40))
     logits[:, 33] = 9.0
     slots = [
@@ -240,7 +242,7 @@ def test_select_tokens_stops_counting_at_max_count(device: torch.device) -> None
     assert int((written.counts != 0).sum()) == 4
 
 
-def test_select_tokens_draws_equally_in_any_batch(device: torch.device) -> None:
+def test_token_selection_draws_the_same_token_in_any_batch(device: torch.device) -> None:
     logits = noise(1, 2300, 9).repeat(9, 1)
     case = [SlotCase(1.0, seed=3), SlotCase(0.7, 20, 0.9, seed=4), SlotCase(1.0, top_p=0.99, seed=5)]
     alone = [int(compared(logits[:1], [Row(slot, 6)], case, device)[0].tokens[0]) for slot in range(3)]
@@ -249,7 +251,7 @@ def test_select_tokens_draws_equally_in_any_batch(device: torch.device) -> None:
     assert together[[3, 6, 1]].tolist() == alone
 
 
-def test_scratch_keeps_no_state_between_calls(device: torch.device) -> None:
+def test_scratch_memory_keeps_no_state_between_calls(device: torch.device) -> None:
     kernels, table = TritonSampling(4, WIDE, device), table_of([SlotCase(1.0, top_p=0.9, seed=5), SlotCase(0.5, 9, seed=6)], WIDE)
     rows, logits = rows_of([Row(0), Row(1)], WIDE), noise(2, WIDE, 11)
     first = sampled(kernels, logits, rows, table, device)
@@ -258,12 +260,12 @@ def test_scratch_keeps_no_state_between_calls(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("size", [0, MAX_VOCAB + 1])
-def test_triton_sampling_rejects_unsupported_vocabulary(size: int, device: torch.device) -> None:
+def test_triton_sampling_rejects_an_unsupported_vocabulary_size(size: int, device: torch.device) -> None:
     with pytest.raises(ValueError, match="vocabulary"):
         TritonSampling(1, size, device)
 
 
-def test_select_tokens_rejects_more_rows_than_scratch(device: torch.device) -> None:
+def test_token_selection_rejects_more_rows_than_the_scratch_memory(device: torch.device) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         sampled(TritonSampling(1, 8, device), noise(2, 8), rows_of([Row(0), Row(1)], 8), table_of([SlotCase()] * 2, 8), device)
 
@@ -274,7 +276,7 @@ def uniforms_kernel(out, lows, highs, positions, SIZE: tl.constexpr):
     tl.store(out + lanes, uniform_of(tl.load(lows + lanes), tl.load(highs + lanes), tl.load(positions + lanes)))
 
 
-def test_uniform_of_matches_reference(device: torch.device) -> None:
+def test_uniform_random_numbers_match_the_reference(device: torch.device) -> None:
     numbers = np.random.default_rng(1)
     seeds = numbers.integers(0, 1 << 64, 1024, dtype=np.uint64)
     seeds[:3] = 0, 2**64 - 1, 2**63

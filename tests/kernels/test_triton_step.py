@@ -60,7 +60,7 @@ UPDATES = [(name, case) for name in NAMES for case in CASES if name == "torch" o
 
 @pytest.mark.by_day(one_in=2, seed=12)
 @pytest.mark.parametrize(("kernels", "case"), UPDATES, indirect=["kernels"])
-def test_update_page_table_sets_entries_inside_the_table(kernels: StepKernels, device: torch.device, case: str) -> None:
+def test_page_table_update_sets_only_entries_inside_the_table(kernels: StepKernels, device: torch.device, case: str) -> None:
     table = torch.full((4, 300), POISON, dtype=torch.int32, device=device)
     expected = table.tolist()
     for slot, first, pages in CASES[case]:
@@ -142,7 +142,7 @@ STEPS: dict[str, tuple[list[tuple[int, int, int]], int]] = {
     case=STEPS,
     counted={"counted": True, "uncounted": False},
 )
-def test_resolve_tokens_fills_ids_positions_and_locations(
+def test_token_resolution_fills_in_ids_and_positions_and_locations(
     kernels: StepKernels, device: torch.device, page_size: int, case: tuple[list[tuple[int, int, int]], int], counted: bool
 ) -> None:
     rows, num_extend = case
@@ -168,7 +168,9 @@ def test_resolve_tokens_fills_ids_positions_and_locations(
     assert relay.tolist() == last
 
 
-def test_resolve_tokens_accepts_no_given_ids_when_all_rows_decode(kernels: StepKernels, device: torch.device) -> None:
+def test_token_resolution_accepts_an_empty_list_of_given_ids_when_all_rows_decode(
+    kernels: StepKernels, device: torch.device
+) -> None:
     table = torch.tensor([[3]], dtype=torch.int32, device=device)
     ragged_rows = ragged([(0, 2, 1)], table, 1, device)
     input_ids = torch.full((1,), POISON, device=device)
@@ -177,7 +179,7 @@ def test_resolve_tokens_accepts_no_given_ids_when_all_rows_decode(kernels: StepK
     assert (input_ids.tolist(), ragged_rows.positions.tolist(), ragged_rows.locations.tolist()) == ([4], [2], [14])
 
 
-def test_resolve_tokens_prefers_known_ids(kernels: StepKernels, device: torch.device) -> None:
+def test_token_resolution_prefers_known_ids_to_sampled_ids(kernels: StepKernels, device: torch.device) -> None:
     """Four rows are tokens of one sequence, the last of them out of order.
 
     One further row is relayed, one has no relayed id, one is padding.
@@ -192,7 +194,7 @@ def test_resolve_tokens_prefers_known_ids(kernels: StepKernels, device: torch.de
     assert ragged_rows.positions.tolist() == [6, 3, 2, 4, 5, 0] and ragged_rows.locations.tolist() == [10, 23, 30, 8, 9, -1]
 
 
-def test_resolve_tokens_fills_rows_longer_than_a_block(kernels: StepKernels, device: torch.device) -> None:
+def test_token_resolution_fills_rows_that_are_longer_than_a_block(kernels: StepKernels, device: torch.device) -> None:
     """The row has more tokens than one program of the larger block."""
     table = torch.randperm(100, generator=torch.Generator().manual_seed(1)).int().view(1, 100).to(device)
     rows = [(0, 3, 1100)]
@@ -210,7 +212,7 @@ def test_resolve_tokens_fills_rows_longer_than_a_block(kernels: StepKernels, dev
     [([0], [1], 1), ([2, -1, 0], [3, 2, 0], 5), ([1, 0, 2], [0, 7, 4], 5), ([0, 2], [2600, 300], 2600), ([], [], 3)],
     ids=["one", "padding", "past the table", "long", "no rows"],
 )
-def test_page_indices_gathers_pages_of_rows(
+def test_page_indices_have_the_pages_of_all_rows(
     kernels: StepKernels, device: torch.device, slots: list[int], counts: list[int], width: int
 ) -> None:
     table = torch.randperm(3 * width, generator=torch.Generator().manual_seed(width)).view(3, width).int()
@@ -228,7 +230,7 @@ def test_page_indices_gathers_pages_of_rows(
 
 
 @pytest.mark.parametrize("kernels", [name for name in NAMES if name != "torch"], indirect=True)
-def test_step_kernels_reject_unfit_columns(kernels: StepKernels, device: torch.device) -> None:
+def test_step_kernels_reject_columns_that_do_not_fit(kernels: StepKernels, device: torch.device) -> None:
     table = torch.zeros(1, 3, dtype=torch.int32, device=device)
     ragged_rows = ragged([(0, 0, 1)], table, 1, device)
     short = DevicePageTableUpdates(*(column([0] * count, device) for count in (2, 2, 1, 2)), column([1, 2], device))
@@ -246,7 +248,7 @@ def test_step_kernels_reject_unfit_columns(kernels: StepKernels, device: torch.d
         kernels.page_indices(ids.int(), column([0, 1, 2], device), ragged_rows)
 
 
-def test_reference_step_kernels_read_no_value_on_the_host() -> None:
+def test_reference_step_kernels_do_not_read_values_on_the_host() -> None:
     """A tensor on the meta device has no values to read."""
 
     def blank(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
