@@ -82,7 +82,7 @@ def test_host_index_keeps_a_page_until_the_last_reader_ends() -> None:
     assert len(index.take(1)) == 1
 
 
-def test_host_index_refuses_a_second_unpin() -> None:
+def test_host_index_refuses_to_unpin_a_page_twice() -> None:
     index = filled(b"a")
     pages = index.pin(keys(b"a"))
     index.unpin(pages)
@@ -90,7 +90,7 @@ def test_host_index_refuses_a_second_unpin() -> None:
         index.unpin(pages)
 
 
-def test_host_index_keeps_the_first_page_when_a_key_is_put_twice() -> None:
+def test_host_index_keeps_the_first_page_when_a_key_is_inserted_twice() -> None:
     index = HostIndex(4)
     first, second = index.take(1), index.take(1)
     index.put([b"a"], first)

@@ -121,7 +121,7 @@ class TestIgnoreEos:
     @pytest.mark.parametrize(
         ("running", "result"),
         [([(10, 50, True)], CONTINUE), ([(60, 50, True)], NO_TOKEN), ([(10, 5, True)], NO_TOKEN), ([], NO_TOKEN)],
-        ids=["one ends in time", "one ends too late", "one ends in time and frees too little", "nobody ends"],
+        ids=["one ends in time", "one ends too late", "one ends in time and frees too little", "no row ends"],
     )
     def test_admission_counts_memory_that_running_rows_free_in_time(self, running: list[Row], result: AddResult) -> None:
         assert adder(running).admit(60, 0, 20, 60, True, False)[0] is result

@@ -167,7 +167,7 @@ class TestEviction:
         tree.put(1, rank=1)
         assert tree.evicted() == [[2], [1]]
 
-    def test_insert_updates_the_recency_of_the_whole_path(self) -> None:
+    def test_insertion_updates_the_last_use_of_the_whole_path(self) -> None:
         tree = Tree()
         above = tree.put(1)
         tree.put(2)

@@ -75,7 +75,7 @@ class TestPause:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @WITH_AND_WITHOUT_OVERLAP
-    def test_pause_in_in_place_mode_keeps_the_memory(self, overlap: bool) -> None:
+    def test_pause_in_place_keeps_the_memory(self, overlap: bool) -> None:
         engine = busy(overlap)
         before = engine.core.stats()
         engine.control.pause(PauseMode.IN_PLACE, engine.now)
@@ -95,7 +95,7 @@ class TestPause:
             engine.check_answer(handle)
 
     @each_value(overlap=[True, False], mode=[PauseMode.RETRACT, PauseMode.IN_PLACE])
-    def test_pause_allows_aborts_and_timeouts(self, overlap: bool, mode: PauseMode) -> None:
+    def test_aborts_and_timeouts_work_during_a_pause(self, overlap: bool, mode: PauseMode) -> None:
         engine = busy(overlap)
         engine.submit(4, [4] * 9, max_new_tokens=5, timeout_s=0.05)
         engine.control.pause(mode, engine.now)
@@ -150,7 +150,7 @@ class TestWeights:
 
 
 class TestRetune:
-    def test_tunables_list_every_setting_that_can_be_changed_at_run_time(self) -> None:
+    def test_tunables_include_every_setting_that_can_be_changed_at_run_time(self) -> None:
         shown = make().control.tunables()
         assert set(shown) == {*RANGES, "new_token_ratio"}
         assert shown["schedule_policy"] == "fcfs" and shown["chunked_prefill_size"] == 16
@@ -339,7 +339,7 @@ class TestEndsOfRanges:
         for handle in range(6):
             engine.check_answer(handle)
 
-    def test_queue_accepts_only_requests_with_output_when_its_limit_is_0(self) -> None:
+    def test_queue_with_limit_0_accepts_only_resumed_requests(self) -> None:
         engine = retuned(max_queued_requests=0)
         engine.submit(0, [1] * 4, max_new_tokens=1)
         engine.submit(1, [1] * 4, max_new_tokens=1, priority=9)
@@ -447,7 +447,7 @@ class TestEndsOfRanges:
         engine.turn()
         assert engine.core.stats().num_sessions == open_sessions
 
-    def test_max_sessions_0_refuses_new_sessions_and_keeps_open_sessions(self) -> None:
+    def test_new_sessions_are_refused_and_open_sessions_stay_when_max_sessions_is_0(self) -> None:
         engine = make()
         assert engine.open_session("s")
         engine.control.retune({"max_sessions": 0})

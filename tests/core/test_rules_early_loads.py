@@ -45,7 +45,7 @@ def test_pages_of_an_early_load_are_awaited_when_reused() -> None:
     check_run(engine)
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "while it comes"])
+@pytest.mark.parametrize("later", [False, True], ids=["immediately", "during the first load"])
 def test_next_load_begins_when_the_early_load_is_complete(later: bool) -> None:
     """Each load takes 1.8 s, and its fact comes 1.7 s before its end. Computing would be faster after 0.2 s."""
     engine = early(1.7, 0.2, numbers=2)

@@ -137,7 +137,7 @@ class TestStrings:
             ("xxaby", ("q", "y"), "y"),
             ("xxaby", ("q",), None),
         ],
-        ids=["the earliest in the text", "of one place the first listed", "whichever that is", "a later one", "none"],
+        ids=["earliest in the text", "first in the list", "longer and first in the list", "second in the list", "no match"],
     )
     def test_earliest_stop_string_in_the_text_matches(self, text: str, stops: tuple[str, ...], matched: str | None) -> None:
         assert first_stop(text, stops) == matched

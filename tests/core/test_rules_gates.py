@@ -84,7 +84,7 @@ class TestPrefixGate:
         for handle in engine.finishes:
             engine.check_answer(handle)
 
-    def test_prefix_gate_ends_the_wait_when_the_shared_part_is_committed(self) -> None:
+    def test_prefix_gate_ends_the_wait_when_the_shared_prefix_is_computed(self) -> None:
         """A prompt of 160 tokens has chunks of 64. The second request shares 112 tokens, which are all but the last chunk."""
         engine = wide(chunked_prefill_size=64, max_extend_steps=0)
         engine.submit(0, [1] * 112 + [2] * 47 + [500], max_new_tokens=4, ignore_eos=True)

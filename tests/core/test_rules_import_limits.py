@@ -124,7 +124,7 @@ class TestLateImports:
 
 
 class TestPoolLimits:
-    def test_pins_of_imported_pages_are_released_before_a_request_is_retracted(self) -> None:
+    def test_pins_of_imported_pages_are_released_instead_of_retracting_a_request(self) -> None:
         """The pool has 40 pages. Two requests grow to 16 pages each. Nine pages are imported for a request without a slot."""
         engine = cold(roomy(num_pages=32, max_running_requests=2), prompt(0))
         for handle in (1, 2):
@@ -136,7 +136,7 @@ class TestPoolLimits:
         assert stats.loaded_pages_total == 9 and stats.retractions_total == 0
         check_run(engine)
 
-    def test_pins_of_imported_pages_are_released_before_the_last_request_is_aborted(self) -> None:
+    def test_pins_of_imported_pages_are_released_instead_of_aborting_the_last_request(self) -> None:
         engine = cold(roomy(num_pages=20, max_running_requests=1), prompt(0))
         begin(engine, 1, prompt(1, 16), 48)
         engine.turn()

@@ -384,7 +384,7 @@ class TestPull:
         pair.second.turn()
         assert not pair.second.core.memory.quarantined
 
-    def test_slow_worker_delays_no_read_from_another_worker(self) -> None:
+    def test_slow_worker_does_not_delay_reads_from_another_worker(self) -> None:
         pair = Pair()
         other = worker()
         pair.second.executor.peers["other"] = other.executor
@@ -397,7 +397,7 @@ class TestPull:
         pair.answer(0, PROMPT, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
 
-    def test_hung_worker_delays_no_read_from_another_worker(self) -> None:
+    def test_hung_worker_does_not_delay_reads_from_another_worker(self) -> None:
         """This holds for requests that already wait for another worker, and for later requests."""
         pair = Pair(num_pages=64, first={"num_pages": 64})
         tiers, executor = pair.second.core.tiers, pair.second.executor
@@ -487,7 +487,7 @@ class TestPull:
             pair.second.check_answer(handle)
         assert pair.second.core.stats().pulled_pages_total == 10
 
-    def test_stats_report_when_pulls_are_slower_than_computing(self) -> None:
+    def test_stats_report_that_pulls_are_slower_than_computing(self) -> None:
         pair = Pair()
         tiers = pair.second.core.tiers
         assert tiers is not None and not pair.second.core.stats().pulls_lose

@@ -89,7 +89,7 @@ class TestBoundedQueue:
         engine.drain()
         assert engine.finishes[3].reason is FinishReason.LENGTH
 
-    def test_queue_limit_counts_requests_that_wait_for_a_grammar(self) -> None:
+    def test_requests_that_wait_for_a_grammar_count_for_the_queue_limit(self) -> None:
         engine = make(max_queued_requests=1)
         engine.submit(0, [1] * 8, max_new_tokens=4, grammar=spec(1, 4))
         engine.submit(1, [2] * 8, max_new_tokens=4)

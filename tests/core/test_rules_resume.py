@@ -103,7 +103,7 @@ class TestCompleteOutput:
             ({"max_new_tokens": 9, "stop": (letters(WHOLE)[5:8],)}, FinishReason.MATCHED_STRING),
             ({"max_new_tokens": 9, "stop_regex": (letters(WHOLE)[6:8],)}, FinishReason.MATCHED_REGEX),
         ],
-        ids=["at its limit", "beyond it", "stop token", "stop string", "stop pattern"],
+        ids=["at the limit", "beyond the limit", "stop token", "stop string", "stop pattern"],
     )
     def test_resumed_request_ends_immediately_when_the_earlier_output_is_complete(
         self, params: dict[str, Any], reason: FinishReason

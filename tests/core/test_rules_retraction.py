@@ -147,7 +147,7 @@ class TestRetractHook:
         )
         engine.check_answer(0)
 
-    def test_retract_interval_0_retracts_no_request(self) -> None:
+    def test_no_request_is_retracted_when_retract_interval_is_0(self) -> None:
         engine = make(retract_interval=0)
         engine.submit(0, [1] * 8, max_new_tokens=60, ignore_eos=True)
         engine.drain()

@@ -164,7 +164,7 @@ def test_session_of_a_deleted_salt_continues() -> None:
     engine.check()
 
 
-@pytest.mark.parametrize("turns", [1, 9], ids=["while it is computed", "when it waits to be read"])
+@pytest.mark.parametrize("turns", [1, 9], ids=["during the computation", "after the computation"])
 def test_reservation_of_a_deleted_salt_is_not_read(turns: int) -> None:
     """The salt is deleted on both workers. The request continues without the pages, and no request finds them."""
     pair = Pair()

@@ -231,9 +231,7 @@ class TestLifetime:
         engine.drain()
         assert say(engine, 1, [5]) == [5]
 
-    @pytest.mark.parametrize(
-        ("capacity", "kept"), [(60, False), (100, True)], ids=["without capacity for it", "with capacity for it"]
-    )
+    @pytest.mark.parametrize(("capacity", "kept"), [(60, False), (100, True)], ids=["too little capacity", "enough capacity"])
     def test_turn_with_a_replaced_parent_is_stored_when_capacity_suffices(self, capacity: int, kept: bool) -> None:
         engine = opened(capacity=capacity)
         say(engine, 0, [1] * 20)

@@ -126,7 +126,7 @@ class TestOrder:
         )
         engine.drain(400)
 
-    def test_priority_precedes_shares(self) -> None:
+    def test_priority_has_precedence_over_shares(self) -> None:
         engine = Engine(config_of(enable_priority_scheduling=True, priority_preemption_threshold=100))
         engine.submit(0, prompt(0, CHUNK * 4), payer=(b"a", 0, 1.0), priority=5, max_new_tokens=1)
         engine.turn()

@@ -94,7 +94,7 @@ class TestImports:
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.STORAGE: 36}
         assert engine.core.stats().fetched_pages_total == 9 and num_moved(engine, OperationKind.LOAD) == 0
 
-    def test_prompt_comes_from_device_host_and_storage(self) -> None:
+    def test_pages_of_one_prompt_come_from_the_device_and_the_host_and_the_storage(self) -> None:
         """The device has two of ten pages, and the host has evicted the last ones."""
         engine = slow(tiered(has_storage=True, host_pages=24, chunked_prefill_size=64))
         for number in range(3):

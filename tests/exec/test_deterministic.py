@@ -61,7 +61,7 @@ def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[Executor]
 
 @pytest.mark.by_day(one_in=3, seed=9)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_result_has_equal_bits_in_any_context(executor: Executor, number: int) -> None:
+def test_result_has_the_same_bits_in_any_context(executor: Executor, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     assert len(strings(WORLD, executor, target, range(number, CONTEXTS, 3))) == 1
 
@@ -99,7 +99,7 @@ def test_prompt_logprobs_equal_the_output_logprobs_of_the_same_text(executor: Ex
         assert [float(value).hex() for value in values] == [row.sampled.hex() for row in written.logprobs]
 
 
-def test_mean_embedding_has_equal_bits_for_any_chunk_size(tmp_path: Path) -> None:
+def test_mean_embedding_has_the_same_bits_for_any_chunk_size(tmp_path: Path) -> None:
     TinyModel("Qwen3", {}).build(tmp_path)
     kinds = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}]
     (tmp_path / "modules.json").write_text(json.dumps(kinds))

@@ -508,7 +508,7 @@ def test_step_guard_detects_that_the_host_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("change", ["scalar", "address", "number"])
-def test_test_double_of_a_graph_detects_changed_launches(change: str) -> None:
+def test_fake_graph_detects_changed_launches(change: str) -> None:
     values, other, factor, times = torch.ones(4), torch.ones(4), [2.0], [1]
     chosen = [values]
 

@@ -68,7 +68,7 @@ def probabilities(top_p: float) -> np.ndarray:
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("top_p", [1.0, 0.84, 0.841], ids=["all", "two tokens", "three tokens"])
-def test_draws_follow_the_exact_probabilities_with_draft_tokens(
+def test_sampled_tokens_follow_the_exact_probabilities_with_draft_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_p: float
 ) -> None:
     """The two most likely tokens have a total probability of 0.8403. The cases of top_p are just below and just above it.

@@ -195,7 +195,7 @@ def test_model_without_a_head_refuses_generation(name: str, tmp_path: Path) -> N
     ("name", "whole_prompt", "reuses_prefix"),
     [("qwen3-last", False, True), ("llama-mean", False, False), ("bert-mean", True, False)],
 )
-def test_model_info_tells_whether_prompts_may_be_cut_and_prefixes_reused(
+def test_model_info_reports_whether_prompts_may_be_cut_and_prefixes_reused(
     name: str, whole_prompt: bool, reuses_prefix: bool, tmp_path: Path
 ) -> None:
     FOLDERS[name].build(tmp_path)

@@ -76,7 +76,7 @@ def test_pool_fills_the_given_share_of_memory(folder: Path) -> None:
         build(folder, num_pages=None, fraction=0.0)
 
 
-def test_loading_warns_when_the_pool_is_below_the_models_context(
+def test_loading_warns_when_the_pool_is_smaller_than_the_models_context(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build_module, "free_memory", lambda: 2 * 10 * 4 * (2 * 3 * 2 * 16 * 4))  # half of it holds ten pages
@@ -90,7 +90,7 @@ def test_loading_warns_when_the_pool_is_below_the_models_context(
     assert vars(warning)[FIELDS] == {"context_len": 40, "model_context": 512}
 
 
-def test_build_logs_the_host_tier_and_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_building_the_executor_logs_the_host_tier_and_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     for module in (build_module, make_tiers):
         monkeypatch.setattr(module, "free_memory", lambda: 1 << 30)
@@ -211,7 +211,7 @@ def test_empty_plan_gives_an_empty_result(executor: DeviceExecutor) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=31)
 @pytest.mark.parametrize("start", [0, 3, 63, 64, 67, 1000], ids=lambda start: f"at-{start}")
-def test_stale_rows_change_no_page(folder: Path, start: int) -> None:
+def test_stale_rows_do_not_change_any_page(folder: Path, start: int) -> None:
     executor, _ = build(folder, check=False)
     driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
     driver.prefill([sequence])

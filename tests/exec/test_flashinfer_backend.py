@@ -333,7 +333,7 @@ def test_released_graphs_are_created_again(device: torch.device, double: Library
     assert double.planned == ["plan graph 4", "plan graph 4"]
 
 
-def test_flashinfer_double_detects_wrong_calls(device: torch.device, double: Library) -> None:
+def test_fake_flashinfer_library_detects_wrong_calls(device: torch.device, double: Library) -> None:
     """The other tests rely on the double to refuse wrong calls."""
     bench = Bench(SHAPE, device)
     backend = backend_of(bench, double)

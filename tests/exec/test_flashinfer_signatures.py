@@ -59,7 +59,9 @@ def parameters_of(tree: ast.Module, owner: str, name: str) -> tuple[list[str], s
 
 @pytest.mark.by_day(one_in=2, seed=29)
 @pytest.mark.parametrize(("file", "owner", "name", "ours"), CASES.values(), ids=CASES.keys())
-def test_flashinfer_double_has_the_signatures_of_the_library(file: str, owner: str, name: str, ours: Callable[..., Any]) -> None:
+def test_fake_flashinfer_library_has_the_signatures_of_the_real_library(
+    file: str, owner: str, name: str, ours: Callable[..., Any]
+) -> None:
     places, names = parameters_of(parsed(file)[0], owner, name)
     parameters = inspect.signature(ours).parameters.values()
     own = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]

@@ -98,7 +98,7 @@ def test_answers_have_the_same_bits_as_answers_of_an_executor_without_drafts(dra
 
 
 @pytest.mark.by_day(one_in=2, seed=15)
-def test_answers_have_the_same_bits_when_only_few_requests_get_drafts(
+def test_answers_have_the_same_bits_as_without_drafts_when_few_requests_get_drafts(
     drafting: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with and without drafts take over each other's slots, pages and cached prefixes."""

@@ -197,7 +197,9 @@ def test_failed_operation_moves_no_page_and_is_reported(
     assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 1, "the mover must continue after a failure"
 
 
-def test_close_unpins_host_memory_after_all_copies_have_ended(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_mover_unpins_host_memory_after_all_copies_have_ended(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a copy hangs, the host memory must stay pinned and the store open."""
     begun, going, order = threading.Event(), threading.Event(), []
 
@@ -312,7 +314,7 @@ class TestOtherWorkers:
         moving.mover.begin(pull("gone", 3, [4]))
         assert moving.fact().count == 0 and moving.page(4) == before
 
-    def test_pull_does_not_wait_for_another_slow_worker(self, moving: Moving, elsewhere: Elsewhere) -> None:
+    def test_pull_does_not_wait_for_a_pull_from_a_slow_worker(self, moving: Moving, elsewhere: Elsewhere) -> None:
         moving.mover.begin(pull("slow", 1, [4]))
         moving.mover.begin(pull("a", 2, [5]))
         assert moving.fact().op_id == 2

@@ -48,7 +48,7 @@ def test_budget_without_memory_for_the_cache_units_of_one_request_is_refused(sha
         shape.split(200)
 
 
-def test_configured_number_of_pages_gets_states_for_all_slots_if_memory_suffices() -> None:
+def test_configured_pool_gets_states_for_all_slots_if_memory_suffices() -> None:
     assert HYBRID.for_pages(10, 100_000) == PoolSizes(10, 0, 8)
     assert HYBRID.for_pages(10, 5999) == PoolSizes(10, 0, 4)
     assert HYBRID.for_pages(10, 0) == PoolSizes(10, 0, 3)

@@ -98,7 +98,7 @@ def test_top_k_keeps_the_lowest_ids_among_equal_logits() -> None:
     ],
     ids=["plain", "cold", "top-k", "top-p", "min-p", "top-n-sigma", "top-n-sigma-top-p"],
 )
-def test_draws_follow_the_distribution(kernels: SampleKernels, params: SamplingParams) -> None:
+def test_sampled_tokens_follow_the_distribution(kernels: SampleKernels, params: SamplingParams) -> None:
     sampler, draws = sampler_of(kernels, params), 4000
     counts: Counter[int] = Counter()
     for first in range(0, draws, 4):  # the sampler has four slots
@@ -112,7 +112,7 @@ def test_draws_follow_the_distribution(kernels: SampleKernels, params: SamplingP
     assert [counts[i] / draws for i in range(len(LOGITS))] == pytest.approx(chances.tolist(), abs=0.025)
 
 
-def test_uniforms_depend_only_on_seed_and_position() -> None:
+def test_uniform_random_numbers_depend_only_on_seed_and_position() -> None:
     seeds, positions = np.arange(500, dtype=np.uint64), np.arange(500, dtype=np.int32)
     together = uniforms(seeds, positions)
     assert [float(uniforms(seeds[i : i + 1], positions[i : i + 1])[0]) for i in range(500)] == together.tolist()
@@ -123,7 +123,7 @@ def test_uniforms_depend_only_on_seed_and_position() -> None:
 
 
 @on_both_by_night
-def test_draw_does_not_depend_on_the_batch(kernels: SampleKernels) -> None:
+def test_sampled_token_does_not_depend_on_the_batch(kernels: SampleKernels) -> None:
     params = SamplingParams(8, temperature=1.0, top_p=0.9, seed=11)
     sampler = Sampling(4, len(LOGITS), kernels)
     for slot, other in enumerate([params, GREEDY, replace(params, seed=5), replace(params, frequency_penalty=1.0)]):
@@ -202,7 +202,7 @@ def test_nan_logits_fail_only_one_row(kernels: SampleKernels, params: SamplingPa
 
 
 @on_both_by_night
-def test_draw_is_greedy_when_the_temperature_is_tiny(kernels: SampleKernels) -> None:
+def test_sampling_is_greedy_when_the_temperature_is_tiny(kernels: SampleKernels) -> None:
     assert sample_one(sampler_of(kernels, SamplingParams(8, temperature=1e-9)), [1e4, *[-1e4] * 6, 9999.0]) == 0
 
 
@@ -221,7 +221,7 @@ def test_logprobs_use_the_raw_logits(kernels: SampleKernels) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(8, temperature=1.0)])
-def test_draws_stay_within_the_mask(kernels: SampleKernels, params: SamplingParams) -> None:
+def test_sampled_tokens_stay_within_the_mask(kernels: SampleKernels, params: SamplingParams) -> None:
     mask = {0: np.array([1 << 2 | 1 << 4], dtype=np.uint32)}
     sampler = sampler_of(kernels, params)
     drawn = {

@@ -82,14 +82,14 @@ def test_greedy_token_is_the_best_allowed_token(
     ],
     ids=["plain", "top-p"],
 )
-def test_draws_reach_exactly_the_allowed_tokens(kernels: SampleKernels, params: SamplingParams) -> None:
+def test_sampling_reaches_exactly_the_allowed_tokens(kernels: SampleKernels, params: SamplingParams) -> None:
     rows = [replace(params, seed=seed) for seed in range(300)]
     result = sample(kernels, rows, dict.fromkeys(range(len(rows)), mask(31, 50, 51)))
     assert set(result.tokens.tolist()) == {31, 50, 51} and not result.faults
 
 
 @on_both_by_night
-def test_mask_limits_only_one_row_of_a_mixed_batch(kernels: SampleKernels) -> None:
+def test_mask_applies_to_only_one_row_of_a_mixed_batch(kernels: SampleKernels) -> None:
     rows = [GREEDY, GREEDY, replace(GREEDY, banned_token_ids=(99,)), GREEDY, replace(GREEDY, presence_penalty=1.0)]
     result = sample(kernels, rows, {3: mask(12), 1: mask(70, 8)})
     assert result.tokens.tolist() == [99, 70, 98, 12, 99]

@@ -98,7 +98,7 @@ def expect_own_numbers(model: Any, sequence: Sequence, tolerance: float) -> None
 
 @pytest.mark.by_day(one_in=4, seed=5)
 @pytest.mark.parametrize("name", SERVED)
-def test_paged_attention_equals_transformers_with_chunks_cached_pages_and_batches(name: str, tmp_path: Path) -> None:
+def test_paged_attention_equals_transformers_with_chunks_and_cached_pages_and_batches(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = SERVED[name].build(tmp_path)
     with serving(tmp_path) as (driver, _):

@@ -36,7 +36,7 @@ def requests() -> list[Asked]:
     ]
 
 
-def test_sampled_tokens_equal_the_sampled_tokens_of_the_cpu_executor(tmp_path: Path, device: str) -> None:
+def test_gpu_executor_samples_the_same_tokens_as_the_cpu_executor(tmp_path: Path, device: str) -> None:
     """Rounding of logits may change a token whose random number is near the boundary between two tokens.
 
     This happens at most once in 1,000 tokens. All later tokens of the request then differ.

@@ -143,7 +143,7 @@ def test_bits_do_not_depend_on_the_cuts_of_a_sequence(name: str, cuts: list[int]
 
 
 @pytest.mark.parametrize("name", ["torch", "C++", "Triton"])
-def test_row_stores_the_state_at_the_cut_and_does_not_change_the_state_before(name: str) -> None:
+def test_row_stores_the_state_at_the_cut_and_does_not_change_the_state_that_the_row_reads(name: str) -> None:
     one = layer((2, 4, 16, 24), 30)
     kernels, net = kernels_of(name), one.net
     qkv, gates = one.inputs(torch.float32)

@@ -124,7 +124,7 @@ def test_sampled_tokens_match_the_cumulative_probability_of_the_kept_tokens(
         ([-INF, 4.0, -2.0, 0.0, -2.0, -INF], 2.4494896, 1, 4),
         ([-1e38, 1e38, 1e38, -1e38], 3.0, 1, 2),
     ],
-    ids=["all equal", "one finite", "at the threshold", "just below it", "with forbidden tokens", "widest"],
+    ids=["all equal", "one finite", "at the threshold", "just below the threshold", "with forbidden tokens", "widest"],
 )
 def test_top_n_sigma_keeps_all_equal_logits_at_the_threshold(
     row: list[float], n: float, first: int, last: int, back_end: str, device: torch.device

@@ -156,9 +156,9 @@ def test_gateway_queues_requests_beyond_the_workers_limits() -> None:
 @pytest.mark.parametrize(
     ("speculative_s", "index_delay_s", "predicts"),
     [
-        pytest.param(0.0, 1000.0, False, id="nothing known"),
-        pytest.param(1000.0, 1000.0, True, id="by what it has sent"),
-        pytest.param(0.0, 0.0, True, id="by what workers tell"),
+        pytest.param(0.0, 1000.0, False, id="no information"),
+        pytest.param(1000.0, 1000.0, True, id="own requests"),
+        pytest.param(0.0, 0.0, True, id="reports of workers"),
     ],
 )
 def test_gateway_predicts_cached_tokens_from_the_index_and_from_own_requests(
@@ -220,7 +220,7 @@ def test_fleet_raises_when_no_worker_is_alive() -> None:
         pytest.param({"workers": 0}, id="no worker"),
         pytest.param({"gateways": 0}, id="no gateway"),
         pytest.param({"kills": (Kill(4, 1.0),)}, id="no such worker"),
-        pytest.param({"kills": (Kill(0, 1.0, 0.01),)}, id="back before its death is known"),
+        pytest.param({"kills": (Kill(0, 1.0, 0.01),)}, id="restart before detection"),
         pytest.param({"detect_s": 0.0}, id="death overtakes the last words"),
         pytest.param({"report_s": 0.0}, id="no time between reports"),
     ],

@@ -200,8 +200,8 @@ def test_default_minimum_prompt_length_for_a_handover_equals_the_gateways_defaul
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda: replace(FLEET, workers=2), id="nobody decodes"),
-        pytest.param(lambda: replace(ROLES, prefill_workers=0), id="nobody computes prompts"),
+        pytest.param(lambda: replace(FLEET, workers=2), id="no decode worker"),
+        pytest.param(lambda: replace(ROLES, prefill_workers=0), id="no prefill worker"),
         pytest.param(lambda: replace(ROLES, kv_bytes_per_token=0), id="KV of no bytes"),
         pytest.param(lambda: replace(ROLES, min_tokens=0), id="prompts of no tokens"),
         pytest.param(lambda: Wire(-1.0, 0.0), id="a negative bandwidth"),

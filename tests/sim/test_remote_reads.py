@@ -72,10 +72,8 @@ def test_reads_run_in_sequence_per_address() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        pytest.param(
-            lambda r: r.reservations.update("a", ReservationEvents(closed=(RESERVATION,))), id="its reservation is closed"
-        ),
-        pytest.param(lambda r: r.reservations.drop("a"), id="its worker is gone"),
+        pytest.param(lambda r: r.reservations.update("a", ReservationEvents(closed=(RESERVATION,))), id="closed reservation"),
+        pytest.param(lambda r: r.reservations.drop("a"), id="lost worker"),
     ],
 )
 def test_read_fails_when_the_reservation_ends_early(spoil: Callable[[Reading], None]) -> None:

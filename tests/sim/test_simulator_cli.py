@@ -117,7 +117,7 @@ def test_default_flags_give_the_deployed_configuration(
     assert simulated == scheduler_config(deployed, model, bos_token_id=-1)
 
 
-def test_flags_set_worker_settings() -> None:
+def test_flags_change_the_settings_of_the_simulated_worker() -> None:
     given = {"page_size": 32, "max_queued_requests": 7, "schedule_policy": SchedulePolicy.LPM, "enable_radix_cache": False}
     flags = ("--page-size", "32", "--max-queued-requests", "7", "--schedule-policy", "lpm", "--no-enable-radix-cache")
     assert settings_with(*flags) == settings_with().model_copy(update=given)

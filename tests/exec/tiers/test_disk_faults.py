@@ -166,7 +166,7 @@ class TestWrites:
         it.close()
         assert readable(store(tmp_path, 4)) == many
 
-    def test_delete_removes_a_partial_index_with_the_segment(self, tmp_path: Path, disk: SickDisk) -> None:
+    def test_deletion_removes_a_partial_index_with_the_segment(self, tmp_path: Path, disk: SickDisk) -> None:
         it = store(tmp_path, disk=disk)
         disk.broken = {"rename": errno.EIO, "unlink": errno.EIO}
         assert write(it, keys(*range(SLOTS))).stored == tuple(keys(*range(SLOTS)))

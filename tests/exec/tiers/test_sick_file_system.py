@@ -61,7 +61,7 @@ def disk(tmp_path: Path) -> Iterator[Mounted]:
 
 
 @pytest.mark.skipif(not HAS_FUSE, reason="FUSE file systems cannot be mounted on this machine")
-def test_requests_finish_with_equal_bits_when_the_disk_is_slow_full_or_read_only(tmp_path: Path, disk: Mounted) -> None:
+def test_requests_finish_with_the_same_bits_when_the_disk_is_slow_or_full_or_read_only(tmp_path: Path, disk: Mounted) -> None:
     folder = tmp_path / "model"
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(folder)
     plain = Served(*build(folder, 200, None, context_len=CONTEXT))

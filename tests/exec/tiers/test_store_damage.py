@@ -61,7 +61,7 @@ def reopened(folder: Path) -> list[bytes]:
 class TestFlippedBytes:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
-    def test_flipped_byte_in_a_segment_loses_one_page_and_in_the_header_all_pages(self, folder: Path, name: str) -> None:
+    def test_damaged_record_loses_one_page_and_a_damaged_header_loses_the_segment(self, folder: Path, name: str) -> None:
         saved = {path: path.read_bytes() for path in folder.iterdir()}
         for at in range(0, len(saved[folder / name]), STRIDE):
             flip(folder / name, at)
