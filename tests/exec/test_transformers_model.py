@@ -173,14 +173,14 @@ def test_check_of_a_model_finds_an_ignored_window(window: int, tmp_path: Path, m
 DEEP = {**SERVED["gpt-oss"].options, "num_hidden_layers": 24, "sliding_window": 128}
 
 
-def test_load_accepts_a_deep_model_with_experts_and_windows_in_half_precision(tmp_path: Path) -> None:
+def test_loading_accepts_a_deep_model_with_experts_and_windows_in_half_precision(tmp_path: Path) -> None:
     TinyModel("GptOss", DEEP).build(tmp_path, torch.bfloat16)
     with serving(tmp_path, "bfloat16") as (_, info):
         assert info.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_load_refuses_a_model_when_one_layer_has_half_of_its_window(
+def test_check_of_a_model_finds_one_layer_with_a_halved_window(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Probe.record
