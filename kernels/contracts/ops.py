@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:

@@ -119,15 +119,15 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     info = replace(built.info, eos_token_ids=eos_ids)
     if info.max_running_requests and info.max_running_requests < settings.max_running_requests:
         logger.warning(
-            "the memory for states of recurrent layers allows fewer running requests than max_running_requests. Raise"
-            " mamba_full_memory_ratio for more",
+            "the memory for states of recurrent layers allows fewer running requests than max_running_requests. "
+            + _remedy(settings),
             extra=fields(max_running_requests=info.max_running_requests, wanted=settings.max_running_requests),
         )
         settings = settings.model_copy(update={"max_running_requests": info.max_running_requests})
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
     logger.info("model ready", extra=fields(**asdict(info) | {"load_seconds": dict(info.load_seconds)}))
-    tokens, size = info.num_pages * info.page_size, info.num_pages * info.page_bytes / 1e9
-    if info.kv_bytes_per_token:
+    tokens, size = info.num_pages * info.page_size, info.pool_bytes / 1e9
+    if info.pool_bytes:
         text = "a request may have %d tokens; memory holds %d tokens of all requests together (%.2f GB)"
         logger.info(text, info.context_len, tokens, size, extra=step())
     logger.info("scheduler configured", extra=fields(**asdict(config)))
@@ -290,6 +290,15 @@ def _build_on_device(
     )
     executor.on_lost = on_lost
     return LoadedExecutor(executor, info, executor.runner.stats, executor.kv_server, executor.peer_reader)
+
+
+def _remedy(settings: WorkerSettings) -> str:
+    """Returns a sentence that names the setting by which a worker gets more states."""
+    if settings.max_mamba_cache_size:
+        return "Raise max_mamba_cache_size for more"
+    if settings.max_total_tokens:
+        return "Lower max_total_tokens, or raise mem_fraction_static for more"
+    return "Raise mamba_full_memory_ratio for more"
 
 
 def _fake(settings: WorkerSettings, _: OnLost, exchanges: PageExchanges) -> LoadedExecutor:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolTooSmall
-from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, kv_pool_pages
+from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolTooSmall
+from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, fitting_sizes
 from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.chart.pods import pods
 from tests.chart.release import CHART, REPO, ci_names, ci_values, merged, refusal, render
@@ -78,7 +78,8 @@ def worker_pages(size: dict[str, float], gpu_gb: float, settings: dict[str, Any]
     loaded = WorkerSettings.model_validate({"model": "m", **settings})
     page_bytes = round(size["kvKiBPerToken"] * 1024) * loaded.page_size
     fraction = loaded.mem_fraction_static or GPU_FRACTION
-    return kv_pool_pages(use, fraction, RESERVE, page_bytes, loaded.page_size, loaded.context_len or loaded.page_size)
+    caches, context_len = CacheShape(page_bytes=page_bytes), loaded.context_len or loaded.page_size
+    return fitting_sizes(use, fraction, caches, loaded.page_size, context_len, RESERVE).pages
 
 
 def values_for(source: str, gpu_gb: float, **settings: Any) -> dict[str, Any]:

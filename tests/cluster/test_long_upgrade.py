@@ -12,6 +12,7 @@ from tests.cluster.connections import known
 from tests.cluster.images import checkout, tag_of
 from tests.cluster.kubernetes import CHART, ROOT, Cluster, Release, until
 from tests.cluster.load import load_on
+from tests.cluster.pulls import METRICS_OPEN
 from tests.cluster.test_disruptions import names
 from tests.cluster.values import TWO
 
@@ -23,7 +24,7 @@ def test_streams_survive_an_upgrade_from_another_commit(
 ) -> None:
     commit, chart = os.environ[UPGRADE_FROM], CHART.relative_to(ROOT)
     old = checkout(commit, tmp_path / "old", str(chart), "tests/cluster") / chart
-    values = {**TWO, "drainSeconds": 20}
+    values = {**TWO, "drainSeconds": 20, "networkPolicy": METRICS_OPEN}
     release = Release(cluster, "rootstock", space, BASE)
     before = replace(release, chart=old, base=(old / DEMO.relative_to(CHART), *BASE[1:]))
     before.install({**values, "image": {"tag": tag_of(commit)}})

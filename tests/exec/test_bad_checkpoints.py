@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
+from rootstock_llm.services.worker.exec.build import build_device_executor
+from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions, TierOptions
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 from tests.exec.transformers_families import SERVED
@@ -78,3 +80,46 @@ def test_loading_refuses_a_checkpoint_with_a_wrong_index(folder: Path, tmp_path:
 
 def test_loading_accepts_the_unchanged_checkpoint_folder(folder: Path) -> None:
     assert build(folder) is None
+
+
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+HYBRID_CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "only recurrent layers": ({"layer_types": ["linear_attention"] * 4}, "all layers are recurrent"),
+    "nine taps": ({"linear_conv_kernel_dim": 9}, "has 9 taps; at most 8"),
+    "no rotation": ({"rope_parameters": HALF_ROTATED | {"partial_rotary_factor": 0.0}}, "its rotated part 0"),
+    "more rotation than the head": ({"rope_parameters": HALF_ROTATED | {"partial_rotary_factor": 1.5}}, "its rotated part 48"),
+    "windows beside recurrent layers": ({"layer_types": ["linear_attention", "sliding_attention"] * 2}, "linear_attention"),
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hybrid")
+    MODELS["qwen3.5"].build(path)
+    return path
+
+
+@pytest.mark.parametrize("name", HYBRID_CASES)
+def test_load_refuses_a_hybrid_config_that_is_not_served(hybrid: Path, tmp_path: Path, name: str) -> None:
+    values, message = HYBRID_CASES[name]
+    (tmp_path / "model.safetensors").symlink_to(hybrid / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((hybrid / "config.json").read_text()) | values))
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiers": TierOptions(1e9, 0, None, bytes(32), host_share=0.01)}, "--enable-hierarchical-cache is not available"),
+        ({"max_drafts": 3}, "speculative decoding is not available"),
+    ],
+    ids=["tiers", "drafts"],
+)
+def test_recurrent_layers_are_refused_before_the_weights_are_read(
+    hybrid: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text((hybrid / "config.json").read_text())
+    wanted = DeviceOptions(device="cpu", num_threads=1, **options)
+    with pytest.raises(UnsupportedModel, match=message):
+        build_device_executor(str(tmp_path), "auto", 4, 2, 8, 0.5, None, wanted, lambda _: None)

@@ -16,6 +16,7 @@ from rootstock_llm.services.shared.observe.log_fields import FIELDS
 from rootstock_llm.services.worker.core.contracts.plan import RowFault
 from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolTooSmall
 from rootstock_llm.services.worker.exec import build as build_module
+from rootstock_llm.services.worker.exec import model_pools
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions, TierOptions
 from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorError
@@ -79,7 +80,7 @@ def test_pool_fills_the_given_share_of_memory(folder: Path) -> None:
 def test_loading_warns_when_the_pool_is_smaller_than_the_models_context(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build_module, "free_memory", lambda: 2 * 10 * 4 * (2 * 3 * 2 * 16 * 4))  # half of it holds ten pages
+    monkeypatch.setattr(model_pools, "free_memory", lambda: 2 * 10 * 4 * (2 * 3 * 2 * 16 * 4))  # half of it holds ten pages
     executor, info = build_host_executor(str(folder), "auto", 4, 8, None, 0.5, None, 1, lambda _: None)
     executor.close()
     assert info.context_len == 40
@@ -92,7 +93,7 @@ def test_loading_warns_when_the_pool_is_smaller_than_the_models_context(
 
 def test_building_the_executor_logs_the_host_tier_and_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
-    for module in (build_module, make_tiers):
+    for module in (model_pools, make_tiers):
         monkeypatch.setattr(module, "free_memory", lambda: 1 << 30)
     options = DeviceOptions(device="cpu", num_threads=1, tiers=TierOptions(1e9, 0, None, bytes(32), host_share=0.01))
     executor, info = build_module.build_device_executor(str(folder), "auto", 4, 8, 64, 0.5, 64, options, messages.append)

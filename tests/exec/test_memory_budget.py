@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolTooSmall
-from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, describe, kv_pool_bytes, kv_pool_pages, profile_peak
+from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolSizes, PoolTooSmall
+from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, describe, fitting_sizes, pool_bytes, profile_peak
 
 MIB = 1 << 20
 ALONE = DeviceMemoryUse(
@@ -45,18 +45,23 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_kv_pool_gets_the_memory_that_all_other_parts_leave(name: str) -> None:
     case = CASES[name]
-    assert kv_pool_bytes(case.use, case.fraction, case.reserve) == case.expected_mib * MIB
+    assert pool_bytes(case.use, case.fraction, case.reserve) == case.expected_mib * MIB
+
+
+def of_pages(mib: int) -> CacheShape:
+    """Returns the shape of a model whose KV is in pages of `mib` MiB."""
+    return CacheShape(page_bytes=mib * MIB)
 
 
 @pytest.mark.by_day(one_in=2, seed=7)
 @pytest.mark.parametrize(("page_mib", "context_len", "pages"), [(1, 100, 490), (489, 16, 1), (100, 64, 4), (490, 1, 1)])
 def test_size_of_the_kv_pool_is_rounded_down_to_whole_pages(page_mib: int, context_len: int, pages: int) -> None:
-    assert kv_pool_pages(ALONE, 0.9, 0, page_mib * MIB, 16, context_len) == pages
+    assert fitting_sizes(ALONE, 0.9, of_pages(page_mib), 16, context_len, 0) == PoolSizes(pages)
 
 
 def test_error_is_raised_when_no_kv_page_fits_into_memory() -> None:
     with pytest.raises(PoolTooSmall) as caught:
-        kv_pool_pages(ALONE, 0.9, 0, 491 * MIB, 16, 1)
+        fitting_sizes(ALONE, 0.9, of_pages(491), 16, 1, 0)
     sentence = str(caught.value)
     assert sentence.startswith("no KV page of 16 tokens (491 MiB) fits into the memory that is left after the model")
     for part in ("weights 300 MiB", "activations 50 MiB", "graphs 20 MiB", "workspaces 30 MiB", "used elsewhere 10 MiB"):
@@ -65,13 +70,36 @@ def test_error_is_raised_when_no_kv_page_fits_into_memory() -> None:
 
 
 def test_error_is_raised_when_the_context_does_not_fit_into_the_kv_pool() -> None:
-    assert kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 64) == 4
+    assert fitting_sizes(ALONE, 0.9, of_pages(100), 16, 64, 0) == PoolSizes(4)
     with pytest.raises(PoolTooSmall, match=r"holds 64 tokens, fewer than context_len 65: .*Set context_len to 64 or less"):
-        kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 65)
+        fitting_sizes(ALONE, 0.9, of_pages(100), 16, 65, 0)
+
+
+HYBRID = CacheShape(page_bytes=MIB, state_bytes=20 * MIB, scratch_states=2, max_slots=8, mamba_full_memory_ratio=1.0)
+
+
+def test_fitting_sizes_divides_the_memory_between_pages_and_states() -> None:
+    found = fitting_sizes(ALONE, 0.9, HYBRID, 16, 16, 0)
+    assert found == PoolSizes(225, 0, 11)  # of 490 MiB, 40 for scratch states
+    assert HYBRID.bytes_of(found) <= 490 * MIB
+
+
+def test_fitting_sizes_checks_the_context_after_the_states_are_subtracted() -> None:
+    """Without states, 490 pages fit."""
+    with pytest.raises(PoolTooSmall, match=r"the KV pool holds 3600 tokens, fewer than context_len 3601: 0.9 of the device's"):
+        fitting_sizes(ALONE, 0.9, HYBRID, 16, 3601, 0)
+
+
+def test_fitting_sizes_raises_when_the_given_states_do_not_fit() -> None:
+    given = replace(HYBRID, max_mamba_cache_size=23)
+    text = r"23 states of max_mamba_cache_size and 2 of the worker's own, 20.0 MiB each, do not fit into 490.0 MiB: 0.9 of the"
+    with pytest.raises(PoolTooSmall, match=text):
+        fitting_sizes(ALONE, 0.9, given, 16, 16, 0)
+    assert fitting_sizes(ALONE, 0.9, replace(given, max_mamba_cache_size=22), 16, 16, 0) == PoolSizes(10, 0, 22)
 
 
 def test_description_of_the_memory_budget_lists_all_parts() -> None:
-    assert describe(ALONE, 0.85, 40 * MIB, 5 * MIB) == (
+    assert describe(ALONE, 0.85, 5 * MIB, 40 * MIB) == (
         "0.85 of the device's 1000 MiB may be used, 40 MiB stay free; weights 300 MiB, activations 50 MiB, graphs 20 MiB,"
         " workspaces 30 MiB, used elsewhere 10 MiB, KV pool 5 MiB"
     )

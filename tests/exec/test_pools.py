@@ -28,20 +28,26 @@ HYBRID = CacheShape(page_bytes=100, state_bytes=1000, max_slots=2, mamba_full_me
         (WINDOWED, 2500, PoolSizes(20, 10)),
         (WINDOWED, 800, PoolSizes(5, 6)),  # a request needs 6 units, so that fewer pages fit than by the ratio
         (ALL_WINDOWED, 1000, PoolSizes(40, 20)),
+        (replace(ALL_WINDOWED, least_pages=64), 1000, PoolSizes(64, 20)),  # whole contexts take no memory but their windows
         (HYBRID, 20_000, PoolSizes(100, 0, 10)),
         (HYBRID, 4000, PoolSizes(10, 0, 3)),
         (replace(HYBRID, max_mamba_cache_size=7), 20_000, PoolSizes(130, 0, 7)),
+        (replace(HYBRID, scratch_states=2), 22_000, PoolSizes(100, 0, 10)),
+        (replace(HYBRID, scratch_states=2), 6000, PoolSizes(10, 0, 3)),
     ],
 )
 def test_memory_budget_is_split_into_pages_and_cache_units(shape: CacheShape, budget: int, expected: PoolSizes) -> None:
     found = shape.split(budget)
     assert found == expected
-    taken = found.pages * shape.page_bytes + found.windows * shape.window_bytes + found.states * shape.state_bytes
-    assert taken <= max(budget, 0)
+    assert shape.bytes_of(found) <= max(budget, 0)
 
 
 @pytest.mark.parametrize(
-    ("shape", "text"), [(WINDOWED, "6 window units of 0.0 MiB for one request"), (HYBRID, "3 states of 0.0 MiB for one request")]
+    ("shape", "text"),
+    [
+        (WINDOWED, "6 window units of 0.0 MiB for one request"),
+        (HYBRID, "3 states for one request and 0 of the worker's own, 0.0 MiB each"),
+    ],
 )
 def test_budget_without_memory_for_the_cache_units_of_one_request_is_refused(shape: CacheShape, text: str) -> None:
     with pytest.raises(PoolTooSmall, match=text):

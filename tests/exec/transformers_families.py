@@ -54,7 +54,6 @@ ROTATED_SERVED = Version(transformers.__version__) >= Version("5.24")  # since 5
 SERVED = {
     "gemma": TinyModel("Gemma", {"head_dim": 16}),
     "gemma2": TinyModel("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0, **WINDOW}),
-    "gemma3-text": TinyModel("Gemma3", {"head_dim": 16, **WINDOW, "sliding_window_pattern": 2}, config="Gemma3TextConfig"),
     "phi3": TinyModel("Phi3", {"pad_token_id": 0}),
     "phi3-window": TinyModel("Phi3", {"pad_token_id": 0, **WINDOW}),
     "phi3-longrope": TinyModel("Phi3", {"pad_token_id": 0, "original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),

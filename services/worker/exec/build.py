@@ -29,7 +29,7 @@ from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.kernel_set import KernelSet, bring_pieces, copies, sample_kernels
 from rootstock_llm.services.worker.exec.loading import load_again, load_model
 from rootstock_llm.services.worker.exec.memory_parts import MemoryParts, NoModel
-from rootstock_llm.services.worker.exec.model_pools import ModelPools
+from rootstock_llm.services.worker.exec.model_pools import ModelPools, host_budget, states_refusal
 from rootstock_llm.services.worker.exec.models.attention import Attention
 from rootstock_llm.services.worker.exec.models.dense import Decoder
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
@@ -37,7 +37,7 @@ from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPoo
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool
 from rootstock_llm.services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from rootstock_llm.services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
-from rootstock_llm.services.worker.exec.sizing import PoolNeeds, pages_of_device
+from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, describe, fitting_sizes, measured_use, pool_bytes
 from rootstock_llm.services.worker.exec.speculation import NO_DRAFT, Drafting, load_draft
 from rootstock_llm.services.worker.exec.step.cuda_graph_runner import CudaGraphMemory, CudaGraphRunner, GraphMemory, graph_sizes
 from rootstock_llm.services.worker.exec.step.drafted_steps import DraftedSteps
@@ -111,7 +111,8 @@ def build_device_executor(
     threads = options.num_threads
     torch.set_num_threads(threads)
     target = load_target(device, options)
-    request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases)
+    refusal = states_refusal(options)
+    request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases, refusal)
     loaded = load_model(request)
     drafting = Drafting(draft := load_draft(request, loaded, options, load_model), options.draft_corpus)
     if draft.model is not None and draft.model.max_context < loaded.context_len:
@@ -135,6 +136,7 @@ def build_device_executor(
         drafts_by_model=draft.model is not None,
         weight_bytes=info.weight_bytes + draft.weight_bytes,
         kv_bytes_per_token=made.pools.token_bytes,
+        pool_bytes=made.pools.caches.bytes_of(sizes),
         groups=sizes.groups(made.pools.window),
         window_bytes=made.pools.caches.window_bytes,
         state_bytes=made.pools.caches.state_bytes,
@@ -358,7 +360,7 @@ class _Assembly:
         self._drafting.allocate(partial(self.pools.allocate, self.pools.smallest))
         with self._phases.timed("profile"):
             if num_pages is not None:
-                sizes = self.pools.given_sizes(num_pages, mem_fraction_static)
+                sizes = self._given_sizes(num_pages, mem_fraction_static)
             else:
                 sizes = self._sizes(mem_fraction_static, context_len)
         with self._phases.timed("kv_pool"):
@@ -399,11 +401,14 @@ class _Assembly:
         rows, given = self.graph_rows[-1], self._parts.eager_cost
         cost = measured_eager_cost(self.runner, rows) if given is None else given
         limits = graph_limits(rows, cost, self._loaded.weight_bytes, self._loaded.kv_bytes_per_token)
+        if self.pools.has_states:  # a graph's rows cannot pass a state on, so a graph computes one token of each sequence
+            limits = replace(limits, rereads=0)
+            more = "A graph computes one token of each request, because the model has recurrent layers"
+        else:
+            again = f"reads at most {limits.rereads} tokens of KV again for them"
+            more = f"A graph also computes prompt tokens if it has free rows and {again}"
         self.runner.graph_limits = limits
-        self._progress(
-            f"a step of {rows} rows takes {1 + cost:.2f} times as long without its graph. A graph also computes prompt tokens if"
-            f" it has free rows and reads at most {limits.rereads} tokens of KV again for them"
-        )
+        self._progress(f"a step of {rows} rows takes {1 + cost:.2f} times as long without its graph. {more}")
 
     def _capture_or_disable(self, capture: Callable[[], None]) -> None:
         """Calls `capture`. If it fails, disables graphs: steps then run more slowly, with the same results.
@@ -493,15 +498,25 @@ class _Assembly:
             return PoolSizes(self._max_slots * -(-self._loaded.context_len // self._page_size))
         if self._device.type != "cuda":
             return self.pools.host_sizes(mem_fraction_static)
-        self._run_draft_pass(self._max_tokens)  # allocates the drafter's permanent buffers, which are part of fixed_bytes
+        use = self._measured_use()
+        sizes = fitting_sizes(use, mem_fraction_static, self.pools.caches, self._page_size, context_len)
+        self._progress(f"memory: {describe(use, mem_fraction_static, pool_bytes(use, mem_fraction_static))}")
+        return sizes
+
+    def _given_sizes(self, num_pages: int, mem_fraction_static: float) -> PoolSizes:
+        """Returns the sizes for a number of pages that a setting gives."""
+        if not self.pools.has_states:
+            return self.pools.caches.with_units(num_pages)
+        if self._device.type == "cuda":
+            budget = pool_bytes(self._measured_use(), mem_fraction_static)
+        else:
+            budget = host_budget(mem_fraction_static)
+        return self.pools.caches.for_pages(num_pages, budget)
+
+    def _measured_use(self) -> DeviceMemoryUse:
+        self._run_draft_pass(self._max_tokens)  # allocates the drafter's permanent buffers, which are part of the workspace
         weight_bytes = self._loaded.weight_bytes + self._drafting.weight_bytes
-        needs = PoolNeeds(
-            caches=self.pools.caches,
-            page_size=self._page_size,
-            context_len=context_len,
-            weight_bytes=weight_bytes,
-            fixed_bytes=torch.cuda.memory_allocated(self._device) - weight_bytes,
-        )
+        smallest = self.pools.caches.bytes_of(self.pools.smallest)
 
         def largest() -> None:
             pending = self._drafting.largest_pending(
@@ -511,8 +526,7 @@ class _Assembly:
             self._run_draft_pass(self._max_tokens)
             del pending
 
-        pages = pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
-        return self.pools.caches.with_units(pages)
+        return measured_use(self.runner, weight_bytes, smallest, largest, self._graph_bytes)
 
     def _run_draft_pass(self, num_tokens: int) -> None:
         """Runs the pass of the draft model that follows a step with num_tokens prompt tokens.

@@ -14,7 +14,6 @@ from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
 from rootstock_llm.services.worker.exec.pools import kv_pool
 from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerCache, LayerKV, LayerState
-from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 
 
 class ModelPools:
@@ -41,16 +40,12 @@ class ModelPools:
             dtype: dtype of keys and values.
             kernels: kernels that will use the pools.
             arrivals: layer-wise loads into the pools.
-
-        Raises:
-            UnsupportedModel: an option is not available for the model.
         """
         self._layers, self._draft_layers, self._dtype, self._page_size = layers, draft_layers, dtype, page_size
         self._max_slots, self._context_len, self._device = max_slots, context_len, device
         self._kernels, self._options, self._arrivals = kernels, options, arrivals
         self.has_states = any(isinstance(layer, LayerState) for layer in layers)
-        if self.has_states:
-            _check_states(options)
+        assert not (self.has_states and states_refusal(options)), "such a model is refused before its weights are read"
         in_pages_only = options.tiers is not None or options.peers is not None or options.max_drafts > 0
         windows = [layer.window for layer in layers if isinstance(layer, LayerKV)]
         # Largest window in tokens of the layers whose KV is in window units; 0 if no layer's is. Tiers, KV transfers and
@@ -79,8 +74,10 @@ class ModelPools:
         chunk, pages_per_slot = options.max_chunk or self._context_len, -(-self._context_len // size)
         return CacheShape(
             page_bytes=self.token_bytes * size,
+            least_pages=0 if self.token_bytes else self._max_slots * pages_per_slot,
             window_bytes=kv_pool.window_bytes_per_token(self._layers, self._dtype) * size if self.window else 0,
             state_bytes=kv_pool.state_bytes(self._layers, self._dtype),
+            scratch_states=kv_pool.SCRATCH_STATES if self.has_states else 0,
             max_slots=self._max_slots,
             slot_windows=window_pages(self.window + chunk, size, pages_per_slot) if self.window else 0,
             swa_full_tokens_ratio=options.swa_full_tokens_ratio,
@@ -93,13 +90,9 @@ class ModelPools:
         """The sizes of a pool with one page, and one unit of each group."""
         return PoolSizes(1, int(self.window > 0), int(self.has_states))
 
-    def given_sizes(self, num_pages: int, mem_fraction_static: float) -> PoolSizes:
-        """Returns the sizes for a number of pages that a setting gives."""
-        return self.caches.for_pages(num_pages, self._host_budget(mem_fraction_static) if self.has_states else 0)
-
     def host_sizes(self, mem_fraction_static: float) -> PoolSizes:
         """Returns the sizes of pools in the share mem_fraction_static of the host's free memory. Raises PoolTooSmall."""
-        sizes = self.caches.split(self._host_budget(mem_fraction_static))
+        sizes = self.caches.split(host_budget(mem_fraction_static))
         if sizes.pages < 1:
             size, num_bytes = self._page_size, self.caches.page_bytes
             raise PoolTooSmall(
@@ -135,15 +128,18 @@ class ModelPools:
             megabytes, running = sizes.states * caches.state_bytes >> 20, sizes.max_running_requests(self._max_slots)
             progress(f"states of recurrent layers: {sizes.states} states, {megabytes} MiB, for {running} running requests")
 
-    def _host_budget(self, mem_fraction_static: float) -> int:
-        """Returns the bytes of the host's free memory that pools may take."""
-        return int(free_memory() * mem_fraction_static)
+
+def host_budget(mem_fraction_static: float) -> int:
+    """Returns the bytes of the host's free memory that pools may take."""
+    return int(free_memory() * mem_fraction_static)
 
 
-def _check_states(options: DeviceOptions) -> None:
-    """Raises UnsupportedModel if an option knows no states of recurrent layers."""
-    for name, value in (("--enable-hierarchical-cache", options.tiers), ("--disaggregation-mode", options.peers)):
-        if value is not None:
-            raise UnsupportedModel(f"{name} is not available for a model with recurrent layers")
-    if options.max_drafts:
-        raise UnsupportedModel("speculative decoding is not available for a model with recurrent layers")
+def states_refusal(options: DeviceOptions) -> str:
+    """Returns a message that names the option with which recurrent layers are not available; empty if they are."""
+    refused = {
+        "--enable-hierarchical-cache": options.tiers is not None,
+        "--disaggregation-mode": options.peers is not None,
+        "speculative decoding": options.max_drafts > 0,
+    }
+    name = next((name for name, refuses in refused.items() if refuses), "")
+    return f"{name} is not available for a model with recurrent layers" if name else ""

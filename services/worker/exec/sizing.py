@@ -1,19 +1,18 @@
-"""Computes the number of KV pages that fit into a GPU's memory.
+"""Computes the sizes of pools that fit into a GPU's memory.
 
-With a pool of one page, the largest step is run and graphs are captured, and their memory is measured. The pool gets the memory
+With the smallest pools, the largest step is run and graphs are captured, and their memory is measured. The pools get the memory
 that these parts, the weights and other processes leave. Numbers without another unit are bytes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolTooSmall
+from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolSizes, PoolTooSmall
 from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner
 from rootstock_llm.services.worker.exec.streams.returned_memory import return_memory
 
@@ -21,60 +20,33 @@ RESERVE = 512 << 20  # bytes of the device that stay free, because libraries all
 PARTS = ("weights", "activation_peak", "graphs", "workspace")
 
 
-@dataclass(frozen=True, slots=True)
-class PoolNeeds:
-    """The sizes of one executor on which the size of its pool depends."""
-
-    caches: CacheShape  # caches of the model and of the drafter
-    page_size: int  # tokens
-    context_len: int  # tokens that the pool must hold
-    weight_bytes: int  # resident weights
-    fixed_bytes: int  # buffers that stay allocated from step to step
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page, with its share of the units of cache groups."""
-        return math.ceil(self.caches.page_cost)
-
-
-def pages_of_device(
-    runner: DeviceRunner,
-    needs: PoolNeeds,
-    mem_fraction_static: float,
-    largest: Callable[[], None],
-    graph_bytes: Callable[[], int],
-    progress: Callable[[str], None],
-) -> int:
-    """Measures the number of pages for the pool. The runner must have a pool of one page.
+def measured_use(
+    runner: DeviceRunner, weight_bytes: int, pool_bytes: int, largest: Callable[[], None], graph_bytes: Callable[[], int]
+) -> DeviceMemoryUse:
+    """Measures the parts of the device's memory. The runner must have the smallest pools.
 
     Args:
-        mem_fraction_static: share of the device's memory that may be used.
+        weight_bytes: bytes of all weights.
+        pool_bytes: bytes of the present pools, which count as free.
         largest: runs the largest step.
         graph_bytes: returns the bytes of all graphs; it may capture some of them.
-        progress: receives a line for the log with all parts of the memory.
-
-    Raises:
-        PoolTooSmall: the pool would hold fewer than context_len tokens.
     """
     device = runner.streams.device
-    assert needs.page_bytes > 0, "a page takes memory"
+    workspace = torch.cuda.memory_allocated(device) - weight_bytes - pool_bytes
     peak = profile_peak(largest, device)
     return_memory(device)
     graphs = graph_bytes()
     return_memory(device)
     free, total = torch.cuda.mem_get_info(device)
-    use = DeviceMemoryUse(
+    return DeviceMemoryUse(
         total=total,
-        free_now=free,
-        weights=needs.weight_bytes,
+        free_now=free + pool_bytes,
+        weights=weight_bytes,
         activation_peak=peak,
         graphs=graphs,
-        workspace=needs.fixed_bytes + needs.caches.fixed_bytes,
+        workspace=workspace,
         allocated_now=("weights", "workspace"),
     )
-    pages = kv_pool_pages(use, mem_fraction_static, RESERVE, needs.page_bytes, needs.page_size, needs.context_len)
-    progress(f"memory: {describe(use, mem_fraction_static, RESERVE, kv_pool_bytes(use, mem_fraction_static, RESERVE))}")
-    return pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +63,7 @@ class DeviceMemoryUse:
 
     @property
     def own(self) -> int:
-        """Memory of all parts of this worker except the pool."""
+        """Memory of all parts of this worker except the pools."""
         total: int = sum(getattr(self, part) for part in PARTS)
         return total
 
@@ -106,48 +78,58 @@ class DeviceMemoryUse:
         return max(0, self.total - self.free_now - self._allocated)
 
 
-def kv_pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int) -> int:
-    """Returns the number of bytes for the KV pool, 0 or more.
+def pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int = RESERVE) -> int:
+    """Returns the number of bytes for the pools, 0 or more.
 
     Args:
-        mem_fraction_static: share of the device's memory for the worker's parts, the pool and used_elsewhere together.
+        mem_fraction_static: share of the device's memory for the worker's parts, the pools and used_elsewhere together.
         reserve: bytes that stay free in any case.
     """
     budget = min(int(use.total * mem_fraction_static), use.total - reserve)
     left = max(0, budget - use.used_elsewhere - use.own)
-    assert left + use.own <= max(budget, use.own), "the pool and the parts do not exceed the budget"
+    assert left + use.own <= max(budget, use.own), "the pools and the parts do not exceed the budget"
     return left
 
 
-def kv_pool_pages(
-    use: DeviceMemoryUse, mem_fraction_static: float, reserve: int, page_bytes: int, page_size: int, context_len: int
-) -> int:
-    """Returns the number of pages that fit. Raises PoolTooSmall if they hold fewer than context_len tokens."""
-    left = kv_pool_bytes(use, mem_fraction_static, reserve)
-    pages = left // page_bytes
-    if pages * page_size >= context_len:
-        return pages
-    parts = describe(use, mem_fraction_static, reserve, left)
-    if pages == 0:
-        raise PoolTooSmall(
-            f"no KV page of {page_size} tokens ({_mib(page_bytes)}) fits into the memory that is left after the model: {parts}"
-        )
+def fitting_sizes(
+    use: DeviceMemoryUse, mem_fraction_static: float, caches: CacheShape, page_size: int, context_len: int, reserve: int = RESERVE
+) -> PoolSizes:
+    """Returns the sizes of the largest pools that fit.
+
+    Args:
+        page_size: tokens of a page.
+        context_len: tokens that the pages must hold.
+
+    Raises:
+        PoolTooSmall: the pages would hold fewer than context_len tokens, or the units of one request do not fit.
+    """
+    left = pool_bytes(use, mem_fraction_static, reserve)
+    parts = describe(use, mem_fraction_static, left, reserve)
+    try:
+        sizes = caches.split(left)
+    except PoolTooSmall as error:
+        raise PoolTooSmall(f"{error}: {parts}") from None
+    tokens = sizes.pages * page_size
+    if tokens >= context_len:
+        return sizes
+    if tokens == 0:
+        page = f"no KV page of {page_size} tokens ({_mib(caches.page_bytes)})"
+        raise PoolTooSmall(f"{page} fits into the memory that is left after the model: {parts}")
     raise PoolTooSmall(
-        f"the KV pool holds {pages * page_size} tokens, fewer than context_len {context_len}: {parts}."
-        f" Set context_len to {pages * page_size} or less"
+        f"the KV pool holds {tokens} tokens, fewer than context_len {context_len}: {parts}. Set context_len to {tokens} or less"
     )
 
 
-def describe(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int, kv_bytes: int) -> str:
+def describe(use: DeviceMemoryUse, mem_fraction_static: float, left: int, reserve: int = RESERVE) -> str:
     """Returns a line for the log with the memory of all parts in MiB.
 
     Args:
-        kv_bytes: bytes of the KV pool.
+        left: bytes of the pools.
     """
     names = {"weights": "weights", "activation_peak": "activations", "graphs": "graphs", "workspace": "workspaces"}
     own = ", ".join(f"{names[part]} {_mib(getattr(use, part))}" for part in PARTS)
     limits = f"{mem_fraction_static:g} of the device's {_mib(use.total)} may be used, {_mib(reserve)} stay free"
-    return f"{limits}; {own}, used elsewhere {_mib(use.used_elsewhere)}, KV pool {_mib(kv_bytes)}"
+    return f"{limits}; {own}, used elsewhere {_mib(use.used_elsewhere)}, KV pool {_mib(left)}"
 
 
 def _mib(num_bytes: int) -> str:

@@ -14,10 +14,6 @@ def _seconds(info: LoadedInfo) -> dict[tuple[str, ...], float]:
     return {(phase,): seconds for phase, seconds in info.load_seconds}
 
 
-def _kv_pool_bytes(info: LoadedInfo) -> float:
-    return info.num_pages * info.page_size * info.kv_bytes_per_token
-
-
 class LoadMetrics(Readings[LoadedInfo]):
     """Metrics of one model. The label is the served model name. A model without weights and KV pool reports zeros."""
 
@@ -45,8 +41,8 @@ class LoadMetrics(Readings[LoadedInfo]):
         Reading(
             Gauge,
             "rootstock_worker_kv_pool_bytes",
-            "Bytes of the KV pool, with the keys and values of all layers.",
-            _kv_pool_bytes,
+            "Bytes of the KV pool: all pages, and the units of windows and states.",
+            lambda info: info.pool_bytes,
         ),
     )
 

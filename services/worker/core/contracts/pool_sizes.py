@@ -37,8 +37,10 @@ class CacheShape:
     """The bytes of a model's caches, and the settings by which memory is split between them."""
 
     page_bytes: int  # bytes of a page of tokens in the layers whose KV is in pages; 0 if there are none
+    least_pages: int = 0  # pages without bytes that a pool has at least; only with page_bytes 0
     window_bytes: int = 0  # bytes of a window unit; 0 without a WINDOW group
     state_bytes: int = 0  # bytes of a state; 0 without recurrent layers
+    scratch_states: int = 0  # states that a pool has in addition, for the executor's own use
     max_slots: int = 1  # largest number of running requests
     slot_windows: int = 0  # window units that one request may need at once
     swa_full_tokens_ratio: float = 0.8  # window units per page
@@ -52,9 +54,13 @@ class CacheShape:
         return kv * (1.0 + self._state_share)
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the states if their number is given."""
-        return self.max_mamba_cache_size * self.state_bytes
+    def scratch_bytes(self) -> int:
+        return self.scratch_states * self.state_bytes
+
+    def bytes_of(self, sizes: PoolSizes) -> int:
+        """Returns the bytes of pools of these sizes."""
+        units = sizes.windows * self.window_bytes + sizes.states * self.state_bytes
+        return sizes.pages * self.page_bytes + units + self.scratch_bytes
 
     @property
     def _windows_per_page(self) -> float:
@@ -72,20 +78,21 @@ class CacheShape:
         """
         assert self.page_cost > 0, "a token takes memory in some layer"
         budget = max(budget, 0)
-        pages = max(0, int((budget - self.fixed_bytes) / self.page_cost))
+        given = self.max_mamba_cache_size * self.state_bytes
+        pages = max(0, int((budget - self.scratch_bytes - given) / self.page_cost))
         sizes = self.with_units(pages)
-        taken = sizes.states * self.state_bytes + sizes.windows * self.window_bytes
+        taken = self.bytes_of(PoolSizes(0, sizes.windows, sizes.states))
         if sizes.states and taken > budget:
-            raise PoolTooSmall(
-                f"{STATES_PER_SLOT} states of {_mib(self.state_bytes)} for one request do not fit into {_mib(budget)}"
-            )
+            whose = "of max_mamba_cache_size" if self.max_mamba_cache_size else "for one request"
+            count, own = sizes.states, f"{self.scratch_states} of the worker's own"
+            raise PoolTooSmall(f"{count} states {whose} and {own}, {_mib(self.state_bytes)} each, do not fit into {_mib(budget)}")
         if taken > budget:
             raise PoolTooSmall(
                 f"{self.slot_windows} window units of {_mib(self.window_bytes)} for one request do not fit into {_mib(budget)}"
             )
         if taken + pages * self.page_bytes > budget and self.page_bytes:  # the least numbers of units exceed the ratios
             pages = (budget - taken) // self.page_bytes
-        return PoolSizes(pages, sizes.windows, sizes.states)
+        return PoolSizes(max(pages, self.least_pages), sizes.windows, sizes.states)
 
     def with_units(self, pages: int) -> PoolSizes:
         """Returns the numbers of units for a number of pages: those of the ratios, and at least those of one request."""
@@ -104,7 +111,7 @@ class CacheShape:
         sizes = self.with_units(pages)
         if not self.state_bytes or self.max_mamba_cache_size:
             return sizes
-        rest = budget - pages * self.page_bytes - sizes.windows * self.window_bytes
+        rest = budget - self.bytes_of(PoolSizes(pages, sizes.windows))
         most = max(rest // self.state_bytes, STATES_PER_SLOT)
         return PoolSizes(pages, sizes.windows, min(max(sizes.states, (STATES_PER_SLOT + 1) * self.max_slots), most))
 

@@ -19,7 +19,8 @@ class LoadedInfo:
     page_size: int  # tokens
     dtype: str  # dtype of weights and KV
     weight_bytes: int  # bytes of the weights in the device's memory, packed copies included
-    kv_bytes_per_token: int  # bytes of a token's keys and values over all layers
+    kv_bytes_per_token: int  # bytes of a token's keys and values over all layers whose KV is in pages
+    pool_bytes: int = 0  # bytes of all pages and of all units of cache groups
     generates: bool = True  # whether the model has a vocabulary projection, without which no token can be sampled
     embedding_size: int = 0  # dimensions of an embedding; 0 if the model computes no embeddings
     needs_whole_prompt: bool = False  # each prompt must be one row of one step, without a cached prefix (encoders)
@@ -45,5 +46,5 @@ class LoadedInfo:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the KV of one page, over all layers."""
+        """Bytes of the KV of one page."""
         return self.kv_bytes_per_token * self.page_size

@@ -1,6 +1,8 @@
-"""Llama, Mistral, Qwen2 and Qwen3: one dense decoder architecture whose variants differ in switches of DenseConfig.
+"""Llama, Mistral, Qwen2, Qwen3, Qwen3.5 and Gemma 3: one decoder without experts, with variants by switches of DenseConfig.
 
-embedding ─► layers: norm ─► attention ─► + ─► norm ─► gated MLP ─► + ─► ... ─► norm ─► head
+embedding ─► layers: norm ─► mixer ─► + ─► norm ─► gated MLP ─► + ─► ... ─► norm ─► head
+
+The mixer is attention, in most layers of Qwen3.5 Gated DeltaNet. In Gemma 3, the outputs of mixer and MLP have norms too.
 
 A DenseModel has the weights, and a Decoder runs it over the ragged batch of a step. Neither stores anything about a request.
 """
@@ -15,7 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import MOST_TAPS, RaggedRows
 from rootstock_llm.services.shared.served_config import LAYER_TYPES, RECURRENT
 from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
 from rootstock_llm.services.worker.exec.models.attention import Attention
@@ -120,7 +122,8 @@ class Decoder:
 class DenseModel(ABC):
     """The weights of a decoder without experts. Each layer has attention or a recurrence, and an MLP."""
 
-    activation: ClassVar[str] = "silu"  # hidden_act of the configs
+    activation: ClassVar[str] = "silu"
+    activation_key: ClassVar[str] = "hidden_act"  # attribute of the configs that names the activation
     layer_types: ClassVar[frozenset[str]] = LAYER_TYPES  # supported values in layer_types of the configs
     partial_rotation: ClassVar[bool] = False  # whether partial_rotary_factor may be below 1
 
@@ -231,7 +234,7 @@ class Qwen3_5(DenseModel):
     rotary embedding of three axes is the usual one.
     """
 
-    layer_types = LAYER_TYPES | {RECURRENT}
+    layer_types = frozenset({"full_attention", RECURRENT})
     partial_rotation = True
 
     @classmethod
@@ -245,9 +248,15 @@ class Qwen3_5(DenseModel):
         )
         if min(delta.key_heads, delta.key_dim, delta.value_dim, delta.taps - 1) < 1 or delta.value_heads % delta.key_heads:
             raise UnsupportedModel(f"the recurrent layers have sizes that do not fit: {delta}")
+        if delta.taps > MOST_TAPS:
+            raise UnsupportedModel(
+                f"the convolution of recurrent layers has {delta.taps} taps; at most {MOST_TAPS} are supported"
+            )
         bias = bool(given.attention_bias)
         config = dense_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
         recurrent = tuple(index for index, kind in enumerate(given.layer_types) if kind == RECURRENT)
+        if len(recurrent) == len(given.layer_types):
+            raise UnsupportedModel("all layers are recurrent; at least one layer must have attention")
         return replace(config, centered_norms=True, output_gate=True, delta=delta, recurrent=recurrent)
 
 
@@ -259,11 +268,14 @@ class Gemma3(DenseModel):
     """
 
     activation = "gelu_pytorch_tanh"
+    activation_key = "hidden_activation"
 
     @classmethod
     def config_of(cls, given: Any) -> DenseConfig:
         bias = bool(given.attention_bias)
-        ropes = given.rope_parameters
+        ropes = given.rope_parameters or {}
+        if missing := LAYER_TYPES - ropes.keys():
+            raise UnsupportedModel(f"rope_parameters has no entry for layers of type {', '.join(sorted(missing))}")
         config = dense_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
         return replace(
             config,

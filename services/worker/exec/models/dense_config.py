@@ -125,9 +125,9 @@ def dense_config(
 ) -> DenseConfig:
     head_dim = getattr(given, "head_dim", None) or given.hidden_size // given.num_attention_heads
     rotary_dim = int(head_dim * float((given.rope_parameters or {}).get("partial_rotary_factor", 1.0)))
-    if head_dim % 2 or rotary_dim % 2:
+    if head_dim % 2 or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise UnsupportedModel(
-            f"head_dim {head_dim} or its rotated part {rotary_dim} is odd; rotary embedding needs even numbers"
+            f"head_dim is {head_dim} and its rotated part {rotary_dim}; both must be even, and the part between 2 and head_dim"
         )
     return DenseConfig(
         architecture=architecture_of(given),

@@ -71,6 +71,8 @@ def config_of(given: Any) -> DenseConfig:
     if given.model_type != expected:
         raise NotCovered(f"model_type {given.model_type} does not match architecture {architecture}")
     given = text_config(given)
+    if given.model_type != family.model_type:
+        raise NotCovered(f"model_type {given.model_type} of the text config does not match architecture {architecture}")
     _check_covered(given, family)
     _check_sizes(given)
     return family.model.config_of(given)
@@ -108,9 +110,9 @@ def ropes_of(given: Any) -> list[dict[str, Any]]:
 def _check_covered(given: Any, family: Family) -> None:
     """Checks that the model class implements the arithmetic of the config. Raises NotCovered if not."""
     model = family.model
-    activation = getattr(given, "hidden_act", None) or getattr(given, "hidden_activation", None)
+    activation = getattr(given, model.activation_key, None)
     if activation != model.activation:
-        raise NotCovered(f"hidden_act {activation} is not supported; supported: {model.activation}")
+        raise NotCovered(f"{model.activation_key} {activation} is not supported; supported: {model.activation}")
     if not getattr(given, "is_causal", True) or getattr(given, "use_bidirectional_attention", False):
         raise NotCovered("attention in both directions is not supported")
     if unknown := set(getattr(given, "layer_types", None) or ()) - model.layer_types:

@@ -66,6 +66,8 @@ class LoadRequest:
     progress: Callable[[str], None]  # called with lines for the log
     target: LoadTarget
     phases: LoadPhases = field(default_factory=LoadPhases)
+    # reason why a model with recurrent layers is refused before its weights are read; empty if it is not
+    no_states: str = ""
 
 
 def load_weights(
