@@ -100,7 +100,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", HYBRID_CASES)
-def test_load_refuses_a_hybrid_config_that_is_not_served(hybrid: Path, tmp_path: Path, name: str) -> None:
+def test_loading_refuses_unsupported_configs_of_models_with_recurrent_layers(hybrid: Path, tmp_path: Path, name: str) -> None:
     values, message = HYBRID_CASES[name]
     (tmp_path / "model.safetensors").symlink_to(hybrid / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(json.loads((hybrid / "config.json").read_text()) | values))
@@ -116,7 +116,7 @@ def test_load_refuses_a_hybrid_config_that_is_not_served(hybrid: Path, tmp_path:
     ],
     ids=["tiers", "drafts"],
 )
-def test_recurrent_layers_are_refused_before_the_weights_are_read(
+def test_unsupported_options_for_recurrent_layers_are_refused_before_the_weights_are_read(
     hybrid: Path, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "config.json").write_text((hybrid / "config.json").read_text())

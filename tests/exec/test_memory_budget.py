@@ -78,19 +78,19 @@ def test_error_is_raised_when_the_context_does_not_fit_into_the_kv_pool() -> Non
 HYBRID = CacheShape(page_bytes=MIB, state_bytes=20 * MIB, scratch_states=2, max_slots=8, mamba_full_memory_ratio=1.0)
 
 
-def test_fitting_sizes_divides_the_memory_between_pages_and_states() -> None:
+def test_memory_is_divided_between_pages_and_states() -> None:
     found = fitting_sizes(ALONE, 0.9, HYBRID, 16, 16, 0)
     assert found == PoolSizes(225, 0, 11)  # of 490 MiB, 40 for scratch states
     assert HYBRID.bytes_of(found) <= 490 * MIB
 
 
-def test_fitting_sizes_checks_the_context_after_the_states_are_subtracted() -> None:
+def test_context_is_checked_after_the_states_are_subtracted_from_the_memory() -> None:
     """Without states, 490 pages fit."""
     with pytest.raises(PoolTooSmall, match=r"the KV pool holds 3600 tokens, fewer than context_len 3601: 0.9 of the device's"):
         fitting_sizes(ALONE, 0.9, HYBRID, 16, 3601, 0)
 
 
-def test_fitting_sizes_raises_when_the_given_states_do_not_fit() -> None:
+def test_error_is_raised_when_the_configured_states_do_not_fit_into_memory() -> None:
     given = replace(HYBRID, max_mamba_cache_size=23)
     text = r"23 states of max_mamba_cache_size and 2 of the worker's own, 20.0 MiB each, do not fit into 490.0 MiB: 0.9 of the"
     with pytest.raises(PoolTooSmall, match=text):
