@@ -18,7 +18,7 @@ def figures(model: LoadedInfo) -> CollectorRegistry:
     return registry
 
 
-def test_load_metrics_have_phases_and_memory() -> None:
+def test_model_loading_metrics_have_the_seconds_of_each_phase_and_the_memory() -> None:
     registry = figures(info(load_seconds=(("weights", 3.5), ("total", 9.0))))
     for phase, seconds in (("weights", 3.5), ("total", 9.0), ("graphs", None)):
         labels = {"model_name": "m", "phase": phase}
@@ -27,7 +27,7 @@ def test_load_metrics_have_phases_and_memory() -> None:
     assert registry.get_sample_value("rootstock_worker_kv_pool_bytes", {"model_name": "m"}) == 10 * 16 * 96
 
 
-def test_load_metrics_have_no_phases_when_the_model_reports_none() -> None:
+def test_model_loading_metrics_have_no_phases_when_the_model_reports_none() -> None:
     family = next(each for each in figures(info()).collect() if each.name == "rootstock_worker_load_seconds")
     assert family.samples == []
 

@@ -27,7 +27,7 @@ def settings(*argv: str) -> ServiceSettings:
     return load(ServiceSettings, "test", list(argv))
 
 
-def test_tracing_loads_no_tracer_and_no_exporter_when_off() -> None:
+def test_tracer_and_exporter_are_not_imported_when_tracing_is_off() -> None:
     """Other libraries load OpenTelemetry's API and parts of its metrics in any case."""
     code = f"""
 import importlib, sys
@@ -71,7 +71,7 @@ def test_valid_endpoint_is_accepted(endpoint: str) -> None:
     ],
     ids=["all", "none", "client samples", "client does not sample", "invalid context"],
 )
-def test_client_sampling_flag_overrides_the_ratio(ratio: str, context: dict[str, str], traced: bool) -> None:
+def test_sampling_flag_of_the_client_overrides_the_sample_ratio(ratio: str, context: dict[str, str], traced: bool) -> None:
     tracing = start_tracing(settings("--otlp-endpoint", "127.0.0.1:1", "--trace-sample-ratio", ratio), "test")
     assert tracing is not None
     span = tracing.begin("request", context)
@@ -82,14 +82,14 @@ def test_client_sampling_flag_overrides_the_ratio(ratio: str, context: dict[str,
 
 
 @pytest.mark.parametrize("context", ["", "nonsense", UNSAMPLED, f"00-{'0' * 32}-{CALLER}-01"])
-def test_child_span_needs_a_sampled_context(context: str) -> None:
+def test_child_span_is_made_only_for_a_sampled_trace_context(context: str) -> None:
     tracing = start_tracing(settings("--otlp-endpoint", "127.0.0.1:1"), "test")
     assert tracing is not None
     assert tracing.under("call", context) is None
     assert tracing.under("call", SAMPLED) is not None
 
 
-def test_spans_have_parents_and_a_service() -> None:
+def test_exported_spans_have_their_parents_and_the_service_name() -> None:
     with Collector() as collector:
         tracing = start_tracing(settings("--otlp-endpoint", collector.address), "test")
         assert tracing is not None
@@ -112,7 +112,7 @@ def test_spans_have_parents_and_a_service() -> None:
     assert (seen_inner.failed, seen_outer.failed) == (True, False)
 
 
-def test_unreachable_collector_costs_two_log_lines_and_no_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_collector_causes_at_most_two_log_lines_and_no_delay(caplog: pytest.LogCaptureFixture) -> None:
     tracing = start_tracing(settings("--otlp-endpoint", "127.0.0.1:1"), "test")
     assert tracing is not None
 
@@ -132,7 +132,7 @@ def test_unreachable_collector_costs_two_log_lines_and_no_time(caplog: pytest.Lo
     assert len(lines()) <= 2, "one line when spans are lost, one at the end"
 
 
-def test_lost_and_resumed_exports_are_one_log_line_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_loss_and_recovery_of_exports_are_one_log_line_each(caplog: pytest.LogCaptureFixture) -> None:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     from rootstock_llm.services.shared.observe.spans import CollectorExporter
@@ -155,5 +155,5 @@ def test_lost_and_resumed_exports_are_one_log_line_each(caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     "make", [lambda: trace_fields(""), lambda: trace_fields("x" * 10_000), lambda: trace_fields(SAMPLED.upper())]
 )
-def test_trace_fields_are_empty_without_a_valid_context(make: Callable[[], dict[str, str]]) -> None:
+def test_trace_fields_are_empty_without_a_valid_trace_context(make: Callable[[], dict[str, str]]) -> None:
     assert make() == {}

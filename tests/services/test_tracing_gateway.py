@@ -37,7 +37,7 @@ def in_background(system: System, headers: dict[str, str], **body: Any) -> threa
     return thread
 
 
-def test_request_is_one_trace_whose_context_reaches_all_services(collector: Collector) -> None:
+def test_request_is_one_trace_and_its_context_reaches_all_services(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         answer = chat(system, {**TRACED, "x-request-id": "mine"}, n=2)
         assert answer.headers["x-request-id"] == "mine"
@@ -109,7 +109,7 @@ def system_off() -> Iterator[System]:
         yield running
 
 
-def test_wait_in_the_queue_is_a_span(collector: Collector) -> None:
+def test_wait_in_the_queue_has_its_own_span(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         system.call(system.workers[0].stop())
         wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the disconnection")
@@ -145,7 +145,7 @@ def test_resumed_request_has_two_attempts_when_a_worker_is_lost(collector: Colle
     assert (server.failed, server.attributes["http.response.status_code"]) == (False, 200)
 
 
-def test_attempt_does_not_fail_when_a_worker_drains(collector: Collector) -> None:
+def test_attempt_span_is_not_failed_when_the_worker_drains(collector: Collector) -> None:
     with System(workers=2, otlp_endpoint=collector.address) as system:
         system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_UNAVAILABLE, "going away")))
         for _ in range(4):
@@ -171,7 +171,7 @@ def test_hedge_is_a_second_attempt_and_the_slower_attempt_is_aborted(collector: 
     assert contexts == {f"00-{TRACE}-{one.id}-01" for one in tries}
 
 
-def test_failures_distinguish_client_and_server_errors(collector: Collector) -> None:
+def test_spans_of_server_errors_are_failed_and_spans_of_client_errors_are_not(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         assert chat(system, TRACED, temperature=-1).status_code == 400
         (bad,) = collector.wait_for(SERVER)
@@ -212,7 +212,7 @@ def test_requests_succeed_when_the_collector_is_unreachable() -> None:
         assert [chat(system, TRACED).status_code for _ in range(5)] == [200] * 5
 
 
-def test_access_log_names_the_trace_of_a_traced_request(collector: Collector, tmp_path: Path) -> None:
+def test_access_log_has_the_trace_id_of_a_traced_request(collector: Collector, tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     with System(otlp_endpoint=collector.address, access_log_file=str(path)) as system:
         assert chat(system, {**TRACED, "x-request-id": "mine"}).status_code == 200

@@ -55,7 +55,7 @@ def under(parent: Received, *children: Received) -> bool:
     return all((span.trace, span.parent) == (parent.trace, parent.id) and span.within(parent) for span in children)
 
 
-def test_tokenizer_traces_encode_and_render(collector: Collector, tracing: Tracing, folder: Path) -> None:
+def test_tokenizer_has_spans_for_encoding_and_rendering(collector: Collector, tracing: Tracing, folder: Path) -> None:
     async def run() -> None:
         async with tokenizer(folder, tracing) as serving:
             await serving.stub.Encode(tokenizer_pb2.EncodeRequest(request_id="r", texts=["one two"], traceparent=SAMPLED))
@@ -78,7 +78,7 @@ def test_tokenizer_traces_encode_and_render(collector: Collector, tracing: Traci
     assert render.span.end_time_unix_nano <= encodes[1].span.start_time_unix_nano
 
 
-def test_detokenizer_traces_each_sampled_handle(collector: Collector, tracing: Tracing, folder: Path) -> None:
+def test_detokenizer_has_a_span_for_each_sampled_request(collector: Collector, tracing: Tracing, folder: Path) -> None:
     def opened(handle: int, traceparent: str) -> detokenizer_pb2.DecodeOpen:
         return detokenizer_pb2.DecodeOpen(handle=handle, request_id=f"r{handle}", traceparent=traceparent, replay_ids=[10])
 
@@ -116,7 +116,9 @@ def traced(handle: int, prompt: list[int], context: str = SAMPLED, **sampling: o
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_worker_traces_queue_prefill_chunks_and_decode(collector: Collector, tracing: Tracing, overlap: bool) -> None:
+def test_worker_has_spans_for_the_queue_and_each_prefill_chunk_and_decoding(
+    collector: Collector, tracing: Tracing, overlap: bool
+) -> None:
     async def run() -> None:
         config = replace(CONFIG, chunked_prefill_size=8)
         async with worker(step_s=0.003, config=config, overlap=overlap, tracing=tracing) as serving:
@@ -150,7 +152,7 @@ def test_worker_traces_queue_prefill_chunks_and_decode(collector: Collector, tra
     assert [span.attributes["rootstock.cached_tokens"] for span in chunks] == [0] * len(chunks)
 
 
-def test_worker_traces_retractions_as_events(collector: Collector, tracing: Tracing) -> None:
+def test_worker_records_each_retraction_as_a_span_event(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(config=replace(CONFIG, retract_interval=9), tracing=tracing) as serving:
             gateway = FakeGateway(serving.stub)
@@ -197,7 +199,7 @@ def test_worker_spans_end_when_requests_are_aborted(collector: Collector, tracin
     assert len(collector.named("queue")) == 5 and len(collector.named("decode")) == 3
 
 
-def test_worker_span_fails_when_a_step_fails(collector: Collector, tracing: Tracing) -> None:
+def test_worker_span_is_failed_when_a_step_fails(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(tracing=tracing) as serving:
             gateway = FakeGateway(serving.stub)
@@ -213,7 +215,7 @@ def test_worker_span_fails_when_a_step_fails(collector: Collector, tracing: Trac
     assert under(generate, prefill)
 
 
-def test_worker_span_does_not_count_resumed_output(collector: Collector, tracing: Tracing) -> None:
+def test_decode_span_counts_only_the_new_tokens_of_a_resumed_request(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(tracing=tracing) as serving:
             gateway = FakeGateway(serving.stub)

@@ -105,7 +105,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Batches
         thread.join()
 
 
-def test_batch_runs_each_example_of_its_help(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_command_succeeds_with_each_example_of_its_help_text(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
     batches.statuses = ["validating", "in_progress", "completed"]
     for example in COMMANDS["batch"].examples:
         assert main(example.split()[1:]) == Exit.DONE
@@ -118,13 +118,15 @@ def test_batch_runs_each_example_of_its_help(batches: Batches, capsys: pytest.Ca
     assert batches.asked[-1] == ("GET", "/v1/batches?limit=100&after=batch_1", None)
 
 
-def test_batch_wait_exits_with_failure_when_a_batch_fails(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_command_with_wait_exits_with_failure_when_the_batch_fails(
+    batches: Batches, capsys: pytest.CaptureFixture[str]
+) -> None:
     batches.statuses = ["validating", "failed"]
     assert main(["batch", "status", "batch_1", "--wait"]) == Exit.FAILED
     assert capsys.readouterr().err == "line 2: no body\n"
 
 
-def test_batch_results_prints_or_writes_lines_and_explains_failures(
+def test_batch_results_command_prints_or_writes_lines_and_says_why_there_are_none(
     batches: Batches, capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
     assert main(["batch", "results", "batch_1"]) == Exit.DONE
@@ -149,7 +151,9 @@ def test_upload_and_download_show_progress_on_a_terminal(batches: Batches, monke
     assert any(each.startswith("\rresults [####################] 100 %") for each in shown) and shown[-2:] == ["\r", ""]
 
 
-def test_batch_submit_reports_a_refusal_during_the_upload(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_submit_command_reports_the_servers_refusal_during_an_upload(
+    batches: Batches, capsys: pytest.CaptureFixture[str]
+) -> None:
     batches.refuses_uploads = True
     with Path("large.jsonl").open("wb") as file:
         file.write(json.dumps(LINE).encode() + b"\n")
@@ -158,7 +162,7 @@ def test_batch_submit_reports_a_refusal_during_the_upload(batches: Batches, caps
     assert "413 (too large): send a smaller request" in capsys.readouterr().err
 
 
-def test_batch_submit_uploads_nothing_when_the_file_has_no_request(batches: Batches) -> None:
+def test_batch_submit_command_uploads_nothing_when_the_file_is_missing_or_invalid(batches: Batches) -> None:
     for further in ([], ["--endpoint", "/v1/completions"]):
         assert main(["batch", "submit", "none.jsonl", *further]) == Exit.USAGE
     for content in (b"", b"{", b"[]\n", b"{}\n"):
@@ -168,7 +172,7 @@ def test_batch_submit_uploads_nothing_when_the_file_has_no_request(batches: Batc
     assert batches.uploads == []
 
 
-def test_batch_results_keep_the_old_file_when_the_download_is_cut_off(batches: Batches, tmp_path: Path) -> None:
+def test_batch_results_command_keeps_the_old_file_when_the_download_is_cut_off(batches: Batches, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_bytes(b"before")
     batches.missing = 100
     assert main(["batch", "results", "batch_1", "-o", "out.jsonl"]) == Exit.CUT_OFF
@@ -176,7 +180,7 @@ def test_batch_results_keep_the_old_file_when_the_download_is_cut_off(batches: B
     assert (tmp_path / "out.jsonl").read_bytes() == b"before"
 
 
-def test_batch_wait_continues_when_the_server_is_unavailable_for_a_moment(batches: Batches) -> None:
+def test_batch_command_keeps_waiting_when_the_server_is_unavailable_for_a_moment(batches: Batches) -> None:
     batches.statuses = ["in_progress", "in_progress", "completed"]
     submitted = ["batch", "submit", "requests.jsonl", "--wait"]
     batches.away = 2

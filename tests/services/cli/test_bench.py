@@ -111,7 +111,7 @@ def test_poisson_arrivals_have_exponential_gaps_at_the_rate() -> None:
     assert gaps.std() == pytest.approx(0.05, rel=0.05)
 
 
-def test_closed_loop_keeps_the_number_of_sessions_in_flight() -> None:
+def test_closed_loop_keeps_a_constant_number_of_sessions_in_flight() -> None:
     flying: list[int] = [0]
     most: list[int] = []
 
@@ -131,7 +131,7 @@ def outcome(ttft: float, itl: list[float], tokens: int) -> Outcome:
     return done
 
 
-def test_summary_has_the_statistics_of_known_values() -> None:
+def test_summary_has_the_expected_statistics_for_known_outcomes() -> None:
     two_tokens_a_chunk = outcome(ttft=0.1, itl=[0.2, 0.2], tokens=5)
     one_token = outcome(ttft=0.3, itl=[], tokens=1)
     failed = replace(outcome(9.0, [9.0], 9), error="timeout")
@@ -165,7 +165,7 @@ def test_stream_meter_measures_times_between_chunks() -> None:
     assert (seen.text, seen.prompt_tokens, seen.completion_tokens, seen.cached_tokens) == ("abc", 7, 6, 0)
 
 
-def test_stream_meter_counts_chunks_when_usage_is_absent() -> None:
+def test_stream_meter_counts_chunks_as_tokens_when_the_stream_reports_no_usage() -> None:
     seen = Outcome(0.0, 0.0)
     meter = StreamMeter(seen)
     meter.feed(event(text="a") + event(text="b", finish_reason="length"), 1.0)
@@ -249,7 +249,7 @@ def test_bench_sends_no_turn_after_a_failed_turn(server: FakeServer, tmp_path: P
     assert (status, results["successful_requests"], results["failed_requests"], results["unsent_requests"]) == (1, 1, 1, 2)
 
 
-def test_bench_records_parameters_and_machine_without_the_api_key(
+def test_bench_results_have_the_parameters_and_the_machine_but_not_the_api_key(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROOTSTOCK_API_KEY", "sesame")
@@ -264,7 +264,9 @@ def test_bench_records_parameters_and_machine_without_the_api_key(
     assert b"sesame" not in path.read_bytes()
 
 
-def test_bench_prints_the_rows_of_sglangs_and_vllms_benchmarks(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_the_same_rows_as_the_benchmarks_of_sglang_and_vllm(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["bench", "--url", server.url, "--num-requests", "3", "--output-len", "5"])
     out = capsys.readouterr().out
     assert out.startswith("============ Serving Benchmark Result ============\n")

@@ -53,7 +53,7 @@ class ReplSession:
         return [(message["role"], message["content"]) for message in self.conversation.messages]
 
 
-def test_chat_sends_earlier_turns_until_reset(server: FakeServer) -> None:
+def test_chat_sends_earlier_turns_until_the_reset_command(server: FakeServer) -> None:
     repl = ReplSession(server)
     assert repl.type("One \\", "two", "", "Three", "/reset", "Four") == Exit.DONE
     assert [len(body["messages"]) for body in server.bodies] == [2, 4, 2]
@@ -73,7 +73,7 @@ def test_chat_drops_a_failed_turn_and_continues(server: FakeServer) -> None:
     assert repl.err.getvalue().count("rootstock: ") == 3
 
 
-def test_chat_ctrl_c_stops_the_answer_and_continues(server: FakeServer) -> None:
+def test_ctrl_c_stops_the_answer_and_the_chat_continues(server: FakeServer) -> None:
     """The partial answer stays in the conversation. Ctrl-C at the prompt has no effect."""
     presses = [True]
 

@@ -23,7 +23,7 @@ def offered(*words: str) -> set[str]:
     return set(result.stdout.split())
 
 
-def test_bash_script_offers_commands_flags_and_values() -> None:
+def test_bash_completion_offers_commands_and_flags_and_values() -> None:
     assert offered("c") == {"chat", "complete", "completion", "control"}
     assert offered("bench", "--workload", "m") == {"multi-turn"}
     assert offered("completion", "''") >= {"bash", "fish", "zsh"}

@@ -40,7 +40,7 @@ def started(*arguments: str, **pipes: int) -> subprocess.Popen[str]:
     ],
     ids=["no-key", "unavailable", "fault", "error-in-stream", "cut-off"],
 )
-def test_program_reports_a_server_fault_by_status_and_sentence(
+def test_program_reports_a_server_fault_by_its_exit_status_and_one_sentence(
     server: FakeServer, capsys: pytest.CaptureFixture[str], behaviour: str, status: Exit, message: str
 ) -> None:
     server.behaviours = [behaviour, behaviour]
@@ -56,7 +56,9 @@ def test_program_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str
         assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
 
 
-def test_program_exits_with_usage_when_values_are_wrong(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_exits_with_the_usage_status_when_a_value_is_wrong(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     urls = [[*CHAT, "--url", "ftp://nowhere"], [*CHAT, "--url", "http://h:port"]]
     for command in (*urls, [*CHAT, "--api-key-file", "/no/such/file"], ["chat", "-m", " "], ["complete", ""]):
         assert main(command) == Exit.USAGE
@@ -64,7 +66,7 @@ def test_program_exits_with_usage_when_values_are_wrong(server: FakeServer, caps
     assert server.bodies == []
 
 
-def test_program_exits_with_usage_when_the_command_line_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_exits_with_the_usage_status_when_the_command_line_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     """No flag takes an API key, because other users can see the arguments of a process."""
     for command in ("", "nothing", "chat --api-key sesame", "chat --extra-body {", "status --watch --once"):
         with pytest.raises(SystemExit) as caught:
@@ -88,7 +90,7 @@ def test_program_exits_with_usage_when_the_command_line_is_wrong(capsys: pytest.
     ],
     ids=["value", "equals sign", "underscores", "before the command", "no similar flag"],
 )
-def test_program_names_the_nearest_flag_when_a_flag_is_unknown(
+def test_program_suggests_the_nearest_flag_when_a_flag_is_unknown(
     words: str, nearest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -126,7 +128,7 @@ def test_program_reads_the_key_from_the_environment_or_a_file(
     assert server.keys == ["", "Bearer of-the-environment", "Bearer of-a-file"]
 
 
-def test_complete_prints_text_or_json(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_and_complete_commands_print_text_or_json(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--max-tokens", "2", "--temperature", "0", "--stop", "a", "--stop", "b", "--extra-body", '{"top_k": 1}']
     assert main([*CHAT, "-s", "Be brief.", *flags]) == Exit.DONE
     assert capsys.readouterr().out == " a0 a1\n"
@@ -160,7 +162,7 @@ class Screen(io.StringIO):
     ],
     ids=["terminal", "no-colour", "dumb", "pipe"],
 )
-def test_terminal_writes_colours_to_terminals_and_control_characters_to_pipes(
+def test_output_has_colours_only_on_terminals_and_control_characters_only_in_pipes(
     stream: io.StringIO, environment: dict[str, str], shown: str
 ) -> None:
     Terminal(stream, environment).write("a\x1b[2Jb", "red")
@@ -177,7 +179,7 @@ def test_terminal_writes_colours_to_terminals_and_control_characters_to_pipes(
     ],
     ids=["model", "flag", "misspelt flag", "two models"],
 )
-def test_serve_passes_arguments_to_the_launcher(
+def test_serve_command_passes_arguments_to_the_launcher(
     words: list[str], status: Exit, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -185,7 +187,7 @@ def test_serve_passes_arguments_to_the_launcher(
     assert message in capsys.readouterr().err
 
 
-def test_serve_prints_the_flags_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_the_serve_command_lists_the_flags_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["serve", "--help"])
     assert not end.value.code

@@ -63,7 +63,9 @@ def rates(polls: list[tuple[float, dict[str, Any]]]) -> list[float | None]:
     ],
     ids=["two-polls", "older-report", "same-report-twice", "idle", "restarted", "lost"],
 )
-def test_observer_computes_rates_between_reports(polls: list[tuple[float, dict[str, Any]]], expected: list[float | None]) -> None:
+def test_token_rate_is_computed_between_two_reports_of_a_worker(
+    polls: list[tuple[float, dict[str, Any]]], expected: list[float | None]
+) -> None:
     assert rates(polls) == expected
 
 
@@ -111,7 +113,7 @@ def test_table_fits_80_columns_and_keeps_worker_names_distinct() -> None:
     assert "queue 1  tokenizers 2  detokenizers 3" in rows and rows[-1].endswith("max_tokens")
 
 
-def test_picture_in_the_tutorial_matches_the_table() -> None:
+def test_status_table_in_the_tutorial_matches_the_code() -> None:
     """The tutorial shows docs/pictures/status.txt."""
     text = reference.PICTURE.read_text().rstrip("\n")
     assert "\n".join(f"    {line}".rstrip() for line in text.splitlines()) in (ROOT / "docs/tutorials/laptop.md").read_text()
@@ -127,7 +129,7 @@ def test_table_removes_control_characters_from_worker_names() -> None:
     assert "\x1b" not in "".join(rows)
 
 
-def test_table_omits_model_and_role_when_workers_share_them() -> None:
+def test_table_omits_the_model_and_role_columns_when_all_workers_have_the_same() -> None:
     rows = table_of(Worker("a", "m", "both", "ready"), Worker("-", "-", "-", "starting"))
     assert rows[1] == "2 workers, 1 ready"
     assert rows[3].split() == ["WORKER", "STATE", "RUN", "WAIT", "KV", "HITS", "TOK/S", "RETR"]
@@ -159,7 +161,7 @@ def test_status_watch_continues_when_the_gateway_is_unavailable() -> None:
     assert "cannot be reached" in json.loads(out.getvalue())["error"]
 
 
-def test_troubles_name_the_faults_of_workers_and_tokenizers() -> None:
+def test_status_reports_faults_of_workers_and_tokenizers() -> None:
     well = Observer().state(info(worker("a"), worker("b", "lost")), 10.0)
     assert troubles(well) == []
     gateway = {"waiting": 4, "workers": 0, "tokenizers": 0, "detokenizers": 3}
@@ -175,7 +177,7 @@ def test_troubles_name_the_faults_of_workers_and_tokenizers() -> None:
     assert troubles(full) == ["a has no free KV for the 1 queued requests: add workers, or lower max_tokens"]
 
 
-def test_troubles_name_the_faults_of_redis_keys_and_certificates() -> None:
+def test_status_reports_faults_of_redis_and_api_keys_and_certificates() -> None:
     def reported(**around: Any) -> list[str]:
         fields = info(worker("a"))
         gateway = {**fields["gateway"], "surroundings": around}

@@ -49,7 +49,7 @@ def row(
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("inline_tokens", [0, 2048], ids=["in a thread", "on the loop"])
-def test_stream_answers_each_batch_once_in_order(tokenizers: dict[str, HfTokenizer], inline_tokens: int) -> None:
+def test_stream_returns_one_response_per_batch_in_order(tokenizers: dict[str, HfTokenizer], inline_tokens: int) -> None:
     async def run() -> None:
         tokenizer = tokenizers["byte_level"]
         ids = tokenizer.encode_batch(["hello 你好 there"], False)[0]
@@ -69,7 +69,7 @@ def test_stream_answers_each_batch_once_in_order(tokenizers: dict[str, HfTokeniz
     asyncio.run(run())
 
 
-def test_stream_frees_open_requests_when_cancelled(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_open_requests_are_freed_when_the_stream_is_cancelled(tokenizers: dict[str, HfTokenizer]) -> None:
     async def run() -> None:
         async with serving(tokenizers["byte_level"]) as (stub, _, registry):
             call = stub.Decode()
@@ -94,7 +94,7 @@ def test_stream_frees_open_requests_when_cancelled(tokenizers: dict[str, HfToken
         (pb.DecodeBatch(opens=[pb.DecodeOpen(handle=h) for h in range(3)]), grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
 )
-def test_stream_ends_with_a_status_when_a_batch_breaks_the_contract(
+def test_stream_ends_with_an_error_when_a_batch_is_invalid_or_exceeds_a_limit(
     tokenizers: dict[str, HfTokenizer], message: pb.DecodeBatch, code: grpc.StatusCode
 ) -> None:
     async def run() -> None:
@@ -108,7 +108,7 @@ def test_stream_ends_with_a_status_when_a_batch_breaks_the_contract(
     asyncio.run(run())
 
 
-def test_drain_ends_an_idle_stream_as_unavailable(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_idle_stream_ends_with_unavailable_when_the_service_drains(tokenizers: dict[str, HfTokenizer]) -> None:
     async def run() -> None:
         async with serving(tokenizers["byte_level"]) as (stub, servicer, _):
             call = stub.Decode()
@@ -169,7 +169,9 @@ def test_drain_ends_busy_streams_and_refuses_new_streams(tokenizers: dict[str, H
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("inline_tokens", [0, 2048], ids=["in a thread", "on the loop"])
-def test_token_texts_call_returns_texts_and_limits_ids(tokenizers: dict[str, HfTokenizer], inline_tokens: int) -> None:
+def test_token_texts_call_returns_one_text_per_id_and_refuses_too_many_ids(
+    tokenizers: dict[str, HfTokenizer], inline_tokens: int
+) -> None:
     async def run() -> None:
         tokenizer = tokenizers["byte_level"]
         async with serving(tokenizer, inline_tokens=inline_tokens) as (stub, _, _):
@@ -183,7 +185,7 @@ def test_token_texts_call_returns_texts_and_limits_ids(tokenizers: dict[str, HfT
     asyncio.run(run())
 
 
-def test_info_returns_the_served_name(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_info_call_returns_the_served_model_name(tokenizers: dict[str, HfTokenizer]) -> None:
     async def run() -> None:
         async with serving(tokenizers["byte_level"], served_model_name="llama") as (stub, _, _registry):
             assert (await stub.Info(pb.DetokenizerInfoRequest())).model == "llama"

@@ -75,7 +75,7 @@ def test_session_continues_the_text_exactly_after_a_replay(
     assert before + run(second, ids[cut:]) + finish(second) == whole
 
 
-def test_replay_returns_decoded_text_that_was_not_sent(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_replay_returns_only_the_text_that_was_not_sent_before(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode_batch(["hello there"], False)[0]
     opened = pb.DecodeOpen(handle=1, replay_ids=ids, emitted_chars=2)
@@ -113,7 +113,7 @@ def test_session_skips_special_tokens_by_default(tokenizers: dict[str, HfTokeniz
     assert list(texts) == ["", "<|im_end|>"]
 
 
-def test_session_keeps_special_tokens_in_kept_tokens(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_session_keeps_the_special_tokens_that_the_request_lists(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = [tokenizer.token_id(text) for text in ("<|im_start|>", "<|im_end|>")]
     marks = ["<|im_start|>", "[not of this model]"]
@@ -143,12 +143,14 @@ def test_session_cuts_a_finished_row_at_the_stop_string(tokenizers: dict[str, Hf
         ("opens.stop", pb.DecodeBatch(opens=[pb.DecodeOpen(stop=["x" * 1025])])),
     ],
 )
-def test_bad_batch_error_names_the_field(tokenizers: dict[str, HfTokenizer], field: str, message: pb.DecodeBatch) -> None:
+def test_error_for_an_invalid_batch_names_the_field(
+    tokenizers: dict[str, HfTokenizer], field: str, message: pb.DecodeBatch
+) -> None:
     with pytest.raises(BadBatch, match=f"^{field}: "):
         new_session(tokenizers["byte_level"]).decode(message)
 
 
-def test_session_refuses_an_open_request_above_the_limit(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_session_refuses_to_open_more_requests_than_the_limit(tokenizers: dict[str, HfTokenizer]) -> None:
     session = new_session(tokenizers["byte_level"], max_open=2)
     session.decode(batch([], opens=[pb.DecodeOpen(handle=h) for h in (1, 2, 2)]))
     with pytest.raises(TooManyOpen):

@@ -45,7 +45,7 @@ CUTS = st.lists(st.integers(0, 40), max_size=12)
 @pytest.mark.by_day(one_in=4, seed=4)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), cuts=CUTS, skip=st.booleans())
-def test_incremental_text_equals_decode_without_a_prompt(
+def test_incremental_text_equals_the_decoded_text_without_a_prompt(
     tokenizers: dict[str, HfTokenizer], kind: str, data: st.DataObject, cuts: list[int], skip: bool
 ) -> None:
     tokenizer, ids = tokenizers[kind], data.draw(id_lists(kind))
@@ -70,7 +70,7 @@ def test_incremental_text_keeps_leading_space_after_a_prompt(
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @given(text=TEXTS, cuts=CUTS)
-def test_incremental_text_equals_the_encoded_text(
+def test_incremental_text_equals_the_text_that_was_encoded(
     tokenizers: dict[str, HfTokenizer], kind: str, text: str, cuts: list[int]
 ) -> None:
     tokenizer = tokenizers[kind]
@@ -79,7 +79,7 @@ def test_incremental_text_equals_the_encoded_text(
 
 
 @given(runs=st.lists(st.one_of(st.binary(max_size=9), st.lists(st.integers(0, 300), max_size=4)), max_size=8), cuts=CUTS)
-def test_byte_fallback_run_replaces_only_invalid_bytes(
+def test_only_invalid_bytes_are_replaced_in_a_run_of_byte_tokens(
     tokenizers: dict[str, HfTokenizer], runs: list[bytes | list[int]], cuts: list[int]
 ) -> None:
     tokenizer = tokenizers["byte_fallback"]
@@ -104,7 +104,7 @@ def test_incremental_text_completes_a_character_begun_in_the_prompt(tokenizers: 
         assert decode_all(tokenizer, ids[:2], ids[2:], []) == "好b"
 
 
-def test_word_keeps_the_leading_space_after_byte_tokens(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_word_after_byte_tokens_keeps_its_leading_space(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
     hello = tokenizer.encode_batch(["hello"], False)[0]
     ids = byte_ids(tokenizer, "你".encode()) + hello
@@ -121,7 +121,7 @@ def byte_ids(tokenizer: HfTokenizer, data: bytes) -> list[int]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_incremental_text_buffers_bytes_only_while_a_character_is_possible(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
+def test_bytes_are_buffered_only_while_they_can_become_a_character(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     steps = {
         "four-byte character": ("😀".encode(), ["", "", "", "😀"]),
@@ -180,7 +180,7 @@ NO_STOP = ""
         ("empty stop string", [""], ["ab"], ["ab"], NO_STOP, False, ""),
     ],
 )
-def test_stop_buffer_returns_and_cuts_text(
+def test_stop_buffer_returns_text_and_cuts_it_at_a_stop_string(
     name: str, stops: list[str], pushes: list[str], released: list[str], matched: str, include: bool, rest: str
 ) -> None:
     buffer = StopStringBuffer(stops, include)
@@ -229,7 +229,7 @@ TEXT = "hello there, wie spät? 你好 def add(a, b):"
 
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_token_texts_join_to_the_text(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
+def test_joined_token_texts_equal_the_decoded_text(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     texts = TokenTexts(tokenizer)
     ids = tokenizer.encode_batch(["a " + TEXT], False)[0]  # some tokenizers add or drop a space at the start of a text
@@ -239,7 +239,7 @@ def test_token_texts_join_to_the_text(tokenizers: dict[str, HfTokenizer], kind: 
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "wordpiece"])
-def test_token_text_of_a_special_token_is_the_name(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
+def test_token_text_of_a_special_token_is_its_name(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     special = min(tokenizer.special_ids)
     assert TokenTexts(tokenizer).of(special).decode().strip() == tokenizer.decode([special], False).strip() != ""

@@ -13,14 +13,14 @@ from rootstock_llm.services.shared.settings import of_values
 from tests.services.tokenizer.model_folders import CHATML, byte_level
 
 
-def test_plan_gives_the_template_to_tokenizers_and_workers_when_set(tmp_path: Path) -> None:
+def test_chat_template_flag_is_passed_to_tokenizers_and_workers(tmp_path: Path) -> None:
     settings = of_values(LocalSettings, {"model": str(tmp_path), "chat_template": "own.jinja", "workers": 2, "tokenizers": 2})
     started = parts(settings, str(tmp_path), list(range(1, num_ports(settings) + 1)))
     given = {part.command.name for part in started if "--chat-template own.jinja" in " ".join(part.command.argv)}
     assert given == {"tokenizer-0", "tokenizer-1", "worker-0", "worker-1"}
 
 
-def test_load_tokenizer_replaces_all_templates_when_a_file_is_given(tmp_path: Path) -> None:
+def test_template_file_replaces_all_chat_templates_of_the_model(tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages[0].content }}é", encoding="utf-8")
     for name, template in (("with", CHATML), ("without", None)):
@@ -30,7 +30,7 @@ def test_load_tokenizer_replaces_all_templates_when_a_file_is_given(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("content", "fault"), [(None, "is not readable: No such file"), (b"\xff", "is not UTF-8 text")])
-def test_load_tokenizer_names_an_unreadable_template_file(tmp_path: Path, content: bytes | None, fault: str) -> None:
+def test_error_names_the_template_file_when_it_is_unreadable(tmp_path: Path, content: bytes | None, fault: str) -> None:
     folder, own = byte_level(tmp_path / "model"), tmp_path / "own.jinja"
     if content is not None:
         own.write_bytes(content)

@@ -32,7 +32,7 @@ def record(level: str, message: str) -> str:
     ],
     ids=["empty", "error record", "traceback", "plain line", "redis", "no error"],
 )
-def test_cause_is_the_last_error_of_a_log(output: str, said: str) -> None:
+def test_cause_of_the_end_is_the_last_error_in_the_log(output: str, said: str) -> None:
     assert cause(output) == said
 
 
@@ -61,13 +61,13 @@ def test_cause_is_the_last_error_of_a_log(output: str, said: str) -> None:
     ],
     ids=["refusal", "flags", "crash", "killed by the kernel", "killed", "python", "torch", "c++"],
 )
-def test_why_it_ended_names_the_end_and_the_cause(code: int, output: str, kills: int, said: str) -> None:
+def test_sentence_about_an_ended_process_has_the_exit_and_the_cause(code: int, output: str, kills: int, said: str) -> None:
     sentence = why_it_ended("worker-0", code, output, LOG, MEMORY, kills)
     assert sentence.startswith(said), sentence
     assert sentence.endswith(f"Its log is {LOG}.") and "\n" not in sentence
 
 
-def test_why_it_ended_omits_the_model_when_the_process_has_no_weights() -> None:
+def test_sentence_about_an_ended_process_omits_the_model_when_the_process_has_no_weights() -> None:
     without = Memory(model_bytes=0, free_bytes=900_000_000, kills=3)
     assert why_it_ended("redis", -signal.SIGKILL, "", LOG, without, 3) == (
         f"redis was killed by SIGKILL, for example by `kill -9` or because memory ran out. Its log is {LOG}."
@@ -78,6 +78,6 @@ def test_why_it_ended_omits_the_model_when_the_process_has_no_weights() -> None:
     )
 
 
-def test_num_memory_kills_reads_the_counter_of_the_kernel(tmp_path: Path) -> None:
+def test_number_of_memory_kills_is_the_counter_of_the_kernel(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 12\n")
     assert num_memory_kills(tmp_path / "vmstat") == 12 and num_memory_kills(tmp_path / "none") == 0

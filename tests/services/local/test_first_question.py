@@ -89,7 +89,7 @@ def test_first_request_depends_on_the_kind_of_model(kind: Kind, path: str, field
 @pytest.mark.parametrize(
     "end", [b"", b'data: {"error": {"message": "gone"}}\n\n', b"data: {"], ids=["cut", "error", "half an event"]
 )
-def test_ask_raises_request_failed_when_the_stream_is_cut(end: bytes) -> None:
+def test_first_question_fails_when_the_stream_is_cut(end: bytes) -> None:
     with api() as server:
         server.end = end
         with pytest.raises(RequestFailed):
@@ -101,14 +101,14 @@ def test_ask_raises_request_failed_when_the_stream_is_cut(end: bytes) -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [(503, RequestFailed), (500, RequestFailed), (401, RequestRefused), (400, RequestRefused)]
 )
-def test_ask_raises_request_failed_for_5xx_and_request_refused_for_4xx(status: int, error: type[Exception]) -> None:
+def test_first_question_fails_for_status_5xx_and_is_refused_for_status_4xx(status: int, error: type[Exception]) -> None:
     with api() as server:
         server.status = status
         with pytest.raises(error, match=f"the gateway answered {status}: so it is"):
             ask(server.endpoint(), "chat", "m", "", lambda piece: None)
 
 
-def test_curl_command_quotes_the_name_and_sends_the_key_of_the_shell() -> None:
+def test_curl_command_quotes_the_model_name_and_reads_the_api_key_from_the_shell() -> None:
     command = curl(Endpoint("http://127.0.0.1:1", needs_key=True), "chat", "it's")
     assert command.startswith('curl http://127.0.0.1:1/v1/chat/completions -H "authorization: Bearer $ROOTSTOCK_API_KEY" -H ')
     assert """{"model": "it'"'"'s", """ in command

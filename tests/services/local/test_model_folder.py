@@ -122,14 +122,14 @@ def refusal(model: str | Path) -> str:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_model_folder_refuses_a_damaged_folder(name: str, folder: Path) -> None:
+def test_damaged_model_folder_is_refused(name: str, folder: Path) -> None:
     change, fault, remedy = FAULTS[name]
     change(folder)
     message = refusal(folder)
     assert str(folder) in message and fault in message and remedy in message, message
 
 
-def test_model_folder_accepts_a_complete_folder(folder: Path) -> None:
+def test_complete_model_folder_is_accepted(folder: Path) -> None:
     assert model_folder(str(folder)) == folder
     assert weight_bytes(folder) == (folder / "model.safetensors").stat().st_size
     (folder / "model.safetensors").unlink()
@@ -145,20 +145,20 @@ def test_model_folder_accepts_a_complete_folder(folder: Path) -> None:
         ("model.zip", "is a file", "Give a folder in Hugging Face layout"),
     ],
 )
-def test_model_folder_refuses_a_file(name: str, fault: str, remedy: str, tmp_path: Path) -> None:
+def test_file_in_place_of_a_model_folder_is_refused(name: str, fault: str, remedy: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"GGUF")
     message = refusal(tmp_path / name)
     assert str(tmp_path / name) in message and fault in message and remedy in message, message
 
 
-def test_model_folder_suggests_a_similar_folder_when_the_path_is_misspelt(folder: Path) -> None:
+def test_similar_folder_is_suggested_when_the_path_is_misspelt(folder: Path) -> None:
     message = refusal(folder.with_name("modle"))
     assert f"{folder.with_name('modle')}: this folder does not exist. Did you mean {folder}?" in message
     assert "or a hub id such as Qwen/Qwen3-0.6B." in message
 
 
 @pytest.mark.parametrize("locked", ["model", "model/config.json", "model/model.safetensors"])
-def test_model_folder_names_the_path_when_a_permission_is_missing(locked: str, folder: Path, tmp_path: Path) -> None:
+def test_error_names_the_path_when_a_permission_is_missing(locked: str, folder: Path, tmp_path: Path) -> None:
     """Root may read everything, so a test that runs as root changes its user first."""
     for path in (tmp_path, *tmp_path.parents):
         if path.stat().st_uid == os.geteuid() and os.geteuid() == 0 and path != Path("/"):
@@ -213,7 +213,7 @@ def refusal_of_the_hub(url: str, cache: Path, model: str = "somebody/some-model"
     return done.stdout
 
 
-def test_model_folder_names_an_unreachable_hub(tmp_path: Path) -> None:
+def test_error_says_that_the_hub_is_unreachable(tmp_path: Path) -> None:
     message = refusal_of_the_hub("http://127.0.0.1:9", tmp_path)
     assert "somebody/some-model: this folder does not exist, and the hub is not reachable." in message
     assert "Check the network and HF_ENDPOINT, or copy the model from another machine and give its folder." in message
@@ -228,7 +228,7 @@ def test_model_folder_names_an_unreachable_hub(tmp_path: Path) -> None:
     ],
     ids=["unknown", "private", "gated"],
 )
-def test_model_folder_gives_the_hubs_reason(
+def test_error_has_the_hubs_reason_when_the_hub_refuses_the_model(
     status: int, code: str, fault: str, remedy: str, hub: HubServer, tmp_path: Path
 ) -> None:
     hub.status, hub.headers = status, {"x-error-code": code}
@@ -244,13 +244,13 @@ def test_model_folder_gives_the_hubs_reason(
     ],
     ids=["full", "denied"],
 )
-def test_model_folder_names_hf_home_when_a_download_cannot_be_written(error: str, fault: str, tmp_path: Path) -> None:
+def test_error_suggests_hf_home_when_a_download_cannot_be_written(error: str, fault: str, tmp_path: Path) -> None:
     setup = f"import huggingface_hub\ndef fail(*a, **k): raise {error}\nhuggingface_hub.snapshot_download = fail"
     assert f"somebody/some-model could not be downloaded: {fault}" in refusal_of_the_hub(
         "http://127.0.0.1:9", tmp_path, setup=setup
     )
 
 
-def test_model_folder_sends_no_request_to_the_hub_for_a_path(tmp_path: Path) -> None:
+def test_path_of_a_model_causes_no_request_to_the_hub(tmp_path: Path) -> None:
     for model in ("./a", "~/a", "/a/b", "a/b/c", "a", "a/b.gguf", "a/"):
         assert ": this folder does not exist." in refusal(model)

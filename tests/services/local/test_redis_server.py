@@ -29,17 +29,17 @@ def redis_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(program)
 
 
-def test_plan_runs_the_bundled_redis_by_default(redis_on_path: str) -> None:
+def test_launcher_runs_the_bundled_redis_by_default(redis_on_path: str) -> None:
     said = subprocess.run([planned_program(), "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.startswith("Valkey server v=9.")
 
 
-def test_plan_runs_the_redis_of_the_setting(redis_on_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_runs_the_redis_program_in_the_setting(redis_on_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned_program(redis_server="redis-server") == planned_program(redis_server=redis_on_path) == redis_on_path
     monkeypatch.setenv("ROOTSTOCK_LOCAL_REDIS_SERVER", redis_on_path)
     assert planned_program() == redis_on_path
 
 
-def test_plan_refuses_a_missing_redis(redis_on_path: str) -> None:
+def test_launcher_refuses_a_redis_program_that_does_not_exist(redis_on_path: str) -> None:
     with pytest.raises(ValueError, match="redis_server: no-such-server is not a program on this machine"):
         planned_program(redis_server="no-such-server")

@@ -29,7 +29,7 @@ class Screen(io.StringIO):
     ],
     ids=["half", "stalled", "layers", "nothing"],
 )
-def test_progress_line_is_parsed_to_equal_progress(progress: Progress, line: str) -> None:
+def test_parsed_progress_line_equals_the_original_progress(progress: Progress, line: str) -> None:
     assert progress.line() == line
     assert read(line) == progress
     assert read(f"not {line}") is None
@@ -39,7 +39,7 @@ def record(message: str, **more: object) -> str:
     return json.dumps({"level": "info", "msg": message} | more) + "\n"
 
 
-def test_log_reader_returns_each_user_record_once(tmp_path: Path) -> None:
+def test_log_reader_returns_each_record_for_users_once(tmp_path: Path) -> None:
     path = tmp_path / "worker.log"
     reader = LogReader(path)
     assert reader.news() == [] and reader.last_step == ""
@@ -57,7 +57,7 @@ def test_log_reader_returns_each_user_record_once(tmp_path: Path) -> None:
     assert reader.news() == [] and reader.last_step == bar == HALF.bar()
 
 
-def test_view_rewrites_one_line_on_a_terminal_and_prints_a_line_per_step_otherwise(tmp_path: Path) -> None:
+def test_view_rewrites_one_line_on_a_terminal_and_prints_one_line_per_step_elsewhere(tmp_path: Path) -> None:
     times = [0.0]
     path, screen, file = tmp_path / "worker", Screen(), io.StringIO()
     path.write_text(record("loading", step=True))
@@ -75,7 +75,7 @@ def test_view_rewrites_one_line_on_a_terminal_and_prints_a_line_per_step_otherwi
     ]
 
 
-def test_view_shows_equal_warnings_of_workers_once(tmp_path: Path) -> None:
+def test_view_shows_the_same_warning_of_several_workers_once(tmp_path: Path) -> None:
     for stream in (Screen(), io.StringIO()):
         view = StartView(stream)
         for name in ("worker-0", "worker-1"):

@@ -78,28 +78,28 @@ def ended(tmp_path: Path, code: str, *, ready: bool = False, is_started: bool = 
     return asyncio.run(run()), lines
 
 
-def test_start_fails_when_a_process_ends_twice_before_readiness(tmp_path: Path) -> None:
+def test_start_fails_when_a_process_ends_twice_before_it_is_ready(tmp_path: Path) -> None:
     assert ended(tmp_path, "raise SystemExit(1)") == (
         "child ended with code 1.",
         ["child ended with code 1. The process is restarted."],
     )
 
 
-def test_start_fails_at_once_when_a_process_refuses_flags(tmp_path: Path) -> None:
+def test_start_fails_at_once_when_a_process_refuses_its_flags(tmp_path: Path) -> None:
     assert ended(tmp_path, "raise SystemExit(2)") == ("child ended with code 2.", [])
 
 
-def test_supervisor_does_not_count_the_ends_of_a_ready_process(tmp_path: Path) -> None:
+def test_supervisor_restarts_a_ready_process_however_often_it_ends(tmp_path: Path) -> None:
     error, lines = ended(tmp_path, "raise SystemExit(1)", ready=True)
     assert not error and len(lines) == 2
 
 
-def test_supervisor_starts_every_process_again_after_the_start(tmp_path: Path) -> None:
+def test_supervisor_restarts_every_ended_process_after_the_system_has_started(tmp_path: Path) -> None:
     error, lines = ended(tmp_path, "raise SystemExit(2)", is_started=True)
     assert not error and len(lines) == 2
 
 
-def test_output_of_a_child_begins_at_the_last_start(tmp_path: Path) -> None:
+def test_reported_output_of_a_process_begins_at_its_last_start(tmp_path: Path) -> None:
     ended(tmp_path, "import os; print('one'); raise SystemExit(1)", is_started=True)
     child = Child(Command("child", [sys.executable, "-c", "print('two')"]), tmp_path)
     child.start()
@@ -118,18 +118,18 @@ def test_output_of_a_child_begins_at_the_last_start(tmp_path: Path) -> None:
         (4, 1, 4, ["--device", "cuda:1", "--hicache-memory-fraction", "0.0625"]),
     ],
 )
-def test_plan_spreads_workers_over_gpus(workers: int, index: int, gpus: int, flags: list[str]) -> None:
+def test_workers_are_spread_over_the_gpus(workers: int, index: int, gpus: int, flags: list[str]) -> None:
     assert memory_flags(workers, index, gpus) == flags
 
 
-def test_num_gpus_counts_device_files(tmp_path: Path) -> None:
+def test_number_of_gpus_is_the_number_of_device_files(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert num_gpus(tmp_path) == 2 and num_gpus(tmp_path / "none") == 0
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_plan_shares_memory_among_workers_and_names_them_to_the_gateway(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_the_memory_and_the_gateway_gets_their_addresses(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rootstock_llm.services.local.plan.num_gpus", lambda: 0)
     settings = LocalSettings(_cli_parse_args=False, workers=workers, worker_flags="--mem-fraction-static 0.1")  # type: ignore[call-arg]
     ports = list(range(9000, 9000 + num_ports(settings)))
@@ -142,7 +142,7 @@ def test_plan_shares_memory_among_workers_and_names_them_to_the_gateway(workers:
     assert len(gateway[gateway.index("--workers") + 1].split(",")) == workers
 
 
-def test_plan_replaces_workers_when_roles_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_and_decode_workers_replace_ordinary_workers_when_they_are_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make run` also passes --workers, which is then ignored."""
     monkeypatch.setattr("rootstock_llm.services.local.plan.num_gpus", lambda: 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
@@ -167,7 +167,7 @@ def test_plan_replaces_workers_when_roles_are_set(monkeypatch: pytest.MonkeyPatc
     assert len(set(ports)) == len(ports), "all ports are different"
 
 
-def test_plan_gives_no_role_flag_to_workers_without_a_role() -> None:
+def test_worker_without_a_role_gets_no_role_flag() -> None:
     settings = LocalSettings(_cli_parse_args=False)  # type: ignore[call-arg]
     plan = parts(settings, "models/demo", list(range(9000, 9000 + num_ports(settings))))
     assert not [part for part in plan if "--disaggregation-mode" in part.command.argv]
@@ -192,14 +192,16 @@ def test_every_gateway_serves_the_playground(enabled: bool) -> None:
     ],
     ids=["default", "any address", "IPv6", "metrics port", "TLS"],
 )
-def test_plan_has_the_urls_of_the_gateways_own_flags(flags: str, url: str, metrics: str) -> None:
+def test_gateway_urls_follow_the_gateways_own_flags(flags: str, url: str, metrics: str) -> None:
     settings = load(LocalSettings, "rootstock-local", ["--gateway-flags", flags])
     (gateway,) = [part for part in parts(settings, "models/demo", list(range(9000, 9000 + num_ports(settings)))) if part.url]
     assert (gateway.url, gateway.metrics_url) == (url, metrics)
 
 
 @pytest.mark.parametrize("role", ["--prefill-workers", "--decode-workers"])
-def test_local_settings_refuse_one_role_without_the_other(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_refuse_prefill_workers_without_decode_workers_and_the_reverse(
+    role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         load(LocalSettings, "rootstock-local", [role, "2"])
     assert "prefill_workers and decode_workers must be set together, both to at least 1" in capsys.readouterr().err

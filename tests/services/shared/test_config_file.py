@@ -45,7 +45,7 @@ def refusal(file: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> s
     return printed.removeprefix("test: ").replace(f"--config {file}", "FILE").strip()
 
 
-def test_settings_file_names_settings_by_hyphens_and_underscores(file: Path) -> None:
+def test_settings_file_accepts_setting_names_with_hyphens_and_with_underscores(file: Path) -> None:
     values = by_file(GatewaySettings, file, "max-body-bytes: 7\nmax_concurrent_requests: 9\n")
     assert (values["max_body_bytes"], values["max_concurrent_requests"]) == (7, 9)
 
@@ -58,11 +58,11 @@ def test_environment_overrides_the_settings_file_and_flags_override_both(file: P
     assert values["health_port"] == 7000, "the default"
 
 
-def test_settings_file_does_not_override_a_flag_that_repeats_a_default(file: Path) -> None:
+def test_flag_with_the_default_value_overrides_the_settings_file(file: Path) -> None:
     assert by_file(GatewaySettings, file, "health-port: 1", "--health-port", "7000")["health_port"] == 7000
 
 
-def test_settings_file_is_named_by_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_of_the_settings_file_can_come_from_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text("port: 81")
     monkeypatch.setenv("ROOTSTOCK_CONFIG", str(file))
     assert load(GatewaySettings, "test", []).port == 81
@@ -89,16 +89,18 @@ def test_settings_file_is_named_by_the_environment(file: Path, monkeypatch: pyte
     ],
     ids=["list", "commas", "zeros", "word", "decimal", "yes", "quoted", "empty", "null", "choice", "comment", "empty list"],
 )
-def test_load_reads_values_of_the_file_like_environment_text(line: str, field: str, value: object, file: Path) -> None:
+def test_values_in_the_settings_file_are_read_like_environment_variables(
+    line: str, field: str, value: object, file: Path
+) -> None:
     assert by_file(GatewaySettings, file, line)[field] == value
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "\ufeffport: 8000\n", "{}"], ids=["empty", "comment", "BOM", "braces"])
-def test_load_takes_the_defaults_when_the_file_is_empty(text: str, file: Path) -> None:
+def test_defaults_apply_when_the_settings_file_is_empty(text: str, file: Path) -> None:
     assert by_file(GatewaySettings, file, text)["port"] == 8000
 
 
-def test_load_reads_the_example_of_the_configuration_page(file: Path) -> None:
+def test_example_on_the_configuration_page_is_a_valid_settings_file(file: Path) -> None:
     (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/reference/configuration.md").read_text(), re.DOTALL)
     assert by_file(GatewaySettings, file, example)["workers"] == ("10.0.0.5:7003", "10.0.0.6:7003")
 
@@ -145,20 +147,20 @@ def test_settings_file_sets_the_settings_of_a_worker(file: Path) -> None:
     ],
     ids=lambda value: None,
 )
-def test_settings_refuse_an_invalid_file_in_one_sentence(
+def test_invalid_settings_file_is_refused_in_one_sentence(
     content: str | bytes, sentence: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(file, content if isinstance(content, bytes) else content.encode(), capsys) == sentence
 
 
-def test_settings_refuse_a_folder_as_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_in_place_of_the_settings_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(GatewaySettings, "test", ["--config", str(tmp_path)])
     assert capsys.readouterr().err == f"test: --config {tmp_path} is not readable: is a directory.\n"
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_load_accepts_each_setting_as_a_key(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_file_accepts_each_setting_as_a_key(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The value "x" is invalid for many settings. load() must then refuse the value and not the key."""
     for field in set(SERVICES[name].model_fields) - {"config"}:
         file.write_text(f"{field.replace('_', '-')}: x")
@@ -169,7 +171,7 @@ def test_load_accepts_each_setting_as_a_key(name: str, file: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(("service", "lines"), [("tokenizer", ""), ("detokenizer", ""), ("worker", "executor: fake\n")])
-def test_service_listens_on_the_port_of_the_file(service: str, lines: str, file: Path) -> None:
+def test_service_listens_on_the_port_in_the_settings_file(service: str, lines: str, file: Path) -> None:
     port, metrics_port = free_ports(2)
     file.write_text(f"model: {DEMO}\nport: {port}\nmetrics-port: {metrics_port}\n{lines}")
     process = subprocess.Popen([sys.executable, "-m", f"rootstock_llm.services.{service}", "--config", str(file)], cwd=ROOT)
@@ -181,7 +183,7 @@ def test_service_listens_on_the_port_of_the_file(service: str, lines: str, file:
         assert process.wait(60) == 0
 
 
-def test_gateway_does_not_log_the_control_token_of_the_file(file: Path) -> None:
+def test_gateway_does_not_log_the_control_token_in_the_settings_file(file: Path) -> None:
     port, health_port = free_ports(2)
     file.write_text(f"port: {port}\nhealth-port: {health_port}\ncontrol-token: {SECRET}\nlog-level: debug\n")
     argv = [sys.executable, "-m", "rootstock_llm.services.gateway", "--config", str(file)]

@@ -66,7 +66,7 @@ def other_files(folder: Path) -> set[str]:
 
 
 class TestHub:
-    def test_fetch_downloads_once_and_sends_the_token_to_one_host(self, tmp_path: Path) -> None:
+    def test_model_is_downloaded_once_and_the_token_is_sent_to_one_host(self, tmp_path: Path) -> None:
         with serve(lambda request: Answer(body=LARGE)) as cdn:
             hub = Hub({"main": ("c1", FILES), "v2": ("c2", {"config.json": b"2"})}, "secret", cdn.url)
             with serve(hub) as server:
@@ -81,7 +81,7 @@ class TestHub:
         assert [each.headers.get("authorization") for each in cdn.received] == [None]
         assert other_files(tmp_path / "a") == {"b", ".b.lock"}
 
-    def test_fetch_omits_weights_when_model_files_is_tokenizer(self, tmp_path: Path) -> None:
+    def test_fetch_omits_the_weights_when_only_tokenizer_files_are_requested(self, tmp_path: Path) -> None:
         with serve(Hub({"main": ("c1", FILES)})) as server:
             assert fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url, MODEL_FILES="tokenizer").returncode == 0
         assert set(files_of(tmp_path / "a")) == {"config.json", "tokenizer.json", ".source"}
@@ -95,7 +95,7 @@ class TestHub:
         assert [each.headers.get("range") for each in server.got(path)] == [None, "bytes=300000-"]
         assert files_of(tmp_path / "a")["model.safetensors"] == LARGE
 
-    def test_fetch_resumes_after_a_kill(self, tmp_path: Path) -> None:
+    def test_fetch_resumes_after_it_was_killed(self, tmp_path: Path) -> None:
         path, folder = "/org/a/resolve/c1/model.safetensors", tmp_path / "a"
         with serve(Hub({"main": ("c1", FILES)})) as server:
             server.paused.add(path)
@@ -118,7 +118,7 @@ class TestHub:
         assert server.got(path)[-1].headers["range"] == f"bytes={half}-"
         assert files_of(folder)["model.safetensors"] == LARGE and other_files(folder) == {".a.5.0123456789ab.partial"}
 
-    def test_fetch_keeps_the_old_revision_until_the_new_is_complete(self, tmp_path: Path) -> None:
+    def test_old_revision_stays_until_the_new_revision_is_complete(self, tmp_path: Path) -> None:
         folder = tmp_path / "a"
         old = {"config.json": b"1", "model-00001.safetensors": LARGE, "model-00002.safetensors": LARGE}
         with serve(Hub({"v1": ("c1", old), "v2": ("c2", FILES)})) as server:
@@ -143,7 +143,7 @@ class TestHub:
                 process.wait()
         assert set(files_of(folder)) == {*LOADED, ".source"} and other_files(folder) == set()
 
-    def test_fetch_prints_a_bar_on_a_terminal(self, tmp_path: Path) -> None:
+    def test_fetch_prints_a_progress_bar_on_a_terminal(self, tmp_path: Path) -> None:
         terminal, program_end = pty.openpty()
         with serve(Hub({"main": ("c1", FILES)})) as server:
             server.paused.add("/org/a/resolve/c1/model.safetensors")
@@ -227,7 +227,7 @@ class TestUnservedModels:
 
     @pytest.mark.parametrize("config", [FP8, TWO_MODELS], ids=["quantised", "several models"])
     @pytest.mark.parametrize("store", ["hub", "S3", "Google", "folder"])
-    def test_fetch_refuses_an_unserved_model_with_the_sentence_of_the_worker(
+    def test_fetch_refuses_an_unsupported_model_with_the_same_sentence_as_the_worker(
         self, tmp_path: Path, store: str, config: dict[str, object]
     ) -> None:
         files = {**FILES, "config.json": json.dumps(config).encode()}
@@ -268,7 +268,7 @@ class TestUnservedModels:
 
 
 class TestConversion:
-    def test_fetch_converts_a_tokenizer_when_the_model_has_only_tokenizer_model(self, tmp_path: Path) -> None:
+    def test_fetch_converts_the_tokenizer_when_the_model_has_only_the_file_tokenizer_model(self, tmp_path: Path) -> None:
         made = sentencepiece_model(tmp_path / "tokenizer.model").joinpath("tokenizer.model").read_bytes()
         with serve(Hub({"main": ("c1", {"config.json": b'{"model_type": "llama"}', "tokenizer.model": made})})) as server:
             done = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url, MODEL_FILES="tokenizer")
@@ -288,7 +288,7 @@ class TestConversion:
         assert done.returncode == 1 and done.stderr.startswith("org/a: the source has qwen.tiktoken but no tokenizer.json, and ")
         assert "modelCache.prefetch.image.repository to rootstock/worker" in done.stderr
 
-    def test_fetch_ends_with_the_reason_when_transformers_cannot_convert(self, tmp_path: Path) -> None:
+    def test_fetch_fails_with_the_reason_when_transformers_cannot_convert_the_tokenizer(self, tmp_path: Path) -> None:
         with serve(Hub({"main": ("c1", {"config.json": b'{"model_type": "llama"}', "tokenizer.model": b"none"})})) as server:
             done = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
         assert done.returncode == 1 and done.stderr.startswith("org/a: transformers cannot convert the tokenizer of ")
@@ -296,7 +296,7 @@ class TestConversion:
 
 
 class TestS3:
-    def test_signature_equals_the_published_example(self) -> None:
+    def test_aws_signature_equals_the_published_example(self) -> None:
         """https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html, GET Bucket Lifecycle."""
         now = datetime.datetime(2013, 5, 24, tzinfo=datetime.UTC)
         access, secret = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
@@ -321,7 +321,7 @@ class TestS3:
         assert files_of(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"s3://store/models/a"}
 
     @pytest.mark.parametrize(("first", "reports_parts", "compared"), [(1000, True, True), (1 << 16, False, False)])
-    def test_s3_verifies_an_object_of_unequal_parts_when_the_store_lists_its_parts(
+    def test_fetch_verifies_an_s3_object_of_unequal_parts_when_the_store_lists_the_parts(
         self, tmp_path: Path, first: int, reports_parts: bool, compared: bool
     ) -> None:
         bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"}), first=first, reports_parts=reports_parts)
@@ -332,7 +332,7 @@ class TestS3:
         assert files_of(tmp_path / "a")["model.safetensors"] == LARGE
 
     @pytest.mark.parametrize("put_in_parts", [False, True])
-    def test_s3_refuses_an_object_with_a_wrong_etag(self, tmp_path: Path, put_in_parts: bool) -> None:
+    def test_fetch_refuses_an_s3_object_with_a_wrong_etag(self, tmp_path: Path, put_in_parts: bool) -> None:
         bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"} if put_in_parts else ()))
 
         def corrupt(request: ReceivedRequest) -> Answer:
@@ -346,7 +346,7 @@ class TestS3:
         assert result.returncode == 1 and "model.safetensors differs from its source: its MD5 is" in result.stderr
         assert not (tmp_path / "a").exists()
 
-    def test_s3_assumes_the_role_of_the_pod(self, tmp_path: Path) -> None:
+    def test_fetch_assumes_the_aws_role_of_the_pod(self, tmp_path: Path) -> None:
         (tmp_path / "token").write_text("of the pod\n")
         credentials = "<AccessKeyId>lent</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>"
         until = f"<Expiration>{datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1):%Y-%m-%dT%H:%M:%SZ}</Expiration>"
@@ -361,7 +361,7 @@ class TestS3:
         assert len(sts.received) == 1 and sts.received[0].body.endswith(b"&WebIdentityToken=of%20the%20pod")
         assert {each.headers["x-amz-security-token"] for each in server.received} == {"t"}
 
-    def test_fetch_reads_a_bucket_of_moto(self, tmp_path: Path) -> None:
+    def test_fetch_reads_an_s3_bucket_of_the_moto_server(self, tmp_path: Path) -> None:
         """Compares with moto, which has its own listing, ranges and ETags of parts."""
         if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
             pytest.skip("moto is not installed")
@@ -441,7 +441,7 @@ class TestGoogle:
             assert fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=server.url, GCE_METADATA_HOST=host).returncode == 0
         assert [each.headers["metadata-flavor"] for each in node.received] == ["Google"]
 
-    def test_fetch_reads_a_bucket_of_gcp_storage_emulator(self, tmp_path: Path) -> None:
+    def test_fetch_reads_a_bucket_of_the_gcp_storage_emulator(self, tmp_path: Path) -> None:
         """Compares with gcp-storage-emulator, which has its own listing, checksums and generations."""
         if importlib.util.find_spec("gcp_storage_emulator") is None:
             pytest.skip("gcp-storage-emulator is not installed")
@@ -476,7 +476,7 @@ class TestFolder:
         assert "is complete" in fetch(target, source).stdout
         assert set(files_of(target)) == {"model.safetensors", ".copied"} and files_of(target)["model.safetensors"] == b"three"
 
-    def test_folder_that_changes_during_a_copy_is_copied_again(self, tmp_path: Path) -> None:
+    def test_copy_fails_when_the_folder_changes_and_the_next_copy_succeeds(self, tmp_path: Path) -> None:
         source, target = tmp_path / "models" / "a", tmp_path / "cache" / "a"
         source.mkdir(parents=True)
         (source / "model.safetensors").write_text("one")

@@ -16,7 +16,7 @@ def samples(histogram: Histogram) -> dict[tuple[str, str], float]:
     return {(sample.name, sample.labels.get("le", "")): sample.value for sample in family.samples}
 
 
-def test_histogram_includes_the_upper_bound_of_a_bucket() -> None:
+def test_value_at_the_upper_bound_counts_in_the_bucket() -> None:
     registry = CollectorRegistry()
     histogram = LabelledHistogram("latency_seconds", "x", registry, (0.1, 1.0), ("model",))
     for value, times in ((0.1, 2), (0.5, 1), (7.0, 1)):
@@ -29,7 +29,7 @@ def test_histogram_includes_the_upper_bound_of_a_bucket() -> None:
     assert 'latency_seconds_count{model="b"} 1.0' in lines
 
 
-def test_histogram_counts_arrays_like_single_values() -> None:
+def test_histogram_counts_the_values_of_a_list_like_single_values() -> None:
     single, whole = Histogram(BOUNDS), Histogram(BOUNDS)
     values = [0.0, 0.1, 0.5, 1.0, 1.5, 2e6]
     for value in values:

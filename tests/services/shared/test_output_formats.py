@@ -42,12 +42,12 @@ TEMPLATES = {
 }
 
 
-def test_detect_finds_the_formats_of_a_template() -> None:
+def test_output_formats_are_detected_from_the_chat_template() -> None:
     for case, (template, tools, reasoning) in TEMPLATES.items():
         assert detect(template) == OutputFormats(tools, reasoning), case
 
 
-def test_formats_after_a_prompt_depend_on_the_opening_mark() -> None:
+def test_reasoning_format_depends_on_the_mark_at_the_end_of_the_prompt() -> None:
     for formats in (OutputFormats("hermes", "think"), OutputFormats("hermes", "think_open")):
         assert formats.after("…<|im_start|>assistant\n<think>\n").reasoning == "think_open"
         assert formats.after("…<|im_start|>assistant\n<think>\n\n</think>\n\n").reasoning == "think"
@@ -55,12 +55,12 @@ def test_formats_after_a_prompt_depend_on_the_opening_mark() -> None:
         assert formats.after("…<think>") == formats
 
 
-def test_kept_tokens_are_listed_once() -> None:
+def test_special_tokens_to_keep_are_listed_once() -> None:
     assert OutputFormats("hermes", "think").kept == ("<tool_call>", "</tool_call>", "<think>", "</think>")
     assert len(OutputFormats("harmony", "harmony").kept) == len(OutputFormats("harmony").kept) == 7
     assert OutputFormats().kept == ()
 
 
-def test_settings_accept_every_format() -> None:
+def test_parser_settings_accept_every_output_format() -> None:
     assert set(get_args(ToolParser)) == {"auto", "none", *TOOL_FORMATS} - {NONE}
     assert set(get_args(ReasoningParser)) == {"auto", "none", *REASONING_FORMATS} - {NONE}

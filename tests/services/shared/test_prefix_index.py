@@ -12,7 +12,7 @@ def block(first: int) -> bytes:
     return np.arange(first, first + BLOCK_TOKENS, dtype="<i4").tobytes()
 
 
-def test_hashes_equal_the_golden_vectors() -> None:
+def test_block_hashes_equal_the_golden_vectors() -> None:
     root = root_hash("demo", "1", "demo", "")
     first = block_hash(root, block(0))
     assert (root.hex(), first.hex()) == ("bbaa0b48df9270d5", "3f94d73737f10ee6")
@@ -35,5 +35,5 @@ def test_block_hash_depends_on_the_whole_prefix() -> None:
     assert block_hash(after_one, block(64)) != block_hash(after_two, block(64))
 
 
-def test_core_and_index_have_the_same_block_size() -> None:
+def test_scheduler_core_and_prefix_index_have_the_same_block_size() -> None:
     assert CORE_BLOCK_TOKENS == BLOCK_TOKENS

@@ -81,7 +81,7 @@ def test_probe_fails_when_the_server_is_silent(scheme: str) -> None:
 
 
 @pytest.mark.parametrize(("status", "expected"), [(200, 0), (302, 0), (404, 1)])
-def test_probe_accepts_the_http_statuses_of_the_kubelet(http_port: int, status: int, expected: int) -> None:
+def test_probe_accepts_the_same_http_statuses_as_the_kubelet(http_port: int, status: int, expected: int) -> None:
     assert probe.main([f"http://{HOST}:{http_port}/{status}?q"]) == expected
 
 

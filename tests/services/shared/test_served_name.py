@@ -12,7 +12,7 @@ from rootstock_llm.services.worker.identity.model_identity import identify_model
 
 
 @pytest.mark.parametrize(("setting", "name"), [("", "current"), ("ours", "ours")])
-def test_services_with_one_folder_serve_the_same_name(tmp_path: Path, setting: str, name: str) -> None:
+def test_services_with_the_same_model_folder_serve_the_same_name(tmp_path: Path, setting: str, name: str) -> None:
     """For a symbolic link, the name of the link is used, because its target may change."""
     (tmp_path / "release-7").mkdir()
     for file in ("config.json", "tokenizer.json"):

@@ -111,7 +111,7 @@ def test_piece_encoder_encodes_at_most_piece_chars_at_once(tokenizers: dict[str,
         ("blanks in bytes", ("\ta", "\u3000")),
     ],
 )
-def test_piece_encoder_cuts_a_run_of_blanks(
+def test_piece_encoder_can_cut_inside_a_run_of_blanks(
     tokenizers: dict[str, HfTokenizer], kind: str, before_and_after: tuple[str, str]
 ) -> None:
     counting = CountingTokenizer(tokenizers[kind])
@@ -125,7 +125,7 @@ def test_piece_encoder_cuts_a_run_of_blanks(
     assert (list(result.ids), result.at_least) == (tokenizers[kind].encode_batch([text], True)[0], 0)
 
 
-def test_piece_encoder_does_not_encode_a_text_that_must_exceed_max_tokens(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_piece_encoder_does_not_encode_a_text_that_certainly_exceeds_max_tokens(tokenizers: dict[str, HfTokenizer]) -> None:
     counting = CountingTokenizer(tokenizers["blanks in bytes"])
     encoder = PieceEncoder(counting)
     counting.chars.clear()

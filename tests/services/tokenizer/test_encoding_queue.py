@@ -45,7 +45,9 @@ async def ids_of(encode_queue: EncodeQueue, texts: Sequence[str], add_special_to
         ("long request", [(["b" * 500], True), (["c"], True)], [["b" * 500], ["c"]]),
     ],
 )
-def test_queue_joins_waiting_jobs_up_to_the_limits(name: str, jobs: list[tuple[list[str], bool]], calls: list[list[str]]) -> None:
+def test_queue_joins_waiting_jobs_into_one_call_up_to_the_limits(
+    name: str, jobs: list[tuple[list[str], bool]], calls: list[list[str]]
+) -> None:
     async def run() -> None:
         encoder = GatedEncoder()
         with ThreadPoolExecutor(1) as executor:
@@ -95,7 +97,7 @@ def test_queue_does_not_encode_a_cancelled_request() -> None:
     asyncio.run(run())
 
 
-def test_queue_encodes_a_job_that_arrives_when_a_lane_ends() -> None:
+def test_queue_loses_no_job_that_arrives_when_an_encoding_thread_becomes_idle() -> None:
     async def client(encode_queue: EncodeQueue) -> int:
         """Sends 1500 jobs, each after the result of the previous job. Returns their number."""
         for number in range(1500):

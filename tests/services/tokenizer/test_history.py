@@ -121,7 +121,7 @@ def check(name: str, chat: list[Message], text: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_template_shows_every_chat(name: str) -> None:
+def test_every_template_shape_renders_every_chat(name: str) -> None:
     for title, chat in CHATS.items():
         for tools in (None, TOOLS):
             try:
@@ -132,7 +132,7 @@ def test_template_shows_every_chat(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_template_shows_random_chats_with_one_renderer(name: str) -> None:
+def test_one_renderer_renders_random_chats_with_every_template_shape(name: str) -> None:
     """Renders all chats with the same renderer, which remembers the form of messages that a template accepts."""
     drawn = random.Random(name)
     child = renderer(SHAPES[name])
@@ -141,13 +141,13 @@ def test_template_shows_random_chats_with_one_renderer(name: str) -> None:
         check(name, chat, child.render(HEADER, json.dumps(chat).encode(), b"", b""))
 
 
-def test_missing_content_is_shown_as_empty_text() -> None:
+def test_missing_message_content_is_rendered_as_empty_text() -> None:
     shown = turns("[{{ m.content + '' }}]")
     for said in ({}, {"content": None}, {"content": ""}, {"content": []}):
         assert rendered(shown, [USER, calls(**said)]) == "<user>[user's.]<assistant>[]<assistant>"
 
 
-def test_arguments_without_an_object_are_shown_as_text() -> None:
+def test_call_arguments_that_are_no_json_object_are_rendered_as_text() -> None:
     def shown(template: str, arguments: Any) -> str:
         return rendered(template, [USER, calls(call(arguments)), result()]).partition("find")[2].partition("<tool>")[0]
 
@@ -169,7 +169,7 @@ def test_arguments_without_an_object_are_shown_as_text() -> None:
     assert shown(items, '{"a": "\\ud83d"}') == "<a>\ufffd</a>"
 
 
-def test_calls_are_split_over_turns_when_the_template_allows_one() -> None:
+def test_tool_calls_are_split_over_turns_when_the_template_allows_one_call_per_turn() -> None:
     chat = [USER, {**TWO_CALLS, "content": "Both.", "reasoning_content": "Hm."}, result(2), result(1), turn("user", "On.")]
     turns_of_calls = (
         '<assistant><call>find {"a": "given"}</call><tool>found1|<assistant><call>find {"a": "more"}</call><tool>found2|'
@@ -180,7 +180,7 @@ def test_calls_are_split_over_turns_when_the_template_allows_one() -> None:
     assert text.index("given") < text.index("first") < text.index("more") < text.index("second")
 
 
-def test_system_messages_are_joined_when_the_template_refuses_them() -> None:
+def test_system_messages_are_joined_with_other_messages_when_the_template_refuses_them() -> None:
     first, later = SHAPES["one system message, first"], turn("system", "Later.")
     assert rendered(first, [SYSTEM, later, USER]) == "<system>system's.\n\nLater.<user>user's.<assistant>"
     chat = [SYSTEM, USER, ANSWER, later, USER]
@@ -199,7 +199,7 @@ def test_system_messages_are_joined_when_the_template_refuses_them() -> None:
     )
 
 
-def test_turns_are_joined_or_inserted_when_the_template_demands_alternation() -> None:
+def test_turns_are_joined_or_inserted_when_the_template_requires_alternating_roles() -> None:
     strict, beside_calls = SHAPES["strict alternation"], SHAPES["alternation beside calls"]
     assert rendered(strict, [USER, turn("user", "On.")]) == "<user>user's.\n\nOn.|<assistant>"
     assert rendered(strict, [ANSWER, USER]) == "<user>|<assistant>assistant's.|<user>user's.|<assistant>"
@@ -209,18 +209,18 @@ def test_turns_are_joined_or_inserted_when_the_template_demands_alternation() ->
     )
 
 
-def test_calls_follow_the_text_when_the_template_shows_text_only() -> None:
+def test_text_and_tool_calls_get_separate_turns_when_the_template_cannot_show_both() -> None:
     text = rendered(SHAPES["content is none beside calls"], [USER, calls(content="Look."), result()])
     assert text == '<user>user\'s.|<assistant>Look.|<assistant><call>find {"a": "given"}</call><tool>found1|<assistant>'
 
 
-def test_content_is_a_part_when_the_template_shows_only_parts() -> None:
+def test_message_text_becomes_a_content_part_when_the_template_shows_only_parts() -> None:
     shown = SHAPES["parts alone"]
     assert rendered(shown, [SYSTEM, USER]) == "<system>system's.<user>user's.<assistant>"
     assert rendered(SHAPES["first part alone"], [with_parts(USER)]) == "<user>user's.1 user's.2|<assistant>"
 
 
-def test_refusal_names_the_message_when_no_form_renders() -> None:
+def test_refusal_names_the_message_that_the_template_can_render_in_no_form() -> None:
     bad = "{% if m.content == 'bad' %}{{ raise_exception('Not this.') }}{% endif %}{{ m.content }}"
     for at in range(4):
         chat = [
@@ -254,7 +254,7 @@ def test_final_message_is_continued_when_turns_are_joined() -> None:
     assert child.render(header, json.dumps(reasoned).encode(), b"", b"") == "<user>user's.<assistant>"
 
 
-def test_variables_names_every_variable_of_the_template() -> None:
+def test_list_of_template_variables_has_every_variable_that_the_template_reads() -> None:
     source = (
         "{% set think = think | default(true) %}{% for m in messages %}{{ m.enable_thinking }}{% endfor %}{{ thinking if think }}"
     )
@@ -262,7 +262,7 @@ def test_variables_names_every_variable_of_the_template() -> None:
 
 
 @pytest.mark.parametrize("name", ["enable_thinking", "thinking", "think"])
-def test_render_refuses_a_variable_that_the_template_does_not_read(name: str) -> None:
+def test_renderer_refuses_a_variable_that_the_template_does_not_read(name: str) -> None:
     header, chat = HEADER | {"read_variables": [name]}, json.dumps([USER]).encode()
     kwargs = json.dumps({name: True}).encode()
     child = renderer("{{ messages[0].content }}{{ " + name + " }}")
@@ -272,7 +272,7 @@ def test_render_refuses_a_variable_that_the_template_does_not_read(name: str) ->
     assert renderer("{{ messages[0].content }}").render(HEADER, chat, b"", kwargs) == "user's."
 
 
-def test_published_templates_in_this_repository_show_every_chat() -> None:
+def test_published_chat_templates_render_every_chat() -> None:
     for path in sorted(Path("models").glob("*/chat_template.jinja")):
         source = path.read_text(encoding="utf-8")
         for title, chat in CHATS.items():

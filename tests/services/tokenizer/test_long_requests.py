@@ -33,7 +33,7 @@ def chat(text: str) -> bytes:
     return json.dumps([{"role": "user", "content": text}]).encode()
 
 
-def test_encode_limits_ids_of_short_and_long_texts(folders: dict[str, Path]) -> None:
+def test_short_and_long_texts_get_at_most_max_tokens_ids(folders: dict[str, Path]) -> None:
     root = b"r" * HASH_BYTES
 
     async def run() -> None:
@@ -115,7 +115,7 @@ class Peak:
             await asyncio.sleep(0.05)
 
 
-def test_process_returns_memory_after_long_requests(tmp_path: Path) -> None:
+def test_process_frees_its_memory_after_long_requests(tmp_path: Path) -> None:
     text = WORDS * (CHARS // len(WORDS))
     calls: list[Any] = [
         pb.EncodeRequest(texts=[text], max_tokens=CONTEXT),

@@ -21,7 +21,7 @@ CHARS = "aZ1 \n\t'./é世，"
 
 
 @pytest.mark.parametrize("text", [GPT2, CL100K, O200K], ids=["gpt-2", "cl100k", "o200k"])
-def test_pattern_parts_where_the_library_splits(text: str) -> None:
+def test_pattern_cuts_a_text_only_where_the_library_splits_it(text: str) -> None:
     pattern, split = read_pattern(text), pre_tokenizers.Split(Regex(text), "isolated")
     parted = [pair for pair in itertools.product(CHARS, repeat=2) if pattern.parts(*pair) and pattern.begins_at(pair[1])]
     assert ("a", " ") in parted and (" ", " ") not in parted
@@ -33,6 +33,6 @@ def test_pattern_parts_where_the_library_splits(text: str) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=78)
 @pytest.mark.parametrize("text", [UNREAD, r"(?<=a)b", r"\bword", r"a*", r"(a)\1", r"x(?!yz)", "[a&&b]", r"\p{Han}+", "^a", "[a"])
-def test_read_pattern_refuses_unknown_constructs(text: str) -> None:
+def test_pattern_with_an_unknown_construct_is_refused(text: str) -> None:
     with pytest.raises(NotUnderstood):
         read_pattern(text)

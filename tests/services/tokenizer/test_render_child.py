@@ -68,12 +68,12 @@ def test_template_cannot_reach_interpreter_internals(source: str) -> None:
     assert "class" not in text and "object" not in text, text
 
 
-def test_raise_exception_keeps_the_message_of_the_template() -> None:
+def test_error_raised_by_a_template_keeps_its_message() -> None:
     with pytest.raises(TemplateRefusal, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
 
-def test_render_stops_at_the_character_limit() -> None:
+def test_rendering_stops_at_the_character_limit() -> None:
     template = ChatTemplate("{% for i in range(100000) %}{% for j in range(100000) %}xxxxxxxxxx{% endfor %}{% endfor %}")
     with pytest.raises(OutputTooLong):
         template.render({}, 1000)
@@ -82,7 +82,7 @@ def test_render_stops_at_the_character_limit() -> None:
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
-def test_prepare_messages_copies_reasoning_to_every_name() -> None:
+def test_reasoning_is_copied_to_every_field_name_that_templates_use() -> None:
     message = prepare_messages([{"role": "assistant", "reasoning": "hm", "content": None}])[0]
     assert message == {"role": "assistant", "reasoning": "hm", "thinking": "hm", "reasoning_content": "hm"}
 
@@ -102,7 +102,7 @@ def test_prepare_messages_copies_reasoning_to_every_name() -> None:
         ("messages[0].tool_calls[0]:", [{"role": "assistant", "tool_calls": ["secret"]}]),
     ],
 )
-def test_prepare_messages_names_the_invalid_field_without_its_value(field: str, messages: list[Any]) -> None:
+def test_error_for_an_invalid_message_names_the_field_without_its_value(field: str, messages: list[Any]) -> None:
     with pytest.raises(InvalidField) as raised:
         prepare_messages(messages)
     assert str(raised.value).startswith(field) and "secret" not in str(raised.value)
@@ -113,7 +113,7 @@ def test_prepare_messages_names_the_invalid_field_without_its_value(field: str, 
     [b"{", b"\xff", b"[" * 100_000, b"1" * 10_000, b'"secret"'],
     ids=["cut off", "not UTF-8", "deep", "long number", "string"],
 )
-def test_parse_json_refuses_bad_json_without_quoting(data: bytes) -> None:
+def test_error_for_invalid_json_does_not_quote_the_json(data: bytes) -> None:
     with pytest.raises(InvalidField, match=r"^messages: ") as raised:
         parse_json("messages", data, list)
     assert "secret" not in str(raised.value)
@@ -127,13 +127,13 @@ def test_parse_json_refuses_bad_json_without_quoting(data: bytes) -> None:
         ("A{{ messages[-1].content }}<end>", "", "A"),
     ],
 )
-def test_cut_at_tag_leaves_the_final_message_open(template: str, final: str, want: str) -> None:
+def test_prompt_ends_inside_the_final_message_when_the_message_is_continued(template: str, final: str, want: str) -> None:
     messages = prepare_messages([{"role": "assistant", "content": final}])
     tag_final(messages)
     assert cut_at_tag(render(template, messages=messages), final) == want
 
 
-def test_cut_at_tag_refuses_a_chat_without_the_final_message() -> None:
+def test_continuation_is_refused_when_the_template_omits_the_final_message() -> None:
     with pytest.raises(InvalidField, match=r"^continue_final_message: "):
         cut_at_tag("nothing of it", "secret")
 
@@ -187,7 +187,7 @@ CALL_TEMPLATES = {
 }
 
 
-def test_renderer_writes_a_tool_call_in_the_form_of_the_template() -> None:
+def test_tool_call_is_rendered_in_the_form_that_the_template_expects() -> None:
     for name, (template, want) in CALL_TEMPLATES.items():
         child = renderer(template)
         for said in ({}, {"content": None}, {"content": ""}):
@@ -210,7 +210,7 @@ def test_renderer_shortens_call_ids_when_the_template_demands_nine_characters() 
         assert found[1] == f'{given}={{"x": 1}};{given}'
 
 
-def test_renderer_shows_developer_as_system_when_the_template_lacks_the_role() -> None:
+def test_developer_message_becomes_a_system_message_when_the_template_has_no_developer_role() -> None:
     shown = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
     def rendered(template: str, *roles: str) -> str:
@@ -228,7 +228,7 @@ def test_renderer_refuses_too_many_messages() -> None:
         renderer("x").render(HEADER, json.dumps([{"role": "user"}] * 4).encode(), b"", b"")
 
 
-def test_renderer_passes_template_variables() -> None:
+def test_renderer_passes_variables_to_the_template() -> None:
     child = renderer(
         "{{ bos_token }}{{ thinking }}{{ add_generation_prompt }}{{ tools is none }}", special_tokens={"bos_token": "<s>"}
     )

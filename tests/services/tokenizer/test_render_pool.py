@@ -112,7 +112,7 @@ def test_pool_starts_one_process_when_many_requests_retry(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("start", [start_killed, fail_to_start])
-def test_pool_is_busy_when_a_later_process_does_not_start(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+def test_pool_reports_busy_when_a_replacement_process_does_not_start(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     async def run() -> None:
         async with pool() as renderers:
             monkeypatch.setattr(asyncio, "create_subprocess_exec", start)

@@ -132,7 +132,7 @@ def test_hostile_template_does_not_stop_other_requests(tmp_path: Path, name: str
     ],
     ids=["none", "not Jinja", "nested too deeply", "endless compilation"],
 )
-def test_encode_works_when_the_template_is_not_usable(tmp_path: Path, template: str | None, details: str) -> None:
+def test_texts_are_encoded_when_the_chat_template_is_unusable(tmp_path: Path, template: str | None, details: str) -> None:
     async def run() -> None:
         async with serving(byte_level(tmp_path / "m", template), render_seconds=0.6) as service:
             code, got = await refusal(service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=HELLO)))
@@ -142,7 +142,7 @@ def test_encode_works_when_the_template_is_not_usable(tmp_path: Path, template: 
     asyncio.run(run())
 
 
-def test_concurrent_requests_get_separate_ids(folders: dict[str, Path]) -> None:
+def test_concurrent_requests_get_the_ids_of_their_own_texts(folders: dict[str, Path]) -> None:
     texts = [f"hello {n} " * (n % 7 + 1) for n in range(200)]
 
     async def ids(service: Serving, n: int) -> list[int]:
@@ -161,7 +161,7 @@ def test_concurrent_requests_get_separate_ids(folders: dict[str, Path]) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("inline_tokens", [0, 1 << 20], ids=["in a thread", "on the loop"])
-def test_encode_returns_block_hashes_when_a_root_is_given(
+def test_response_has_block_hashes_when_the_request_has_a_root_hash(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, inline_tokens: int
 ) -> None:
     monkeypatch.setattr(server, "INLINE_TOKENS", inline_tokens)
@@ -184,7 +184,7 @@ def test_encode_returns_block_hashes_when_a_root_is_given(
 
 
 @pytest.mark.parametrize(("setting", "name"), [({}, "byte_level"), ({"served_model_name": "llama"}, "llama")])
-def test_info_returns_the_served_name(folders: dict[str, Path], setting: dict[str, str], name: str) -> None:
+def test_info_call_returns_the_served_model_name(folders: dict[str, Path], setting: dict[str, str], name: str) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"], **setting) as service:
             assert (await service.stub.Info(pb.TokenizerInfoRequest())).model == name
@@ -224,7 +224,7 @@ def test_rendering_process_imports_no_service_libraries() -> None:
         ),
     ],
 )
-def test_info_returns_the_output_formats_of_the_model(
+def test_info_call_returns_the_output_formats_of_the_model(
     folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any], tools: str, reasoning: str
 ) -> None:
     folder = tmp_path / "model"

@@ -77,7 +77,9 @@ def test_stream_answers_a_request_like_a_unary_call(folders: dict[str, Path], mo
     asyncio.run(run())
 
 
-def test_stream_cancels_closed_requests_only(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_cancels_only_the_requests_that_the_gateway_closes(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "MAX_OPEN_ENCODINGS", 3)
 
     async def run() -> None:
@@ -103,7 +105,7 @@ def test_stream_cancels_closed_requests_only(folders: dict[str, Path], monkeypat
         pytest.param([texts(1, "x" * limits.SHORT_ENCODING_BYTES)], id="long request"),
     ],
 )
-def test_stream_ends_when_a_message_breaks_the_contract(folders: dict[str, Path], opens: list[pb.EncodeOpen]) -> None:
+def test_stream_ends_with_an_error_when_a_message_is_invalid(folders: dict[str, Path], opens: list[pb.EncodeOpen]) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"]) as service, streaming(service) as call:
             await call.write(pb.EncodeBatch(opens=opens))

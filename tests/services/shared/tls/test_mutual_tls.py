@@ -158,7 +158,7 @@ def test_client_refuses_a_certificate_of_another_role(pki: Pki) -> None:
     run(work)
 
 
-def test_new_connections_use_new_files_on_both_sides(pki: Pki, tmp_path: Path) -> None:
+def test_new_connections_use_the_new_tls_files_on_both_sides(pki: Pki, tmp_path: Path) -> None:
     """Replaces the authority step by step. An open call continues, and new connections use the current files."""
     following = Authority(tmp_path / "following")
     own_files, theirs = pki.mounted(GATEWAY), pki.mounted(WORKER)
@@ -192,7 +192,9 @@ def test_new_connections_use_new_files_on_both_sides(pki: Pki, tmp_path: Path) -
     run(work)
 
 
-def test_waiting_stream_connects_with_new_files(pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_stream_connects_when_its_tls_files_become_valid(
+    pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A stream that waits with refused files is logged and counted once. It connects when the files become valid."""
     own_files = pki.mounted(GATEWAY, expired=True)
     failed: list[str] = []
@@ -239,7 +241,9 @@ REASONS = {
 
 
 @pytest.mark.parametrize("kind", REASONS)
-def test_dialer_logs_why_the_handshake_fails(kind: str, pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_logs_the_reason_of_a_failed_handshake(
+    kind: str, pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     role, signer = (Role.TOKENIZER if kind == "another service" else WORKER), pki.authority
     if kind == "foreign authority":
         signer = Authority(tmp_path / "foreign")
@@ -265,7 +269,7 @@ def test_dialer_logs_why_the_handshake_fails(kind: str, pki: Pki, tmp_path: Path
     assert REASONS[kind] in logged(caplog, DIALER)[0]
 
 
-def test_tokens_are_replaced_without_a_refused_call(pki: Pki) -> None:
+def test_tokens_can_be_replaced_without_a_refused_call(pki: Pki) -> None:
     """Writes the new token second, then first, then alone. A service that still has the previous file is accepted."""
     old, new = "the-token-of-before", "the-token-of-today"
     worker, gateway = pki.tls(WORKER, token=old), pki.tls(GATEWAY, token=old)
@@ -292,7 +296,7 @@ INCOMPLETE = {
 
 
 @pytest.mark.parametrize("case", INCOMPLETE)
-def test_settings_refuse_incomplete_tls_files(case: str) -> None:
+def test_settings_refuse_an_incomplete_set_of_tls_files(case: str) -> None:
     values, said = INCOMPLETE[case]
     with pytest.raises(ValueError, match=said):
         of_values(TokenizerSettings, {"model": Path("m"), **values})
