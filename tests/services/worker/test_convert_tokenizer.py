@@ -38,7 +38,7 @@ def unconverted(folder: Path, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", ""])
-def test_convert_writes_a_tokenizer_with_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
+def test_converted_tokenizer_has_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
     folder = unconverted(tmp_path / "model", **({"tokenizer_class": name, "eos_token": "<|im_end|>"} if name else {}))
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     convert(folder, folder)
@@ -47,7 +47,7 @@ def test_convert_writes_a_tokenizer_with_the_ids_of_transformers(tmp_path: Path,
     assert ours.special_tokens.get("eos_token") == theirs.eos_token
 
 
-def test_convert_gives_the_ids_of_sentencepiece_when_the_folder_has_only_tokenizer_model(tmp_path: Path) -> None:
+def test_converted_tokenizer_has_the_ids_of_sentencepiece_when_the_folder_has_only_tokenizer_model(tmp_path: Path) -> None:
     folder = sentencepiece_model(tmp_path / "tokenizer.model")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     convert(folder, folder)
@@ -56,7 +56,7 @@ def test_convert_gives_the_ids_of_sentencepiece_when_the_folder_has_only_tokeniz
 
 
 @pytest.mark.parametrize(("name", "model_type"), [("tokenizer.model", "llama"), ("qwen.tiktoken", "qwen2")])
-def test_convert_reads_a_tiktoken_file(tmp_path: Path, name: str, model_type: str) -> None:
+def test_tiktoken_file_can_be_converted(tmp_path: Path, name: str, model_type: str) -> None:
     folder = tiktoken_ranks(tmp_path / name)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     convert(folder, folder)
@@ -68,7 +68,7 @@ def test_convert_reads_a_tiktoken_file(tmp_path: Path, name: str, model_type: st
     [(LIBRARIES, "Correct the files"), (("missing_one", "missing_two"), "Install missing_one and missing_two with pip")],
     ids=["present", "absent"],
 )
-def test_convert_names_missing_libraries(
+def test_error_of_a_failed_conversion_names_missing_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: tuple[str, ...], remedy: str
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"no tokenizer")
@@ -78,7 +78,7 @@ def test_convert_names_missing_libraries(
         convert(tmp_path, tmp_path)
 
 
-def test_with_tokenizer_completes_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_tokenizer_json_is_completed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = unconverted(tmp_path / "model", tokenizer_class="Qwen2Tokenizer")
     before = {path.name for path in folder.iterdir()}
     complete = with_tokenizer(folder, tmp_path / "built")
@@ -91,7 +91,7 @@ def test_with_tokenizer_completes_a_folder_once(tmp_path: Path, monkeypatch: pyt
     assert len(list((tmp_path / "built").iterdir())) == 1, "only the converted folder is left"
 
 
-def test_with_tokenizer_raises_the_reason_when_transformers_cannot_convert(tmp_path: Path) -> None:
+def test_error_has_the_reason_when_transformers_cannot_convert_the_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(b"no tokenizer")
@@ -106,7 +106,7 @@ def test_with_tokenizer_raises_the_reason_when_transformers_cannot_convert(tmp_p
     assert not list((tmp_path / "built").iterdir())
 
 
-def test_load_tokenizer_names_the_command_that_makes_tokenizer_json(tmp_path: Path) -> None:
+def test_error_for_a_missing_tokenizer_json_has_the_command_that_makes_it(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(TokenizerFolderError, match=r"has no tokenizer\.json\. Copy "):

@@ -36,7 +36,7 @@ def test_limits_follow_from_device_memory(gib: float | None, rows: int, chunk: i
     assert (found.max_running_requests, found.chunked_prefill_size) == (rows, chunk)
 
 
-def test_given_limits_are_unchanged() -> None:
+def test_limits_that_the_operator_sets_are_unchanged() -> None:
     """A chunk size of 0 counts as given: prompts are not cut."""
     found = resolved(WorkerSettings(max_running_requests=7, chunked_prefill_size=0), 140 * GIB)
     assert (found.max_running_requests, found.chunked_prefill_size) == (7, 0)
@@ -45,12 +45,12 @@ def test_given_limits_are_unchanged() -> None:
 
 
 @pytest.mark.parametrize("off", [0, -1])
-def test_limits_have_no_chunks_when_chunks_are_disabled(off: int) -> None:
+def test_prompts_are_not_chunked_when_chunks_are_disabled(off: int) -> None:
     found = resolved(WorkerSettings(chunked_prefill_size=off), 140 * GIB)
     assert (found.chunked_prefill_size, max_step_tokens(found)) == (0, 16384)
 
 
-def test_max_step_tokens_is_one_chunk_or_one_prefill() -> None:
+def test_largest_step_is_one_chunk_or_one_prefill() -> None:
     h200 = resolved(WorkerSettings(), 140 * GIB)
     assert (h200.max_prefill_tokens, max_step_tokens(h200)) == (16384, 8192)
     assert max_step_tokens(resolved(WorkerSettings(chunked_prefill_size=0), 140 * GIB)) == 16384

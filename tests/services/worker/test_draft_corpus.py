@@ -43,7 +43,7 @@ def write(tmp_path: Path) -> Callable[[str, bytes], Path]:
     return written
 
 
-def test_jsonl_line_is_a_text_and_a_plain_file_is_one_text(write: Callable[[str, bytes], Path]) -> None:
+def test_each_jsonl_line_is_a_text_and_a_plain_file_is_one_text(write: Callable[[str, bytes], Path]) -> None:
     lines = [json.dumps("one\ntwo"), "", json.dumps({"text": "größer", "id": 4}), json.dumps(""), json.dumps("end")]
     assert corpus_of(write("texts.jsonl", "\r\n".join(lines).encode())) == "one\ntwo|größer|end"
     assert corpus_of(write("texts.txt", b'"one"\n"two"')) == '"one"\n"two"'
@@ -69,7 +69,7 @@ def test_long_texts_are_encoded_in_pieces_that_end_with_lines(
     assert max(map(len, seen)) <= PIECE_CHARS and sum(piece.endswith("\n") for piece in seen) >= 3
 
 
-def test_corpus_has_the_ids_of_the_model_tokenizer(write: Callable[[str, bytes], Path]) -> None:
+def test_corpus_has_the_token_ids_of_the_models_tokenizer(write: Callable[[str, bytes], Path]) -> None:
     tokenizer = load_tokenizer(MODEL)
     path = write("texts.jsonl", json.dumps("count to three").encode())
     settings = WorkerSettings(speculative_algorithm="ngram", speculative_ngram_external_corpus_path=str(path))
@@ -95,7 +95,7 @@ def test_invalid_corpus_is_refused_with_a_reason(
         corpus_of(write(name, content))
 
 
-def test_corpus_is_refused_when_missing_too_large_or_unused(
+def test_corpus_is_refused_when_it_is_missing_or_too_large_or_unused(
     write: Callable[[str, bytes], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in (tmp_path / "nowhere", tmp_path):

@@ -10,7 +10,9 @@ from rootstock_llm.services.worker.draft_folder import draft_folder
 from rootstock_llm.services.worker.settings import WorkerSettings
 
 
-def test_draft_folder_is_the_set_path_or_a_sibling_of_the_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_folder_is_the_configured_path_or_a_sibling_of_the_model_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found(algorithm: str, model: str = str(tmp_path / "demo"), path: str = "") -> str:
         return draft_folder(WorkerSettings(model=model, speculative_algorithm=algorithm, speculative_draft_model_path=path))
 

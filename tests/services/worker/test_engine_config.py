@@ -36,19 +36,19 @@ def changed_fields(a: SchedulerConfig, b: SchedulerConfig) -> set[str]:
 
 @pytest.mark.by_day(one_in=7, seed=8)
 @pytest.mark.parametrize("name", NAMES)
-def test_setting_reaches_the_field_of_the_same_name_only(name: str) -> None:
+def test_setting_changes_only_the_configuration_field_of_the_same_name(name: str) -> None:
     changed = SETTINGS.model_copy(update={name: other_than(getattr(SETTINGS, name))})
     before, after = (scheduler_config(settings, INFO, -1) for settings in (SETTINGS, changed))
     assert changed_fields(before, after) == ({name} - set(FROM_EXECUTOR))
 
 
-def test_model_and_tokenizer_values_reach_the_configuration() -> None:
+def test_values_of_the_model_and_the_tokenizer_reach_the_scheduler_configuration() -> None:
     config = scheduler_config(SETTINGS, replace(INFO, pooling_reuses_prefix=False), 7)
     assert (config.num_pages, config.page_size, config.context_len, config.vocab_size) == (64, 16, 4096, 1000)
     assert (config.eos_token_ids, config.bos_token_id, config.pooling_reuses_prefix) == ((2,), 7, False)
 
 
-def test_graph_limits_follow_from_the_executor() -> None:
+def test_graph_limits_come_from_the_executor() -> None:
     with_graphs = replace(INFO, graph_rows=(1, 8, 128), graph_rereads=700, eager_step_cost=0.04)
     assert scheduler_config(SETTINGS, with_graphs, -1).graphs == GraphLimits(128, 700, 0.04)
     assert scheduler_config(SETTINGS, INFO, -1).graphs == GraphLimits()
@@ -69,14 +69,14 @@ def test_encoder_prompts_are_never_cut_and_never_cached() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_running_requests", "chunked_prefill_size"])
-def test_device_limits_are_resolved_before_the_configuration(name: str) -> None:
+def test_scheduler_configuration_fails_when_a_device_limit_is_unresolved(name: str) -> None:
     unresolved = SETTINGS.model_copy(update={name: WorkerSettings.model_fields[name].default})
     with pytest.raises(AssertionError, match="device"):
         scheduler_config(unresolved, INFO, -1)
 
 
 class TestValuesWithoutAnEnvironment:
-    def test_flags_and_environment_are_ignored(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_settings_from_given_values_ignore_flags_and_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ROOTSTOCK_PAGE_SIZE", "32")
         assert WorkerSettings().page_size == 32
         settings = of_values(WorkerSettings, {"max_queued_requests": 7})

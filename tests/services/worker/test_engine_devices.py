@@ -27,7 +27,7 @@ def test_cpu_executor_ignores_gpu_settings(attention: str, caplog: pytest.LogCap
     assert "attention: our kernels" in caplog.text
 
 
-def test_engine_logs_model_and_scheduler_as_fields(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_logs_values_of_the_model_and_the_scheduler_as_fields(caplog: pytest.LogCaptureFixture) -> None:
     values = {"model": str(DEMO), "executor": "fake", "max_total_tokens": 4096}
     caplog.set_level("INFO")
     build_engine(of_values(WorkerSettings, values), Inbox(), lambda sentence: None).close()

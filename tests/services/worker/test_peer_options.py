@@ -19,20 +19,20 @@ def options_of(**changes: Any) -> object:
     return peer_options(WorkerSettings(model="fake", **changes), lambda released: None)
 
 
-def test_unified_worker_has_no_peer_options() -> None:
+def test_unified_worker_has_no_options_for_kv_transfers() -> None:
     assert options_of() is None
 
 
 @pytest.mark.by_day(one_in=2, seed=60)
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("missing", TLS)
-def test_tls_needs_all_files(mode: str, missing: str) -> None:
+def test_kv_transfer_over_tls_needs_all_three_files(mode: str, missing: str) -> None:
     given = {name: "file.pem" for name in TLS if name != missing}
     with pytest.raises(ValueError, match=f"not set: --{missing.replace('_', '-')}"):
         options_of(disaggregation_mode=mode, **given)
 
 
-def test_unusable_tls_file_is_named(tmp_path: Path) -> None:
+def test_error_names_an_unusable_tls_file(tmp_path: Path) -> None:
     files = {name: str(tmp_path / name) for name in TLS}
     with pytest.raises(ValueError, match=r"--disaggregation-tls-cert-file.*No such file"):
         options_of(disaggregation_mode="decode", **files)

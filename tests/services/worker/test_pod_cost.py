@@ -70,7 +70,7 @@ def cost_of(port: int, load: Load, **times: float) -> PodCost:
     return PodCost(lambda: pod_patch("prod", "w-0", configuration), load, **times)
 
 
-def test_cost_patches_the_pod_when_the_load_changes(api: Api) -> None:
+def test_pod_is_patched_with_its_deletion_cost_when_the_load_changes(api: Api) -> None:
     load = Load()
     cost = cost_of(api.server_port, load, period_s=7, pause_s=99)
     for load.value in (3, 3, 0, 0, 12):
@@ -81,7 +81,7 @@ def test_cost_patches_the_pod_when_the_load_changes(api: Api) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("status", [403, 404, 500])
-def test_refusal_is_logged_once_and_retried_later(api: Api, status: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_patch_is_logged_once_and_retried_later(api: Api, status: int, caplog: pytest.LogCaptureFixture) -> None:
     load = Load()
     cost = cost_of(api.server_port, load, period_s=7, pause_s=99)
     api.status = status
@@ -93,7 +93,7 @@ def test_refusal_is_logged_once_and_retried_later(api: Api, status: int, caplog:
     assert len(caplog.records) == 2 and len(api.seen) == 3
 
 
-def test_missing_api_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_kubernetes_api_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with Api() as gone:
         port = gone.server_port
     cost = cost_of(port, Load(), pause_s=99)
@@ -102,7 +102,7 @@ def test_missing_api_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
 
 
-def test_missing_cluster_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kubernetes_cluster_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     cost = PodCost(lambda: pod_patch("prod", "w-0"), Load(), pause_s=99)
     with caplog.at_level(logging.INFO, "rootstock_llm.services.worker.pod_cost"):
@@ -110,7 +110,7 @@ def test_missing_cluster_is_logged_once(caplog: pytest.LogCaptureFixture, monkey
     assert len(caplog.records) == 1 and "KUBERNETES" not in caplog.text
 
 
-def test_cost_thread_follows_the_load_until_stopped(api: Api) -> None:
+def test_deletion_cost_follows_the_load_until_the_thread_is_stopped(api: Api) -> None:
     load = Load()
     cost = cost_of(api.server_port, load, period_s=0.02)
     cost.start()

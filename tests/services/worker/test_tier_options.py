@@ -39,7 +39,7 @@ def in_files(folder: Path, **values: Any) -> TierOptions:
     return found
 
 
-def test_tiers_are_off_by_default() -> None:
+def test_kv_tiers_are_off_by_default() -> None:
     assert options() is None
 
 
@@ -58,7 +58,7 @@ def test_tiers_are_off_by_default() -> None:
         ({**SHARED, "hicache_storage_secret_file": os.devnull}, "needs at least 32"),
     ],
 )
-def test_conflicting_settings_are_named(values: dict[str, Any], sentence: str) -> None:
+def test_error_names_conflicting_settings(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         options(**values)
 
@@ -71,7 +71,7 @@ def test_worker_id_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_workers_with_one_shared_storage_have_one_secret(tmp_path: Path) -> None:
+def test_workers_with_the_same_secret_file_share_one_storage_secret(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).write_bytes(name.encode() * 32)
     first, second, other = (
@@ -97,7 +97,7 @@ def test_salt_quota_is_refused_when_smaller_than_a_page(tmp_path: Path) -> None:
         store.close()
 
 
-def test_workers_without_files_have_different_secrets() -> None:
+def test_workers_without_a_file_tier_have_different_secrets() -> None:
     first, second = (options(enable_hierarchical_cache=True, hicache_size=3) for _ in range(2))
     assert first is not None and second is not None
     assert first.host_bytes == 3 * GB and first.open_storage is None
@@ -130,7 +130,7 @@ def test_secret_of_wrong_length_is_refused(tmp_path: Path) -> None:
         in_files(tmp_path)
 
 
-def test_secret_behind_a_link_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_secret_file_behind_a_symbolic_link_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "w").mkdir()
     (tmp_path / "elsewhere").write_bytes(bytes(SECRET_BYTES))
     os.symlink(tmp_path / "elsewhere", tmp_path / "w" / "secret")
@@ -163,32 +163,34 @@ class TestHostTierSize:
     def sized(self, ratio: float = 2.0, size: int = 0, free: int = 1000 * PAGE) -> int:
         return host_pages(TierOptions(ratio, size, None, bytes(SECRET_BYTES)), 100, PAGE, free)
 
-    def test_size_follows_the_ratio_or_the_set_size(self) -> None:
+    def test_host_tier_size_follows_the_ratio_or_the_configured_size(self) -> None:
         assert self.sized() == 200 and self.sized(size=50 * PAGE) == 50
 
-    def test_ratio_uses_at_most_a_quarter_of_the_free_memory(self) -> None:
+    def test_host_tier_ratio_uses_at_most_a_quarter_of_the_free_memory(self) -> None:
         assert self.sized(ratio=20.0) == 250
 
     @pytest.mark.parametrize(("share", "pool", "pages"), [(0.125, 100, 125), (0.25, 500, 250), (0.25, 900, 80)])
-    def test_ratio_uses_only_the_share_when_the_pool_is_in_the_same_memory(self, share: float, pool: int, pages: int) -> None:
+    def test_ratio_uses_only_the_workers_share_when_the_kv_pool_is_in_host_memory(
+        self, share: float, pool: int, pages: int
+    ) -> None:
         options = TierOptions(20.0, 0, None, bytes(SECRET_BYTES), host_share=share)
         assert host_pages(options, 100, PAGE, 1000 * PAGE, pool * PAGE) == pages
 
-    def test_set_size_is_refused_when_not_free(self) -> None:
+    def test_configured_host_tier_size_is_refused_when_the_memory_is_not_free(self) -> None:
         with pytest.raises(
             NotEnoughHostMemory,
             match=r"hicache_size is \d+ MiB; \d+ MiB are free after the KV pool.* Set hicache_size to \d+ or less",
         ):
             self.sized(size=900 * PAGE)
 
-    def test_memory_of_the_slab_is_allocated_at_once(self) -> None:
+    def test_memory_of_the_host_tier_is_allocated_at_once(self) -> None:
         slab = host_slab(64, 1 << 18)
         there = (ctypes.c_ubyte * (slab.nbytes // mmap.PAGESIZE))()
         assert ctypes.CDLL(None).mincore(ctypes.c_void_p(slab.data_ptr()), ctypes.c_size_t(slab.nbytes), there) == 0
         assert all(each & 1 for each in there), "all pages of the slab are resident"
         assert slab.shape == (64, 1 << 18) and slab.dtype == torch.uint8 and not slab.any()
 
-    def test_size_is_refused_when_no_page_fits(self) -> None:
+    def test_host_tier_is_refused_when_no_page_fits(self) -> None:
         """The KV pool needs more than all free memory."""
         with pytest.raises(NotEnoughHostMemory, match="cannot hold a page"):
             self.sized(free=-5 * PAGE)

@@ -103,11 +103,11 @@ def test_command_line_exits_with_2_when_arguments_are_invalid(words: list[str], 
         ("TraceRequest", ["r1"], pb.TraceRequestRequest(request_id="r1")),
     ],
 )
-def test_parser_turns_arguments_into_a_request(operation: str, words: list[str], request_: object) -> None:
+def test_command_line_arguments_are_parsed_into_a_request(operation: str, words: list[str], request_: object) -> None:
     assert PARSERS[operation](words) == request_
 
 
-def test_parser_reads_json_other_than_numbers_and_booleans_as_text() -> None:
+def test_value_that_is_no_number_and_no_boolean_is_read_as_text() -> None:
     request = PARSERS["SetInternalState"](["a=[1]", "b=null"])
     assert request == pb.SetInternalStateRequest(tunables={"a": pb.Value(text="[1]"), "b": pb.Value(text="null")})
 
@@ -132,6 +132,6 @@ def test_parser_refuses_invalid_arguments(operation: str, words: list[str]) -> N
         PARSERS[operation](words)
 
 
-def test_every_operation_has_a_parser() -> None:
+def test_every_operation_has_a_command_line_parser() -> None:
     assert set(PARSERS) == set(BARRIERS)
     assert all(operation in OPERATIONS for operation in BARRIERS)

@@ -82,7 +82,7 @@ def touch(executor: DeviceExecutor) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("kv", "weights"), [(True, False), (False, True), (True, True)])
-def test_completion_stays_the_same_after_release_and_resume(
+def test_completion_is_unchanged_after_memory_is_released_and_resumed(
     build: Callable[[int], DeviceExecutor], kv: bool, weights: bool
 ) -> None:
     executor = build(8)
@@ -93,7 +93,7 @@ def test_completion_stays_the_same_after_release_and_resume(
     assert greedy_tokens(executor) == before
 
 
-def test_released_kv_cache_returns_memory_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
+def test_release_of_the_kv_cache_returns_memory_to_the_operating_system(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8192)
     size = sum(tensor.nbytes for tensor in pools(executor))
     assert size > 256 * MIB
@@ -106,7 +106,7 @@ def test_released_kv_cache_returns_memory_to_the_system(build: Callable[[int], D
     assert len(greedy_tokens(executor)) == 12
 
 
-def test_released_weights_return_memory_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
+def test_release_of_the_weights_returns_memory_to_the_operating_system(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8)
     size = (DEMO / "model.safetensors").stat().st_size  # bytes; float32 in memory takes at least the size of the file
     greedy_tokens(executor)
@@ -145,7 +145,7 @@ def test_step_fails_when_memory_is_released(build: Callable[[int], DeviceExecuto
     assert greedy_tokens(executor) == before
 
 
-def test_resume_names_a_missing_file_and_succeeds_when_the_file_is_back(
+def test_resume_fails_when_a_file_is_missing_and_succeeds_when_it_is_back(
     build: Callable[[int], DeviceExecutor], folder: Path
 ) -> None:
     executor = build(8)
@@ -188,7 +188,7 @@ def test_profile_writes_a_chrome_trace_of_the_steps(build: Callable[[int], Devic
     assert not (tmp_path / "second").exists()
 
 
-def test_profile_ends_when_the_trace_cannot_be_written(build: Callable[[int], DeviceExecutor], tmp_path: Path) -> None:
+def test_profile_ends_even_if_the_trace_cannot_be_written(build: Callable[[int], DeviceExecutor], tmp_path: Path) -> None:
     executor = build(8)
     executor.apply(StartProfile(tmp_path / "absent" / "x.json"))
     with pytest.raises(OperationRefused, match="cannot be written"):

@@ -87,7 +87,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_flush_keeps_completions_correct_when_requests_run(overlap: bool) -> None:
+def test_cache_flush_during_requests_does_not_change_completions(overlap: bool) -> None:
     async def check() -> None:
         async with operated(overlap=overlap) as at:
             prompts = {handle: [9] * 12 + [handle] * 9 for handle in range(6)}
@@ -113,7 +113,7 @@ def test_flush_keeps_completions_correct_when_requests_run(overlap: bool) -> Non
     run(check)
 
 
-def test_pause_and_continue_are_reported_at_once() -> None:
+def test_pause_and_its_end_are_reported_to_gateways_at_once() -> None:
     async def check() -> None:
         async with operated(gap_s=3600, beat_s=3600) as at:
             await at.gateway.until(lambda: len(at.gateway.loads) == 1)
@@ -173,7 +173,7 @@ def test_pause_with_abort_ends_present_requests_and_queues_later_requests() -> N
     run(check)
 
 
-def test_slowed_worker_waits_between_steps_and_reads_messages() -> None:
+def test_slowed_worker_still_reads_messages_while_it_waits_between_steps() -> None:
     async def check() -> None:
         async with operated() as at:
             await at.control.SlowDown(pb.SlowDownRequest(step_delay_s=0.1))
@@ -195,7 +195,7 @@ def test_slowed_worker_waits_between_steps_and_reads_messages() -> None:
     run(check)
 
 
-def test_tunables_apply_from_the_next_step() -> None:
+def test_changed_tunables_apply_from_the_next_step() -> None:
     async def check() -> None:
         async with operated() as at:
             await at.gateway.send(*[submit(handle, max_new_tokens=200) for handle in range(8)])
@@ -213,7 +213,7 @@ def test_tunables_apply_from_the_next_step() -> None:
     run(check)
 
 
-def test_release_is_refused_when_requests_run_until_the_deadline() -> None:
+def test_memory_release_is_refused_when_requests_still_run_at_the_deadline() -> None:
     async def check() -> None:
         async with operated(step_s=0.03) as at:
             await at.gateway.send(submit(1, max_new_tokens=240), submit(2, max_new_tokens=240))
@@ -230,7 +230,7 @@ def test_release_is_refused_when_requests_run_until_the_deadline() -> None:
     run(check)
 
 
-def test_release_waits_until_the_worker_is_idle_and_resume_restores_completions() -> None:
+def test_memory_release_waits_until_idle_and_the_worker_serves_again_after_resume() -> None:
     async def check() -> None:
         async with operated() as at:
             prompt = list(range(20))
@@ -255,7 +255,7 @@ def test_release_waits_until_the_worker_is_idle_and_resume_restores_completions(
     run(check)
 
 
-def test_release_changes_nothing_when_the_call_is_cancelled_before_the_worker_is_idle() -> None:
+def test_memory_release_has_no_effect_when_the_call_is_cancelled_before_the_worker_is_idle() -> None:
     async def check() -> None:
         async with operated(step_s=0.005) as at:
             await at.gateway.send(submit(1, max_new_tokens=100))
@@ -271,7 +271,7 @@ def test_release_changes_nothing_when_the_call_is_cancelled_before_the_worker_is
     run(check)
 
 
-def test_pending_operation_is_unavailable_when_the_loop_stops() -> None:
+def test_pending_operation_fails_with_unavailable_when_the_loop_stops() -> None:
     async def check() -> None:
         async with operated(step_s=0.005) as at:
             await at.gateway.send(submit(1, max_new_tokens=240))
@@ -295,7 +295,7 @@ def test_profile_is_refused_when_the_executor_has_no_device() -> None:
     run(check)
 
 
-def test_trace_request_returns_the_scheduler_events_of_a_request() -> None:
+def test_trace_request_call_returns_the_scheduler_events_of_a_request() -> None:
     async def check() -> None:
         async with operated() as at:
             await at.gateway.send(submit(1, [9] * 20, max_new_tokens=5))

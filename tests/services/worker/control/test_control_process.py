@@ -79,7 +79,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 @pytest.mark.parametrize("tags", [[pb.MEMORY_TAG_KV_CACHE], [pb.MEMORY_TAG_WEIGHTS], []])
-def test_completion_stays_the_same_after_release_and_resume(worker: Process, tags: list[pb.MemoryTag]) -> None:
+def test_completion_is_unchanged_after_memory_is_released_and_resumed(worker: Process, tags: list[pb.MemoryTag]) -> None:
     prompt = counting()
     before = worker.greedy_tokens(prompt)
     assert len(set(before)) > 3
@@ -91,7 +91,7 @@ def test_completion_stays_the_same_after_release_and_resume(worker: Process, tag
     assert worker.greedy_tokens(prompt) == before
 
 
-def test_released_kv_cache_returns_memory_to_the_system(worker: Process) -> None:
+def test_release_of_the_kv_cache_returns_memory_to_the_operating_system(worker: Process) -> None:
     for start in range(PROMPTS):
         worker.greedy_tokens([start + 3 + (i * 7 + start) % 900 for i in range(2000)], 2)
     used = worker.control.GetInternalState(pb.GetInternalStateRequest(), timeout=GUARD_S).stats["pages_cached"].whole
@@ -113,6 +113,6 @@ def test_profile_is_written_to_the_profile_folder(worker: Process) -> None:
     assert any(name.startswith("forward ") for name in names)
 
 
-def test_freeze_gc_reports_frozen_objects(worker: Process) -> None:
+def test_freeze_gc_call_reports_the_number_of_frozen_objects(worker: Process) -> None:
     assert worker.control.FreezeGc(pb.FreezeGcRequest(), timeout=GUARD_S).objects > 10_000
     assert len(worker.greedy_tokens([3, 4, 5])) == 24

@@ -195,7 +195,7 @@ def test_control_page_shows_the_barrier_table() -> None:
     assert {row[1].strip(" `"): Barrier(row[2].strip()) for row in rows} == BARRIERS
 
 
-def test_each_operation_requests_the_barrier_of_the_table() -> None:
+def test_each_operation_uses_the_barrier_that_the_table_lists() -> None:
     async def run() -> dict[str, Barrier]:
         barriers: dict[str, Barrier] = {}
         loop = FakeLoop(handle=lambda command: command.future.set_exception(NotIdle("2 requests run")))
@@ -219,7 +219,7 @@ def test_each_operation_requests_the_barrier_of_the_table() -> None:
         (KeyError("a fault"), grpc.StatusCode.INTERNAL),
     ],
 )
-def test_call_status_follows_the_exception_of_the_action(raised: Exception, code: grpc.StatusCode) -> None:
+def test_grpc_status_of_a_call_follows_the_exception_of_the_operation(raised: Exception, code: grpc.StatusCode) -> None:
     async def run() -> tuple[grpc.StatusCode, str]:
         async with control(FakeLoop(handle=lambda command: command.future.set_exception(raised))) as stub:
             return await status_of(stub.FlushCache(pb.FlushCacheRequest()))
@@ -229,7 +229,7 @@ def test_call_status_follows_the_exception_of_the_action(raised: Exception, code
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("token", TOKEN),)])
-def test_call_without_the_token_is_unauthenticated_and_puts_no_command(metadata: tuple[tuple[str, str], ...]) -> None:
+def test_call_without_the_token_is_unauthenticated_and_runs_no_command(metadata: tuple[tuple[str, str], ...]) -> None:
     async def run() -> FakeLoop:
         loop = FakeLoop()
         async with control(loop, token=TOKEN) as stub:
@@ -250,7 +250,7 @@ def test_call_without_the_token_is_unauthenticated_and_puts_no_command(metadata:
         (("host", "storage"), [("flush", "host", "storage")], 0),
     ],
 )
-def test_flush_covers_the_named_tiers(names: tuple[str, ...], calls: list[Any], pages: int) -> None:
+def test_cache_flush_covers_only_the_tiers_in_the_request(names: tuple[str, ...], calls: list[Any], pages: int) -> None:
     async def run() -> tuple[FakeLoop, int]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -274,7 +274,7 @@ EVERYWHERE = ("device", "host", "storage")
         (pb.FlushCacheRequest(older_than_s=0, cache_salt="a", tiers=["storage", "selected"]), [], [Selection(b"tag a", 0)], 7),
     ],
 )
-def test_flush_covers_the_named_salt_and_age(
+def test_cache_flush_covers_only_the_cache_salt_and_the_age_in_the_request(
     request_: pb.FlushCacheRequest, calls: list[Any], deleted: list[Selection], pages: int
 ) -> None:
     async def run() -> tuple[FakeLoop, int]:
@@ -303,7 +303,7 @@ def refused_flush(request: pb.FlushCacheRequest) -> str:
 
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("age_s", [-1, float("nan"), float("inf")])
-def test_flush_is_refused_when_the_age_is_not_a_duration(age_s: float) -> None:
+def test_cache_flush_is_refused_when_the_age_is_not_a_duration(age_s: float) -> None:
     assert refused_flush(pb.FlushCacheRequest(older_than_s=age_s)).startswith("older_than_s: ")
 
 
@@ -316,7 +316,9 @@ def test_flush_is_refused_when_the_age_is_not_a_duration(age_s: float) -> None:
         (pb.FlushCacheRequest(cache_salt="x" * 257), "cache_salt"),
     ],
 )
-def test_flush_is_refused_when_fields_contradict_each_other(request_: pb.FlushCacheRequest, field_: str) -> None:
+def test_cache_flush_is_refused_when_fields_are_invalid_or_contradict_each_other(
+    request_: pb.FlushCacheRequest, field_: str
+) -> None:
     assert refused_flush(request_).startswith(f"{field_}: ")
 
 
@@ -328,7 +330,7 @@ def test_flush_is_refused_when_fields_contradict_each_other(request_: pb.FlushCa
         (None, grpc.StatusCode.DEADLINE_EXCEEDED, "continues"),
     ],
 )
-def test_flush_fails_when_the_storage_deletion_does_not_complete(
+def test_cache_flush_fails_when_the_deletion_in_the_storage_does_not_complete(
     deleted: Deleted | Exception | None, code: grpc.StatusCode, reason: str
 ) -> None:
     async def run() -> tuple[grpc.StatusCode, str]:
@@ -339,7 +341,7 @@ def test_flush_fails_when_the_storage_deletion_does_not_complete(
     assert found is code and reason in details
 
 
-def test_flush_is_refused_when_a_tier_is_unknown() -> None:
+def test_cache_flush_is_refused_when_a_tier_is_unknown() -> None:
     async def run() -> tuple[FakeLoop, tuple[grpc.StatusCode, str]]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -369,7 +371,7 @@ def test_control_service_is_off_when_the_port_is_0() -> None:
     assert asyncio.run(start_control(control_at(), FakeLoop().put, "w", "m")) is None
 
 
-def test_token_file_is_read_and_named_when_unreadable(tmp_path: Path) -> None:
+def test_token_is_read_from_its_file_and_an_error_names_an_unreadable_file(tmp_path: Path) -> None:
     async def run(at: ControlAddress) -> tuple[grpc.StatusCode, str]:
         server = await start_control(at, FakeLoop().put, "w", "m")
         assert server is not None
@@ -423,7 +425,7 @@ def test_cancelled_call_cancels_the_command() -> None:
     assert asyncio.run(asyncio.wait_for(run(), 20)).cancelled()
 
 
-def test_internal_state_reports_scheduler_and_worker() -> None:
+def test_internal_state_has_the_values_of_the_scheduler_and_the_worker() -> None:
     async def run() -> dict[str, Any]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -447,7 +449,7 @@ def test_internal_state_reports_scheduler_and_worker() -> None:
     assert (stats["num_running"], stats["new_token_ratio"]) == (3, 0.25)
 
 
-def test_tunables_change_together_without_a_change_of_type() -> None:
+def test_several_tunables_change_in_one_call_and_keep_their_types() -> None:
     async def run() -> dict[str, Any]:
         async with control(FakeLoop()) as stub:
             return as_json(await stub.SetInternalState(changes(new_token_ratio=1, chunk=64, policy="fcfs")))
@@ -468,7 +470,7 @@ def test_tunables_change_together_without_a_change_of_type() -> None:
         ("policy", "worst", "policy: must be one of fcfs, lpm"),
     ],
 )
-def test_invalid_tunable_is_named_and_changes_nothing(name: str, value: Any, message: str) -> None:
+def test_error_names_an_invalid_tunable_and_no_tunable_changes(name: str, value: Any, message: str) -> None:
     async def run() -> tuple[tuple[grpc.StatusCode, str], dict[str, Any]]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -499,7 +501,7 @@ def test_invalid_tunable_is_named_and_changes_nothing(name: str, value: Any, mes
         ("SetLogLevel", pb.SetLogLevelRequest(level="loud"), "level"),
     ],
 )
-def test_invalid_argument_is_named_and_changes_nothing(name: str, request_: Any, field_name: str) -> None:
+def test_error_names_an_invalid_argument_and_nothing_changes(name: str, request_: Any, field_name: str) -> None:
     async def run() -> tuple[tuple[grpc.StatusCode, str], FakeLoop]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -536,7 +538,7 @@ def test_worker_stays_paused_until_all_released_memory_is_resumed() -> None:
     ]
 
 
-def test_memory_is_released_once_and_resumed_once() -> None:
+def test_memory_cannot_be_released_twice_or_resumed_without_a_release() -> None:
     async def run() -> FakeLoop:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -553,7 +555,7 @@ def test_memory_is_released_once_and_resumed_once() -> None:
     assert asyncio.run(run()).executor.applied == [ReleaseMemory(kv=True, weights=False)]
 
 
-def test_operator_pause_outlasts_released_memory() -> None:
+def test_worker_stays_paused_after_resume_when_the_operator_has_paused_it() -> None:
     async def run(pause_first: bool) -> bool:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -617,7 +619,7 @@ def test_profile_path_contains_the_worker_id(tmp_path: Path) -> None:
     assert [type(operation) for operation in applied] == [StartProfile, StopProfile, StartProfile]
 
 
-def test_profile_ends_when_the_file_cannot_be_written(tmp_path: Path) -> None:
+def test_profile_ends_even_if_its_file_cannot_be_written(tmp_path: Path) -> None:
     async def run() -> None:
         loop = FakeLoop()
         async with control(loop, tmp_path) as stub:
@@ -645,7 +647,7 @@ def test_log_level_changes_and_returns_the_previous_level() -> None:
         logging.getLogger().setLevel(level)
 
 
-def test_freeze_gc_counts_objects() -> None:
+def test_freeze_gc_call_returns_the_number_of_frozen_objects() -> None:
     async def run() -> pb.FreezeGcResponse:
         async with control(FakeLoop()) as stub:
             return await stub.FreezeGc(pb.FreezeGcRequest())

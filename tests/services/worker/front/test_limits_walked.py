@@ -72,7 +72,7 @@ OTHER_ERRORS = {
 }
 
 
-def test_value_at_a_limit_passes_and_larger_value_is_refused_by_field() -> None:
+def test_value_at_a_limit_is_accepted_and_a_larger_value_is_refused() -> None:
     wrong: dict[str, tuple[str, str]] = {}
 
     async def body() -> None:

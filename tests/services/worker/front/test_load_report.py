@@ -23,7 +23,7 @@ async def until_load(gateway: FakeGateway, holds: Callable[[worker_pb2.WorkerLoa
     return next(load for load in gateway.loads[seen:] if holds(load))
 
 
-def test_load_follows_the_hello_and_repeats_when_idle() -> None:
+def test_load_report_follows_the_hello_message_and_repeats_when_the_worker_is_idle() -> None:
     async def check() -> None:
         async with serving(gap_s=0.02, beat_s=0.1) as worker:
             gateway = FakeGateway(worker.stub)
@@ -36,7 +36,7 @@ def test_load_follows_the_hello_and_repeats_when_idle() -> None:
     run(check)
 
 
-def test_load_counts_requests_of_one_stream_and_of_all_streams() -> None:
+def test_load_report_counts_the_requests_of_its_stream_and_of_all_streams() -> None:
     async def check() -> None:
         async with serving(step_s=0.02, config=replace(CONFIG, max_running_requests=2)) as worker:
             mine, other = FakeGateway(worker.stub), FakeGateway(worker.stub)
@@ -57,7 +57,7 @@ def test_load_counts_requests_of_one_stream_and_of_all_streams() -> None:
     run(check)
 
 
-def test_load_is_sent_during_a_long_step() -> None:
+def test_load_report_is_sent_during_a_long_step() -> None:
     async def check() -> None:
         async with serving(step_s=2.0, gap_s=0.02, beat_s=0.1) as worker:
             gateway = FakeGateway(worker.stub)
@@ -72,7 +72,7 @@ def test_load_is_sent_during_a_long_step() -> None:
     run(check)
 
 
-def test_load_is_not_sent_for_every_step() -> None:
+def test_load_report_is_not_sent_for_every_step() -> None:
     async def check() -> None:
         async with serving(step_s=0.001) as worker:
             gateway = FakeGateway(worker.stub)
@@ -86,7 +86,7 @@ def test_load_is_not_sent_for_every_step() -> None:
     run(check)
 
 
-def test_load_reports_the_age_of_a_hung_step() -> None:
+def test_load_report_has_the_age_of_a_hung_step() -> None:
     async def check() -> None:
         async with serving(gap_s=0.02, beat_s=0.05) as worker:
             ends, wait = threading.Event(), worker.executor.wait
@@ -111,7 +111,7 @@ def test_load_reports_the_age_of_a_hung_step() -> None:
     run(check)
 
 
-def test_load_is_not_sent_when_only_the_step_age_changes() -> None:
+def test_load_report_is_not_sent_when_only_the_step_age_changes() -> None:
     async def check() -> None:
         now = 0.0
         outbox, pulse = StreamOutbox(asyncio.get_running_loop()), Pulse(lambda: now)
@@ -144,7 +144,7 @@ class Index:
     seq: int = 0  # sequence number of the last event batch
 
 
-def test_load_reports_the_state_of_the_index() -> None:
+def test_load_report_has_the_state_of_the_prefix_index() -> None:
     async def check() -> None:
         index = Index()
         outbox = StreamOutbox(asyncio.get_running_loop())
@@ -160,7 +160,7 @@ def test_load_reports_the_state_of_the_index() -> None:
     run(check)
 
 
-def test_load_reports_saved_shares_when_measured() -> None:
+def test_load_report_has_the_savings_of_the_kv_tiers_only_when_they_are_measured() -> None:
     """Unmeasured values are unset, because 0 is a value and gateways use a default for unset ones."""
 
     async def check() -> None:
@@ -180,7 +180,7 @@ def test_load_reports_saved_shares_when_measured() -> None:
     run(check)
 
 
-def test_slow_gateway_stream_receives_only_the_latest_load() -> None:
+def test_slow_gateway_stream_receives_only_the_latest_load_report() -> None:
     async def check() -> None:
         outbox = StreamOutbox(asyncio.get_running_loop())
         report = LoadReport(outbox, 4, NoIndex(1), *idle())

@@ -23,7 +23,7 @@ def messages_of(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutpu
     return asyncio.run(take())
 
 
-def test_steps_merge_in_order_into_messages_of_bounded_size() -> None:
+def test_outputs_of_waiting_steps_are_merged_in_order_into_messages_of_bounded_size() -> None:
     def step(number: int, values: int) -> worker_pb2.StepOutput:
         row = worker_pb2.LogprobRows(handle=number, values=[0.5] * values)
         return worker_pb2.StepOutput(handles=[number], counts=[1], token_ids=[number], prompt_logprobs=[row])
@@ -44,7 +44,7 @@ def test_steps_merge_in_order_into_messages_of_bounded_size() -> None:
     assert len(large) == 41, "20 large steps, and one message for the small steps before, between and after them"
 
 
-def test_steps_after_a_take_form_a_new_message() -> None:
+def test_outputs_after_a_sent_message_form_a_new_message() -> None:
     async def take() -> list[list[int]]:
         stream = GatewayStream()
         stream.put(worker_pb2.StepOutput(token_ids=[1]))

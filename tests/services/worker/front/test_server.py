@@ -92,7 +92,7 @@ class FakeGateway:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_requests_share_one_message_per_step(overlap: bool) -> None:
+def test_outputs_of_all_requests_share_one_message_per_step(overlap: bool) -> None:
     async def check() -> None:
         async with serving(step_s=0.005, overlap=overlap) as worker:
             gateway = FakeGateway(worker.stub)
@@ -270,7 +270,7 @@ def test_failing_step_ends_only_the_requests_of_the_step() -> None:
     run(check)
 
 
-def test_metrics_have_sglang_names_and_exact_counts() -> None:
+def test_metrics_have_the_names_of_sglang_and_exact_counts() -> None:
     async def check() -> None:
         async with serving() as worker:
             gateway = FakeGateway(worker.stub)

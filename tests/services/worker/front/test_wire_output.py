@@ -31,11 +31,11 @@ def entries_of(rows: worker_pb2.LogprobRows) -> list[LogprobRow]:
     return list(table.span(0, len(table)))
 
 
-def test_output_to_pb_of_an_empty_output_is_an_empty_message() -> None:
+def test_empty_output_becomes_an_empty_message() -> None:
     assert output_to_pb(PeerOutput(1)) == worker_pb2.StepOutput()
 
 
-def test_output_to_pb_keeps_logprobs_of_every_token() -> None:
+def test_message_has_the_logprobs_of_every_token() -> None:
     rows = [
         RowLogprobs(-0.5, (7, 8), (-0.25, -1.5), (-3.0,)),
         RowLogprobs(-1.0, (9, 7), (-0.125, -2.0), (-4.0,)),
@@ -47,12 +47,12 @@ def test_output_to_pb_keeps_logprobs_of_every_token() -> None:
     assert [entry.value for entry in back] == [row.sampled for row in rows]
 
 
-def test_output_to_pb_keeps_logprobs_without_top_tokens() -> None:
+def test_message_has_the_logprobs_of_a_token_without_top_tokens() -> None:
     message = output_to_pb(PeerOutput(1, logprobs=[(5, [RowLogprobs(-0.5, (), ())])]))
     assert [tuple(map(list, entry[1:])) for entry in entries_of(message.logprobs[0])] == [([], [], [])]
 
 
-def test_output_to_pb_keeps_prompt_logprobs_of_every_position() -> None:
+def test_message_has_the_prompt_logprobs_of_every_position() -> None:
     values = np.array([-1, -2, -3], dtype=np.float32)
     top_ids = np.arange(6, dtype=np.int32).reshape(3, 2)
     top = -np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -66,7 +66,7 @@ def test_output_to_pb_keeps_prompt_logprobs_of_every_position() -> None:
     assert [list(entry.chosen_values) for entry in back] == chosen.tolist()
 
 
-def test_finish_carries_an_embedding() -> None:
+def test_finish_message_has_the_embedding() -> None:
     vector = np.array([0.5, -0.25], dtype=np.float32)
     finish = Finish(FinishReason.EMBEDDED, 1, "r", prompt_tokens=3, cached_tokens=2, embedding=vector)
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
@@ -78,14 +78,14 @@ def test_finish_carries_an_embedding() -> None:
     )
 
 
-def test_finish_carries_label_logprobs() -> None:
+def test_finish_message_has_the_label_logprobs() -> None:
     values = np.array([-0.5, -np.inf], dtype=np.float32)
     finish = Finish(FinishReason.SCORED, 1, "r", prompt_tokens=3, label_logprobs=values)
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, list(pb.label_logprobs)) == (common_pb2.FINISH_REASON_SCORED, values.tolist())
 
 
-def test_finish_carries_cached_tokens_by_tier() -> None:
+def test_finish_message_has_the_cached_tokens_by_tier() -> None:
     finish = Finish(FinishReason.LENGTH, 1, "r", cached_tokens=9, cached_from={Tier.DEVICE: 2, Tier.HOST: 3, Tier.STORAGE: 4})
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.cached_tokens, pb.cached_device_tokens, pb.cached_host_tokens, pb.cached_storage_tokens) == (9, 2, 3, 4)
@@ -93,7 +93,7 @@ def test_finish_carries_cached_tokens_by_tier() -> None:
     assert output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0].cached_peer_tokens == 7
 
 
-def test_finish_of_a_handover_carries_the_kv_reservation() -> None:
+def test_finish_message_of_a_handover_has_the_kv_reservation() -> None:
     reservation = KvReservation((1 << 63) - 1, 5, b"s" * RESERVATION_SECRET_BYTES)
     pb = output_to_pb(
         PeerOutput(1, finishes=[Finish(FinishReason.HANDED_OVER, 1, "r", reservation=reservation, reserved_pages=7)])
@@ -104,21 +104,21 @@ def test_finish_of_a_handover_carries_the_kv_reservation() -> None:
     assert not bare.HasField("room")
 
 
-def test_output_to_pb_counts_accepted_and_rejected_prediction_tokens() -> None:
+def test_message_counts_accepted_and_rejected_prediction_tokens() -> None:
     verified = Verified().and_row(3, 2).and_row(4, 1, True).and_row(2, 2, True)
     pb = output_to_pb(PeerOutput(1, predicted=[(8, verified), (9, Verified())]))
     assert list(pb.predicted_handles) == [8, 9]
     assert (list(pb.accepted_prediction_tokens), list(pb.rejected_prediction_tokens)) == ([3, 0], [3, 0])
 
 
-def test_pages_ready_carries_the_kv_reservation() -> None:
+def test_pages_ready_message_has_the_kv_reservation() -> None:
     ready = PagesReady(3, KvReservation(9, 5, b"s" * RESERVATION_SECRET_BYTES), 7)
     (pb,) = output_to_pb(PeerOutput(1, ready=[ready])).ready
     assert (pb.handle, pb.room.room, pb.room.epoch, pb.room.secret, pb.room.pages) == (3, 9, 5, b"s" * 16, 7)
     assert ready_from_pb(pb) == ready
 
 
-def test_finish_carries_matched_regex_retractions_and_draft_counts() -> None:
+def test_finish_message_has_the_matched_regex_and_the_counts_of_retractions_and_drafts() -> None:
     finish = Finish(FinishReason.MATCHED_REGEX, 1, "r", matched_stop="a+", retractions=2, queue_s=0.25, completion_tokens=9)
     finish = replace(finish, verified=Verified().and_row(3, 2).and_row(1, 0))
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
@@ -137,20 +137,20 @@ def test_finish_carries_matched_regex_retractions_and_draft_counts() -> None:
     ],
     ids=["a field", "an element"],
 )
-def test_refusal_names_the_field_in_the_message_for_older_gateways(refused: InvalidRequest, message: str) -> None:
+def test_refusal_message_begins_with_the_field_name_for_older_gateways(refused: InvalidRequest, message: str) -> None:
     finish = refusal_to_pb(worker_pb2.Submit(handle=7, prompt_ids=[1, 2]), refused)
     assert (finish.message, finish.field) == (message, refused.field)
     assert (finish.element if finish.HasField("element") else None) == refused.element
     assert (finish.handle, finish.prompt_tokens, finish.error) == (7, 2, common_pb2.ERROR_CODE_INVALID_ARGUMENT)
 
 
-def test_error_without_a_field_keeps_the_message() -> None:
+def test_error_without_a_field_keeps_its_message() -> None:
     finish = Finish(FinishReason.ABORT, 1, "r", error=ErrorCode.INVALID_ARGUMENT, message="the prompt is empty")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.message, pb.field) == ("the prompt is empty", "")
 
 
-def test_finish_carries_an_error() -> None:
+def test_finish_message_has_the_error() -> None:
     finish = Finish(FinishReason.ABORT, 1, "r", error=ErrorCode.INVALID_ARGUMENT, message="no", field="grammar")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, pb.error, pb.field, pb.message) == (

@@ -37,11 +37,11 @@ def sampling(model: ModelLimits = MODEL, prompt: list[int] = PROMPT, **fields: A
     return submit_from_pb(message, 1, model, 77).params
 
 
-def test_defaults_are_resolved() -> None:
+def test_missing_sampling_fields_get_their_defaults() -> None:
     assert sampling() == SamplingParams(max_new_tokens=CONTEXT - len(PROMPT), seed=77)
 
 
-def test_params_have_the_plain_fields() -> None:
+def test_numbers_and_flags_of_the_message_reach_the_sampling_parameters() -> None:
     plain = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "frequency_penalty": 1.5, "presence_penalty": -1}
     more = {"repetition_penalty": 1.25, "min_new_tokens": 3, "ignore_eos": True, "seed": 5, "stream_interval": 4}
     params = sampling(max_new_tokens=9, skip_special_tokens=False, **plain, **more)
@@ -49,7 +49,7 @@ def test_params_have_the_plain_fields() -> None:
         assert getattr(params, field) == value, field
 
 
-def test_params_have_token_sets_and_strings() -> None:
+def test_token_ids_and_strings_of_the_message_reach_the_sampling_parameters() -> None:
     params = sampling(
         **{"stop_token_ids": [5, 6], "stop": ["a", "b"], "stop_regex": ["a+", "[0-9]{3}"]},
         **{"allowed_token_ids": [1, 999], "banned_token_ids": [2], "logit_bias_ids": [4], "logit_bias_values": [2.5]},
@@ -59,10 +59,10 @@ def test_params_have_token_sets_and_strings() -> None:
 
 
 class TestMaxNewTokens:
-    def test_value_is_clipped_to_the_context(self) -> None:
+    def test_max_new_tokens_is_clipped_to_the_context(self) -> None:
         assert sampling(max_new_tokens=10_000).max_new_tokens == CONTEXT - len(PROMPT)
 
-    def test_value_is_not_clipped_to_the_prompt_in_a_session(self) -> None:
+    def test_max_new_tokens_of_a_session_turn_ignores_the_prompt_length(self) -> None:
         def turn(**fields: Any) -> int:
             message = worker_pb2.Submit(prompt_ids=PROMPT, sampling=pb.SamplingParams(**fields))
             message.session.session_id = "s"
@@ -79,11 +79,11 @@ class TestLogprobs:
         params = sampling()
         assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (-1, (), -1)
 
-    def test_empty_message_means_the_sampled_token(self) -> None:
+    def test_empty_logprobs_message_requests_only_the_sampled_token(self) -> None:
         params = sampling(logprobs=pb.Logprobs())
         assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (0, (), -1)
 
-    def test_every_field_arrives(self) -> None:
+    def test_every_logprobs_field_reaches_the_sampling_parameters(self) -> None:
         params = sampling(logprobs=pb.Logprobs(top=20, token_ids=[9, 8], prompt_from=0))
         assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (20, (9, 8), 0)
 
@@ -93,13 +93,13 @@ class TestLogprobs:
 
 class TestGrammar:
     @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
-    def test_grammar_has_json_schema_or_structural_tag(self, kind: str) -> None:
+    def test_grammar_may_be_a_json_schema_or_a_structural_tag(self, kind: str) -> None:
         assert sampling(grammar=pb.Grammar(**{kind: "{}"})).grammar == GrammarSpec(GrammarKind(kind), "{}")
 
-    def test_grammar_of_json_object_is_any_object(self) -> None:
+    def test_json_object_grammar_permits_any_object(self) -> None:
         assert sampling(grammar=pb.Grammar(json_object=True)).grammar == GrammarSpec(GrammarKind.JSON_OBJECT, "")
 
-    def test_grammar_overrides_min_new_tokens(self) -> None:
+    def test_min_new_tokens_is_0_when_the_request_has_a_grammar(self) -> None:
         assert sampling(min_new_tokens=5, grammar=pb.Grammar(regex="a")).min_new_tokens == 0
 
 
@@ -108,14 +108,14 @@ class TestDry:
         assert sampling().dry is None
         assert sampling(dry=pb.Dry(base=2)).dry is None
 
-    def test_defaults_are_resolved(self) -> None:
+    def test_missing_dry_fields_get_their_defaults(self) -> None:
         breakers = tuple(sorted(map(ord, '\n:"*')))
         assert sampling(dry=pb.Dry(multiplier=0.5)).dry == DryParams(0.5, 1.75, 2, 0, breakers)
 
-    def test_window_of_0_equals_no_window(self) -> None:
+    def test_dry_window_of_0_equals_no_window(self) -> None:
         assert sampling(dry=pb.Dry(multiplier=1, window=0)).dry == sampling(dry=pb.Dry(multiplier=1)).dry is not None
 
-    def test_every_field_arrives_and_breakers_become_last_tokens(self) -> None:
+    def test_every_dry_field_arrives_and_each_breaker_becomes_its_last_token(self) -> None:
         dry = pb.Dry(multiplier=0.5, base=2, allowed_length=4, window=9, breakers=["ab", "b", "c"])
         assert sampling(dry=dry).dry == DryParams(0.5, 2.0, 4, 9, (ord("b"), ord("c")))
 
@@ -124,23 +124,23 @@ class TestDry:
 
 
 class TestEmbedding:
-    def test_embedding_samples_no_token(self) -> None:
+    def test_embedding_request_samples_no_token(self) -> None:
         params = sampling(max_new_tokens=50, embedding=pb.Embedding(dimensions=4, normalize=False))
         assert (params.embedding, params.max_new_tokens) == (EmbeddingParams(4, False), 0)
 
-    def test_defaults_follow_the_model(self) -> None:
+    def test_missing_embedding_fields_follow_the_model(self) -> None:
         assert sampling(embedding=pb.Embedding()).embedding == EmbeddingParams(0, None)
 
-    def test_prompt_may_fill_the_context(self) -> None:
+    def test_prompt_of_an_embedding_may_fill_the_context(self) -> None:
         assert sampling(prompt=[1] * CONTEXT, embedding=pb.Embedding()).max_new_tokens == 0
 
 
 class TestScore:
-    def test_score_samples_no_token(self) -> None:
+    def test_score_request_samples_no_token(self) -> None:
         params = sampling(max_new_tokens=50, score=pb.Score(label_token_ids=[7, 2, 7]))
         assert (params.score, params.max_new_tokens, params.samples) == (ScoreParams((7, 2, 7)), 0, False)
 
-    def test_prompt_may_fill_the_context(self) -> None:
+    def test_prompt_of_a_score_may_fill_the_context(self) -> None:
         assert sampling(prompt=[1] * CONTEXT, score=pb.Score(label_token_ids=[1])).score == ScoreParams((1,))
 
 
@@ -183,7 +183,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.by_day(one_in=2, seed=30)
 @pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
+def test_error_names_an_invalid_sampling_field(fields: dict[str, Any], message: str) -> None:
     assert refused(message, **fields).startswith(message)
 
 
@@ -214,7 +214,7 @@ OUTSIDE = [case for case in ROWS if case.values[0] in TESTED_ROWS.values() or ca
 
 @pytest.mark.by_day(one_in=2, seed=18)
 @pytest.mark.parametrize("row", OUTSIDE)
-def test_number_outside_the_range_is_refused_by_name(row: SamplingParameter) -> None:
+def test_number_outside_its_range_is_refused_with_the_name_of_the_parameter(row: SamplingParameter) -> None:
     named = row.names[Api.CHAT] if row.wire.startswith("dry.") else row.wire
     not_numbers = [float("nan"), float("inf"), float("-inf")] if row.kind is Kind.NUMBER else []
     for fields in (message_of(row, value) for value in (*outside(row), *not_numbers)):
@@ -223,7 +223,7 @@ def test_number_outside_the_range_is_refused_by_name(row: SamplingParameter) -> 
 
 @pytest.mark.by_day(one_in=2, seed=8)
 @pytest.mark.parametrize("row", [case for case in ROWS if case in OUTSIDE or case.id == "top_k"])  # top_k has two neutral values
-def test_params_have_numbers_within_the_range(row: SamplingParameter) -> None:
+def test_number_within_its_range_reaches_the_sampling_parameters(row: SamplingParameter) -> None:
     limits = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)
     for value in (typical(row), row.high) if row.excludes_low else (typical(row), row.low, row.high):
         fields = message_of(row, value)
@@ -235,12 +235,12 @@ def test_params_have_numbers_within_the_range(row: SamplingParameter) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-45, 1e-39])
-def test_top_p_of_0_is_greedy(share: float) -> None:
+def test_top_p_of_0_means_greedy_sampling(share: float) -> None:
     params = sampling(temperature=2.0, top_p=share, top_k=5)
     assert (params.temperature, params.top_p, params.top_k) == (0.0, 1.0, 5)
 
 
-def test_model_default_of_top_p_0_is_greedy() -> None:
+def test_default_top_p_of_0_of_a_model_means_greedy_sampling() -> None:
     model = replace(MODEL, defaults=SamplingDefaults(temperature=2.0, top_p=0.0))
     assert (sampling(model).temperature, sampling(model, top_p=0.5).temperature) == (0.0, 2.0)
 
@@ -249,7 +249,7 @@ def test_tiny_repetition_penalty_stays_above_0() -> None:
     assert sampling(repetition_penalty=1e-45).repetition_penalty == SMALLEST_POSITIVE
 
 
-def test_model_refuses_unsupported_outputs() -> None:
+def test_request_for_an_output_that_the_model_cannot_compute_is_refused() -> None:
     no_vectors, no_tokens = ModelLimits(CONTEXT, VOCAB, False), ModelLimits(CONTEXT, VOCAB, False, False, 8)
     assert "computes no embeddings" in refused("embedding: ", model=no_vectors, embedding=pb.Embedding())
     assert "only embeddings" in refused("embedding: ", model=no_tokens)
@@ -262,7 +262,7 @@ class TestSubmit:
         change(message)
         return submit_from_pb(message, 2, model, 0)
 
-    def test_submit_has_every_field(self) -> None:
+    def test_every_field_of_a_submit_message_arrives(self) -> None:
         def fill(message: worker_pb2.Submit) -> None:
             message.stream, message.cache_salt, message.priority = True, "salt", -3
             message.timeout_ms, message.routing_key = 1500, "key"
@@ -272,7 +272,7 @@ class TestSubmit:
         assert (submit.stream, submit.salt, submit.priority, submit.timeout_s) == (True, "salt", -3, 1.5)
         assert (submit.routing_key, submit.session, submit.lora) == ("key", None, "")
 
-    def test_submit_has_the_prediction_when_the_worker_reads_predictions(self) -> None:
+    def test_predicted_tokens_arrive_only_when_the_worker_reads_predictions(self) -> None:
         reading = replace(MODEL, reads_predictions=True)
         change = lambda message: message.prediction_ids.extend([5, VOCAB - 1])  # noqa: E731
         assert self.submit_of(change, reading).prediction.tolist() == [5, VOCAB - 1]
@@ -280,7 +280,7 @@ class TestSubmit:
         with pytest.raises(InvalidRequest, match=r"^prediction_ids: "):
             self.submit_of(lambda message: message.prediction_ids.append(VOCAB))
 
-    def test_submit_has_the_session_turn(self) -> None:
+    def test_session_turn_of_a_submit_message_arrives(self) -> None:
         def turn(message: worker_pb2.Submit) -> None:
             message.session.CopyFrom(
                 worker_pb2.SessionTurn(session_id="s", parent_request_id="p", offset=5, replace=True, drop_previous_output=True)
@@ -289,7 +289,7 @@ class TestSubmit:
         assert self.submit_of(turn).session == SessionTurn("s", "p", 5, True, True)
         assert self.submit_of(lambda message: setattr(message.session, "session_id", "s")).session == SessionTurn("s")
 
-    def test_prompt_is_truncated_except_for_sessions_and_embeddings(self) -> None:
+    def test_prompt_is_truncated_except_for_session_turns_and_embeddings(self) -> None:
         truncating = ModelLimits(CONTEXT, VOCAB, True)
 
         def long(message: worker_pb2.Submit) -> None:
@@ -314,7 +314,9 @@ class TestSubmit:
         ],
         ids=["no prompt", "outside", "session without id"],
     )
-    def test_bad_field_is_named(self, change: Callable[[worker_pb2.Submit], Any], field: str) -> None:
+    def test_error_names_an_invalid_field_of_a_submit_message(
+        self, change: Callable[[worker_pb2.Submit], Any], field: str
+    ) -> None:
         with pytest.raises(InvalidRequest, match=f"^{field}"):
             self.submit_of(change)
 
@@ -325,7 +327,7 @@ class TestResumedOutput:
         message = worker_pb2.Submit(handle=1, prompt_ids=prompt, output_ids=output, **more)
         return submit_from_pb(message, 1, model, 77)
 
-    def test_submit_has_the_output_ids_of_the_message(self) -> None:
+    def test_output_ids_of_a_resumed_request_arrive(self) -> None:
         assert self.submit([7, 8, 999]).output_ids == (7, 8, 999)
         assert self.submit([]).output_ids == ()
 
@@ -335,7 +337,7 @@ class TestResumedOutput:
         with pytest.raises(InvalidRequest, match=r"^output_ids: .* context is 100"):
             self.submit([5] * (CONTEXT - len(PROMPT) + 1))
 
-    def test_output_ids_must_fit_after_a_truncated_prompt(self) -> None:
+    def test_output_ids_that_do_not_fit_after_a_truncated_prompt_are_refused(self) -> None:
         truncating = ModelLimits(CONTEXT, VOCAB, True)
         assert len(self.submit([5], [1] * 300, truncating).prompt_ids) == CONTEXT - 1
         with pytest.raises(InvalidRequest, match=r"^output_ids: "):
@@ -352,7 +354,7 @@ class TestResumedOutput:
         ],
         ids=["vocabulary", "beyond int32", "session", "embedding", "score"],
     )
-    def test_output_ids_are_refused_by_name(self, output: list[int], more: dict[str, Any]) -> None:
+    def test_invalid_output_ids_are_refused_with_the_field_name(self, output: list[int], more: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequest, match=r"^output_ids: "):
             self.submit(output, **more)
 
@@ -369,12 +371,12 @@ class TestDisaggregation:
     def submit(reservation: KvReservation | None = None, **fields: Any) -> Submit:
         return submit_from_pb(worker_pb2.Submit(handle=1, prompt_ids=PROMPT, **fields), 1, MODEL, 77, reservation)
 
-    def test_submit_has_the_kv_source(self) -> None:
+    def test_kv_source_of_a_submit_message_arrives(self) -> None:
         found = self.submit(source=self.source()).source
         assert found == KvSource(KvReservation(9, 5, b"s" * RESERVATION_SECRET_BYTES), "10.0.0.1:7103", 3)
         assert self.submit().source is None
 
-    def test_prefetch_has_every_field(self) -> None:
+    def test_every_field_of_a_prefetch_message_arrives(self) -> None:
         message = worker_pb2.Prefetch(
             handle=4, prompt_ids=PROMPT, cache_salt="s", revision="r", source=self.source(), priority=-3
         )
@@ -396,7 +398,7 @@ class TestDisaggregation:
         ],
         ids=["no source", "secret", "pages", "address", "no prompt", "vocabulary", "salt", "revision"],
     )
-    def test_wrong_prefetch_is_refused(self, fields: dict[str, Any], field: str) -> None:
+    def test_invalid_prefetch_message_is_refused(self, fields: dict[str, Any], field: str) -> None:
         with pytest.raises(InvalidRequest) as refusal:
             prefetch_from_pb(worker_pb2.Prefetch(**{"prompt_ids": PROMPT, "source": self.source(), **fields}), 1, MODEL)
         assert refusal.value.field == field
@@ -419,7 +421,7 @@ class TestDisaggregation:
         ],
         ids=["worker without KV reservations", "secret", "pages", "address", "session", "embedding", "score"],
     )
-    def test_wrong_handover_or_source_is_refused(self, fields: dict[str, Any], field: str) -> None:
+    def test_invalid_handover_or_kv_source_is_refused(self, fields: dict[str, Any], field: str) -> None:
         with pytest.raises(InvalidRequest) as refusal:
             self.submit(**fields)
         assert refusal.value.field == field

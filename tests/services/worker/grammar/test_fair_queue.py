@@ -17,7 +17,7 @@ def taken(queue: FairQueue, count: int) -> list[str]:
     return [one[0].source for one in found if one is not None]
 
 
-def test_take_serves_tenants_in_turn() -> None:
+def test_queue_serves_tenants_in_turn() -> None:
     queue = FairQueue(10)
     for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
         assert queue.offer(spec(name), name[:1].encode())
@@ -26,7 +26,7 @@ def test_take_serves_tenants_in_turn() -> None:
     assert taken(queue, 5) == ["b2", "a3", "d1", "-1", "a4"]
 
 
-def test_offer_refuses_grammars_when_the_tenants_share_or_the_queue_is_full() -> None:
+def test_queue_refuses_a_grammar_when_the_queue_or_the_tenants_share_is_full() -> None:
     queue = FairQueue(2)
     assert [queue.offer(spec(str(at)), b"a") for at in range(3)] == [True, True, False]
     others = [queue.offer(spec(str(at)), bytes([tenant])) for tenant in range(QUEUE_TENANTS) for at in range(2)]
@@ -34,7 +34,7 @@ def test_offer_refuses_grammars_when_the_tenants_share_or_the_queue_is_full() ->
     assert len(taken(queue, 1)) == 1 and queue.offer(spec("last"), b"z")
 
 
-def test_close_ends_all_waits() -> None:
+def test_closing_the_queue_ends_all_waiting_calls() -> None:
     queue, ended = FairQueue(2), list[object]()
     threads = [threading.Thread(target=lambda: ended.append(queue.take())) for _ in range(3)]
     for thread in threads:

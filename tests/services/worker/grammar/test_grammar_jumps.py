@@ -59,7 +59,7 @@ def test_jump_omits_the_last_token_when_more_text_follows() -> None:
         assert matcher.accept(next(token for token in allowed_ids(matcher.mask(), 1280) if token not in model.EOS))
 
 
-def test_jump_takes_all_tokens_when_output_ends() -> None:
+def test_jump_takes_all_tokens_when_the_output_ends_after_it() -> None:
     matcher = model.matcher(regex("(yes|no) and so it shall be"), jump=True)
     feed(matcher, "n")
     assert written(tuple(matcher.forced())) == b"o and so it shall be"
@@ -67,7 +67,7 @@ def test_jump_takes_all_tokens_when_output_ends() -> None:
     assert matcher.forced() == ()
 
 
-def test_jump_ends_before_partly_forced_character() -> None:
+def test_jump_ends_before_a_partly_forced_character() -> None:
     matcher = model.matcher(regex("abc def ghi (世|丗)c"), jump=True)  # two of the three bytes are equal
     tokens = tuple(matcher.forced())
     assert tokens
@@ -84,7 +84,7 @@ def test_single_forced_token_is_left_to_sampling() -> None:
     assert allowed_ids(matcher.mask(), 1280) == before
 
 
-def test_text_with_jumps_satisfies_schema() -> None:
+def test_text_with_jumps_satisfies_the_schema() -> None:
     matcher = model.matcher(schema(PERSON), jump=True)
     tokens: list[int] = []
     while not matcher.terminated:
@@ -117,7 +117,7 @@ def test_matcher_forces_no_tokens_when_jumps_are_disabled() -> None:
         ("a{1000}b", "a" * 990, "a" * 10 + "b"),
     ],
 )
-def test_cursor_forces_bytes_when_one_may_follow(pattern: str, before: str, forced: str | bytes) -> None:
+def test_byte_is_forced_when_no_other_byte_may_follow(pattern: str, before: str, forced: str | bytes) -> None:
     by_bytes = regex(pattern).by_bytes
     assert by_bytes is not None
     cursor = ByteCursor(by_bytes)
@@ -159,7 +159,7 @@ def test_jumps_alternate_with_sampling() -> None:
     assert text.replace(b"b", b"a") == b"aone two threeafour five sixa"
 
 
-def test_request_loses_only_jumps_when_byte_grammar_disagrees(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_continues_without_jumps_when_the_byte_grammar_disagrees(caplog: pytest.LogCaptureFixture) -> None:
     mixed = Compiled(regex("(a|b)one two three").grammar, regex("xyz").by_bytes)
     matcher = model.matcher(mixed, jump=True)
     feed(matcher, "a")

@@ -74,7 +74,7 @@ def test_output_ends_when_no_token_can_follow() -> None:
     assert matcher.terminated
 
 
-def test_output_ends_when_model_has_no_eos() -> None:
+def test_output_ends_with_the_grammar_when_the_model_has_no_eos_token() -> None:
     matcher = over(model.vocabulary(stop_ids=()), "ab?")
     feed(matcher, "a")
     assert not matcher.terminated
@@ -107,7 +107,7 @@ def test_mask_is_cut_when_vocabulary_is_smaller_than_tokenizer() -> None:
     assert max(allowed_ids(matcher.mask(), 704)) < 700
 
 
-def test_matcher_gets_fault_when_cpu_time_exceeds_limit() -> None:
+def test_matcher_fails_when_its_cpu_time_exceeds_the_limit() -> None:
     setup = MatcherSetup.of(model.vocabulary(), None)
     reported: list[bool] = []
 
@@ -124,7 +124,7 @@ def test_matcher_gets_fault_when_cpu_time_exceeds_limit() -> None:
     assert reported == [True], "the overrun is reported once"
 
 
-def test_meter_is_reset_when_overrun_is_tolerated() -> None:
+def test_cpu_time_meter_is_reset_when_an_overrun_is_tolerated() -> None:
     tolerated = [True, False]
     setup = MatcherSetup.of(model.vocabulary(), None)
     matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=50), lambda: tolerated.pop(0))
@@ -140,7 +140,7 @@ def test_meter_is_reset_when_overrun_is_tolerated() -> None:
     "seconds, tokens_between, overrun",
     [([0.004] * 100, 1, False), ([0.02], 0, False), ([0.06], 0, True), ([0.01] * 8, 1, False), ([0.01] * 20, 1, True)],
 )
-def test_meter_overruns_after_lasting_slowness_but_not_after_a_burst(
+def test_cpu_time_meter_overruns_after_lasting_slowness_but_not_after_a_burst(
     seconds: list[float], tokens_between: int, overrun: bool
 ) -> None:
     meter = StepMeter(step_ms=5, burst_ms=50)
@@ -177,7 +177,7 @@ def raises(*_: object) -> None:
     raise RuntimeError("out of the library")
 
 
-def test_trial_refuses_a_grammar_with_an_expensive_search_for_jumps() -> None:
+def test_trial_run_refuses_a_grammar_whose_jump_search_is_expensive() -> None:
     limits = GrammarLimits(step_ms=0.1, burst_ms=5)
     cheap = regex("a*")
     endless = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "a" root'))  # the search reads 256 bytes after each token
@@ -186,7 +186,7 @@ def test_trial_refuses_a_grammar_with_an_expensive_search_for_jumps() -> None:
         run_trial(Compiled(cheap.grammar, endless.by_bytes), model.vocabulary().tokens, limits)
 
 
-def test_trial_refuses_expensive_grammars_and_dead_ends() -> None:
+def test_trial_run_refuses_expensive_grammars_and_grammars_with_a_dead_end() -> None:
     ambiguous = model.compiled(GrammarSpec(GrammarKind.EBNF, "root ::= s\ns ::= s s s | s s | [a-z]"))
     nowhere = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "ab" x\nx ::= x'))
     with pytest.raises(GrammarRefused, match="too expensive"):
@@ -196,7 +196,7 @@ def test_trial_refuses_expensive_grammars_and_dead_ends() -> None:
     run_trial(regex("[0-9]+"), model.vocabulary().tokens, GrammarLimits())
 
 
-def test_masks_stay_valid_when_next_step_is_filled() -> None:
+def test_masks_of_a_step_stay_valid_when_the_next_step_is_filled() -> None:
     filler = MaskFiller(1280, max_rows=3)
     first, second = model.matcher(regex("[0-9]+")), model.matcher(regex("[a-z]+"))
     masks = filler.fill([(4, first), (9, second)])
@@ -210,7 +210,7 @@ def test_masks_stay_valid_when_next_step_is_filled() -> None:
     assert allowed_ids(masks[4], 1280) == [t for t in range(1280) if model.vocabulary().tokens[t].isdigit()]
 
 
-def test_masks_after_draft_tokens_equal_masks_after_acceptance() -> None:
+def test_masks_for_draft_tokens_equal_the_masks_after_their_acceptance() -> None:
     """A row has masks up to its first draft that is refused or ends the output. The matchers accept no draft."""
     filler = MaskFiller(1280, max_rows=4, max_drafts=12)
     names = {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}
@@ -231,7 +231,7 @@ def test_masks_after_draft_tokens_equal_masks_after_acceptance() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_batch_masks_equal_single_masks(threads: int) -> None:
+def test_masks_filled_as_a_batch_equal_masks_filled_one_by_one(threads: int) -> None:
     patterns = ["[0-9]+", "[a-z]+", "yes|no", "x", "(a|b)*", r"[\s\S]*"]
     matchers = [model.matcher(regex(pattern)) for pattern in patterns]
     assert matchers[3].accept(model.tokenizer().encode_batch(["x"], False)[0][0])  # this matcher has ended
@@ -246,7 +246,7 @@ def test_batch_masks_equal_single_masks(threads: int) -> None:
                 np.testing.assert_array_equal(masks[row], alone.mask())
 
 
-def test_masks_are_filled_one_by_one_when_batch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_filled_one_by_one_when_the_batch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", raises)
     matchers = [model.matcher(regex(pattern)) for pattern in ("[0-9]+", "[a-z]+", "yes|no", "x", "y")]
     masks = MaskFiller(1280, max_rows=8, threads=2).fill(list(enumerate(matchers)))
@@ -267,7 +267,7 @@ class Ticks:
 
 
 @pytest.mark.parametrize("budget_ms, ended", [(100.0, []), (20.0, [0])])
-def test_grammars_of_a_step_share_one_budget(budget_ms: float, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_of_a_step_share_one_time_budget(budget_ms: float, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rootstock_llm.services.worker.grammar.match.matcher.time", Ticks())
     setup = MatcherSetup.of(model.vocabulary(), None)
     matchers = [XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(5, 50), model.does_not_tolerate_overrun) for _ in range(20)]
@@ -283,7 +283,7 @@ def test_grammars_of_a_step_share_one_budget(budget_ms: float, ended: list[int],
     assert [index for index, matcher in enumerate(matchers) if matcher.fault] == ended
 
 
-def test_cursor_follows_accepted_tokens_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_byte_cursor_reads_accepted_tokens_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU time of reading a resumed output is charged to the steps of its tokens, not to the single step after them."""
     lengths: list[int] = []
 
@@ -301,7 +301,7 @@ def test_cursor_follows_accepted_tokens_in_small_batches(monkeypatch: pytest.Mon
     assert sum(lengths) == 1000 and max(lengths) <= MAX_BACKLOG
 
 
-def test_resumed_outputs_do_not_count_as_slow_step() -> None:
+def test_resumed_outputs_do_not_count_as_a_slow_step() -> None:
     """Each matcher has accepted a long output before its first mask. This CPU time is not charged to one step."""
     grammar = GrammarSpec(GrammarKind.JSON_OBJECT, "")
     text = '{"a": [' + ", ".join('{"k": "hello", "z": [1, 2]}' for _ in range(90)) + "]}"
@@ -329,7 +329,7 @@ def test_resumed_outputs_do_not_count_as_slow_step() -> None:
 
 
 @pytest.mark.parametrize("markers", [(), ("<|im_start|>", "<|im_end|>", "[not of this model]")], ids=["no markers", "markers"])
-def test_special_token_is_allowed_as_marker(markers: tuple[str, ...]) -> None:
+def test_special_token_is_allowed_in_the_output_only_if_it_is_a_marker(markers: tuple[str, ...]) -> None:
     """A special token that ends the output is never allowed as a marker."""
     start, end = model.tokenizer().token_id("<|im_start|>"), model.tokenizer().token_id("<|im_end|>")
     assert start is not None and end is not None

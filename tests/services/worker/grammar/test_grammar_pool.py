@@ -84,7 +84,7 @@ def compiles(book: CompiledBook, messages: Messages, pattern: str) -> bool:
     return matcher is not None and bool(allowed_ids(matcher.mask(), 1280))
 
 
-def test_book_reports_ready_grammar_by_message(shared: tuple[CompiledBook, Messages]) -> None:
+def test_ready_grammar_is_reported_by_a_message(shared: tuple[CompiledBook, Messages]) -> None:
     book, messages = shared
     spec = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "integer"}')
     assert outcome(book, messages, spec) == ""
@@ -100,7 +100,7 @@ def test_nested_lookaheads_compile(shared: tuple[CompiledBook, Messages]) -> Non
     assert compiles(*shared, f"^{'(?=' * depth}a+{')' * depth}[ab]*$")
 
 
-def test_refusal_for_memory_does_not_name_a_tag_that_the_gateway_made() -> None:
+def test_refusal_for_memory_does_not_mention_a_structural_tag_of_the_gateway() -> None:
     schema = {"type": "string", "pattern": "(?=[ab]*c)" * 40 + "[abc]{1,900}"}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     spec = GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps(tag), (GrammarPart("#/format"),))
@@ -120,13 +120,13 @@ def test_refusal_for_memory_does_not_name_a_tag_that_the_gateway_made() -> None:
         (GrammarSpec(GrammarKind.STRUCTURAL_TAG, "{}"), "structural_tag: #: needs 'format'"),
     ],
 )
-def test_refusal_is_one_line(shared: tuple[CompiledBook, Messages], spec: GrammarSpec, reason: str) -> None:
+def test_refusal_of_a_grammar_is_one_line(shared: tuple[CompiledBook, Messages], spec: GrammarSpec, reason: str) -> None:
     reported = outcome(*shared, spec)
     assert reported.startswith(reason)
     assert "\n" not in reported
 
 
-def test_book_compiles_equal_grammars_once(shared: tuple[CompiledBook, Messages]) -> None:
+def test_equal_grammars_are_compiled_once(shared: tuple[CompiledBook, Messages]) -> None:
     book, messages = shared
     for _ in range(5):
         assert book.open(regex("once[0-9]")) is None
@@ -135,7 +135,7 @@ def test_book_compiles_equal_grammars_once(shared: tuple[CompiledBook, Messages]
     assert messages.received.empty()
 
 
-def test_book_caches_refusal_for_failure_s() -> None:
+def test_refusal_of_a_grammar_is_cached_for_a_limited_time() -> None:
     now = [0.0]
     with opened(LIMITS, clock=lambda: now[0]) as (book, messages):
         assert outcome(book, messages, regex("(")) != ""
@@ -151,14 +151,14 @@ def test_book_caches_refusal_for_failure_s() -> None:
         assert messages.next()[1].startswith("pattern")
 
 
-def test_book_caches_a_refusal_by_the_grammars_digest(shared: tuple[CompiledBook, Messages]) -> None:
+def test_refusal_is_cached_by_the_digest_of_the_grammar(shared: tuple[CompiledBook, Messages]) -> None:
     book, messages = shared
     before = set(book._failed)
     assert outcome(book, messages, regex("(" + "x" * 100_000)) != ""
     assert [len(key) for key in set(book._failed) - before] == [32]
 
 
-def test_book_refuses_grammar_when_matchers_overrun(shared: tuple[CompiledBook, Messages]) -> None:
+def test_grammar_is_refused_after_its_matcher_has_exceeded_the_time_limit(shared: tuple[CompiledBook, Messages]) -> None:
     spec = ebnf('root ::= s\ns ::= s s | "a" | "b"')  # is expensive only for outputs longer than a trial
     book, messages = shared
     before = book.cached_bytes
@@ -178,7 +178,7 @@ def test_book_refuses_grammar_when_matchers_overrun(shared: tuple[CompiledBook, 
     assert outcome(book, messages, spec) == f"ebnf: {TOO_SLOW}"
 
 
-def test_grammar_is_not_refused_when_compiler_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_can_be_retried_when_the_compiler_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(LIMITS) as (book, messages):
         with monkeypatch.context() as broken:
             broken.setattr("rootstock_llm.services.worker.grammar.compile.compiler_pool.sys.executable", "/bin/false")
@@ -186,7 +186,7 @@ def test_grammar_is_not_refused_when_compiler_cannot_start(monkeypatch: pytest.M
         assert outcome(book, messages, regex("[0-9]")) == ""
 
 
-def test_book_drops_least_recent_and_unused_grammars() -> None:
+def test_least_recent_and_unused_grammars_are_dropped_from_the_cache() -> None:
     time_s = [0.0]
     with opened(GrammarLimits(cache_mib=2, unused_mib=0, idle_s=60.0), lambda: time_s[0]) as (book, messages):
         specs = [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "maxLength": 90 + n})) for n in range(6)]
@@ -210,7 +210,7 @@ def test_book_drops_least_recent_and_unused_grammars() -> None:
         assert book.cached_bytes == 0
 
 
-def test_book_refuses_too_long_grammar_at_once(shared: tuple[CompiledBook, Messages]) -> None:
+def test_too_long_grammar_is_refused_at_once(shared: tuple[CompiledBook, Messages]) -> None:
     book, messages = shared
     for source in ("x" * 10_000_000, "世" * (MAX_GRAMMAR_BYTES // 3 + 1)):
         assert book.open(regex(source)) is None
@@ -225,7 +225,7 @@ def test_quick_grammar_does_not_wait_for_slow_grammars() -> None:
         assert compiles(book, messages, "quick[0-9]")
 
 
-def test_book_refuses_grammar_as_busy_when_queue_is_full() -> None:
+def test_grammar_is_refused_as_busy_when_the_compiler_queue_is_full() -> None:
     with opened(GrammarLimits(queue=2, workers=1, compile_s=2.0, quick_s=1.0)) as (book, messages):
         compiled: list[tuple[float, int]] = []
         book.on_compiled = lambda seconds, chars: compiled.append((seconds, chars))
@@ -276,7 +276,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_killed_child_fails_one_grammar() -> None:
+def test_killed_compiler_child_fails_only_one_grammar() -> None:
     with opened(GrammarLimits(quick_s=60, compile_s=60)) as (book, messages):
         assert compiles(book, messages, "warm")
         os.kill(compiling(book, regex(SLOW)), signal.SIGKILL)
@@ -285,7 +285,7 @@ def test_killed_child_fails_one_grammar() -> None:
         assert compiles(book, messages, "after")
 
 
-def test_grammar_is_not_refused_when_child_gets_no_cpu_time() -> None:
+def test_stopped_compiler_child_does_not_use_up_the_cpu_limit_of_its_grammar() -> None:
     spec = regex("a?" * 500 + "a" * 500)  # a second of CPU time
     with opened(replace(LIMITS, quick_s=LIMITS.compile_s)) as (book, messages):
         assert compiles(book, messages, "warm")
@@ -308,7 +308,7 @@ def test_killed_compiler_is_restarted() -> None:
         assert book.pool.compiler_pid != before
 
 
-def test_warm_up_starts_compiler() -> None:
+def test_warm_up_starts_the_compiler_process() -> None:
     with opened(LIMITS) as (book, messages):
         assert book.pool.compiler_pid is None
         book.pool.warm_up()
@@ -318,7 +318,7 @@ def test_warm_up_starts_compiler() -> None:
         assert book.pool.compiler_pid == pid
 
 
-def test_compiler_starts_with_niceness_of_worker() -> None:
+def test_compiler_process_starts_with_the_niceness_of_the_worker() -> None:
     """A process inherits the niceness of its parent. With a high niceness, the compiler starts late on a busy machine."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     with opened(LIMITS) as (book, messages):
@@ -348,7 +348,7 @@ def test_compiler_start_is_retried_after_failure(monkeypatch: pytest.MonkeyPatch
         assert compiles(book, messages, "later")
 
 
-def test_close_does_not_wait_when_compiler_start_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_closing_does_not_wait_when_the_start_of_the_compiler_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hanging = tmp_path / "python"
     hanging.write_text("#!/bin/sh\nexec sleep 600\n")
     hanging.chmod(0o755)
@@ -361,7 +361,7 @@ def test_close_does_not_wait_when_compiler_start_hangs(monkeypatch: pytest.Monke
     assert not warming.is_alive()
 
 
-def test_close_ends_compilations_without_callbacks() -> None:
+def test_closing_ends_running_compilations_and_sends_no_messages() -> None:
     with opened(GrammarLimits(quick_s=60, compile_s=60)) as (book, messages):
         assert compiles(book, messages, "warm")
         pid = book.pool.compiler_pid
@@ -469,7 +469,7 @@ def walk(book: CompiledBook, spec: GrammarSpec) -> None:
         matcher.forced()
 
 
-def test_book_refuses_grammar_when_matcher_cannot_be_made(
+def test_grammar_is_refused_when_its_matcher_cannot_be_made(
     shared: tuple[CompiledBook, Messages], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> None:

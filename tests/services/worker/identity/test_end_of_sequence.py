@@ -59,16 +59,16 @@ def ends(folder: Path, of_config: tuple[int, ...] = (), **files: dict[str, Any])
         "no file",
     ],
 )
-def test_end_of_sequence_is_the_union_of_all_files(tmp_path: Path, files: dict[str, Any], expected: set[int]) -> None:
+def test_end_of_sequence_tokens_are_the_union_of_all_files(tmp_path: Path, files: dict[str, Any], expected: set[int]) -> None:
     found = ends(tmp_path, **files)
     assert set(found) == expected and len(found) == len(expected)
 
 
-def test_end_of_sequence_includes_the_default_of_the_config_class(tmp_path: Path) -> None:
+def test_end_of_sequence_tokens_include_the_default_of_the_config_class(tmp_path: Path) -> None:
     assert ends(tmp_path, (END,), config={}, tokenizer_config={"eos_token": "<stop>"}) == (END, STOP)
 
 
 @pytest.mark.parametrize("value", ["<end>", [STOP, "<end>"], 2.5, True, {"a": 1}], ids=str)
-def test_end_of_sequence_names_file_and_value_when_the_value_is_not_an_id(tmp_path: Path, value: object) -> None:
+def test_error_names_file_and_value_when_an_end_of_sequence_is_no_token_id(tmp_path: Path, value: object) -> None:
     with pytest.raises(ValueError, match=r"generation_config\.json: 'eos_token_id' is .*; it is a token id or a list"):
         ends(tmp_path, generation_config={"eos_token_id": value})

@@ -42,7 +42,7 @@ def identity_of(path: Path, name: str = "") -> ModelIdentity:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @each_value(at={"first": 0, "middle": SIZE // 2, "last": SIZE - 1}, number=[1, 2])
-def test_revision_changes_with_one_byte(tmp_path: Path, number: int, at: int) -> None:
+def test_revision_of_a_model_changes_when_one_byte_changes(tmp_path: Path, number: int, at: int) -> None:
     folder = make_folder(tmp_path / "model")
     before = revision_of(folder)
     file = folder / f"model-0000{number}-of-00002.safetensors"
@@ -55,7 +55,9 @@ def test_revision_changes_with_one_byte(tmp_path: Path, number: int, at: int) ->
     assert revision_of(folder) == before, "times of files do not matter"
 
 
-def test_revision_depends_on_the_order_of_pieces_but_not_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_depends_on_the_order_of_pieces_but_not_on_the_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weights_revision, "PIECE_BYTES", 1000)
     monkeypatch.setattr(weights_revision, "BUFFER_BYTES", 300)
     folder = make_folder(tmp_path / "model")

@@ -24,7 +24,7 @@ def folder(tmp_path: Path, content: Any) -> Path:
     return tmp_path
 
 
-def test_defaults_prefer_the_operator_to_the_model_and_the_model_to_the_api(tmp_path: Path) -> None:
+def test_operators_defaults_override_the_models_and_the_models_override_the_apis(tmp_path: Path) -> None:
     model = folder(tmp_path, QWEN)
     assert sampling_defaults(model, True, "") == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
     preferred = '{"temperature": 0.2, "min_p": 0.1}'
@@ -35,7 +35,7 @@ def test_defaults_prefer_the_operator_to_the_model_and_the_model_to_the_api(tmp_
 
 
 @pytest.mark.parametrize("temperature", [None, 0.6, -1])
-def test_temperature_is_0_when_the_model_does_not_sample(tmp_path: Path, temperature: Any) -> None:
+def test_default_temperature_is_0_when_the_models_do_sample_is_false(tmp_path: Path, temperature: Any) -> None:
     model = folder(tmp_path, {"do_sample": False, "temperature": temperature, "top_k": 50})
     assert sampling_defaults(model, True, "") == SamplingDefaults(temperature=0.0, top_k=50)
     assert sampling_defaults(model, True, '{"temperature": 0.3}') == SamplingDefaults(temperature=0.3, top_k=50)
@@ -43,7 +43,7 @@ def test_temperature_is_0_when_the_model_does_not_sample(tmp_path: Path, tempera
 
 
 @pytest.mark.parametrize("do_sample", [True, None, 0, "false"])
-def test_temperature_is_the_value_of_the_file_when_do_sample_is_not_false(tmp_path: Path, do_sample: Any) -> None:
+def test_default_temperature_is_the_value_of_the_file_when_do_sample_is_not_false(tmp_path: Path, do_sample: Any) -> None:
     model = folder(tmp_path, {"do_sample": do_sample, "temperature": 0.6})
     assert sampling_defaults(model, True, "") == SamplingDefaults(temperature=0.6)
 
@@ -62,7 +62,7 @@ def test_invalid_values_of_the_model_are_ignored_with_a_warning(tmp_path: Path, 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000], ids=["cut off", "a list", "nested"])
-def test_malformed_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
+def test_error_names_a_malformed_generation_config_file(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match=FILE):
         sampling_defaults(folder(tmp_path, content), True, "")
 
@@ -70,7 +70,7 @@ def test_malformed_file_is_refused_by_name(tmp_path: Path, content: str) -> None
 @pytest.mark.parametrize(
     "text", ["{", "5", '{"max_new_tokens": 5}', '{"top_p": 2}', '{"top_k": 2.0}', '{"temperature": NaN}', '{"min_p": null}']
 )
-def test_invalid_operator_value_ends_the_process_with_2(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_operator_value_ends_the_process_with_status_2(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         load(WorkerSettings, "rootstock-worker", ["--preferred-sampling-params", text])
     assert end.value.code == 2 and "preferred_sampling_params" in capsys.readouterr().err

@@ -56,7 +56,7 @@ async def resume(at: Operated) -> None:
     await at.control.ResumeMemory(pb.ResumeMemoryRequest())
 
 
-def test_new_weights_are_sent_in_a_hello_and_submits_for_old_weights_are_refused(tmp_path: Path) -> None:
+def test_hello_message_has_the_new_revision_and_requests_for_the_old_one_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     weights = served_weights(folder)
     old = weights.identity.revision
@@ -82,7 +82,7 @@ def test_new_weights_are_sent_in_a_hello_and_submits_for_old_weights_are_refused
     run(check)
 
 
-def test_no_hello_is_sent_when_the_weights_are_equal(tmp_path: Path) -> None:
+def test_no_hello_message_is_sent_when_the_resumed_weights_are_equal(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     weights = served_weights(folder)
     assert weights.reload_s is None

@@ -154,7 +154,7 @@ TIERS = {"stored": BlockTier.DEVICE, "host": BlockTier.HOST, "storage": BlockTie
 
 
 @given(CHANGES)
-def test_taken_moves_make_redis_equal_to_the_cached_blocks(changes: list[tuple[str, int]]) -> None:
+def test_published_moves_of_blocks_make_redis_equal_to_the_cached_blocks(changes: list[tuple[str, int]]) -> None:
     cached, expected, remote = CachedBlocks(), dict[bytes, BlockTier](), dict[bytes, BlockTier]()
 
     def take(limit: int) -> None:
@@ -187,7 +187,7 @@ def test_taken_moves_make_redis_equal_to_the_cached_blocks(changes: list[tuple[s
     assert not cached.num_pending
 
 
-def test_merge_applies_clear_then_stored_then_removed() -> None:
+def test_clear_is_applied_before_stored_blocks_and_stored_before_removed_blocks() -> None:
     cached = CachedBlocks()
     cached.merge(stored(1, 2))
     cached.take(10)
@@ -198,7 +198,7 @@ def test_merge_applies_clear_then_stored_then_removed() -> None:
 THOUSAND = CacheEvents(False, *(blocks(*range(at, 1000, 4)) for at in range(4)))
 
 
-def test_handover_from_a_thread_keeps_all_events_in_order() -> None:
+def test_events_from_another_thread_arrive_completely_and_in_order() -> None:
     async def body() -> None:
         got: list[bytes] = []
         handover = CacheEventHandover(asyncio.get_running_loop(), lambda events: got.extend(events.stored))
@@ -211,7 +211,7 @@ def test_handover_from_a_thread_keeps_all_events_in_order() -> None:
     run(body)
 
 
-def test_handover_delivers_many_small_or_few_large_messages_per_loop_iteration() -> None:
+def test_loop_iteration_delivers_many_small_or_few_large_event_messages() -> None:
     async def body() -> None:
         iterations, taken, got = 0, list[int](), 0
 
@@ -233,7 +233,7 @@ def test_handover_delivers_many_small_or_few_large_messages_per_loop_iteration()
     run(body)
 
 
-def test_random_changes_reach_redis(server: RedisServer) -> None:
+def test_random_changes_of_the_cache_reach_redis(server: RedisServer) -> None:
     async def body() -> None:
         rng = random.Random(4)
         async with published(server, generation=77) as publisher:
@@ -256,7 +256,7 @@ def test_random_changes_reach_redis(server: RedisServer) -> None:
     run(body)
 
 
-def test_large_batches_are_split(server: RedisServer) -> None:
+def test_large_batches_of_blocks_are_split(server: RedisServer) -> None:
     async def body() -> None:
         async with published(server) as publisher:
             publisher.cached(stored(*range(2300)))
@@ -267,7 +267,7 @@ def test_large_batches_are_split(server: RedisServer) -> None:
     run(body)
 
 
-def test_flush_starts_one_new_generation(server: RedisServer) -> None:
+def test_cache_flush_starts_one_new_generation(server: RedisServer) -> None:
     async def body() -> None:
         async with published(server) as publisher:
             publisher.cached(stored(1, 2, 3))
@@ -280,7 +280,7 @@ def test_flush_starts_one_new_generation(server: RedisServer) -> None:
     run(body)
 
 
-def test_event_stream_is_trimmed(server: RedisServer) -> None:
+def test_event_stream_in_redis_is_trimmed(server: RedisServer) -> None:
     async def body() -> None:
         client = redis_client(server.url, 2.0)
         records = WorkerRecords(client, MODEL, WORKER)
@@ -353,7 +353,7 @@ def test_publisher_recovers_from_an_unexpected_exception(server: RedisServer, mo
 @pytest.mark.by_day(one_in=2, seed=52)
 @pytest.mark.usefixtures("quick_renewal")
 @pytest.mark.parametrize("loss", ["all", "lease", "own", "below", "one block", "generations", "workers", "another's lease"])
-def test_publisher_notices_loss_in_redis_when_idle(server: RedisServer, loss: str) -> None:
+def test_idle_publisher_notices_lost_records_in_redis(server: RedisServer, loss: str) -> None:
     lose: dict[str, Callable[[], object]] = {
         "all": server.client.flushall,
         "lease": lambda: server.client.delete(lease_key(WORKER)),
@@ -524,7 +524,9 @@ def test_sweeper_keeps_blocks_when_the_lease_returns(server: RedisServer) -> Non
     run(body)
 
 
-def test_worker_sweeps_after_start(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_removes_the_blocks_of_its_old_generation_after_the_start(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rootstock_llm.services.worker.index.sweeper.EVERY_S", 0.1)
 
     async def body() -> None:
@@ -538,7 +540,7 @@ def test_worker_sweeps_after_start(server: RedisServer, monkeypatch: pytest.Monk
     run(body)
 
 
-def test_identity_changes_with_each_input_of_kv(tmp_path: Path) -> None:
+def test_model_identity_changes_with_each_file_that_kv_depends_on(tmp_path: Path) -> None:
     for name, content in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "w" * 10_000)):
         (tmp_path / name).write_text(content)
     first = identity_of(tmp_path)
@@ -666,7 +668,7 @@ def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: 
             process.wait()
 
 
-def test_worker_process_names_blocks_by_the_resumed_weights(server: RedisServer, tmp_path: Path) -> None:
+def test_block_names_follow_the_weights_after_a_resume(server: RedisServer, tmp_path: Path) -> None:
     """The new revision arrives on the open stream, and all blocks published later carry the new names."""
     folder = tmp_path / "model"
     folder.mkdir()

@@ -56,7 +56,7 @@ def test_loop_ignores_cancelled_session_calls() -> None:
     run(check)
 
 
-def test_open_session_gives_the_reason_of_a_refusal() -> None:
+def test_open_session_call_returns_the_reason_of_a_refusal() -> None:
     async def check() -> None:
         async with serving() as at:
             first = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"))
@@ -93,7 +93,7 @@ def test_grammar_is_refused_when_the_worker_has_no_grammar_compiler() -> None:
 
 
 @pytest.mark.parametrize("late", ["submit", "session", "command"])
-def test_messages_after_stop_get_a_result(late: str) -> None:
+def test_messages_after_a_stop_message_still_get_a_result(late: str) -> None:
     async def check() -> None:
         async with serving() as at:
             gateway = await connected_gateway(at)

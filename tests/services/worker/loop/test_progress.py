@@ -73,11 +73,11 @@ class TimedWorker:
         return out
 
 
-def test_limit_is_the_watchdog_limit_before_the_first_step() -> None:
+def test_step_limit_is_the_watchdog_limit_before_the_first_step() -> None:
     assert TimedWorker().limit.seconds == CAP_S
 
 
-def test_limit_of_a_fast_model_is_the_lowest_limit() -> None:
+def test_step_limit_of_a_fast_model_is_the_lowest_limit() -> None:
     timed = TimedWorker(base=0.005, per_token=2e-5)
     timed.first_steps()
     assert timed.limit.seconds == FLOOR_S
@@ -85,7 +85,7 @@ def test_limit_of_a_fast_model_is_the_lowest_limit() -> None:
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("per_token", [5e-4, 3e-3, 2e-2])
-def test_slow_chunks_of_a_long_prompt_stay_within_the_limit(per_token: float) -> None:
+def test_slow_chunks_of_a_long_prompt_stay_within_the_step_limit(per_token: float) -> None:
     timed = TimedWorker(base=0.01, per_token=per_token)
     timed.first_steps()
     steps = timed.serve(8000)
@@ -94,7 +94,7 @@ def test_slow_chunks_of_a_long_prompt_stay_within_the_limit(per_token: float) ->
     assert not late and len(steps) > 16
 
 
-def test_limit_grows_with_settings_that_allow_larger_steps() -> None:
+def test_step_limit_grows_when_settings_allow_larger_steps() -> None:
     timed = TimedWorker(per_token=2e-3)
     timed.first_steps()
     before = timed.limit.seconds
@@ -104,7 +104,7 @@ def test_limit_grows_with_settings_that_allow_larger_steps() -> None:
     assert timed.limit.seconds == CAP_S, "without chunks, a step may have 16,384 tokens"
 
 
-def test_limit_recovers_after_one_stall() -> None:
+def test_step_limit_recovers_after_one_stall() -> None:
     timed = TimedWorker(per_token=1e-3)
     timed.serve(2048)
     usual = timed.limit.seconds
@@ -117,14 +117,14 @@ def test_limit_recovers_after_one_stall() -> None:
     assert timed.limit.seconds <= 2 * usual
 
 
-def test_limit_stays_at_the_watchdog_limit_when_the_first_steps_fail() -> None:
+def test_step_limit_stays_at_the_watchdog_limit_when_the_first_steps_fail() -> None:
     failing = TimedWorker()
     failing.executor.fail_steps |= {0, 1}
     failing.first_steps()
     assert failing.limit.seconds == CAP_S
 
 
-def test_watchdog_reports_a_hang_once_and_the_recovery() -> None:
+def test_watchdog_reports_a_hang_once_and_its_recovery() -> None:
     now = 0.0
     reports: list[str] = []
     pulse = Pulse(lambda: now)
@@ -173,7 +173,7 @@ def test_watchdog_ignores_a_loop_that_waits_for_messages() -> None:
     assert reports == [] and pulse.age_s == 0
 
 
-def test_command_reports_begin_with_deadline_and_end() -> None:
+def test_begin_and_end_of_a_command_are_reported_with_its_deadline() -> None:
     reports: list[Any] = []
 
     def fails(*_: Any) -> None:

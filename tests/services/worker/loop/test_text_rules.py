@@ -12,7 +12,7 @@ def tokenizer() -> HfTokenizer:
     return load_tokenizer("models/demo")
 
 
-def test_decode_of_the_last_tokens_is_the_end_of_the_text(tokenizer: HfTokenizer) -> None:
+def test_decoded_last_tokens_are_the_end_of_the_text(tokenizer: HfTokenizer) -> None:
     text = "one two three, four: five"
     ids = tokenizer.encode_batch([text], False)[0]
     rules = ModelText(tokenizer)
@@ -20,7 +20,7 @@ def test_decode_of_the_last_tokens_is_the_end_of_the_text(tokenizer: HfTokenizer
         assert text.endswith(rules.decode(ids[cut:], True))
 
 
-def test_search_finds_patterns_and_keeps_the_latest(tokenizer: HfTokenizer) -> None:
+def test_search_finds_matches_and_caches_the_latest_patterns(tokenizer: HfTokenizer) -> None:
     rules = ModelText(tokenizer)
     assert rules.search(r"\d{3}-\d{4}", "call 555-0199 now")
     assert not rules.search(r"\d{3}-\d{4}", "call nobody")

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 from rootstock_llm.services.worker.metrics.phase import LifeMetrics, WorkerLife
 
 
-def test_worker_life_reports_phase_cold_start_and_hangs() -> None:
+def test_worker_metrics_have_the_phase_and_the_cold_start_and_hangs() -> None:
     now = 100.0
     life = WorkerLife(lambda: now)
     registry = CollectorRegistry()

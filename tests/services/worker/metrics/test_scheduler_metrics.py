@@ -61,7 +61,7 @@ def test_seconds_of_steps_and_bubbles_are_counted() -> None:
     assert at.value("sglang:fwd_occupancy") == pytest.approx(100 * 1.0 / 2.0), "1 of 2 seconds since the last iteration"
 
 
-def test_overlap_idleness_pauses_and_failed_steps_are_not_bubbles() -> None:
+def test_overlap_and_idle_time_and_pauses_and_failed_steps_do_not_count_as_bubbles() -> None:
     at = SteppedWorker()
     first, second = plan_of(1, ForwardMode.DECODE), plan_of(2, ForwardMode.DECODE)
     at.end_iteration(running=1)
@@ -86,7 +86,7 @@ def test_overlap_idleness_pauses_and_failed_steps_are_not_bubbles() -> None:
     assert at.value("rootstock_worker_bubble_seconds_total") == 0.0
 
 
-def test_context_of_decode_rows_is_counted() -> None:
+def test_context_tokens_of_decode_rows_are_counted() -> None:
     at = SteppedWorker()
     at.step(plan_of(1, ForwardMode.MIXED, (0, 30, 9), num_extend=1), 1.0)
     at.end_iteration(running=3)
@@ -95,7 +95,7 @@ def test_context_of_decode_rows_is_counted() -> None:
     assert at.value("sglang:decode_sum_seq_lens") == 0
 
 
-def test_stages_and_lengths_of_requests_are_counted() -> None:
+def test_times_by_stage_and_lengths_of_requests_are_recorded() -> None:
     now = 50.0
     metrics, registry = WorkerMetrics("m", LoopCounts(16, 10), lambda: now), CollectorRegistry()
     registry.register(metrics)
