@@ -36,11 +36,11 @@ STEP_DOWN_S = 300  # seconds between two scale-downs
         pytest.param(Pods([], 1, 40), 1, 1, id="no pod reports a value"),
     ],
 )
-def test_wanted_computes_replicas_for_one_metric(reading: Reading, replicas: int, expected: int) -> None:
+def test_wanted_number_of_replicas_follows_from_one_metric(reading: Reading, replicas: int, expected: int) -> None:
     assert wanted(reading, replicas) == expected
 
 
-def test_autoscaler_follows_the_charts_behavior() -> None:
+def test_simulated_autoscaler_follows_the_scaling_behavior_of_the_chart() -> None:
     spec = hpa_spec()
     assert targets(spec) == {BACKLOG: 2, "rootstock_running_share": 0.7, "sglang_token_usage": 0.8}
     hpa = Autoscaler(spec)
@@ -57,7 +57,7 @@ def test_autoscaler_follows_the_charts_behavior() -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("seed", [1, 3])
-def test_day_has_no_overshoot_and_no_flapping(seed: int) -> None:
+def test_autoscaling_over_a_day_has_no_overshoot_and_no_flapping(seed: int) -> None:
     moments = play(seed=seed)
     ups = [(before, after) for before, after in itertools.pairwise(moments) if after.replicas > before.replicas]
     downs = [(before, after) for before, after in itertools.pairwise(moments) if after.replicas < before.replicas]
@@ -72,7 +72,7 @@ def test_day_has_no_overshoot_and_no_flapping(seed: int) -> None:
     assert turns == 3  # up with the ramp, down, up with the spike, down
 
 
-def test_day_serves_all_levels() -> None:
+def test_autoscaling_over_a_day_serves_every_level_of_load() -> None:
     moments = play()
     for (begin, low), (end, high) in itertools.pairwise(DAY):
         if low == high and end - begin >= 20:  # a constant load
@@ -83,7 +83,7 @@ def test_day_serves_all_levels() -> None:
     assert moments[-1].replicas == 1
 
 
-def test_day_overshoots_without_the_rules_bounds() -> None:
+def test_autoscaling_overshoots_without_the_bounds_of_the_recording_rules() -> None:
     """The day must overshoot without the recording rules' bounds. Otherwise the other tests would not test the bounds."""
     assert max(moment.replicas for moment in play(plain=True)) >= max(moment.need for moment in play(plain=True)) + 4
 
@@ -135,7 +135,7 @@ def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("promtool")
-def test_worker_kinds_scale_by_their_own_queues(tmp_path: Path) -> None:
+def test_prefill_and_decode_workers_scale_by_their_own_queues(tmp_path: Path) -> None:
     """Scales two decode workers and one prefill worker before any request has ended.
 
     rootstock:enough_workers is then twice the number of workers. It bounds the backlog metric of the decode workers, which are
@@ -184,5 +184,5 @@ def test_worker_kinds_scale_by_their_own_queues(tmp_path: Path) -> None:
     assert run_tests(tmp_path, world, every=f"{SCRAPE_S}s") == ""
 
 
-def test_picture_exists() -> None:
+def test_picture_of_the_simulated_day_exists() -> None:
     assert PICTURE.read_text().startswith("<?xml")

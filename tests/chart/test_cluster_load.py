@@ -59,7 +59,7 @@ def test_load_clients_do_not_wait_for_a_slow_gateway_lookup() -> None:
         assert load.check().startswith(f"{load.ended} requests, 0 failed")
 
 
-def test_load_reports_gateway_and_time_of_a_cut_stream() -> None:
+def test_load_test_reports_the_gateway_and_the_time_of_a_cut_stream() -> None:
     with gateway(whole=False) as url, Load(2, lambda: [url], witness=lambda at: f"{at} was restarted once") as load:
         until(lambda: sum(load.failures.values()) > 2 and load.firsts, "failures", 60)
     with pytest.raises(AssertionError) as raised:
@@ -75,7 +75,7 @@ def test_load_reports_gateway_and_time_of_a_cut_stream() -> None:
         assert part in str(raised.value)
 
 
-def test_load_counts_refused_connections_only_of_ready_gateways() -> None:
+def test_refused_connection_is_a_failure_only_if_the_gateway_is_ready() -> None:
     (closed,) = free_ports(1)
     gone = f"http://{HOST}:{closed}"
     with gateway() as url:
@@ -92,7 +92,7 @@ def test_load_counts_refused_connections_only_of_ready_gateways() -> None:
     assert set(load.failures) == {"ConnectionError: no gateway is ready"}
 
 
-def test_load_stops_at_once_and_adds_a_note_when_the_body_raises() -> None:
+def test_load_clients_stop_at_once_and_add_a_note_when_the_test_raises() -> None:
     with gateway() as url, pytest.raises(KeyError) as error, Load(2, lambda: [url]) as load:
         until(lambda: load.ended, "an answer", 60)
         raise KeyError
@@ -103,7 +103,7 @@ def test_load_stops_at_once_and_adds_a_note_when_the_body_raises() -> None:
     assert load.ended == ended
 
 
-def test_until_retries_failed_checks_and_reports_the_last_one() -> None:
+def test_wait_retries_failed_checks_and_reports_the_last_failure() -> None:
     looks: Iterator[CommandFailed | bool] = iter([CommandFailed("kubectl get pods: no route"), False, True])
 
     def holds() -> bool:
@@ -121,7 +121,7 @@ def test_until_retries_failed_checks_and_reports_the_last_one() -> None:
         until(fails, "pods", 0.01, 0.001)
 
 
-def test_gathered_groups_lines_by_test() -> None:
+def test_lines_of_a_run_are_grouped_by_test() -> None:
     entries = [
         {"file": "b.py", "test": "test_two", "line": "began"},
         {"file": "a.py", "test": "test_one", "outcome": "passed"},

@@ -103,13 +103,13 @@ def releases() -> dict[str, Release]:
     return {name: render(values, name="rootstock") for name, values in INSTALLED.items()}
 
 
-def test_cluster_releases_request_only_what_nodes_have(releases: dict[str, Release]) -> None:
+def test_releases_of_the_cluster_tests_request_only_what_nodes_have(releases: dict[str, Release]) -> None:
     waits = {name: found for name, release in releases.items() if (found := list(unmet_requirements(release)))}
     assert waits.keys() == WAITING, waits
     assert {name: asked for name, release in releases.items() if (asked := cores(release)) > CORES / 2} == {}
 
 
-def test_cluster_images_exist_and_have_the_called_programs(releases: dict[str, Release]) -> None:
+def test_images_of_the_cluster_tests_exist_and_have_the_programs_that_pods_run(releases: dict[str, Release]) -> None:
     """Includes the Redis image of the tests, which has a shell and few other programs."""
     ours = {f"{images.REGISTRY}/rootstock/{service}:{images.release()}" for service in images.SERVICES}
     redis = {images.redis_image(), images.redis_image("state")}
@@ -143,7 +143,7 @@ def called(container: dict[str, Any]) -> set[str]:
     return out
 
 
-def test_cluster_tests_page_names_exactly_the_tests() -> None:
+def test_cluster_tests_page_lists_exactly_the_existing_tests() -> None:
     text = PAGE.read_text()
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text))
     there = {

@@ -53,7 +53,7 @@ def test_diagnosis_finds_nothing_in_a_healthy_release() -> None:
     assert {each.check for each in findings} == {check.__name__ for check in CHECKS}
 
 
-def test_install_lists_each_secret_once_with_all_its_keys() -> None:
+def test_description_of_an_installation_lists_each_secret_once_with_all_its_keys() -> None:
     """The list has neither optional keys nor the private keys of other services' certificates."""
     values = {
         "auth": {"controlTokenSecret": "all"},
@@ -97,23 +97,23 @@ def test_diagnosis_names_a_fault_with_its_remedy(name: str) -> None:
     ],
     ids=["cloud identity", "client certificate", "unreachable", "token"],
 )
-def test_scrape_is_unknown_when_only_keda_has_the_credentials(auth: dict[str, Any], answer: Answer, state: str) -> None:
+def test_scrape_check_is_unknown_when_only_keda_has_the_credentials(auth: dict[str, Any], answer: Answer, state: str) -> None:
     values = {"autoscaling": {"engine": "keda", "adapterRules": False, "prometheusAuth": auth}}
     found = diagnose(install(values), replace(WELL, series=answer))
     assert [each.state for each in found if each.check == "scrape"] == [state], found
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_models_are_unknown_when_the_test_has_no_api_key(status: int) -> None:
+def test_models_check_is_unknown_when_the_test_has_no_api_key(status: int) -> None:
     (found,) = [each for each in diagnose(install(), replace(WELL, info=Answer(status, {}), texts={})) if each.state != OK]
     assert (found.check, found.state) == ("models", UNKNOWN) and "tests.keySecret" in found.mend
 
 
-def test_every_check_has_a_fault_case() -> None:
+def test_every_check_of_the_diagnosis_has_a_test_case() -> None:
     assert {fault.check for fault in FAULTS.values()} == {check.__name__ for check in CHECKS}
 
 
-def test_diagnose_runs_other_checks_when_one_cannot_read_facts() -> None:
+def test_diagnosis_runs_the_other_checks_when_one_check_cannot_read_its_input() -> None:
     odd = replace(WELL, objects={**OBJECTS, "pods": Answer(200, {"items": [{"metadata": {}}]})})
     found = diagnose(install(), odd)
     assert {each.check for each in found if each.state == UNKNOWN} >= {"pods", "storage"}
@@ -134,7 +134,7 @@ def test_diagnosis_ignores_old_events_of_repaired_faults() -> None:
     assert [each for each in bad(diagnose(install(), later)) if each.check == "pods"] == []
 
 
-def test_report_ends_with_broken_findings() -> None:
+def test_report_ends_with_the_broken_findings() -> None:
     lines = report("t", diagnose(install(), FAULTS["missing Secret"].facts)).splitlines()
     assert lines[-1].endswith("checks: 10 ok, 1 broken") and lines[-4].startswith("BROKEN    secrets") and "mend: " in lines[-3]
 

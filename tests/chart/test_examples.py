@@ -20,28 +20,28 @@ def values_of(name: str) -> Values:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_example_values_install_without_a_finding(file: Path) -> None:
+def test_example_values_files_are_accepted_without_a_lint_finding(file: Path) -> None:
     values = values_of(file.stem)
     assert refusal(values) == ""
     assert lint_findings(values) == []
     assert f"-f {file.relative_to(REPO)}" in file.read_text(), "the file must have the command that installs it"
 
 
-def test_kind_values_run_one_pod_of_each_service_without_a_gpu() -> None:
+def test_values_for_kind_run_one_pod_of_each_service_without_a_gpu() -> None:
     release = render(values_of("kind"))
     assert [pod(release, service).owner["spec"]["replicas"] for service in SERVICES] == [1, 1, 1, 1]
     limits = [container["resources"]["limits"] for each in pods(release) for container in each.containers()]
     assert limits and not any("nvidia.com/gpu" in each for each in limits)
 
 
-def test_one_gpu_values_give_the_worker_a_gpu_and_a_disk() -> None:
+def test_values_for_one_gpu_give_the_worker_a_gpu_and_a_disk() -> None:
     worker = pod(render(values_of("one-gpu")), "worker")
     assert str(worker.container()["resources"]["limits"]["nvidia.com/gpu"]) == "1"
     (claim,) = worker.owner["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "50Gi"
 
 
-def test_prefill_decode_values_scale_both_kinds_of_workers() -> None:
+def test_values_for_prefill_and_decode_scale_both_kinds_of_workers() -> None:
     release = render(values_of("prefill-decode"))
     scalers = {each["metadata"]["name"]: each["spec"] for each in release.kind("HorizontalPodAutoscaler")}
     ranges = {name: (spec["minReplicas"], spec["maxReplicas"]) for name, spec in scalers.items()}

@@ -88,27 +88,27 @@ def values_with(way: tuple[str, ...]) -> dict[str, Any]:
     return dict(value)
 
 
-def test_foreign_key_is_refused_with_the_key_to_use() -> None:
+def test_key_of_another_chart_is_refused_with_the_key_to_use() -> None:
     chosen = [way for way in ROWS if ".".join(way) in USUAL or crc32(".".join(way).encode()) % ONE_IN == 0]
     expected = {way: f"is not a key of this chart: {ROWS[way]}." for way in chosen}
     messages = {way: refusal(values_with(way)) for way in chosen}
     assert {way: message for way, message in messages.items() if expected[way] not in message} == {}
 
 
-def test_usual_foreign_keys_have_advice() -> None:
+def test_usual_keys_of_other_charts_have_advice() -> None:
     assert [key for key in USUAL if tuple(key.split(".")) not in ROWS] == [] and len(USUAL) >= 30
 
 
-def test_foreign_key_is_refused_when_empty() -> None:
+def test_key_of_another_chart_is_refused_even_if_it_is_empty() -> None:
     assert "replicaCount is not a key of this chart: use replicas" in refusal({"replicaCount": None})
 
 
-def test_foreign_key_of_a_model_is_named_with_its_list_index() -> None:
+def test_error_for_a_key_of_another_chart_in_a_model_has_the_list_index() -> None:
     message = refusal({"models": [model("a"), model("b", worker={"prefill": {"settings": {"max_num_seqs": 4}}})]})
     assert "models[1].worker.prefill.settings.max_num_seqs is not a key of this chart: use max_running_requests." in message
 
 
-def test_advice_names_existing_keys() -> None:
+def test_advice_mentions_only_existing_keys() -> None:
     settings = {key for block in ("workerSettings",) for key in SCHEMA["$defs"][block]["properties"]}
     settings |= {
         key for each in ("gateway", "tokenizer") for key in SCHEMA["$defs"][each]["properties"]["settings"]["properties"]
@@ -138,6 +138,6 @@ def exists(path: str) -> bool:
     return True
 
 
-def test_schema_refuses_unknown_keys_without_advice() -> None:
+def test_schema_refuses_unknown_keys_that_have_no_advice() -> None:
     for values in ({"replicaCounts": 1}, {"worker": {"settings": {"nope": 1}}}, {"models": [model(worker={"nope": 1})]}):
         assert "additional properties" in refusal(merged(VALUES, values) if "models" not in values else values)

@@ -54,7 +54,7 @@ GITOPS_VALUES = [
 
 
 @pytest.mark.parametrize("values", GITOPS_VALUES)
-def test_two_renders_are_equal_when_secrets_are_named(values: dict[str, Any]) -> None:
+def test_two_renderings_are_equal_when_the_values_name_the_secrets(values: dict[str, Any]) -> None:
     """Argo CD renders without a cluster, so generated passwords would differ in each rendering."""
     first, second = render_anew(values), render_anew(values)
     assert first.objects == second.objects
@@ -63,14 +63,14 @@ def test_two_renders_are_equal_when_secrets_are_named(values: dict[str, Any]) ->
 
 @pytest.mark.parametrize("kind", sorted(SCALED))
 @pytest.mark.parametrize("engine", ["hpa", "keda"])
-def test_render_has_no_replicas_when_everything_is_scaled(kind: str, engine: str) -> None:
+def test_rendering_has_no_replicas_when_autoscalers_scale_every_component(kind: str, engine: str) -> None:
     values = merged(merged(EVERYTHING_SCALED, NAMED_SECRETS), {"worker": {"kind": kind}, "autoscaling": {"engine": engine}})
     release = render(values)
     assert len(autoscaled(release)) == len(COMPONENTS)
     assert {name for _, name in with_replicas(release)} == {f"{NAME}-rootstock-redis"}
 
 
-def test_two_renders_differ_when_no_secret_is_named() -> None:
+def test_two_renderings_differ_when_the_values_name_no_secret() -> None:
     """Each rendering then generates new passwords."""
     values = {"state": {"embedded": True}}
     first, second = render_anew(values).objects, render_anew(values).objects
@@ -79,20 +79,20 @@ def test_two_renders_differ_when_no_secret_is_named() -> None:
 
 
 @pytest.mark.parametrize("page", ["gitops.md", "nodes.md", "cost.md", "backup.md"])
-def test_objects_of_a_page_are_valid(page: str) -> None:
+def test_kubernetes_objects_on_the_pages_are_valid(page: str) -> None:
     objects = [each for each in yaml_blocks(page) if "kind" in each]
     assert objects
     assert {title(each): faults(each) for each in objects if each["kind"] not in FOREIGN and faults(each)} == {}
 
 
-def test_values_of_the_page_about_nodes_are_accepted() -> None:
+def test_values_on_the_page_about_nodes_are_accepted() -> None:
     values = [each for each in yaml_blocks("nodes.md") if "kind" not in each]
     assert len(values) == 2
     disk = {"worker": {"kind": "StatefulSet", "cacheSize": "20Gi"}}
     assert [refusal(merged(each, disk if "modelCache" in each else {})) for each in values] == ["", ""]
 
 
-def test_drain_seconds_of_the_page_about_nodes_fit_the_notice_of_aws() -> None:
+def test_drain_seconds_on_the_page_about_nodes_fit_into_the_notice_of_aws() -> None:
     values = next(each for each in yaml_blocks("nodes.md") if "drainSeconds" in each)
     (worker,) = [each for each in render(values).kind("Deployment") if "-worker-" in each["metadata"]["name"]]
     assert worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == values["drainSeconds"] + 18 < 115
@@ -103,7 +103,7 @@ def cost_rules() -> list[dict[str, Any]]:
     return list(group["rules"])
 
 
-def test_cost_rules_name_series_of_the_services() -> None:
+def test_cost_rules_use_only_series_that_the_services_export() -> None:
     known = {name for rows in metrics_reference.services().values() for row in rows for name in row.series}
     known |= {rule["record"] for rule in cost_rules()}
     queries = re.findall(r"^```promql\n(.*?)^```", (PAGES / "cost.md").read_text(), re.M | re.S)

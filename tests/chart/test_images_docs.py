@@ -19,7 +19,7 @@ OVERHEAD_GB, FRACTION = 3, 0.9
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_files_and_targets_of_commands_exist(page: Path) -> None:
+def test_files_and_build_targets_in_documented_commands_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(r"\bci/[\w-]+-values\.yaml", text):
         assert (ROOT / "charts/rootstock" / name).is_file(), name
@@ -50,6 +50,6 @@ def test_sizing_table_has_rows() -> None:
     assert len(rows()) >= 10
 
 
-def test_images_page_names_all_kernel_variants() -> None:
+def test_images_page_lists_all_kernel_variants() -> None:
     named = re.findall(r"^\| `([^`]+)` \| [^|]+\|$", (DOCS / "images.md").read_text(), re.MULTILINE)
     assert named == [variant.name for variant in VARIANTS]

@@ -58,7 +58,7 @@ def repositories() -> set[str]:
     return found
 
 
-def test_images_use_the_registry_for_every_repository() -> None:
+def test_every_image_uses_the_configured_registry() -> None:
     found = images(render(merged(ALL_PODS, {"image": {"registry": f"{MIRROR}/"}})))
     assert {each.removeprefix(f"{MIRROR}/").partition(":")[0] for each in found} == repositories()
 
@@ -82,7 +82,7 @@ def test_images_use_digests_when_set() -> None:
     )
 
 
-def test_model_digest_overrides_the_gpu_tag() -> None:
+def test_image_digest_of_a_model_overrides_the_image_tag() -> None:
     digest = f"sha256:{'cd' * 32}"
     over = {"gpus": 1, "resources": GPU_RESOURCES, "image": {"digest": digest}}
     release = render({"models": [model("a"), model("b", worker=over)], "image": {"tag": "1.2.3"}})

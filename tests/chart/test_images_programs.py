@@ -36,20 +36,20 @@ MISSING = {
 
 
 @pytest.mark.parametrize("service", ["gateway", "worker-cuda"])
-def test_programs_of_the_dockerfile_are_on_the_path(service: str) -> None:
+def test_programs_that_the_dockerfile_runs_are_on_the_path(service: str) -> None:
     assert Programs(read(DOCKERFILE, {"SERVICE": service})).walk() == []
 
 
 @pytest.mark.by_day(one_in=4, seed=25)
 @pytest.mark.parametrize("name", MISSING)
-def test_programs_reports_missing_programs(name: str, tmp_path: Path) -> None:
+def test_check_reports_programs_that_are_not_on_the_path(name: str, tmp_path: Path) -> None:
     text, programs = MISSING[name]
     (tmp_path / "Dockerfile").write_text(text)
     found = Programs(read(tmp_path / "Dockerfile")).walk()
     assert [sentence.split(" is not on ")[0].rpartition(": ")[2] for sentence in found] == programs
 
 
-def test_programs_finds_files_of_earlier_steps(tmp_path: Path) -> None:
+def test_check_finds_programs_that_earlier_build_steps_install(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(
         f"{BARE}RUN apt-get install --yes python3 && python3 -m venv /opt/venv\n"
         'FROM app AS b\nENV PATH=/opt/dev:/opt/venv/bin\nRUN pip\nENTRYPOINT ["python"]\n'

@@ -43,7 +43,9 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_reload_restarts_after_a_change_and_waits_after_a_failure(app: Path, reloader: subprocess.Popen[str]) -> None:
+def test_reloader_restarts_the_service_after_a_change_and_waits_after_a_failure(
+    app: Path, reloader: subprocess.Popen[str]
+) -> None:
     source = app / "rootstock_llm/one/__main__.py"
     assert line(reloader) == "first"
     source.write_text("print('second', flush=True); raise SystemExit(3)")
@@ -54,13 +56,13 @@ def test_reload_restarts_after_a_change_and_waits_after_a_failure(app: Path, rel
     assert line(reloader) == "third"
 
 
-def test_reload_forwards_signals_and_returns_the_status(reloader: subprocess.Popen[str]) -> None:
+def test_reloader_forwards_signals_and_returns_the_exit_status_of_the_service(reloader: subprocess.Popen[str]) -> None:
     assert line(reloader) == "first"
     reloader.send_signal(signal.SIGTERM)
     assert reloader.wait(60) == 7
 
 
-def test_reload_ends_when_the_first_start_fails(app: Path) -> None:
+def test_reloader_ends_when_the_first_start_fails(app: Path) -> None:
     (app / "rootstock_llm/one/__main__.py").write_text("raise SystemExit(5)")
     command = [sys.executable, str(DEV / "reload.py"), "-m", "rootstock_llm.one"]
     assert subprocess.run(command, cwd=app, timeout=60, check=False).returncode == 5
@@ -75,7 +77,7 @@ def test_reload_ends_when_the_first_start_fails(app: Path) -> None:
         (["-m", "compileall"], False),
     ],
 )
-def test_dev_python_reloads_only_services(arguments: list[str], reloads: bool, tmp_path: Path) -> None:
+def test_development_image_reloads_only_services(arguments: list[str], reloads: bool, tmp_path: Path) -> None:
     """Runs the script with a program that prints its arguments instead of the interpreter."""
     (tmp_path / "interpreter").write_text('#!/bin/sh\necho "$@"\n')
     script = tmp_path / "python"

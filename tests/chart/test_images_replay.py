@@ -152,7 +152,7 @@ def test_image_has_bytecode_of_every_source(front: Builder) -> None:
         assert list((source.parent / "__pycache__").glob(f"{source.stem}.cpython-*.pyc")), source
 
 
-def test_replay_skips_only_distribution_steps(front: Builder) -> None:
+def test_replayed_build_skips_only_the_steps_of_the_distribution(front: Builder) -> None:
     front.build("gateway")
     assert [text.split()[0] for text in front.skipped] == ["python", "groupadd"]
 

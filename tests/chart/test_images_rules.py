@@ -153,14 +153,14 @@ WRONG = {
 }
 
 
-def test_complaints_are_empty_for_a_good_dockerfile(tmp_path: Path) -> None:
+def test_good_dockerfile_has_no_complaints(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(GOOD)
     assert complaints(read(tmp_path / "Dockerfile"), ROOT, ["app"]) == []
 
 
 @pytest.mark.by_day(one_in=3, seed=12)
 @pytest.mark.parametrize("name", WRONG)
-def test_complaints_name_the_broken_rule(name: str, tmp_path: Path) -> None:
+def test_complaint_names_the_broken_rule(name: str, tmp_path: Path) -> None:
     expected, before, after = WRONG[name]
     assert before in GOOD
     (tmp_path / "Dockerfile").write_text(GOOD.replace(before, after))
@@ -195,7 +195,7 @@ def pins(name: str) -> dict[str, str]:
     ("name", "extras"),
     [("service.txt", []), ("worker-cpu.txt", []), ("worker-cuda.txt", ["gpu"])],
 )
-def test_pinned_lists_satisfy_pyproject(name: str, extras: list[str]) -> None:
+def test_pinned_versions_satisfy_pyproject(name: str, extras: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lock = runpy.run_path(str(ROOT / "docker/lock.py"))
     left_out = {*lock["NOT_IN_IMAGES"], *(lock["IN_WORKER"] if name == "service.txt" else ())}
@@ -220,7 +220,7 @@ def test_pinned_lists_contain_all_dependencies(name: str) -> None:
     )
 
 
-def test_compiler_version_equals_the_images_cuda() -> None:
+def test_cuda_compiler_has_the_cuda_version_of_the_image() -> None:
     compiler, libraries, kernels = pins("cuda-compiler.txt"), pins("worker-cuda.txt"), pins("cuda-kernels.txt")
     cuda = libraries["cuda-toolkit"].split(".")[:2]
     wheels = [version for name, version in compiler.items() if name != "nvidia-curand"]  # curand has its own versions

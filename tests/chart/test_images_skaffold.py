@@ -42,13 +42,13 @@ def test_skaffold_has_two_profiles() -> None:
 
 
 @pytest.mark.parametrize("profile", ["", "cpu", "gpu"])
-def test_artifacts_equal_the_charts_images(profile: str) -> None:
+def test_skaffold_builds_exactly_the_images_of_the_chart(profile: str) -> None:
     images = [artifact["image"] for artifact in patched(profile)["build"]["artifacts"]]
     assert images == [VALUES[component]["image"]["repository"] for component in COMPONENTS]
 
 
 @pytest.mark.parametrize("profile", ["", "cpu", "gpu"])
-def test_dockerfiles_and_targets_exist(profile: str) -> None:
+def test_dockerfile_and_build_target_of_each_image_exist(profile: str) -> None:
     for artifact in patched(profile)["build"]["artifacts"]:
         docker = artifact["docker"]
         dockerfile = read(ROOT / artifact["context"] / docker["dockerfile"], docker.get("buildArgs", {}))
@@ -71,7 +71,7 @@ def test_values_files_exist_and_fit_the_chart(profile: str) -> None:
     assert (ROOT / RELEASE["chartPath"] / "Chart.yaml").is_file()
 
 
-def test_release_uses_only_built_images() -> None:
+def test_release_uses_only_images_that_skaffold_builds() -> None:
     for key, template in RELEASE["setValueTemplates"].items():
         place: Any = VALUES
         for part in key.split("."):
@@ -100,7 +100,7 @@ def nested(way: list[str], value: str) -> dict[str, Any]:
     return {way[0]: nested(way[1:], value) if way[1:] else value}
 
 
-def test_sync_targets_the_reloading_image() -> None:
+def test_file_sync_uses_the_image_that_reloads_changed_files() -> None:
     for artifact in patched("cpu")["build"]["artifacts"]:
         assert artifact["docker"]["target"] == "dev", "only the target `dev` reloads changed files"
         service = artifact["image"].partition("/")[2]
@@ -110,7 +110,7 @@ def test_sync_targets_the_reloading_image() -> None:
         assert context_files(ROOT, [f"services/{service}"])
 
 
-def test_port_forward_targets_the_gateway() -> None:
+def test_port_forward_leads_to_the_gateway() -> None:
     forward = CONFIG["portForward"][0]
     assert forward["resourceName"] == f"{RELEASE['name']}-gateway"
     assert (forward["port"], forward["namespace"]) == (VALUES["gateway"]["service"]["port"], RELEASE["namespace"])

@@ -47,7 +47,7 @@ def run(pins: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_wheels_names_pins_without_a_wheel(pins: Path) -> None:
+def test_pins_without_a_wheel_are_listed(pins: Path) -> None:
     done = run(pins, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(pins.parent))
     assert done.stdout.splitlines() == [
         f"{pins}: 3 of 5 pins have a wheel for aarch64, 2 only for it",
@@ -57,6 +57,6 @@ def test_wheels_names_pins_without_a_wheel(pins: Path) -> None:
     assert done.returncode == 1, done.stderr
 
 
-def test_wheels_returns_two_when_the_index_is_unreachable(pins: Path) -> None:
+def test_exit_status_is_2_when_the_package_index_is_unreachable(pins: Path) -> None:
     done = run(pins, PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert done.returncode == 2 and "no wheel:" not in done.stdout, done.stdout

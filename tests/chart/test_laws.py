@@ -9,17 +9,17 @@ from tests.chart.release import Release, title
 from tests.chart.variants import ALL
 
 
-def test_offences_checks_every_release() -> None:
+def test_rule_is_checked_for_every_release() -> None:
     assert list(offences(lambda name, _: [name])) == ALL
 
 
-def test_offences_reports_every_violation() -> None:
+def test_every_violation_of_a_rule_is_reported() -> None:
     found = offences(lambda _, release: map(title, release.kind("Deployment")), ["two-models", "stateful-set"])
     assert {name: len(each) for name, each in found.items()} == {"two-models": 8, "stateful-set": 4}
     assert "Deployment/llm-rootstock-worker-small" in found["two-models"]
 
 
-def test_offences_reports_other_releases_when_an_object_is_missing() -> None:
+def test_violations_in_other_releases_are_reported_when_an_object_is_missing() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         yield "before"
         release.get("Deployment", "nobody")
@@ -29,5 +29,5 @@ def test_offences_reports_other_releases_when_an_object_is_missing() -> None:
     assert all("0 objects Deployment/nobody" in each[1] for each in found.values())
 
 
-def test_offences_omits_releases_without_violations() -> None:
+def test_releases_without_violations_are_omitted() -> None:
     assert offences(lambda name, _: [name] if name == "access" else [], ["defaults", "access"]) == {"access": ["access"]}

@@ -26,17 +26,17 @@ def objects() -> list[dict[str, Any]]:
     return [each for each in documents() if "kind" in each]
 
 
-def test_objects_of_the_page_are_valid() -> None:
+def test_objects_on_the_load_balancer_page_are_valid() -> None:
     assert len(objects()) == 4
     assert {each["kind"]: found for each in objects() if (found := faults(each))} == {}
 
 
-def test_values_of_the_page_are_accepted() -> None:
+def test_values_on_the_load_balancer_page_are_accepted() -> None:
     values = [each for each in documents() if "kind" not in each]
     assert values and [why for each in values if (why := refusal(each))] == []
 
 
-def test_policies_of_the_page_target_the_charts_objects() -> None:
+def test_policies_on_the_page_refer_to_objects_of_the_chart() -> None:
     release, outside = render(ROUTED), {("Gateway", "gateway")}
     for each in objects():
         targets = each["spec"].get("targetRefs") or [each["spec"]["targetRef"]]

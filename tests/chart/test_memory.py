@@ -103,7 +103,7 @@ def test_sizing_row_equals_the_charts_sizes(row: Row) -> None:
 
 
 @pytest.mark.parametrize(("row", "gpu_gb"), CASES, ids=[f"{row.name} at {gb} GB" for row, gb in CASES])
-def test_chart_computes_the_workers_context(row: Row, gpu_gb: int) -> None:
+def test_chart_computes_the_same_context_length_as_the_worker(row: Row, gpu_gb: int) -> None:
     name = row.name.lower().replace(" ", "-")
     size, cell = SIZES[name], row.cells[MEMORIES.index(gpu_gb)]
     values = values_for(f"org/{name}@main", gpu_gb)
@@ -134,7 +134,7 @@ def test_chart_accepts_context_len_up_to_the_kv_pool(settings: dict[str, Any], m
         assert message == "" and worker_pages(size, 80, asked)
 
 
-def test_notes_name_the_pool_when_it_limits_the_context() -> None:
+def test_release_notes_mention_the_kv_pool_when_it_limits_the_context() -> None:
     assert worker_pages(SIZES["qwen3-32b"], 80, {"mem_fraction_static": 0.88}) * 16 == 7232
     notes = render(values_for("Qwen/Qwen3-32B", 80, mem_fraction_static=0.88)).notes
     assert "context 7232 tokens of the model's 40960: the KV pool holds no more" in notes
@@ -165,7 +165,7 @@ def test_gpu_workers_of_ci_values_files_have_a_kv_pool_for_the_whole_context(nam
     assert len(gpus) == len(found), "every worker with a GPU has gpuMemoryGB and a model of known size"
 
 
-def test_model_size_overrides_the_table() -> None:
+def test_size_set_for_a_model_overrides_the_table_of_sizes() -> None:
     values = values_for("Qwen/Qwen3-8B", 80)
     values["models"][0]["size"] = {"weightsGB": 70}
     assert "no page of KV fits on a GPU of 80 GB (gpuMemoryGB): the weights take 70 GB" in refusal(values)
@@ -174,7 +174,7 @@ def test_model_size_overrides_the_table() -> None:
     assert noted_contexts(render(values).notes) == [worker_pages(size, 80, {}) * 16]
 
 
-def test_memory_doubles_when_dtype_is_float32() -> None:
+def test_weights_need_twice_the_memory_when_the_dtype_is_float32() -> None:
     assert "no page of KV fits" in refusal(values_for("Qwen/Qwen3-14B", 60, dtype="float32"))
     assert refusal(values_for("Qwen/Qwen3-14B", 60)) == ""
 
@@ -205,7 +205,7 @@ def test_prefill_workers_are_checked_with_their_own_settings() -> None:
         "deviceclass.resource.kubernetes.io/gpu.nvidia.com",
     ],
 )
-def test_chart_refuses_a_gpu_in_resources_without_gpus(resource: str) -> None:
+def test_chart_refuses_a_gpu_in_resources_when_the_value_gpus_is_0(resource: str) -> None:
     for kind in ("limits", "requests"):
         asked = {"resources": {kind: {resource: 1}}}
         assert f"worker.resources.{kind} has {resource}, and worker.gpus is 0" in refusal({"worker": asked})
@@ -216,7 +216,7 @@ def test_chart_refuses_a_gpu_in_resources_without_gpus(resource: str) -> None:
         assert f"worker.prefill.resources.{kind} has {resource}, and worker.gpus is 0" in refusal({"worker": {"prefill": asked}})
 
 
-def test_chart_accepts_other_devices_and_counted_gpus() -> None:
+def test_chart_accepts_other_devices_and_gpus_that_the_value_gpus_counts() -> None:
     for limits in ({"rdma/hca_shared": 1}, {"intel.com/qat": 1}, {"nvidia.com/gpu": 0}, {"hugepages-2Mi": "1Gi"}):
         assert refusal({"worker": {"resources": {"limits": limits}}}) == "", limits
     named = merged({"resources": GPU_RESOURCES}, {"gpus": 1, "resources": {"limits": {"nvidia.com/gpu": 1}}})

@@ -184,7 +184,7 @@ def plain(selector: str) -> str:
     return re.sub(rf'namespace=~?"({NAMESPACE}|\.\*)",', "", selector)
 
 
-def test_expressions_name_existing_series(watched: Watched) -> None:
+def test_expressions_use_only_existing_series(watched: Watched) -> None:
     expressions = [query for *_, query in panel_queries()] + [rule["expr"] for rule in rules()]
     expressions += [*keda_queries().values(), *adapter_queries(watched).values(), *SGLANG_DASHBOARD]
     wanted = {selector for expression in expressions for selector in selectors(expression)}
@@ -194,12 +194,12 @@ def test_expressions_name_existing_series(watched: Watched) -> None:
     assert unexplained == []
 
 
-def test_panels_show_data(watched: Watched) -> None:
+def test_every_dashboard_panel_shows_data(watched: Watched) -> None:
     empty = [(name, title, query) for name, title, query in panel_queries() if not watched.prometheus.query(query)]
     assert empty == []
 
 
-def test_rules_record_series_and_fire_no_alert(watched: Watched) -> None:
+def test_rules_record_their_series_and_no_alert_fires(watched: Watched) -> None:
     recorded = [rule["record"] for rule in rules() if "record" in rule]
     assert [name for name in recorded if not watched.prometheus.query(name)] == []
     assert watched.prometheus.query('ALERTS{alertstate="firing"}') == []
@@ -222,7 +222,7 @@ def with_present_role(query: str) -> str:
     return re.sub(r'engine_type="(prefill|decode)"', 'engine_type="unified"', query)
 
 
-def test_keda_queries_select_one_role_when_there_are_two(watched: Watched) -> None:
+def test_keda_query_selects_one_role_when_prefill_and_decode_workers_are_separate(watched: Watched) -> None:
     queries, usual = keda_queries(merged(KEDA, APART)), keda_queries()
     assert set(queries) == {*usual, "waiting-tokens", "busy"}
     roles = {name: set(re.findall(r'engine_type="(\w+)"', query)) for name, query in queries.items()}
@@ -262,7 +262,7 @@ def adapter_queries(watched: Watched) -> dict[str, str]:
     return out
 
 
-def test_adapter_serves_the_hpas_metrics(watched: Watched) -> None:
+def test_prometheus_adapter_serves_every_metric_of_the_hpa(watched: Watched) -> None:
     queries = adapter_queries(watched)
     for metric in hpa_metrics():
         if metric["type"] == "Pods":
@@ -280,7 +280,7 @@ def test_adapter_serves_the_hpas_metrics(watched: Watched) -> None:
             assert watched.prometheus.query(rule["seriesQuery"]), rule["seriesQuery"]
 
 
-def test_adapter_serves_metrics_of_prefill_workers(watched: Watched) -> None:
+def test_prometheus_adapter_serves_metrics_of_prefill_workers(watched: Watched) -> None:
     rules = {rule["name"]["as"]: rule for rule in adapter_rules(APART)["rules"]}
     release = render(merged(HPA, APART))
     asked = release.get("HorizontalPodAutoscaler", "llm-rootstock-prefill-demo")["spec"]["metrics"]
@@ -307,7 +307,7 @@ def test_adapter_serves_metrics_of_prefill_workers(watched: Watched) -> None:
         pytest.param({"enabled": True, "namespace": "monitoring", "name": "rules"}, "monitoring", "rules", id="a name"),
     ],
 )
-def test_adapter_rules_have_the_namespace_and_the_name_of_the_values(rules: Any, namespace: str | None, name: str) -> None:
+def test_object_of_the_adapter_rules_has_the_configured_namespace_and_name(rules: Any, namespace: str | None, name: str) -> None:
     metadata = adapter_config_map(rules)["metadata"]
     assert (metadata.get("namespace"), metadata["name"]) == (namespace, name)
 
@@ -319,7 +319,7 @@ def test_chart_omits_adapter_rules_when_disabled(rules: Any) -> None:
     ]
 
 
-def test_adapter_rules_of_two_releases_have_two_names_in_one_namespace() -> None:
+def test_adapter_rules_of_two_releases_in_one_namespace_have_different_names() -> None:
     into = {"enabled": True, "namespace": "monitoring"}
     assert adapter_config_map(into, "one")["metadata"]["name"] != adapter_config_map(into, "two")["metadata"]["name"]
 
@@ -337,7 +337,7 @@ def test_adapter_rules_have_only_keys_of_the_adapters_configuration() -> None:
 @pytest.mark.parametrize(
     "rules", ["yes", {"enabled": "yes"}, {"namespace": "Monitoring"}, {"namespace": "a.b"}, {"namspace": "monitoring"}]
 )
-def test_schema_refuses_unknown_values_of_adapter_rules(rules: Any) -> None:
+def test_schema_refuses_invalid_values_of_adapter_rules(rules: Any) -> None:
     assert "adapterRules" in refusal({"autoscaling": {"adapterRules": rules}})
 
 
@@ -380,7 +380,7 @@ def test_metrics_page_has_every_emitted_series(watched: Watched) -> None:
     assert emitted - known == set()
 
 
-def test_panels_have_unit_text_and_variables() -> None:
+def test_every_panel_has_a_unit_and_a_description_and_a_namespace_variable() -> None:
     for name, dashboard in dashboards().items():
         assert [each["name"] for each in dashboard["templating"]["list"]] == ["datasource", "namespace", "model"]
         assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

@@ -105,7 +105,7 @@ def test_scenario_fails_when_its_alert_does_not_fire(tmp_path: Path) -> None:
     assert "FAILED" in run_tests(tmp_path, played(quiet))
 
 
-def test_alerts_have_a_scenario_a_severity_and_a_page() -> None:
+def test_every_alert_has_a_scenario_and_a_severity_and_a_section_on_the_page() -> None:
     assert {scenario.alert for scenario in SCENARIOS} == {each["alert"] for each in alerts()}
     anchors = {heading.strip().lower() for heading in re.findall(r"^## (.+)$", ALERTS_PAGE.read_text(), re.M)}
     for each in alerts():
@@ -122,7 +122,7 @@ BARE = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")  # name of a setting, a reason labe
 VALUE = re.compile(r"\b(?:[a-z]+[A-Za-z]*\.)+[a-z]\w*\b|\b[a-z]+[A-Z]\w*\b")
 
 
-def test_runbooks_name_existing_settings_and_values() -> None:
+def test_runbooks_mention_only_existing_settings_and_values() -> None:
     settings = {*WorkerSettings.model_fields, *GatewaySettings.model_fields}
     values = set(paths(yaml.safe_load((CHART / "values.yaml").read_text())))
     known = {*REFUSALS, *BACKGROUND_ENDS, "sglang_token_usage", "context_len"} | settings
@@ -145,7 +145,7 @@ def paths(values: Any, before: str = "") -> Iterator[str]:
         yield from paths(value, f"{before}{name}.")
 
 
-def test_confirmations_name_a_namespace() -> None:
+def test_confirming_commands_of_alerts_have_a_namespace() -> None:
     for each in alerts():
         for command in re.findall(r"kubectl (.+?)(?:;|$)", each["annotations"]["confirm"]):
             assert command.startswith(("-n {{ $labels.namespace }} ", "get podmonitor --all-namespaces")), each["alert"]
@@ -166,7 +166,7 @@ def of_release(rules: str, namespace: str = "serving", name: str = "llm-rootstoc
 
 
 @pytest.mark.needs("promtool")
-def test_objectives_apply_per_release(tmp_path: Path) -> None:
+def test_objectives_of_a_release_apply_only_to_this_release(tmp_path: Path) -> None:
     """Two releases have equal failure ratios but different objectives, so only one burns its budget.
 
     The releases are in one namespace, then in two.
@@ -214,7 +214,7 @@ OBJECTIVES = {"availability": 0.95, "ttftSeconds": 5, "ttftShare": 0.99}  # avai
 
 
 @pytest.mark.needs("promtool")
-def test_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
+def test_chart_writes_objectives_and_links_and_replica_limits_into_the_rules(tmp_path: Path) -> None:
     page = "https://wiki.example.com/alerts"
     rules = {"enabled": True, "runbookUrl": page, "objectives": OBJECTIVES}
     certificates = {"enabled": True, "issuerRef": {"name": "a"}, "duration": "72h", "renewBefore": "24h"}

@@ -206,7 +206,7 @@ def test_every_pod_has_policies_in_both_directions() -> None:
     assert offences(law, [name for name in ALL if name != "open-network"]) == {}
 
 
-def test_hosts_of_a_worker_reach_only_each_other() -> None:
+def test_hosts_of_a_multi_host_worker_connect_only_to_each_other() -> None:
     values = merged(
         VARIANTS["leader-worker-set"], {"models": [model("a"), model("b", worker={"kind": "Deployment", "hosts": 1})]}
     )
@@ -237,7 +237,7 @@ def test_no_policies_are_rendered_when_disabled() -> None:
     assert not list(render(VARIANTS["open-network"]).kind("NetworkPolicy"))
 
 
-def test_policies_allow_every_configured_target() -> None:
+def test_policies_allow_connections_to_every_configured_service() -> None:
     """The variables of gateways and workers name Services. The policies must allow connections to each of them."""
 
     def law(_: str, release: Release) -> Iterator[str]:
@@ -291,7 +291,7 @@ EVALUATED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.by_day(one_in=3, seed=3)
 @pytest.mark.parametrize("case", EVALUATED)
-def test_edges_evaluates_policies_like_kubernetes(case: str) -> None:
+def test_policies_are_evaluated_as_in_kubernetes(case: str) -> None:
     rules, sources = EVALUATED[case]
     policy = {"spec": {**POLICY["spec"], **rules}}
     found = edges([policy], [A], OUTSIDE, {(80, "TCP")})

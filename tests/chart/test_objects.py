@@ -42,13 +42,13 @@ def test_ci_files_cover_the_documented_setups() -> None:
     assert wanted <= set(ci_names())
 
 
-def test_lint_has_no_findings() -> None:
+def test_helm_lint_has_no_findings() -> None:
     assert {name: found for name in [*ci_names(), "everything"] if (found := lint_findings(values_of(name)))} == {}
 
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("name", ["defaults", "prefetch", "everything"])
-def test_two_renders_are_equal(name: str) -> None:
+def test_two_renderings_of_the_same_values_are_equal(name: str) -> None:
     first, second = rendered(name), render_anew(values_of(name))
     assert repeatable(first.objects) == repeatable(second.objects) and first.notes == second.notes
 
@@ -68,7 +68,7 @@ def test_objects_are_valid_for_the_oldest_kubernetes() -> None:
     assert offences(lambda _, release: invalid(release, MINIMAL_KUBE), names) == {}
 
 
-def test_oldest_kubernetes_equals_the_charts_kube_version() -> None:
+def test_oldest_tested_kubernetes_is_the_minimum_version_of_the_chart() -> None:
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].startswith(f">={MINIMAL_KUBE}.")
 
 
@@ -138,7 +138,7 @@ def test_workloads_select_only_their_own_pods() -> None:
     assert offences(law) == {}
 
 
-def test_services_target_declared_ports() -> None:
+def test_services_use_only_ports_that_containers_declare() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for service in release.kind("Service"):
             selector = service["spec"]["selector"]
@@ -156,7 +156,7 @@ def listens(pod: PodTemplate, port: int | str) -> bool:
     return port in (pod.ports() if isinstance(port, str) else pod.ports().values())
 
 
-def test_disruption_budgets_select_one_workload() -> None:
+def test_every_disruption_budget_selects_one_workload() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         budgeted: Counter[str] = Counter()
         for budget in release.kind("PodDisruptionBudget"):
@@ -169,7 +169,7 @@ def test_disruption_budgets_select_one_workload() -> None:
     assert offences(law) == {}
 
 
-def test_policies_select_pods() -> None:
+def test_every_network_policy_selects_a_pod() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for policy in release.kind("NetworkPolicy"):
             if not any(selects(policy["spec"]["podSelector"], pod.labels) for pod in pods(release)):
@@ -178,7 +178,7 @@ def test_policies_select_pods() -> None:
     assert offences(law) == {}
 
 
-def test_spread_constraints_select_their_own_pods() -> None:
+def test_spread_constraint_of_a_pod_selects_this_pod() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             for constraint in pod.spec.get("topologySpreadConstraints", []):
@@ -190,7 +190,7 @@ def test_spread_constraints_select_their_own_pods() -> None:
     assert offences(law) == {}
 
 
-def test_scalers_have_a_target_without_replicas() -> None:
+def test_autoscaler_has_an_existing_target_without_fixed_replicas() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for scaler in release.kind("HorizontalPodAutoscaler", "ScaledObject"):
             target = scaler["spec"]["scaleTargetRef"]
@@ -210,7 +210,7 @@ def test_workload_has_at_most_one_autoscaler() -> None:
     assert offences(law) == {}
 
 
-def test_monitors_of_services_find_ports() -> None:
+def test_service_monitors_use_existing_ports() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         services = list(release.kind("Service"))
         for monitor in release.kind("ServiceMonitor"):
@@ -222,7 +222,7 @@ def test_monitors_of_services_find_ports() -> None:
     assert offences(law) == {}
 
 
-def test_monitors_of_pods_find_ports() -> None:
+def test_pod_monitors_use_existing_ports() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for monitor in release.kind("PodMonitor"):
             found = [pod for pod in pods(release) if selects(monitor["spec"]["selector"], pod.labels)]
@@ -244,7 +244,7 @@ def backends(release: Release) -> Iterator[tuple[Object, str, int | str]]:
             yield route, backend["name"], backend["port"]
 
 
-def test_routes_target_services() -> None:
+def test_routes_lead_to_existing_services_and_ports() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for owner, service, port in backends(release):
             ports = release.get("Service", service)["spec"]["ports"]
@@ -254,7 +254,7 @@ def test_routes_target_services() -> None:
     assert offences(law) == {}
 
 
-def test_references_exist_or_come_from_the_values() -> None:
+def test_objects_that_pods_refer_to_exist_or_come_from_the_values() -> None:
     def law(name: str, release: Release) -> Iterator[str]:
         given = set(_strings(values_of(name))) | {each["spec"]["secretName"] for each in release.kind("Certificate")}
         for pod in pods(release):
@@ -265,7 +265,7 @@ def test_references_exist_or_come_from_the_values() -> None:
     assert offences(law) == {}
 
 
-def test_keys_of_config_maps_exist() -> None:
+def test_config_map_keys_that_pods_refer_to_exist() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             for variable in (variable for each in pod.containers() for variable in each.get("env", [])):
@@ -316,7 +316,7 @@ def _references(pod: PodTemplate) -> Iterator[tuple[str, str]]:
                 yield "ConfigMap", source["configMapKeyRef"]["name"]
 
 
-def test_bindings_name_existing_roles_and_accounts() -> None:
+def test_role_bindings_refer_to_existing_roles_and_accounts() -> None:
     def law(name: str, release: Release) -> Iterator[str]:
         given = set(_strings(values_of(name)))
         for binding in release.kind("RoleBinding"):
@@ -330,12 +330,12 @@ def test_bindings_name_existing_roles_and_accounts() -> None:
     assert offences(law) == {}
 
 
-def test_objects_are_namespaced() -> None:
+def test_chart_renders_no_cluster_wide_objects() -> None:
     kinds = ("ClusterRole", "ClusterRoleBinding", "Namespace", "CustomResourceDefinition", "PriorityClass")
     assert offences(lambda _, release: map(title, release.kind(*kinds))) == {}
 
 
-def test_images_are_pinned() -> None:
+def test_images_are_pinned_to_a_version() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for image in (each["image"] for pod in pods(release) for each in pod.containers()):
             if not IMAGE.match(image) or ":" not in image.rpartition("/")[2] or image.endswith(":latest"):
@@ -344,7 +344,7 @@ def test_images_are_pinned() -> None:
     assert offences(law) == {}
 
 
-def test_containers_are_bounded() -> None:
+def test_every_container_has_resource_requests_and_a_memory_limit() -> None:
     wanted = (("requests", "cpu"), ("requests", "memory"), ("limits", "memory"))
 
     def law(_: str, release: Release) -> Iterator[str]:
@@ -384,7 +384,7 @@ def test_probes_use_declared_ports() -> None:
     assert offences(law) == {}
 
 
-def test_notes_name_the_next_command() -> None:
+def test_notes_after_an_installation_have_the_next_command() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         yield from (f"not there: {word}" for word in ("kubectl", NAMESPACE) if word not in release.notes)
         yield from (f"left there: {word}" for word in UNRENDERED if word in release.notes)
@@ -395,7 +395,7 @@ def test_notes_name_the_next_command() -> None:
         assert "http://llm.example.com/v1\n" in render({"ingress": ingress}).notes
 
 
-def test_notes_report_when_an_upgrade_is_a_cold_start() -> None:
+def test_notes_say_when_an_upgrade_replaces_all_workers_at_once() -> None:
     cold = {name: "An upgrade replaces all workers of" in rendered(name).notes for name in ALL}
     assert cold["defaults"] and cold["one-gpu"] and cold["stateful-set"] is False, "the StatefulSet has two workers"
     assert not cold["operators-overlay"], "the file's maxSurge starts the new worker first"
@@ -406,7 +406,7 @@ def test_notes_report_when_an_upgrade_is_a_cold_start() -> None:
     assert "all workers of small at once" in apart, "the large model has three decode workers"
 
 
-def test_templates_leave_no_value_empty() -> None:
+def test_rendered_objects_contain_no_placeholder_for_a_missing_value() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in release.objects:
             yield from (

@@ -107,7 +107,7 @@ def test_overlay_values_appear_in_their_objects(release: Release) -> None:
     assert found == {name: dict.fromkeys(objects, value) for name, (objects, _, value) in SHOWN.items()}
 
 
-def test_rows_cover_every_setting_of_the_file() -> None:
+def test_every_setting_of_the_overlay_file_has_a_test_row() -> None:
     """Each key of the file, by its first two parts, needs a row in SHOWN."""
     shown = {".".join(name.partition(",")[0].split(".")[:2]) for name in SHOWN}
     alone = ("commonLabels", "ingress", "extraObjects", "models")
@@ -124,7 +124,7 @@ def test_rows_cover_every_setting_of_the_file() -> None:
     )
 
 
-def test_overlay_objects_are_valid_and_restricted(release: Release) -> None:
+def test_overlay_objects_are_valid_and_meet_restricted_pod_security(release: Release) -> None:
     assert refusal(VALUES) == "" and lint_findings(VALUES) == []
     wrong = {
         title(each): found for each in release.objects for version in (MINIMAL_KUBE, LATEST) if (found := faults(each, version))

@@ -54,13 +54,13 @@ BEYOND = {
 }
 
 
-def test_violations_are_empty_for_a_restricted_pod() -> None:
+def test_pod_that_meets_the_restricted_standard_has_no_violations() -> None:
     assert violations(GOOD, {}) == []
 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("control", BAD)
-def test_violations_name_the_broken_control(control: str) -> None:
+def test_violation_names_the_broken_control(control: str) -> None:
     assert {fault.split(":")[0] for fault in violations(BAD[control], {})} == {control}
 
 
@@ -68,7 +68,7 @@ def test_every_release_has_pods() -> None:
     assert [name for name in ALL if not pods(rendered(name))] == []
 
 
-def test_pods_are_restricted() -> None:
+def test_every_pod_meets_the_restricted_standard() -> None:
     def law(name: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             faults = violations(pod.spec, pod.annotations)
@@ -93,7 +93,7 @@ def test_pods_run_as_a_numeric_user_other_than_root() -> None:
     assert offences(law, [name for name in ALL if name != "openshift"]) == {}
 
 
-def test_chart_sets_no_users_when_the_cluster_does() -> None:
+def test_chart_sets_no_user_ids_when_the_cluster_assigns_them() -> None:
     """OpenShift assigns users to each namespace and refuses pods with other users."""
     numbers = ("runAsUser", "runAsGroup", "fsGroup")
     for pod in pods(rendered("openshift")):
@@ -104,7 +104,7 @@ def test_chart_sets_no_users_when_the_cluster_does() -> None:
     assert [pod.component for pod in pods(one) if "securityContext" not in pod.spec] == ["gateway"]
 
 
-def test_root_file_systems_are_read_only_without_gpus() -> None:
+def test_root_file_system_is_read_only_in_pods_without_gpus() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             for each in containers(pod.spec):
@@ -128,7 +128,7 @@ def test_read_only_root_file_system_follows_the_values(read_only: bool) -> None:
     assert found == {**dict.fromkeys(found, True), "worker": read_only}
 
 
-def test_mounts_name_volumes_of_the_pod() -> None:
+def test_every_mount_refers_to_a_volume_of_its_pod() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}

@@ -80,14 +80,14 @@ def test_gateway_is_ready_when_no_other_service_runs(gateway_alone: Running) -> 
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_probes_pass(running: dict[str, Running], component: str) -> None:
+def test_liveness_and_readiness_probes_pass(running: dict[str, Running], component: str) -> None:
     container = running[component].container
     for key in ("livenessProbe", "readinessProbe"):
         assert running[component].passes(container[key]), f"{key}: {running[component].text()}"
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_declared_ports_listen(running: dict[str, Running], component: str) -> None:
+def test_containers_listen_on_their_declared_ports(running: dict[str, Running], component: str) -> None:
     each = running[component]
     for name, port in each.pod.ports().items():
         assert each.passes({"tcpSocket": {"port": port}}), f"{name} {port}: {each.text()}"

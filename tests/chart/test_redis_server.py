@@ -74,7 +74,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ser
         started.stop()
 
 
-def test_redis_probe_loads_new_certificates(server: tuple[Server, Mounted, Authority], tmp_path: Path) -> None:
+def test_readiness_probe_makes_redis_load_new_certificates(server: tuple[Server, Mounted, Authority], tmp_path: Path) -> None:
     """Replaces the authority in three steps (trust both, new certificate, trust only the new one), then in one step.
 
     The server loads the files only when the readiness probe tells it to.

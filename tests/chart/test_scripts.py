@@ -41,7 +41,7 @@ def wait_for_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, copy: Callable[
 
 
 class TestWaitForModel:
-    def test_wait_for_model_waits_for_the_marker_file_of_its_source(self, tmp_path: Path) -> None:
+    def test_wait_script_waits_until_the_marker_file_names_the_models_source(self, tmp_path: Path) -> None:
         (tmp_path / ".source").write_text("org/old")
         command = [sys.executable, "-c", (SCRIPTS / "wait_for_model.py").read_text(), str(tmp_path), "org/new"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -55,7 +55,7 @@ class TestWaitForModel:
             process.wait()
 
     @pytest.mark.parametrize("pattern", VOCABULARIES)
-    def test_wait_for_model_ends_with_the_services_message_when_the_folder_needs_a_conversion(
+    def test_wait_script_ends_with_the_services_message_when_the_folder_needs_a_conversion(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
     ) -> None:
         for name in ("config.json", pattern.replace("*", "tokenizer")):
@@ -66,7 +66,7 @@ class TestWaitForModel:
             wait_for_copy(tmp_path, monkeypatch, lambda: None)
         assert ended.value.code == str(raised.value)
 
-    def test_wait_for_model_waits_on_while_files_arrive(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wait_script_keeps_waiting_while_files_arrive(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("config.json", "tokenizer.model"):
             (tmp_path / name).write_text("{}")
         weights = tmp_path / "model.safetensors"
@@ -79,7 +79,7 @@ class TestWaitForModel:
         wait_for_copy(tmp_path, monkeypatch, copy)
         assert (tmp_path / "tokenizer.json").exists()
 
-    def test_wait_for_model_returns_when_the_folder_is_complete(self, tmp_path: Path) -> None:
+    def test_wait_script_returns_when_the_model_folder_is_complete(self, tmp_path: Path) -> None:
         for name in ("config.json", "tokenizer.json"):
             (tmp_path / name).write_text("{}")
         assert run("wait_for_model", str(tmp_path), "").returncode == 0
@@ -119,19 +119,19 @@ USAGE = {"usage": {"completion_tokens": 8}}
 
 
 class TestChat:
-    def test_chat_sends_the_api_key_to_each_model(self) -> None:
+    def test_chat_script_sends_the_api_key_in_the_request_to_each_model(self) -> None:
         with gateway({"/v1/chat/completions": (200, USAGE)}) as (url, asked):
             done = run("test_chat", url, "a", "org/b", API_KEY="one")
         assert done.returncode == 0, done.stderr
         assert [body["model"] for _, _, body in asked] == ["a", "org/b"]
         assert {key for _, key, _ in asked} == {"Bearer one"}
 
-    def test_chat_sends_a_completion_when_there_is_no_template(self) -> None:
+    def test_chat_script_sends_a_completion_request_when_the_model_has_no_chat_template(self) -> None:
         with gateway({"/v1/chat/completions": (400, {}), "/v1/completions": (200, USAGE)}) as (url, asked):
             assert run("test_chat", url, "a", API_KEY="").returncode == 0
         assert [(path, key) for path, key, _ in asked] == [("/v1/chat/completions", ""), ("/v1/completions", "")]
 
-    def test_chat_sends_an_embedding_when_the_model_has_no_text(self) -> None:
+    def test_chat_script_sends_an_embedding_request_when_the_model_generates_no_text(self) -> None:
         refused = {f"/v1/{way}": (400, {"error": {"code": "unsupported_model"}}) for way in ("chat/completions", "completions")}
         with gateway({**refused, "/v1/embeddings": (200, {"data": [{"embedding": [0.5, 1.0]}]})}) as (url, asked):
             done = run("test_chat", url, "bge", API_KEY="")
@@ -140,23 +140,23 @@ class TestChat:
         with gateway({**refused, "/v1/embeddings": (400, {"error": "none"})}) as (url, _):
             assert run("test_chat", url, "a", API_KEY="").returncode == 1
 
-    def test_chat_fails_at_once_when_refused(self) -> None:
+    def test_chat_script_fails_at_once_when_the_gateway_refuses_the_request(self) -> None:
         with gateway({"/v1/chat/completions": (401, {"error": "no such key"})}) as (url, _):
             done = run("test_chat", url, "a", API_KEY="")
         assert done.returncode == 1
         assert "no such key" in done.stdout
 
-    def test_chat_fails_when_the_response_is_empty(self) -> None:
+    def test_chat_script_fails_when_the_response_is_empty(self) -> None:
         with gateway({"/v1/chat/completions": (200, {"usage": {"completion_tokens": 0}})}) as (url, _):
             assert run("test_chat", url, "a", API_KEY="").returncode == 1
 
 
 class TestReadiness:
-    def test_readiness_ignores_unnamed_services(self) -> None:
+    def test_readiness_script_ignores_services_that_are_not_listed(self) -> None:
         with gateway({"/readiness": (503, {"missing": ["worker"]})}) as (url, _):
             assert run("test_readiness", url, "tokenizer", "detokenizer").returncode == 0
 
-    def test_readiness_waits_for_named_services(self) -> None:
+    def test_readiness_script_waits_for_the_listed_services(self) -> None:
         answers: dict[str, tuple[int, dict[str, Any]]] = {"/readiness": (503, {"missing": ["worker"]})}
         with gateway(answers) as (url, asked):
             command = [sys.executable, "-c", (SCRIPTS / "test_readiness.py").read_text(), url, "worker"]

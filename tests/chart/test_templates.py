@@ -23,7 +23,7 @@ from tests.chart.variants import KEDA, VARIANTS, model
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fields(case: str) -> None:
+def test_rendered_fields_have_the_expected_values(case: str) -> None:
     values, expected = CASES[case]
     release = render(values)
     assert {title: {path: at(release.get(*title.split("/")), path) for path in fields} for title, fields in expected.items()} == (
@@ -132,7 +132,7 @@ def test_prefill_and_decode_workers_use_the_kv_certificate(pool: str) -> None:
     assert "kv-tls" not in str(whole.get("Deployment", f"{FULL}-worker-demo"))
 
 
-def test_pods_that_end_get_the_common_pod_values() -> None:
+def test_pods_of_jobs_and_tests_get_the_common_pod_values() -> None:
     """The pods of Jobs and tests get the values of `pod`. Sidecars must end with them; a download's proxy overrides pod.env."""
     sidecar = {"name": "mesh", "image": "mesh:1"}
     variables = {"https_proxy": "http://all:1", "HTTP_PROXY": "http://all:1", "LANG": "C"}

@@ -54,19 +54,19 @@ def test_immutable_fields_equal_those_of_earlier_versions() -> None:
     assert differences(golden(), current()) == []
 
 
-def test_golden_has_every_object() -> None:
+def test_recorded_immutable_fields_cover_every_object() -> None:
     """If this fails, run `python -m tests.chart.immutable`, which adds new objects to immutable.json."""
     old, new = golden(), current()
     assert {name: missing for name in new if (missing := sorted(set(new[name]) - set(old.get(name, {}))))} == {}
 
 
-def test_differences_report_a_changed_selector() -> None:
+def test_comparison_reports_a_changed_selector() -> None:
     new = current()
     new["defaults"]["Deployment/llm-rootstock-gateway"] = {"spec.selector": {"matchLabels": {"app": "other"}}}
     assert len(differences(golden(), new)) == 1
 
 
-def test_gateway_role_exists_for_every_discovery() -> None:
+def test_gateway_role_exists_with_every_kind_of_discovery() -> None:
     """The Role exists even if the chosen discovery does not need it.
 
     A rollback deletes objects that its manifest lacks, while pods of the newer release, which need the Role, complete their
@@ -140,7 +140,7 @@ def test_upgrade_reuses_passwords_and_scaled_replicas() -> None:
         assert again[title(worker)]["spec"].get("replicas") == (3 if kept else None)
 
 
-def test_install_and_upgrade_render_the_same() -> None:
+def test_install_and_upgrade_render_the_same_objects() -> None:
     def law(name: str, first: Release) -> Iterator[str]:
         second = render(ci_values(name), upgrade=True)
         kept, again = ([each for each in repeatable(one.objects) if not replaced_at_upgrade(each)] for one in (first, second))

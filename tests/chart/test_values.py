@@ -440,7 +440,7 @@ def test_templates_refuse_wrong_values(first: int) -> None:
         assert sentence in refusal(values), case
 
 
-def test_each_check_of_the_templates_has_a_case() -> None:
+def test_each_check_of_the_templates_has_a_test_case() -> None:
     """Compares the number of checks in templates/_validate*.tpl with the number of cases in SENTENCES."""
     checks = sum(each.read_text().count("{{- fail ") for each in (CHART / "templates").glob("_validate*.tpl"))
     # Two checks have two cases each, and the check of the release name has its own test.

@@ -24,7 +24,7 @@ def operator(cluster: Cluster) -> None:
         cluster.addon("prometheus")
 
 
-def test_queue_refused_fires_and_clears(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
+def test_queue_refused_alert_fires_and_clears(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
     """Sends more requests than all queues can have, so that the gateways refuse requests."""
     settings = {"max_total_tokens": 16384, "max_running_requests": 1, "max_queued_requests": 1, "grammar_workers": 1}
     values = {

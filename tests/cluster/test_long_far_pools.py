@@ -72,7 +72,7 @@ def flowing(release: Release, load: Load) -> float:
 
 
 @pytest.mark.parametrize(("action", "remedy"), [("cut", "join"), ("stop", "start")], ids=["network", "power"])
-def test_far_pools_survive_loss_of_prefill_node(
+def test_streams_survive_loss_of_the_prefill_node(
     install: Install, node_names: NodeNames, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
 ) -> None:
     """The prefill node is lost for at least ten seconds. Decode workers compute the prompts whose KV they cannot read."""
@@ -93,7 +93,7 @@ def test_far_pools_survive_loss_of_prefill_node(
 
 
 @pytest.mark.parametrize("component", ["prefill", "worker"])
-def test_far_pools_roll_out_under_load(
+def test_pools_on_two_nodes_roll_out_under_load(
     install: Install, node_names: NodeNames, proved: Callable[[str], None], component: str
 ) -> None:
     release = install(node_names.values())
@@ -105,7 +105,7 @@ def test_far_pools_roll_out_under_load(
     proved(f"far pools: {component} rolled out under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV read before")
 
 
-def test_hpa_scales_each_pool_by_own_metrics(
+def test_hpa_scales_each_pool_by_its_own_metrics(
     install: Install, node_names: NodeNames, cluster: Cluster, proved: Callable[[str], None]
 ) -> None:
     """Long prompts add a prefill worker only. Many short prompts add a decode worker only."""

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.needs("openssl"), pytest.mark.alone]
 MEASURED_S = 40.0
 
 
-def test_tls_between_pods_has_a_measured_cost(install: Install, tmp_path: Path, proved: Callable[[str], None]) -> None:
+def test_cost_of_tls_between_pods_is_measured(install: Install, tmp_path: Path, proved: Callable[[str], None]) -> None:
     """Measures requests per second of short responses with TLS and without, on the same nodes."""
     rates: dict[str, float] = {}
     release = prepared(install, tmp_path)

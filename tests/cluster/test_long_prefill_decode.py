@@ -30,7 +30,7 @@ def gateways(release: Release, node: str) -> Callable[[], list[str]]:
     return lambda: [f"http://{pod.ip}:8000" for pod in release.ready("gateway") if pod.node == node]
 
 
-def test_prefill_and_decode_roll_out_under_load(install: Install, proved: Callable[[str], None]) -> None:
+def test_prefill_and_decode_workers_roll_out_under_load(install: Install, proved: Callable[[str], None]) -> None:
     release = install(VALUES)
     with load_on(release, STREAMS, questions=LONG) as load:
         until(lambda: load.ended >= STREAMS, "the first completed requests", 120)

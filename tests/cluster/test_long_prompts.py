@@ -39,7 +39,7 @@ def restarts(release: Release) -> int:
     return sum(each["restartCount"] for pod in pods for each in pod["status"].get("containerStatuses", ()))
 
 
-def test_long_prompts_cause_no_move_and_no_restart(install: Install, proved: Callable[[str], None]) -> None:
+def test_long_prompts_move_no_request_and_restart_no_process(install: Install, proved: Callable[[str], None]) -> None:
     settings = {"context_len": 20_000, "max_total_tokens": 100_000, "max_running_requests": 16, "grammar_workers": 1}
     two = {"replicas": 2}
     open_network = {"enabled": False}  # the tests read the gateways' metrics

@@ -105,7 +105,7 @@ def test_prometheus_accepts_monitors_rules_and_dashboards(
     proved(f"{targets} targets up, {len(rules)} rules without an error, {alerts} of them alerts, {len(boards)} dashboards")
 
 
-def test_no_ready_worker_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
+def test_no_ready_worker_alert_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
     """Scales to zero workers under load, then to one. The requests wait until the worker is ready."""
     prometheus, space = Prometheus(cluster), release.namespace
     shorten_delays(release)
@@ -121,7 +121,7 @@ def test_no_ready_worker_fires_and_clears(release: Release, cluster: Cluster, pr
     proved(f"no worker: {fired} fired after {fires:.0f} s, cleared {clears:.0f} s after scaling up (`for`: 5 s); {load.check()}")
 
 
-def test_target_down_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
+def test_target_down_alert_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
     """A NetworkPolicy blocks all connections to tokenizers, including those of Prometheus. The test sends no requests."""
     prometheus, space = Prometheus(cluster), release.namespace
     shorten_delays(release)

@@ -68,7 +68,7 @@ def test_keda_starts_only_the_requested_model_from_zero(install: Install, proved
 
 
 @pytest.mark.timeout(1200)
-def test_keda_scales_from_zero_to_four_and_to_zero(install: Install, proved: Callable[[str], None]) -> None:
+def test_keda_scales_from_zero_to_four_workers_and_back_to_zero(install: Install, proved: Callable[[str], None]) -> None:
     values = keda(coldStartSeconds=15)
     values["worker"] |= {"settings": SLOW, "resources": LITTLE}
     release = install(values)

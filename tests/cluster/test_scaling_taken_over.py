@@ -24,7 +24,7 @@ def engine(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("engine_name", ["keda", "hpa"])
-def test_autoscaler_keeps_replicas(install: Install, engine_name: str, proved: Callable[[str], None]) -> None:
+def test_autoscaler_keeps_replicas_when_switched_on(install: Install, engine_name: str, proved: Callable[[str], None]) -> None:
     """Switches the autoscaler on under load. No worker may be removed, so no request fails."""
     release = install({"worker": {"replicas": 3, "settings": FAKE}, "monitoring": MONITORED})
     values = keda() if engine_name == "keda" else keda(minReplicas=1) | {"autoscaling": {"engine": "hpa"}}
@@ -41,7 +41,7 @@ def test_autoscaler_keeps_replicas(install: Install, engine_name: str, proved: C
     proved(f"{engine_name} switched on over 3 workers: always 3; {load.check()}")
 
 
-def test_server_side_apply_keeps_replicas_in_two_steps(install: Install, proved: Callable[[str], None]) -> None:
+def test_server_side_apply_in_two_steps_keeps_the_replicas(install: Install, proved: Callable[[str], None]) -> None:
     """Follows the two steps of docs/how-to/kubernetes/autoscaling.md. `helm template` cannot read the replicas in the cluster."""
     release = install({"worker": {"replicas": 3, "settings": FAKE}})
     name = release.object_name("worker", "demo")
