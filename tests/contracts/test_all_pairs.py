@@ -13,7 +13,7 @@ SIZES = [(2, 2), (1, 5), (2, 9, 5, 2), (3, 1, 1, 2)]
 
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_covering_has_every_pair(sizes: tuple[int, ...]) -> None:
+def test_generated_cases_contain_every_pair_of_values(sizes: tuple[int, ...]) -> None:
     wanted = {
         (first, one, second, other)
         for first, second in itertools.combinations(range(len(sizes)), 2)
@@ -24,7 +24,7 @@ def test_covering_has_every_pair(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("sizes", "most"), [((3, 7), 21), ((2, 6, 6, 6), 42), ((4, 4, 4, 4, 4), 28)], ids=str)
-def test_covering_has_few_and_equal_cases(sizes: tuple[int, ...], most: int) -> None:
+def test_generated_cases_are_few_and_always_the_same(sizes: tuple[int, ...], most: int) -> None:
     cases = covering(sizes)
     assert len(set(cases)) == len(cases) <= most
     assert cases == covering(sizes)
@@ -32,12 +32,12 @@ def test_covering_has_few_and_equal_cases(sizes: tuple[int, ...], most: int) -> 
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("sizes", [(), (3,), (3, 0)], ids=str)
-def test_covering_refuses_axes_without_pairs(sizes: tuple[int, ...]) -> None:
+def test_axes_without_pairs_are_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="two or more axes"):
         covering(sizes)
 
 
-def test_each_pair_names_cases_by_values() -> None:
+def test_ids_of_pair_cases_consist_of_their_values() -> None:
     mark = each_pair(rows=[1, 40], shape=[(64, 32), (16, 2)], bias={"plain": False, "bias": True})
     assert mark.args[0] == ["rows", "shape", "bias"]
     assert dict(zip(mark.kwargs["ids"], mark.args[1], strict=True)) == {
@@ -48,7 +48,7 @@ def test_each_pair_names_cases_by_values() -> None:
     }
 
 
-def test_each_value_has_every_value() -> None:
+def test_cases_of_each_value_contain_every_value_of_every_axis() -> None:
     mark = each_value(dtype=["a", "b"], shape=[(1, 2), (3, 4), (5, 6)])
     assert mark.kwargs["ids"] == ["a-1x2", "b-3x4", "a-5x6"]
     assert mark.args[1] == [["a", (1, 2)], ["b", (3, 4)], ["a", (5, 6)]]

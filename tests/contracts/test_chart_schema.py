@@ -33,7 +33,7 @@ def test_empty_keys_file_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("service", values_schema.DERIVED)
-def test_values_that_the_chart_sets_are_settings(service: str) -> None:
+def test_every_setting_that_the_chart_sets_exists(service: str) -> None:
     assert values_schema.DERIVED[service] <= set(SERVICES[service].model_fields)
 
 

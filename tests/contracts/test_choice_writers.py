@@ -43,7 +43,7 @@ def is_elsewhere(node: ast.Attribute) -> bool:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_fields_are_assigned_in_one_module(name: str) -> None:
+def test_fields_of_each_part_are_assigned_in_one_module(name: str) -> None:
     home, part = class_of(name)
     fields = slots_of(part)
     assert {node.attr for node in stores(part, fields)} == fields, "the class must assign each of its fields"
@@ -57,8 +57,8 @@ def test_fields_are_assigned_in_one_module(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_have_no_subclass_and_no_setattr(name: str) -> None:
-    """test_fields_are_assigned_in_one_module does not find assignments by a subclass or by setattr."""
+def test_parts_of_a_choice_have_no_subclass_and_no_setattr_call(name: str) -> None:
+    """test_fields_of_each_part_are_assigned_in_one_module does not find assignments by a subclass or by setattr."""
     for path, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
@@ -67,7 +67,7 @@ def test_parts_have_no_subclass_and_no_setattr(name: str) -> None:
                 assert ast.unparse(node.args[0]) in ("into", "self"), f"{path}:{node.lineno}"
 
 
-def test_stores_finds_a_second_writer() -> None:
+def test_assignment_in_another_module_is_found() -> None:
     others = "self.link = 3\nlink.model_version = 4"
     tree = ast.parse(f"placement.link = None\n(a, choice.ending) = 1, 2\nplacement.charged += 1\n{others}")
     found = [ast.unparse(node) for node in stores(tree, {"link", "ending", "charged", "model_version"}) if not is_elsewhere(node)]

@@ -93,7 +93,7 @@ def modules_named(text: str) -> list[str]:
     return [name for part in prose(text) for name in MODULE.findall(part)] if MODULE.search(text) else []
 
 
-def test_citations_resolve() -> None:
+def test_cited_files_and_headings_exist() -> None:
     found, seen = [], 0
     for path in files():
         for name, target, anchor in citations(path, path.read_text()):
@@ -104,7 +104,7 @@ def test_citations_resolve() -> None:
     assert found == []
 
 
-def test_files_and_folders_of_recipes_exist() -> None:
+def test_files_and_folders_in_the_developer_recipes_exist() -> None:
     """Checks the paths in docs/how-to/develop.md, which include folders and files without an ending of CITED."""
     listed = LISTED.findall((ROOT / "docs/how-to/develop.md").read_text())
     assert len(listed) > 50
@@ -128,11 +128,11 @@ def test_modules_in_docstrings_and_comments_exist() -> None:
     ],
     ids=["of a module", "of a function", "with a path", "a value"],
 )
-def test_modules_named_finds_a_module_in_prose(text: str, names: list[str]) -> None:
+def test_module_name_in_prose_is_found(text: str, names: list[str]) -> None:
     assert modules_named(text) == names
 
 
-def test_no_citation_of_a_foreign_document() -> None:
+def test_files_cite_no_document_outside_the_repository() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in files()
@@ -152,12 +152,12 @@ def test_no_citation_of_a_foreign_document() -> None:
         ("see https://example.com/docs/nothing.md", None),
     ],
 )
-def test_fault_finds_an_unresolved_citation(text: str, why: str | None) -> None:
+def test_citation_of_a_missing_file_or_heading_is_found(text: str, why: str | None) -> None:
     found = [fault(target, anchor) for _, target, anchor in citations(Path("x.py"), text)]
     assert found == ([] if why is None else [why])
 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("text", ["(DESIGN §5)", "Reference 2 §12", "CORE.md, memory", "row G9 of FEATURES"])
-def test_foreign_document_is_found(text: str) -> None:
+def test_citation_of_a_document_outside_the_repository_is_found(text: str) -> None:
     assert FOREIGN.search(text)

@@ -22,19 +22,19 @@ def faults(text: str) -> list[str]:
     return list(faults_of(list(blocks_of(text, "page.md"))))
 
 
-def test_every_block_of_the_docs_has_a_valid_mark() -> None:
+def test_every_code_block_of_the_docs_has_a_valid_mark() -> None:
     found = all_blocks()
     assert sum(map(len, found)) >= 130
     assert [fault for blocks in found for fault in faults_of(blocks)] == []
 
 
-def test_docs_skip_blocks_only_for_the_three_reasons() -> None:
+def test_docs_skip_code_blocks_only_for_one_of_three_reasons() -> None:
     skipped = [block for blocks in all_blocks() for block in blocks if block.mark == "skip"]
     assert skipped and [block.place for block in skipped if block.detail not in REASONS] == []
     assert len(skipped) < 20
 
 
-def test_cluster_blocks_have_valid_syntax() -> None:
+def test_code_blocks_for_a_cluster_have_valid_syntax() -> None:
     assert [
         f"{block.place} {fault}"
         for blocks in all_blocks()
@@ -43,7 +43,7 @@ def test_cluster_blocks_have_valid_syntax() -> None:
     ] == []
 
 
-def test_blocks_name_no_program_that_debian_lacks() -> None:
+def test_code_blocks_run_no_program_that_debian_lacks() -> None:
     """Debian has the program `python3` but no `python`. Commands in a pod may use `python`."""
     bare = re.compile(r"(?m)(?:^|[;&|(]\s*|\bdo )(?:python|pip|rootstock) ")
     commands = [block for blocks in all_blocks() for block in blocks if block.mark != "output" and block.language in SHELL]
@@ -65,7 +65,7 @@ def test_blocks_name_no_program_that_debian_lacks() -> None:
         ("<!-- cluster: of mine -->\n    ls\n", "page.md:2: 'cluster' takes no options"),
     ],
 )
-def test_runner_refuses_a_block_when_the_mark_is_missing_or_wrong(text: str, fault: str) -> None:
+def test_code_block_is_refused_when_its_mark_is_missing_or_wrong(text: str, fault: str) -> None:
     (found,) = faults(text)
     assert found.startswith(fault)
 
@@ -78,7 +78,7 @@ def test_parser_finds_blocks_and_marks_of_a_page() -> None:
     assert faults(text) == []
 
 
-def test_runner_fails_a_block_when_status_or_output_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_block_fails_when_its_status_or_its_output_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.docs_commands.page_run.make_checkout", lambda folder: folder.mkdir())
     text = (
         "<!-- run -->\n    echo one; echo file-7d took 3.5 s > made\n\n<!-- output -->\n    one\n\n<!-- run -->\n    cat made\n\n"
@@ -98,5 +98,5 @@ def test_ellipsis_in_a_pages_output_matches_any_text() -> None:
     assert not is_printed("NAME: a\n…\nend", "NAME: b\nx\nend\n")
 
 
-def test_readme_names_debians_packages_before_the_first_command() -> None:
+def test_readme_lists_the_debian_packages_before_the_first_command() -> None:
     assert {"build-essential", "python3-venv"} <= set(packages())

@@ -16,6 +16,6 @@ def test_index_links_to_every_page() -> None:
     assert sorted(str(page.relative_to(DOCS)) for page in pages - linked) == []
 
 
-def test_pages_are_in_the_four_folders() -> None:
+def test_every_page_is_in_one_of_the_four_folders() -> None:
     others = [path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in FOLDERS]
     assert others == [DOCS / "index.md"]

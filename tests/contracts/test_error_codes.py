@@ -102,7 +102,7 @@ def uses() -> Iterator[Use]:
                 yield from (Use(where, maker, text, status_of(maker, call)) for text in texts or ())
 
 
-def test_every_code_in_use_is_in_the_table() -> None:
+def test_every_error_code_in_use_is_in_the_table() -> None:
     wrong = []
     for use in uses():
         row = (BATCH_CODES if use.maker in BATCHES else CODES).get(use.code)
@@ -111,7 +111,7 @@ def test_every_code_in_use_is_in_the_table() -> None:
     assert not wrong
 
 
-def test_every_code_of_the_table_is_in_use() -> None:
+def test_every_error_code_of_the_table_is_in_use() -> None:
     texts = [
         {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         for path, tree in trees().items()
@@ -123,13 +123,13 @@ def test_every_code_of_the_table_is_in_use() -> None:
     assert {*CODES, *BATCH_CODES} - made_here - defaults - set().union(*texts) == set()
 
 
-def test_every_row_has_statuses_meaning_and_remedy() -> None:
+def test_every_error_code_has_statuses_and_a_meaning_and_a_remedy() -> None:
     for rows in (CODES, BATCH_CODES):
         assert all(row.meaning.endswith(".") and row.remedy.endswith(".") for row in rows.values())
     assert all(row.statuses for row in CODES.values()) and not any(row.statuses for row in BATCH_CODES.values())
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "made_up"), (500, "queue_full")])
-def test_error_is_refused_when_the_table_lacks_the_code(status: int, code: str) -> None:
+def test_error_with_a_code_outside_the_table_cannot_be_made(status: int, code: str) -> None:
     with pytest.raises((AssertionError, KeyError)):
         ApiError(status, "of a test", code=code)

@@ -53,7 +53,7 @@ def below(name: str, folders: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("folder", NEVER)
-def test_package_has_no_forbidden_import(folder: str) -> None:
+def test_package_imports_no_forbidden_package(folder: str) -> None:
     inside = {name: found for name, found in imports.house().names.items() if below(name, (folder,))}
     assert inside, folder
     broken = [
@@ -76,19 +76,19 @@ def test_product_imports_neither_simulators_nor_tests() -> None:
     assert not broken
 
 
-def test_no_module_is_imported_by_string() -> None:
+def test_code_imports_no_module_by_a_string() -> None:
     found = [f"{path}:{line}" for path in imports.house().modules.values() for line in imports.by_string(path)]
     assert not found
 
 
-def test_circles_finds_the_modules_of_a_cycle() -> None:
+def test_modules_of_an_import_cycle_are_found() -> None:
     graph = {"a": frozenset("b"), "b": frozenset("cd"), "c": frozenset("b"), "d": frozenset("e"), "e": frozenset[str]()}
     assert imports.circles(graph) == [["b", "c"]]
     assert imports.circles(imports.subgraph(graph, lambda name: name != "c")) == []
 
 
 @pytest.mark.parametrize("service", ["gateway", "tokenizer", "detokenizer", "worker", "local", "sim", "cli"])
-def test_class_names_are_unique_in_a_service_and_shared(service: str) -> None:
+def test_class_names_are_unique_within_a_service_and_the_shared_package(service: str) -> None:
     """Names that differ only by a leading underscore count as equal."""
     found: dict[str, list[str]] = {}
     for name, path in imports.house().modules.items():
@@ -100,7 +100,7 @@ def test_class_names_are_unique_in_a_service_and_shared(service: str) -> None:
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
 
 
-def test_no_module_outside_http_builds_an_asgi_scope() -> None:
+def test_only_the_http_package_of_the_gateway_builds_asgi_scopes() -> None:
     """Batch lines, background responses and the health probe call GenerationService.run instead of forging an HTTP request."""
     outside = {
         name: path

@@ -108,7 +108,7 @@ def report_of(tmp_path: Path) -> str:
     return (tmp_path / "out/report-nvidia-h200-2030-01-02.md").read_text()
 
 
-def test_parts_fit_short_leases_and_name_existing_files() -> None:
+def test_every_part_fits_into_a_short_lease_and_its_files_exist() -> None:
     parts = all_parts(ROOT)
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
@@ -124,14 +124,14 @@ def test_parts_fit_short_leases_and_name_existing_files() -> None:
     assert {target.part for target in TARGETS} <= measured
 
 
-def test_parts_begin_with_key_figures_and_end_with_compilers() -> None:
+def test_parts_with_key_figures_run_first_and_parts_that_compile_run_last() -> None:
     names = [part.name for part in all_parts(ROOT)]
     assert names[:3] == ["parity", "waits", "bench-throughput"]
     assert names[-4:] == ["kernels-layers", "kernels-attention", "kernels-sampling", "backends"]
     assert COMPILING * int(compilers()) <= COMPILERS and int(compilers()) <= COMPILERS // COMPILING
 
 
-def test_commands_of_the_page_name_existing_parts() -> None:
+def test_commands_on_the_page_select_existing_parts() -> None:
     """Otherwise, a wrong command on the page would be found only on a rented GPU machine."""
     page = (ROOT / "docs/reference/gpu/README.md").read_text()
     section = page.partition("## A first session of three commands")[2].partition("\n## ")[0].replace("\\\n", " ")
@@ -170,7 +170,7 @@ def test_make_gpu_check_reports_a_missing_gpu() -> None:
     assert len(done.stdout.strip().splitlines()) == 1
 
 
-def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_parts_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--parts", "benchmark"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == sum(part.kind == BENCHMARK for part in all_parts(ROOT))
@@ -298,7 +298,7 @@ def test_result_with_other_flags_is_added_to_earlier_results(tmp_path: Path) -> 
     assert len(state.results) == 3 and check(tmp_path, [part])[1].is_done(part, SOURCE, FACTS, keep=False)
 
 
-def test_targets_apply_only_to_their_card(tmp_path: Path) -> None:
+def test_performance_targets_apply_only_to_their_gpu_model(tmp_path: Path) -> None:
     elsewhere = {**FACTS, "device": "NVIDIA H100 80GB HBM3"}
     part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 60.0}}))
     state = load_state(tmp_path / "work/state.json", "2030-01-02", fresh=False)
@@ -328,7 +328,7 @@ def test_report_lists_versions_that_differ_from_the_image(tmp_path: Path) -> Non
     assert [phrase.split()[0] for phrase in differing(measured, pins)] == ["triton", "flashinfer-python"]
 
 
-def test_benchmark_with_figures_is_repeated_last(tmp_path: Path) -> None:
+def test_failed_benchmark_with_figures_is_repeated_after_the_other_parts(tmp_path: Path) -> None:
     """Parts without figures run before it. If the repetition fails with fewer figures, the report keeps the earlier ones."""
     figures = {"a": {"value": 1.0}, "b": {"value": 2.0}}
     half = script(tmp_path, "half", outcome_script(figures, "open('ran', 'a').write('h')\nraise SystemExit(1)"))
@@ -357,7 +357,7 @@ def test_check_resumes_from_a_report(tmp_path: Path) -> None:
         load_state(tmp_path / "state.json", "2030-01-05", fresh=False, earlier=tmp_path / "none.json")
 
 
-def test_slow_part_is_killed_with_all_children(tmp_path: Path) -> None:
+def test_part_over_its_time_limit_is_killed_with_all_its_children(tmp_path: Path) -> None:
     child = "import subprocess, time\nsubprocess.Popen(['sleep', '60'])\n"
     slow = script(
         tmp_path,
@@ -438,7 +438,7 @@ def test_journal_continues_after_a_failed_part(tmp_path: Path) -> None:
     assert found["notes"] == ["one failed: RuntimeError: no such kernel"]
 
 
-def test_tests_fail_at_once_on_a_lost_device(tmp_path: Path) -> None:
+def test_tests_fail_at_once_after_the_device_is_lost(tmp_path: Path) -> None:
     """From the test test_lost on, all calls of the fake device fail, like those of a GPU after an illegal address."""
     (tmp_path / "test_some.py").write_text(LOST)
     command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.lost_device", "-p", "no:cacheprovider", str(tmp_path)]
@@ -448,7 +448,7 @@ def test_tests_fail_at_once_on_a_lost_device(tmp_path: Path) -> None:
     assert "the device is lost since test_some.py::test_lost: an illegal address" in done.stdout
 
 
-def test_load_state_names_a_broken_file(tmp_path: Path) -> None:
+def test_error_for_a_broken_state_file_suggests_a_fresh_start(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text("{")
     with pytest.raises(ValueError, match="start again with --fresh"):
@@ -456,7 +456,7 @@ def test_load_state_names_a_broken_file(tmp_path: Path) -> None:
     assert load_state(path, "2030-01-02", fresh=True).results == {}
 
 
-def test_judge_explains_a_missed_target_by_the_profile() -> None:
+def test_missed_target_is_explained_by_the_profile() -> None:
     kernels = [["gemm", 0.7], ["attention", 0.2]]
     outcome = {
         "figures": {"qwen3-8b.seconds": {"value": 29.5, "unit": "s"}},
@@ -487,7 +487,7 @@ def test_report_shows_a_missed_target(tmp_path: Path) -> None:
     assert [entry["met"] for entry in found["targets"] if entry["target"]["part"] == "bench-overlap"] == [False]
 
 
-def test_source_has_commit_and_digest(tmp_path: Path) -> None:
+def test_source_version_has_the_commit_and_a_digest_of_the_code(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/a.py").write_text("a = 1\n")
     before = source_of(tmp_path)
@@ -499,7 +499,7 @@ def test_source_has_commit_and_digest(tmp_path: Path) -> None:
     assert source_of(tmp_path).digest != before.digest
 
 
-def test_install_uses_wheels_without_a_network(tmp_path: Path) -> None:
+def test_installation_uses_wheels_and_needs_no_network(tmp_path: Path) -> None:
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     wheels.mkdir()
     with pytest.raises(ValueError, match="has no wheels"):

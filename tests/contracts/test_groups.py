@@ -27,7 +27,7 @@ def test_run_continues_after_a_failed_group(capfd: pytest.CaptureFixture[str]) -
     assert run({"first": commands["first"]}) == 0
 
 
-def test_run_writes_output_and_summary_of_groups(tmp_path: Path) -> None:
+def test_run_writes_the_output_and_a_summary_of_its_groups(tmp_path: Path) -> None:
     """The output is written while a group runs, so that the output of an interrupted group is not lost."""
     child = f"import pathlib; print(pathlib.Path({str(tmp_path / 'one-at-a-time.txt')!r}).read_text().upper())"
     parent = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
@@ -74,22 +74,22 @@ def test_each_test_file_is_in_one_group(night: bool) -> None:
     ("only", "ran"),
     [(["end to end"], ["end to end"]), (["end", "by"], None), (["end to end, one"], ["end to end, one at a time"])],
 )
-def test_chosen_selects_groups_by_name(only: list[str], ran: list[str] | None) -> None:
+def test_groups_are_selected_by_name(only: list[str], ran: list[str] | None) -> None:
     assert list(chosen(groups(2, night=False), only)) == (ran or [*groups(2, night=False)])
 
 
-def test_chosen_refuses_an_unknown_group_with_the_names() -> None:
+def test_error_for_an_unknown_group_lists_the_groups() -> None:
     with pytest.raises(ValueError, match="end to end, one at a time"):
         chosen(groups(2, night=True), ["by parts", "parts"])
 
 
-def test_files_with_a_fixed_order_exist() -> None:
+def test_files_named_in_groups_exist() -> None:
     assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONG_FILES
     assert all((ROOT / file).exists() for file in EVERY_RELEASE)
 
 
 @pytest.mark.parametrize("target", ["test", "nightly"])
-def test_make_runs_the_groups(target: str) -> None:
+def test_make_targets_run_the_test_groups(target: str) -> None:
     done = subprocess.run(["make", "-n", "-o", "env", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "-m tests.groups" in done.stdout
     assert ("ROOTSTOCK_TEST_NIGHTLY=1" in done.stdout) is (target == "nightly")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.contracts import imports, picture
 
 
-def test_files_import_without_a_cycle() -> None:
+def test_imports_between_files_have_no_cycle() -> None:
     assert not imports.circles(imports.house().own())
 
 
-def test_packages_import_without_a_cycle() -> None:
+def test_imports_between_packages_have_no_cycle() -> None:
     assert not imports.circles(imports.house().packages())
 
 

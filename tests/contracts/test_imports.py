@@ -31,7 +31,7 @@ def modules_below(folder: str) -> list[str]:
     return [".".join(("rootstock_llm", *path.parts)) for path in paths if path.name != "__init__"]
 
 
-def test_services_without_torch_import_without_torch() -> None:
+def test_services_other_than_the_worker_can_be_imported_without_torch() -> None:
     names = []
     for service in ("gateway", "tokenizer", "detokenizer", "local", "shared", "cli"):
         found = modules_below(f"services/{service}")
@@ -48,7 +48,7 @@ def test_core_and_fake_executor_need_only_numpy() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_blocker_blocks_an_import() -> None:
+def test_blocked_package_cannot_be_imported() -> None:
     assert import_with_blocked(["numpy"], "rootstock_llm.services.worker.core.scheduler").returncode != 0
 
 

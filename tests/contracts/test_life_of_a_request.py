@@ -21,12 +21,12 @@ def test_types_are_defined_in_the_files_of_their_row() -> None:
     assert not missing
 
 
-def test_every_named_file_defines_a_type_of_its_row() -> None:
+def test_every_file_on_the_page_defines_a_type_of_its_row() -> None:
     missing = [str(file) for row in rows() for file in row.files if not _classes(file) & set(row.types)]
     assert not missing
 
 
-def test_page_names_no_type_twice() -> None:
+def test_page_lists_no_type_twice_in_a_section() -> None:
     for section in {row.section for row in rows()}:
         names = [name for row in rows() if row.section == section for name in row.types]
         assert len(names) == len(set(names)), f"{PAGE.name}: {section}"

@@ -21,7 +21,7 @@ esac
 """
 
 
-def test_extras_separate_server_and_tests() -> None:
+def test_dev_extra_includes_the_protos_extra_of_the_server() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["dev"][0] == "rootstock-llm[protos]"
     assert [word.split(">")[0] for word in extras["protos"]] == ["grpcio-tools"]
@@ -30,7 +30,7 @@ def test_extras_separate_server_and_tests() -> None:
 @pytest.mark.parametrize(
     ("goal", "extras"), [("env", ["protos"]), ("run", ["protos"]), ("bench", ["protos"]), ("test", ["protos", "dev"])]
 )
-def test_make_installs_the_extras_of_a_goal(goal: str, extras: list[str], tmp_path: Path) -> None:
+def test_make_installs_the_extras_that_a_goal_needs(goal: str, extras: list[str], tmp_path: Path) -> None:
     """Runs make as on a clean clone, with the environment in another folder."""
     asked = ["make", "-n", goal, f"VENV={tmp_path / 'venv'}"]
     output = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -77,7 +77,7 @@ def selected(cases: list[Case]) -> list[Case]:
 
 
 @pytest.mark.parametrize("one_in", [2, 3, 8])
-def test_by_day_selects_one_in_n_rounded_up(one_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_day_mark_selects_one_case_in_n_rounded_up(one_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in range(1, 20):
         cases = [Case("test", index, ({"one_in": one_in},)) for index in range(count)]
         assert len(selected(cases)) == -(-count // one_in)
@@ -85,24 +85,24 @@ def test_by_day_selects_one_in_n_rounded_up(one_in: int, monkeypatch: pytest.Mon
     assert selected(cases) == cases
 
 
-def test_by_day_selects_all_tests_without_a_mark() -> None:
+def test_tests_without_the_by_day_mark_are_all_selected() -> None:
     cases = [Case("test", index) for index in range(9)]
     assert selected(cases) == cases
 
 
-def test_by_day_draws_other_cases_when_the_seed_differs() -> None:
+def test_by_day_mark_selects_other_cases_when_the_seed_differs() -> None:
     drawn = {selected([Case("test", index, ({**HALF, "seed": seed},)) for index in range(2)])[0].index for seed in range(20)}
     assert drawn == {0, 1}
 
 
-def test_by_day_selects_among_cases_with_a_value() -> None:
+def test_by_day_mark_can_apply_only_to_cases_with_a_parameter_value() -> None:
     mark = {**HALF, "kernels": "torch"}
     cases = [Case("test", index, (mark,), {"kernels": ("cpp", "torch")[index % 2]}) for index in range(12)]
     assert [case.params["kernels"] for case in selected(cases)].count("cpp") == 6
     assert [case.params["kernels"] for case in selected(cases)].count("torch") == 3
 
 
-def test_by_day_applies_the_nearest_mark_that_fits() -> None:
+def test_nearest_matching_by_day_mark_applies() -> None:
     marks = ({"one_in": 4, "kernels": "torch"}, HALF)
     cases = [Case("test", index, marks, {"kernels": ("cpp", "torch")[index % 2]}) for index in range(16)]
     assert [case.params["kernels"] for case in selected(cases)].count("cpp") == 4
@@ -110,7 +110,7 @@ def test_by_day_applies_the_nearest_mark_that_fits() -> None:
 
 
 @pytest.mark.parametrize("folder", night.WHOLE_ON_GPU)
-def test_by_day_selects_all_cases_on_a_gpu(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cases_are_selected_on_a_gpu_despite_the_by_day_mark(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ROOT / folder).is_dir()
     monkeypatch.setattr(night, "HAS_GPU", True)
     cases = [Case(f"{folder}test", index, (HALF,)) for index in range(4)]
@@ -118,7 +118,7 @@ def test_by_day_selects_all_cases_on_a_gpu(folder: str, monkeypatch: pytest.Monk
     assert len(selected([Case("tests/core/test", index, (HALF,)) for index in range(4)])) == 2
 
 
-def test_by_day_selects_the_same_cases_after_renames(tmp_path: Path) -> None:
+def test_by_day_mark_selects_the_same_cases_after_renames(tmp_path: Path) -> None:
     """Collects a module and a copy of it whose file, class, tests and cases have other names."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name in ("old", "new"):

@@ -29,7 +29,7 @@ def steps_of_make_check() -> str:
     return recipe[1].replace("$(PY)", ".venv/bin/python").replace("$(VENV)", ".venv")
 
 
-def test_workflow_runs_the_suite_with_the_packages_of_the_readme() -> None:
+def test_ci_workflow_runs_the_tests_with_the_packages_in_the_readme() -> None:
     (job,) = loaded(GITHUB / "workflows" / "ci.yml")["jobs"].values()
     commands = [step["run"] for step in job["steps"] if "run" in step]
     install = next(command for command in commands if "apt-get install" in command)
@@ -37,13 +37,13 @@ def test_workflow_runs_the_suite_with_the_packages_of_the_readme() -> None:
     assert commands[-1] == ".ci/run" and os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_workflow_reads_the_repository_and_writes_nothing() -> None:
+def test_ci_workflow_has_only_read_access_to_the_repository() -> None:
     workflow = loaded(GITHUB / "workflows" / "ci.yml")
     assert workflow["permissions"] == {"contents": "read"}
     assert all("permissions" not in job for job in workflow["jobs"].values())
 
 
-def test_hooks_run_the_tools_of_make_check_without_a_download() -> None:
+def test_pre_commit_hooks_run_the_tools_of_make_check_without_a_download() -> None:
     check = steps_of_make_check()
     assert {repo["repo"] for repo in loaded(ROOT / ".pre-commit-config.yaml")["repos"]} == {"local"}
     for hook in hooks():
@@ -62,7 +62,7 @@ def test_issue_templates_are_forms_with_required_fields() -> None:
         assert len(ids) == len(set(ids)) and any(field.get("validations") == {"required": True} for field in form["body"])
 
 
-def test_changelog_has_an_unreleased_section_of_known_groups() -> None:
+def test_changelog_has_an_unreleased_section_with_only_known_groups() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     unreleased = text.partition("## [Unreleased]\n")[2].partition("\n## [")[0]
     groups = re.findall(r"^### (\w+)$", unreleased, re.MULTILINE)

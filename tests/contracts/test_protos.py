@@ -11,12 +11,12 @@ from rootstock_llm.protos import common_pb2
 from tests.contracts import public_names
 
 
-def test_record_has_every_proto_field() -> None:
+def test_public_names_file_has_every_proto_field() -> None:
     missing = public_names.current()["protos"] - {*public_names.recorded()["protos"]}
     assert not missing, f"run `make docs`: {sorted(missing)}"
 
 
-def test_enums_begin_with_unspecified() -> None:
+def test_every_enum_begins_with_an_unspecified_value() -> None:
     enums: list[EnumDescriptor] = [e for file in public_names.PROTO_FILES for e in file.enum_types_by_name.values()]
     assert enums
     for enum in enums:

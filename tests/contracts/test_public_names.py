@@ -16,7 +16,7 @@ def test_code_has_every_recorded_name(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", public_names.KINDS)
-def test_removal_is_found_in_every_kind(kind: str) -> None:
+def test_removed_name_is_found_in_every_kind_of_names(kind: str) -> None:
     first = min(recorded()[kind])
     assert removed(recorded(), {**current(), kind: current()[kind] - {first}}) == [f"{kind}: {first}"]
 
@@ -27,7 +27,7 @@ def test_record_is_sorted_with_one_name_per_line() -> None:
     assert [line for line in text.splitlines() if line.count('"') > 2] == []
 
 
-def test_removed_ignores_additions() -> None:
+def test_added_names_are_not_reported_as_removed() -> None:
     assert removed({"flags": ["a --x"]}, {"flags": ["a --x", "a --y"], "tunables": ["z"]}) == []
 
 
@@ -36,11 +36,11 @@ def test_removed_ignores_additions() -> None:
     [{"metrics": ["a_total"]}, {"metrics": ["a_total", "a_total{name}"]}, {"metrics": ["a_total", "b_total{model}"]}],
     ids=["label removed", "label renamed", "label moved"],
 )
-def test_removed_names_a_label_when_the_metric_stays(now: public_names.Names) -> None:
+def test_removed_label_is_reported_when_the_metric_stays(now: public_names.Names) -> None:
     assert removed({"metrics": ["a_total", "a_total{model}"]}, now) == ["metrics: a_total{model}"]
 
 
-def test_removed_names_each_name_of_a_missing_kind() -> None:
+def test_each_name_of_a_missing_kind_is_reported_as_removed() -> None:
     assert removed({"flags": ["a --y", "a --x"]}, {}) == ["flags: a --x", "flags: a --y"]
 
 
@@ -50,7 +50,7 @@ def test_complaint_has_each_name_and_the_remedies() -> None:
     assert "alias for one release" in text and "state the removal in CHANGELOG" in text and "--drop" in text
 
 
-def test_merged_record_has_new_and_removed_names() -> None:
+def test_merged_record_keeps_removed_names_and_adds_new_names() -> None:
     record = {"flags": ["a --x"], "metrics": ["m"]}
     now = {"flags": {"a --y"}, "tunables": {"t"}}
     assert merged(record, now) == {"flags": ["a --x", "a --y"], "metrics": ["m"], "tunables": ["t"]}

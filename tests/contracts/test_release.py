@@ -122,7 +122,7 @@ def without_buildah() -> str:
     return os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if not (Path(each) / "buildah").exists())
 
 
-def test_release_refuses_a_folder_with_files(tmp_path: Path) -> None:
+def test_release_refuses_an_output_folder_that_has_files(tmp_path: Path) -> None:
     (tmp_path / "old.whl").write_text("")
     with pytest.raises(ReleaseRefused, match=r"is not empty\. Remove its files"):
         release(tmp_path, (), (), isolated=False, allow_changes=True)

@@ -90,7 +90,7 @@ def limits_in(row: SamplingParameter) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("api", Api)
-def test_bodies_have_the_tables_fields_and_ranges(api: Api) -> None:
+def test_request_bodies_have_the_fields_and_ranges_of_the_table(api: Api) -> None:
     fields = BODIES[api].model_fields
     for name, row in of_api(api).items():
         assert limits_of(fields[name]) == limits_in(row), name
@@ -111,7 +111,7 @@ def test_only_max_new_tokens_has_a_default_other_than_null(api: Api) -> None:
 
 
 @pytest.mark.parametrize("api", Api)
-def test_filters_take_the_tables_neutral_values(api: Api) -> None:
+def test_filters_accept_the_neutral_values_of_the_table(api: Api) -> None:
     known = FILTERS[api]
     unserved = {row.name: row.neutral for row in UNSERVED if api in row.apis}
     assert {name: known.neutral[name] for name in unserved if name in known.neutral} == unserved
@@ -141,7 +141,7 @@ def descriptor_of(row: SamplingParameter) -> FieldDescriptor:
     return message.fields_by_name[field]
 
 
-def test_message_has_the_tables_fields() -> None:
+def test_protobuf_message_has_the_fields_of_the_table() -> None:
     crossing = [row for row in PARAMETERS if row.wire and row.kind is not Kind.BIASES]
     for row in crossing:
         field = descriptor_of(row)
@@ -161,7 +161,7 @@ def test_range_limits_are_exact_in_float32() -> None:
             assert [float(np.float32(end)) for end in (row.low, row.high)] == [row.low, row.high], row.wire
 
 
-def test_core_has_the_tables_defaults() -> None:
+def test_scheduler_core_has_the_defaults_of_the_table() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     for row in SCALARS:
         assert defaults[row.wire] == (1 if row.default is None else row.default), row.wire
@@ -171,14 +171,14 @@ def test_core_has_the_tables_defaults() -> None:
             assert dry[row.wire.removeprefix("dry.")] == row.default
 
 
-def test_sampling_defaults_are_the_fields_that_a_model_sets() -> None:
+def test_sampling_defaults_have_exactly_the_fields_that_a_model_can_set() -> None:
     of_model = {row.wire: row.default for row in SCALARS if row.of_model}
     assert API_DEFAULTS.as_dict() == of_model
     assert set(DEFAULT_NAMES) == {field.name for field in worker_pb2.SamplingDefaults.DESCRIPTOR.fields}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_tables_of_pages_are_up_to_date(page: str) -> None:
+def test_tables_on_the_pages_are_up_to_date(page: str) -> None:
     text = (ROOT / page).read_text()
     assert rendered(text) == text, "run `make docs`"
 

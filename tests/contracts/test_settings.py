@@ -66,7 +66,7 @@ def command_outputs() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_help_names_every_flag(name: str, command_outputs: dict[str, dict[str, Any]]) -> None:
+def test_help_text_lists_every_flag(name: str, command_outputs: dict[str, dict[str, Any]]) -> None:
     result = command_outputs[name]["--help"]
     assert result["status"] == 0, result["stderr"]
     for field in SERVICES[name].model_fields:
@@ -82,14 +82,16 @@ def test_service_exits_with_status_2_for_a_wrong_flag(name: str, command_outputs
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_service_names_the_nearest_flag_when_one_is_unknown(name: str, command_outputs: dict[str, dict[str, Any]]) -> None:
+def test_error_suggests_the_nearest_flag_when_a_flag_is_unknown(name: str, command_outputs: dict[str, dict[str, Any]]) -> None:
     result = command_outputs[name]["--log-levle info"]
     assert result["status"] == 2 and result["stderr"].count("\n") == 1
     assert "unknown flag --log-levle; did you mean --log-level?" in result["stderr"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_service_names_the_configuration_file_when_it_is_missing(name: str, command_outputs: dict[str, dict[str, Any]]) -> None:
+def test_error_names_the_configuration_file_when_the_file_is_missing(
+    name: str, command_outputs: dict[str, dict[str, Any]]
+) -> None:
     result = command_outputs[name]["--config /no/such/file.yaml"]
     assert result["status"] == 2 and result["stderr"].count("\n") == 1
     assert "--config /no/such/file.yaml is not readable: no such file or directory." in result["stderr"]

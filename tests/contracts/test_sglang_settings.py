@@ -69,12 +69,12 @@ SAME = {cells[0].strip("`"): cells[1:] for cells in rows("Settings of the same n
 OTHER = {cells[0].strip("`"): cells[1:] for cells in rows("Settings of another name")}
 
 
-def test_table_has_each_setting_with_sglangs_name() -> None:
+def test_table_has_each_setting_that_has_the_same_name_in_sglang() -> None:
     assert set(SAME) == ARGUMENTS & set(WorkerSettings.model_fields)
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_table_names_a_setting_of_the_worker(name: str) -> None:
+def test_table_row_refers_to_a_setting_of_sglang_and_of_the_worker(name: str) -> None:
     assert name in ARGUMENTS or re.fullmatch("SGLANG_[A-Z_]+", name), (
         "the name must be an argument or an environment variable of SGLang"
     )
@@ -94,5 +94,5 @@ def test_table_gives_the_reason_of_each_difference(verdict: str, reason: str) ->
     assert verdict == "equal" or (verdict == "different" and reason)
 
 
-def test_glossary_names_the_table() -> None:
+def test_glossary_links_to_the_table() -> None:
     assert "sglang-settings.md" in (ROOT / "docs/reference/glossary.md").read_text()

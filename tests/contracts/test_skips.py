@@ -34,7 +34,7 @@ def pytest_of(folder: Path, source: str, path: str = "tests/test_one.py") -> sub
 
 @pytest.mark.by_day(one_in=5)
 @pytest.mark.parametrize("how", SKIPS)
-def test_unlisted_skip_fails(how: str, tmp_path: Path) -> None:
+def test_skipped_test_fails_when_its_reason_is_not_listed(how: str, tmp_path: Path) -> None:
     done = pytest_of(tmp_path, SKIPS[how])
     assert done.returncode != 0, done.stdout
     assert "skipped for a reason that tests/skips.py does not list" in done.stdout and "1 skipped" not in done.stdout
@@ -47,7 +47,7 @@ def test_missing_program_is_reported_with_the_package(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("1 skipped in ")
 
 
-def test_missing_program_refuses_a_program_without_a_package() -> None:
+def test_program_without_a_known_package_is_refused() -> None:
     with pytest.raises(ValueError, match="one or more of"):
         missing_program(("no-such-program",))
 

@@ -113,7 +113,7 @@ def test_gateway_uses_only_the_listed_attributes(kind: type) -> None:
     assert uses()[kind] == USED[kind]
 
 
-def test_uses_in_finds_calls_assignments_and_overrides() -> None:
+def test_calls_and_assignments_and_overrides_count_as_uses() -> None:
     text = """
 class Connection(HttpToolsProtocol):
     def on_body(self):

@@ -17,7 +17,7 @@ PAGES = ("docs/tutorials/first-cluster.md", "docs/how-to/kubernetes/install-gpu.
 IMAGE_TAG = re.compile(r"(?:rootstock/(?:\w+|\$\w+|\{[\w,]+\})|\bservice|\bworker):(\d+\.\d+\.\d+)")
 
 
-def test_wheel_has_the_version_of_the_constant() -> None:
+def test_wheel_takes_its_version_from_the_constant() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert pyproject["project"]["dynamic"] == ["version"]
     assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "services.__version__"}
@@ -36,7 +36,7 @@ def test_images_are_labelled_and_tagged_with_the_version() -> None:
         assert tags and set(tags) == {__version__}, name
 
 
-def test_one_file_of_the_services_has_the_version() -> None:
+def test_only_one_file_of_the_services_contains_the_version() -> None:
     files = [path for path in (ROOT / "services").rglob("*.py") if f'"{__version__}"' in path.read_text()]
     assert files == [ROOT / "services" / "__init__.py"]
 

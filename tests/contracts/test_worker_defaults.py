@@ -167,7 +167,7 @@ def test_scheduler_config_has_no_defaults() -> None:
         assert field.default is MISSING and field.default_factory is MISSING, field.name
 
 
-def test_every_field_is_bound_to_the_setting_of_that_name(binding: dict[str, ast.expr]) -> None:
+def test_every_scheduler_field_gets_its_value_from_the_setting_of_the_same_name(binding: dict[str, ast.expr]) -> None:
     assert set(binding) == {field.name for field in fields(SchedulerConfig)}
     read = {name: attributes(value, "settings") for name, value in binding.items()}
     assert {name for name, settings in read.items() if not settings} == set(FIELDS_WITHOUT_A_SETTING)
@@ -178,13 +178,13 @@ def test_every_field_is_bound_to_the_setting_of_that_name(binding: dict[str, ast
     )
 
 
-def test_constant_fields_are_bound_to_constants(binding: dict[str, ast.expr]) -> None:
+def test_scheduler_fields_listed_as_constant_get_constants(binding: dict[str, ast.expr]) -> None:
     """The values that come from the model and its tokenizer are tested in tests/services/worker/test_engine_config.py."""
     constants = [name for name, owner in FIELDS_WITHOUT_A_SETTING.items() if owner == BINDING]
     assert constants and all(ast.unparse(binding[name]).isupper() for name in constants)
 
 
-def test_every_setting_has_a_reader(binding: dict[str, ast.expr]) -> None:
+def test_every_worker_setting_is_read_somewhere(binding: dict[str, ast.expr]) -> None:
     bound = set(binding) - set(FIELDS_WITHOUT_A_SETTING)
     assert not bound & set(SETTINGS_ELSEWHERE)
     read = bound | set(SETTINGS_ELSEWHERE) | {CONFIG}  # load() reads CONFIG before it creates the settings
@@ -193,7 +193,7 @@ def test_every_setting_has_a_reader(binding: dict[str, ast.expr]) -> None:
 
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("path", sorted(set(SETTINGS_ELSEWHERE.values())))
-def test_listed_files_read_the_settings(path: str) -> None:
+def test_each_listed_file_reads_its_listed_settings(path: str) -> None:
     owned = {name for name, owner in SETTINGS_ELSEWHERE.items() if owner == path}
     assert owned - attributes(tree_of(path), "settings") == set()
 
@@ -221,7 +221,7 @@ def range_of(name: str) -> Range | None:
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_tunable_has_the_range_of_the_setting(name: str) -> None:
+def test_tunable_has_the_range_of_its_setting(name: str) -> None:
     setting = range_of(name)
     # The setting max_running_requests may be 0, so that the worker chooses the number at its start. The tunable must be 1 or
     # more.

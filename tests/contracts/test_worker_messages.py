@@ -122,7 +122,7 @@ def content_uses(tree: ast.AST) -> list[int]:
     return sorted({getattr(node, "lineno", 0) for node in ast.walk(tree) if uses_content(node)})
 
 
-def test_readers_of_worker_messages_import_no_regex() -> None:
+def test_modules_that_read_worker_messages_do_not_import_the_regex_module() -> None:
     trees = {path: ast.parse(path.read_text()) for path in GATEWAY.rglob("*.py")}
     reading = {path for path, tree in trees.items() if "rootstock_llm.protos.worker_pb2" in imported(tree)}
     assert READER in reading and "finish.message" in ast.unparse(trees[READER]), (
@@ -173,9 +173,9 @@ PASSES_ON = {
 }
 
 
-def test_looks_finds_each_use_of_a_messages_content() -> None:
+def test_each_use_of_the_content_of_a_message_is_found() -> None:
     assert [name for name, source in USES.items() if not content_uses(ast.parse(source))] == []
 
 
-def test_looks_ignores_forwarded_messages() -> None:
+def test_forwarded_message_does_not_count_as_a_use_of_its_content() -> None:
     assert [name for name, source in PASSES_ON.items() if content_uses(ast.parse(source))] == []

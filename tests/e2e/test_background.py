@@ -72,7 +72,7 @@ class Follower:
 @pytest.mark.parametrize(
     "fault", [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=by_night)]
 )
-def test_gateway_takes_over_background_responses_when_the_other_is_lost(tmp_path: Path, fault: signal.Signals) -> None:
+def test_gateway_takes_over_background_responses_when_the_other_gateway_is_lost(tmp_path: Path, fault: signal.Signals) -> None:
     with System(tmp_path, gateways=2, gateway_flags=FLAGS, worker_flags="--deterministic", log_level="info") as system:
         urls = [part.url for part in system.parts.values() if part.url]
         first, second = [OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=180) for url in urls]

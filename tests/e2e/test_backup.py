@@ -132,7 +132,7 @@ def output_of(client: OpenAI, batch_id: str) -> bytes:
     return client.files.content(output_id).content
 
 
-def test_page_restores_response_file_and_batch_into_an_empty_volume(store: Store, client: OpenAI) -> None:
+def test_documented_commands_restore_stored_objects_into_an_empty_volume(store: Store, client: OpenAI) -> None:
     first = answered(client, "The first turn.")
     second = answered(client, "The second turn.", previous_response_id=first.id)
     file_id, content, batch_id = finished_batch(client)
@@ -171,7 +171,7 @@ def is_stored(client: OpenAI, response: Response) -> bool:
         return False
 
 
-def test_nightly_backup_writes_a_whole_file_and_keeps_seven(store: Store) -> None:
+def test_nightly_backup_writes_a_complete_file_and_keeps_seven_files(store: Store) -> None:
     (text,) = blocks("Back up every night", "yaml")
     job, *_ = yaml.safe_load_all(text)
     shell, flags, script = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]["command"]

@@ -61,13 +61,13 @@ def test_repeated_prompt_is_cached_up_to_its_last_page(served: Served) -> None:
     assert [served.cached(ids), served.cached(ids)] == [0, 288]
 
 
-def test_third_prompt_finds_what_two_others_share(served: Served) -> None:
+def test_third_prompt_reuses_the_prefix_that_two_earlier_prompts_share(served: Served) -> None:
     shared = prompt(2400, 2)
     cached = [served.cached(shared + prompt(count, count)) for count in (40, 400, 1300)]
     assert cached[0] == 0 and cached[2] >= 2384
 
 
-def test_each_turn_of_a_chat_computes_at_most_one_known_page(served: Served) -> None:
+def test_each_turn_of_a_chat_recomputes_at_most_one_known_page(served: Served) -> None:
     ids, known = prompt(50, 3), 0
     for turn in range(8):
         answer = served.generate(ids, max_new_tokens=30)
@@ -87,7 +87,7 @@ def test_choices_of_one_prompt_share_its_pages(served: Served) -> None:
     assert computed <= 412
 
 
-def test_no_unit_stays_in_use(served: Served) -> None:
+def test_no_cache_unit_stays_in_use_after_the_requests(served: Served) -> None:
     groups = {"qwen3.5": ("mamba", "rootstock_worker_states"), "gemma3": ("swa", "sglang:max_total_num_tokens_swa")}
     name, total = groups[served.name]
     wait_until(lambda: served.metric(f"sglang:{name}_used_tokens") == 0, 30, "all units to be free or cached")

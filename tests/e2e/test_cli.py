@@ -39,7 +39,7 @@ def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line.strip() for line in found if line.startswith("  ")]
 
 
-def test_help_examples_succeed(system: System, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_in_the_help_texts_succeed(system: System, capsys: pytest.CaptureFixture[str]) -> None:
     # The excluded commands need files or a control port and have their own tests. A test of docs/reference/cli.md runs `serve`.
     for command in COMMANDS.keys() - {"batch", "keys", "control", "sim", "serve"}:
         found = examples(command, capsys)
@@ -50,7 +50,9 @@ def test_help_examples_succeed(system: System, capsys: pytest.CaptureFixture[str
             assert done.stdout or command == "completion", line
 
 
-def test_keys_help_examples_succeed(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_in_the_help_of_the_keys_command_succeed(
+    system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     new, listed = examples("keys", capsys)
     entry = typed(new, system, tmp_path)
     assert entry.returncode == 0 and entry.stderr.startswith("API key, give it to its owner only: rsk-")
@@ -60,13 +62,15 @@ def test_keys_help_examples_succeed(system: System, tmp_path: Path, capsys: pyte
     assert row.split()[:4] == ["team-a", "valid", "never", "all"] and "600" in row
 
 
-def test_sim_help_examples_succeed(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_in_the_help_of_the_sim_command_succeed(
+    system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for line in examples("sim", capsys):
         done = typed(line, system, tmp_path)
         assert done.returncode == 0 and done.stdout, (line, done.stderr)
 
 
-def test_control_help_examples_succeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_in_the_help_of_the_control_command_succeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (port,) = free_ports(1)
     with System(tmp_path, worker_flags=f"{FAKE} --control-port {port}") as controlled:
         for line in examples("control", capsys):
@@ -87,7 +91,7 @@ def asked_of_the_demo() -> dict[str, str]:
     return found
 
 
-def test_examples_of_all_pages_get_right_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_questions_and_examples_get_the_right_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with System(tmp_path) as demo:
         for question, answer in asked_of_the_demo().items():
             done = typed(f"rootstock chat -m {shlex.quote(question)} --temperature 0", demo)
@@ -99,7 +103,7 @@ def test_examples_of_all_pages_get_right_answers(tmp_path: Path, capsys: pytest.
                 assert all(asked_of_the_demo()[question] in answer for answer in answers), (line, answers)
 
 
-def test_batch_commands_submit_wait_for_and_fetch_a_batch(
+def test_batch_commands_submit_a_batch_and_wait_for_it_and_fetch_its_results(
     system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def line(number: int) -> dict[str, Any]:

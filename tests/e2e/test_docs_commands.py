@@ -57,5 +57,5 @@ def test_nightly_commands_succeed() -> None:
 @LATER
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.skipif(not chroot.is_permitted(), reason="no chroot can be made here")
-def test_all_commands_succeed_on_a_debian_with_readmes_packages(tmp_path: Path) -> None:
+def test_all_commands_succeed_on_a_fresh_debian_with_the_packages_in_the_readme(tmp_path: Path) -> None:
     assert end_of(sys.executable, "-m", "tests.docs_commands.chroot", str(tmp_path / "chroot"), "--nightly") == PASSED

@@ -53,7 +53,7 @@ ENDED = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", ENDED)
 @pytest.mark.parametrize("text", range(len(TEXTS)), ids=["the tokenizer's", "the configs'"])
-def test_output_ends_at_the_end_of_sequence_of_each_file(system: System, path: str, text: int, stream: bool) -> None:
+def test_output_ends_at_the_end_of_sequence_token_of_each_model_file(system: System, path: str, text: int, stream: bool) -> None:
     answer = httpx.post(system.url + path, json={**bodies(PROMPTS[text])[path], "stream": stream}, timeout=60)
     assert answer.status_code == 200, answer.text
     compact = answer.text.replace('": ', '":')
@@ -62,6 +62,6 @@ def test_output_ends_at_the_end_of_sequence_of_each_file(system: System, path: s
 
 @pytest.mark.parametrize("text", range(len(TEXTS)), ids=["the tokenizer's", "the configs'"])
 @pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": MOST}], ids=["ignore_eos", "min_tokens"])
-def test_output_continues_when_every_end_of_sequence_is_suppressed(system: System, text: int, more: dict[str, Any]) -> None:
+def test_output_continues_when_every_end_of_sequence_token_is_suppressed(system: System, text: int, more: dict[str, Any]) -> None:
     _, answer = system.post("/v1/completions", {**bodies(PROMPTS[text])["/v1/completions"], **more})
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == MOST

@@ -30,7 +30,7 @@ def test_python_example_prints_the_right_answer(name: str, system: System) -> No
     assert printed_by(system, sys.executable, str(EXAMPLES / name)) == RESULTS[name]
 
 
-def test_curl_example_prints_models_and_the_answer_whole_and_streamed(system: System) -> None:
+def test_curl_example_prints_the_models_and_the_answer_both_whole_and_streamed(system: System) -> None:
     models, whole, *stream = printed_by(system, str(EXAMPLES / "requests.sh")).splitlines()
     assert [model["id"] for model in json.loads(models)["data"]] == ["demo"]
     answer = json.loads(whole)["choices"][0]["message"]["content"]
@@ -40,6 +40,6 @@ def test_curl_example_prints_models_and_the_answer_whole_and_streamed(system: Sy
     assert answer == "".join(deltas) == "17 + 25 = 42."
 
 
-def test_every_program_of_the_examples_is_run() -> None:
+def test_every_example_program_has_a_test() -> None:
     programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
     assert programs == {*RESULTS, "requests.sh"}

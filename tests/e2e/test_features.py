@@ -44,7 +44,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
 class TestLogprobs:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 5}], ids=["greedy", "sampled"])
-    def test_chat_logprobs_are_equal_when_streamed(self, client: openai.OpenAI, sampling: dict[str, Any]) -> None:
+    def test_logprobs_of_a_streamed_chat_equal_those_of_a_whole_response(
+        self, client: openai.OpenAI, sampling: dict[str, Any]
+    ) -> None:
         messages = [{"role": "user", "content": "Repeat: naïve 日本語 🙂"}]
         options = {"model": "demo", "messages": messages, "logprobs": True, "top_logprobs": 4, "max_tokens": 40, **sampling}
         (whole,) = client.chat.completions.create(**options).choices
@@ -68,7 +70,7 @@ class TestLogprobs:
             assert entry.logprob == likeliest[0] <= 0, "a greedy token must have the largest log probability"
             assert sum(map(math.exp, likeliest)) <= 1 + 1e-4
 
-    def test_completion_logprobs_are_equal_when_streamed(self, client: openai.OpenAI) -> None:
+    def test_logprobs_of_a_streamed_completion_equal_those_of_a_whole_response(self, client: openai.OpenAI) -> None:
         options: dict[str, Any] = {
             "model": "demo",
             "prompt": "Count from 3",
@@ -89,7 +91,7 @@ class TestLogprobs:
             assert "".join(choice.text for choice in chunks) == whole.text
             assert whole.text.startswith("Count from 3") is echo
 
-    def test_echo_returns_the_logprobs_of_the_same_tokens_as_output(self, client: openai.OpenAI) -> None:
+    def test_echoed_tokens_have_the_same_logprobs_as_sampled_tokens(self, client: openai.OpenAI) -> None:
         """Compares the log probabilities of sampled tokens with those of the same tokens in a prompt."""
         extra = {"return_token_ids": True, "ignore_eos": True}
         first: Any = client.completions.create(
@@ -101,7 +103,7 @@ class TestLogprobs:
         assert echoed.token_logprobs[0] is None
         close(echoed.token_logprobs[len(ids) - 40 : len(ids)], first.choices[0].logprobs.token_logprobs)
 
-    def test_prompt_logprobs_equal_transformers(self, client: openai.OpenAI) -> None:
+    def test_prompt_logprobs_equal_those_of_transformers(self, client: openai.OpenAI) -> None:
         ids = [int(x) for x in np.random.default_rng(3).integers(4, 1200, 300)]
         answer: Any = client.completions.create(
             model="demo",
@@ -136,7 +138,7 @@ def close(got: list[Any], expected: list[Any]) -> None:
 
 
 class TestSeeds:
-    def test_seeded_text_is_equal_alone_batched_cold_and_cached(self, system: System) -> None:
+    def test_seeded_text_is_the_same_alone_and_batched_and_with_a_cached_prefix(self, system: System) -> None:
         before = {"role": "system", "content": "stone garden " * 9}
         requests = [
             {"messages": [before, {"role": "user", "content": f"Count from {index} to {index + 9}."}], "seed": 100 + index}
@@ -192,7 +194,7 @@ class TestEmbeddings:
         np.testing.assert_allclose(np.linalg.norm(batch, axis=1), 1, atol=1e-5)
         assert np.linalg.norm(batch[0] - batch[1]) > 0.1
 
-    def test_dimensions_keeps_the_first_values_normalized(self, client: openai.OpenAI) -> None:
+    def test_dimensions_field_keeps_the_first_values_and_normalizes_them(self, client: openai.OpenAI) -> None:
         whole, cut = (self.vectors(client, list(self.TEXTS), **options) for options in ({}, {"dimensions": 8}))
         assert cut.shape == (len(self.TEXTS), 8)
         expected = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
@@ -208,12 +210,14 @@ class TestEmbeddings:
         np.testing.assert_allclose(decoded, [item["embedding"] for item in floats["data"]], atol=1e-6)
         assert packed["usage"] == floats["usage"]
 
-    def test_encode_equals_embeddings(self, system: System, client: openai.OpenAI) -> None:
+    def test_encode_endpoint_returns_the_same_vector_as_the_embeddings_endpoint(
+        self, system: System, client: openai.OpenAI
+    ) -> None:
         status, answer = system.post("/encode", {"text": self.TEXTS[0]})
         assert status == 200
         np.testing.assert_allclose(answer["embedding"], self.vectors(client, self.TEXTS[0])[0], atol=1e-5)
 
-    def test_embeddings_equal_transformers_last_hidden_states(
+    def test_embeddings_equal_the_last_hidden_states_of_transformers(
         self, client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).model

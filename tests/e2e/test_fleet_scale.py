@@ -61,7 +61,7 @@ def empty(tmp_path: Path) -> Iterator[Fleet]:
         yield started
 
 
-def test_fleet_scales_from_zero_to_four_workers_and_to_zero(empty: Fleet) -> None:
+def test_fleet_scales_from_zero_to_four_workers_and_back_to_zero(empty: Fleet) -> None:
     fleet, tokens = empty, 40
     with Clients(fleet.urls) as clients:
 

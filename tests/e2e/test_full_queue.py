@@ -80,7 +80,7 @@ def gauge(system: System, name: str, value: float) -> Callable[[], bool]:
     return lambda: system.metric("worker-0", f"sglang:num_{name}_reqs") == value
 
 
-def test_worker_preempts_and_orders_by_priority(system: System) -> None:
+def test_worker_preempts_and_orders_requests_by_priority(system: System) -> None:
     alone = {name: completion(system, name, 0, tokens) for name, tokens in (("low", LONG), ("middle", 8))}
     crowd = Crowd(system)
     before = system.metric("worker-0", "rootstock_worker_preempted_requests_total")

@@ -77,7 +77,7 @@ def test_make_run_serves_and_ctrl_c_ends_all_processes(redis: str) -> None:
     assert not processes_with(f"ROOTSTOCK_TEST_MARKER={marker}")
 
 
-def test_output_of_a_start_equals_the_recorded_file(tmp_path: Path) -> None:
+def test_output_of_make_run_equals_the_recorded_file(tmp_path: Path) -> None:
     """With ROOTSTOCK_WRITE_OUTPUT=1, the test writes make_run_output.txt instead of comparing it."""
     with Launcher(tmp_path, "--admin-port", str(free_ports(1)[0])) as launcher:
         launcher.read_until(LAST)
@@ -127,7 +127,7 @@ def status_of(url: str) -> int:
         return int(response.status)
 
 
-def test_pasted_commands_succeed_with_other_model_name_ports_and_gateways(tmp_path: Path) -> None:
+def test_printed_commands_succeed_with_another_model_name_and_other_ports_and_two_gateways(tmp_path: Path) -> None:
     admin_port = free_ports(1)[0]
     flags = ("--served-model-name", "it's a name", "--gateways", "2", "--admin-port", str(admin_port))
     with Launcher(tmp_path, *flags) as launcher:
@@ -148,7 +148,7 @@ def test_pasted_commands_succeed_with_other_model_name_ports_and_gateways(tmp_pa
 
 
 @pytest.mark.parametrize("key", [KEY, ""], ids=["with a key", "without a key"])
-def test_pasted_commands_send_the_key_and_the_token(key: str, tmp_path: Path) -> None:
+def test_printed_commands_send_the_api_key_and_the_control_token(key: str, tmp_path: Path) -> None:
     token = tmp_path / "the token"
     token.write_text(TOKEN)
     flags = f"--api-keys-file {keys_file(tmp_path)} --control-token-file '{token}'"
@@ -172,7 +172,7 @@ def test_pasted_commands_send_the_key_and_the_token(key: str, tmp_path: Path) ->
 
 @pytest.mark.needs("openssl")
 @pytest.mark.parametrize(("name", "trust"), [("", "--cacert"), ("elsewhere.example", "--insecure")], ids=["this host", "another"])
-def test_pasted_command_trusts_the_certificate_when_the_gateway_has_tls(name: str, trust: str, tmp_path: Path) -> None:
+def test_printed_command_trusts_the_certificate_when_the_gateway_has_tls(name: str, trust: str, tmp_path: Path) -> None:
     flags = tls_flags(tmp_path, name) if name else own_certificate(tmp_path)
     with Launcher(tmp_path, *flags) as launcher:
         text = launcher.read_until(LAST)
@@ -199,7 +199,7 @@ def own_certificate(folder: Path) -> list[str]:
     return ["--gateway-flags", f"--tls-cert-file {folder}/tls.crt --tls-key-file {folder}/tls.key"]
 
 
-def test_pasted_command_requests_an_embedding_when_the_model_has_no_lm_head(tmp_path: Path) -> None:
+def test_printed_command_requests_an_embedding_when_the_model_has_no_lm_head(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(DEMO, tmp_path / "vectors"))
     vectors_of(folder)
     with Launcher(tmp_path, "--model", str(folder)) as launcher:
@@ -207,7 +207,7 @@ def test_pasted_command_requests_an_embedding_when_the_model_has_no_lm_head(tmp_
         assert len(answer_of(launcher)["data"][0]["embedding"]) == 256  # type: ignore[index]
 
 
-def test_pasted_command_completes_when_the_model_has_no_chat_template(tmp_path: Path) -> None:
+def test_printed_command_requests_a_completion_when_the_model_has_no_chat_template(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(DEMO, tmp_path / "base"))
     without_template(folder)
     with Launcher(tmp_path, "--model", str(folder)) as launcher:
@@ -251,7 +251,7 @@ def test_start_fails_with_one_sentence_when_the_model_does_not_fit_into_memory(t
     assert text.startswith(f"cannot serve: {folder}: the weights take 8796.09 GB for each of 1 workers, and ")
 
 
-def test_output_names_the_slowdown_and_the_package_without_a_compiler(tmp_path: Path) -> None:
+def test_output_reports_the_slowdown_and_the_missing_package_when_no_compiler_is_installed(tmp_path: Path) -> None:
     """Runs a checkout without compiled kernels on a PATH without a compiler."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()

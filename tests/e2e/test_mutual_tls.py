@@ -132,7 +132,7 @@ def served_over_tls(system: SecuredSystem) -> dict[str, tuple[int, str]]:
     return ports | {f"{name}'s control": (port_of(system, name, "--control-port"), "worker") for name in WORKERS}
 
 
-def test_connections_are_refused_without_certificate_and_token(system: SecuredSystem, tmp_path: Path) -> None:
+def test_connections_without_a_certificate_or_without_a_token_are_refused(system: SecuredSystem, tmp_path: Path) -> None:
     wait_until(lambda: connected(system), 60, "all connections")
     code, _ = system.post("/v1/completions", {"model": "demo", "prompt": "3 4 5", "max_tokens": 4})
     assert code == 200

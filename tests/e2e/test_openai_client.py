@@ -138,7 +138,7 @@ async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 
 
 @pytest.mark.parametrize("check", [chat_both_ways, completion_both_ways])
-def test_stream_equals_whole_response_and_usage_counts_tokens(
+def test_stream_equals_the_whole_response_and_usage_counts_its_tokens(
     exact_system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Runs in float32, because in bfloat16, a sampled token can depend on the other requests of a step and on cached prefixes."""
@@ -146,7 +146,9 @@ def test_stream_equals_whole_response_and_usage_counts_tokens(
 
 
 @pytest.mark.parametrize("question", ["What is 17 + 25?", "Count from 3 to 9.", "Spell the word lantern."])
-def test_usage_equals_the_retokenized_count(system: System, question: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_usage_equals_the_token_count_of_the_returned_text(
+    system: System, question: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
     client = openai.OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0)
     messages = [{"role": "user", "content": question}]
     answer = client.chat.completions.create(model="demo", messages=messages, temperature=0)  # type: ignore[arg-type]
@@ -156,7 +158,7 @@ def test_usage_equals_the_retokenized_count(system: System, question: str, token
     assert answer.usage.completion_tokens == len(again) + 1, "usage must count the text's tokens and the end-of-turn token"
 
 
-def test_n_choices_models_and_errors(system: System) -> None:
+def test_openai_client_gets_the_models_and_several_choices_and_errors(system: System) -> None:
     client = openai.OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["demo"]
     messages: Any = [{"role": "user", "content": "Count from 3 to 9."}]

@@ -90,7 +90,7 @@ def ids_of(answer: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.needs("openssl")
-def test_decode_worker_reads_whole_pages_once_over_tls(tmp_path: Path) -> None:
+def test_decode_worker_reads_each_whole_page_once_over_tls(tmp_path: Path) -> None:
     """The decode worker reads each whole page of a prompt once, some pages while the prompt is still computed.
 
     It computes the tokens after the last whole page, and the output.

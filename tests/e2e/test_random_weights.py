@@ -188,7 +188,7 @@ def _tools(index: int) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": f"tool_{n}", "parameters": each}} for n, each in enumerate(parameters)]
 
 
-def test_forced_calls_have_valid_arguments(system: System) -> None:
+def test_forced_tool_calls_have_valid_arguments(system: System) -> None:
     """The untrained model gets required, named and non-parallel calls, whole and streamed."""
     found = asyncio.run(_calls(system))
     for index, (calls, reason) in enumerate(found):

@@ -176,7 +176,7 @@ class TestChats:
             response = post(no_files.set(), path, {**body_of(path, most=2), **switch})
             assert response.status_code == 200, response.text
 
-    def test_refusal_names_the_message_when_the_template_renders_no_form_of_it(self, no_files: ChangedTokenizer) -> None:
+    def test_refusal_names_the_message_that_the_template_can_render_in_no_form(self, no_files: ChangedTokenizer) -> None:
         user = {"role": "user", "content": "Hi"}
         messages = [user, {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function"}]}, user]
         response = post(no_files.set(), CHAT, {"model": "demo", "messages": messages})
@@ -193,7 +193,7 @@ class TestChats:
         assert response.status_code in (503, 529) and "max_queued_requests" in response.text, response.text
 
     @of("G5")
-    def test_chat_is_refused_with_the_remedy_without_a_template(
+    def test_refusal_of_a_chat_has_the_remedy_when_the_model_has_no_chat_template(
         self, no_files: ChangedTokenizer, path: str, stream: bool
     ) -> None:
         """Completions are still served. The other tests of this class set --chat-template, which is the remedy."""
@@ -246,7 +246,9 @@ class TestOutputs:
     """Outputs whose calls or reasoning break the model's format, and ends of outputs."""
 
     @pytest.mark.parametrize(("family", "row"), FAMILY_ROWS, ids=[f"{row}-{family}" for family, row in FAMILY_ROWS])
-    def test_calls_are_parsed_when_the_output_breaks_the_format(self, reciting: ChangedTokenizer, family: str, row: str) -> None:
+    def test_tool_calls_are_parsed_when_the_output_breaks_the_format(
+        self, reciting: ChangedTokenizer, family: str, row: str
+    ) -> None:
         reasoning = "harmony" if family == "harmony" else "think"
         system = reciting.set("--tool-call-parser", family, "--reasoning-parser", reasoning)
 
@@ -262,7 +264,7 @@ class TestOutputs:
         )
 
     @pytest.mark.parametrize("family", IN_WORDS, ids=lambda family: f"B3-{family}")
-    def test_calls_are_found_when_the_template_describes_them_in_words(
+    def test_tool_calls_are_found_when_the_template_describes_their_format_in_words(
         self, reciting: ChangedTokenizer, family: str, tmp_path: Path
     ) -> None:
         instruction, text = IN_WORDS[family]
@@ -274,7 +276,9 @@ class TestOutputs:
                 assert parsed(recited(system, path, stream, text)) == ((("read", {"path": "a"}),), "", "", "tool_calls")
 
     @of("D1")
-    def test_output_ends_at_the_end_of_sequence_of_each_file(self, reciting: ChangedTokenizer, path: str, stream: bool) -> None:
+    def test_output_ends_at_the_end_of_sequence_token_of_each_model_file(
+        self, reciting: ChangedTokenizer, path: str, stream: bool
+    ) -> None:
         for text in ENDED:
             answer = recited(reciting.set(), path, stream, text, tools=False)
             assert (answer.text, answer.end) == ("Hello there.", "stop")
@@ -284,7 +288,7 @@ class TestSchemas:
     """Schemas of functions and of output texts, on the demo model."""
 
     @of("C1", CHATS)
-    def test_forced_call_has_no_arguments_when_the_function_has_no_parameters(
+    def test_forced_tool_call_has_no_arguments_when_the_function_has_no_parameters(
         self, system: System, path: str, stream: bool
     ) -> None:
         """The function is strict or not. A schema that permits any object also gives an empty object."""
@@ -311,7 +315,9 @@ class TestSchemas:
         assert faults_of(GENERATED, fault) == []
 
     @of("C3", CHATS)
-    def test_loose_call_is_served_when_keywords_are_not_supported(self, system: System, path: str, stream: bool) -> None:
+    def test_call_of_a_function_that_is_not_strict_is_served_despite_unsupported_keywords(
+        self, system: System, path: str, stream: bool
+    ) -> None:
         enforced = {"type": "array", "items": SMALL, "maxItems": 2}
         for more in ({"uniqueItems": True}, {"nullable": True}, {"contains": {}}):
             schema = objects(list={**enforced, **more}, n=SMALL)
@@ -320,7 +326,7 @@ class TestSchemas:
             assert jsonschema.Draft202012Validator(objects(list=enforced, n=SMALL)).is_valid(arguments), arguments
 
     @of("C3", CHATS)
-    def test_strict_function_is_refused_in_the_clients_terms(self, system: System, path: str, stream: bool) -> None:
+    def test_refusal_of_a_strict_function_has_the_field_name_of_the_client(self, system: System, path: str, stream: bool) -> None:
         for keyword in ("uniqueItems", "nullable"):
             schema = objects(a={"type": "array", "items": SMALL, keyword: True})
             body = {**body_of(path), **tools_of(path, schema, strict=True), **forced(path)}
@@ -331,7 +337,9 @@ class TestSchemas:
             )
 
     @of("B6")
-    def test_answer_names_no_stop_token_when_a_grammar_ends(self, system: System, path: str, stream: bool) -> None:
+    def test_response_reports_no_stop_token_when_the_grammar_ends_the_output(
+        self, system: System, path: str, stream: bool
+    ) -> None:
         one = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
         for stops in ([], [0, 7]):
             body = body_of(path, most=90, temperature=0, **({"stop_token_ids": stops} if stops and path in WITH_STOPS else {}))
@@ -375,7 +383,7 @@ class TestClients:
             assert post(system, path, {**body, "tool_choice": choice}, stream).status_code == 400
 
     @of("G9")
-    def test_temperature_is_0_when_the_model_does_not_sample(self, system: System, path: str, stream: bool) -> None:
+    def test_default_temperature_is_0_when_the_model_does_not_sample(self, system: System, path: str, stream: bool) -> None:
         card = httpx.get(f"{system.url}/v1/models").json()["data"][0]
         assert card["sampling_defaults"]["temperature"] == 0
         assert ask(system, path, body_of(path), stream) == ask(system, path, body_of(path, temperature=0), stream)

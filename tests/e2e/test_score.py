@@ -75,7 +75,7 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("item_first", [False, True])
 @pytest.mark.parametrize("softmax", [False, True])
-def test_scores_equal_transformers(scorer: Scorer, softmax: bool, item_first: bool) -> None:
+def test_scores_equal_those_of_transformers(scorer: Scorer, softmax: bool, item_first: bool) -> None:
     query, items = ids(40, 1), [ids(count, count) for count in (1, 5, 33)]
     status, answer = scorer.post(query=query, items=items, apply_softmax=softmax, item_first=item_first)
     assert status == 200, answer
@@ -86,7 +86,7 @@ def test_scores_equal_transformers(scorer: Scorer, softmax: bool, item_first: bo
     assert answer["object"] == "scoring"
 
 
-def test_scores_of_texts_equal_those_of_the_joined_text(scorer: Scorer) -> None:
+def test_score_of_an_item_equals_that_of_query_and_item_as_one_text(scorer: Scorer) -> None:
     """Query and item are tokenized together, so a token may contain the end of the query and the beginning of the item."""
     query, items = "Is the sky blue? The answer is", [" yes", " no", "n't known, they say"]
     status, answer = scorer.post(query=query, items=items)
@@ -96,7 +96,7 @@ def test_scores_of_texts_equal_those_of_the_joined_text(scorer: Scorer) -> None:
     assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
 
 
-def test_items_share_the_pages_of_a_query(scorer: Scorer) -> None:
+def test_items_of_a_score_request_share_the_kv_pages_of_the_query(scorer: Scorer) -> None:
     query = ids(512, 2)
     items = [ids(1 + number % 7, 100 + number) for number in range(64)]
     before = scorer.system.metric("worker-0", "sglang:generation_tokens_total")
@@ -109,7 +109,7 @@ def test_items_share_the_pages_of_a_query(scorer: Scorer) -> None:
     assert scorer.system.metric("worker-0", "sglang:generation_tokens_total") == before, "the worker must sample no token"
 
 
-def test_prompt_of_a_score_fills_the_context(scorer: Scorer) -> None:
+def test_prompt_of_a_score_may_fill_the_context(scorer: Scorer) -> None:
     query = ids(CONTEXT - 2, 3)
     status, answer = scorer.post(query=query, items=[[7, 8]])
     assert status == 200, answer

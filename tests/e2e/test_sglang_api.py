@@ -58,7 +58,9 @@ def used(system: System) -> float:
 class TestGenerate:
     PROMPTS = ("Count from 3", "Repeat: naïve 日本語", "x")
 
-    def test_generate_batch_equals_single_prompts(self, http: httpx.Client, tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_batch_of_prompts_gets_the_same_outputs_as_single_prompts(
+        self, http: httpx.Client, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         batch = generate(http, text=list(self.PROMPTS))
         single = [generate(http, text=text) for text in self.PROMPTS]
         ids = generate(http, input_ids=[tokenizer(text).input_ids for text in self.PROMPTS])
@@ -66,7 +68,7 @@ class TestGenerate:
         assert [a["text"] for a in batch] == [tokenizer.decode(a["output_ids"]) for a in batch]
         assert [a["meta_info"]["prompt_tokens"] for a in batch] == [len(tokenizer(text).input_ids) for text in self.PROMPTS]
 
-    def test_generate_stream_ends_like_the_whole_response(self, http: httpx.Client) -> None:
+    def test_stream_ends_with_the_same_values_as_the_whole_response(self, http: httpx.Client) -> None:
         sampling = {"temperature": 1, "sampling_seed": 7, "n": 2, "max_new_tokens": 12}
         whole = generate(http, text=list(self.PROMPTS), sampling_params=sampling, return_logprob=True, top_logprobs_num=2)
         last: dict[int, dict[str, Any]] = {}
@@ -83,7 +85,7 @@ class TestGenerate:
             values = [e[0] for e in meta["output_token_logprobs"]]
             assert [e[0] for e in got["output_token_logprobs"]] == pytest.approx(values, abs=2e-4)
 
-    def test_generate_applies_parameters_per_prompt(self, http: httpx.Client) -> None:
+    def test_each_prompt_of_a_batch_has_its_own_parameters(self, http: httpx.Client) -> None:
         params = [{**GREEDY, "max_new_tokens": 3}, {"regex": "[0-9]{4}"}, {"temperature": 0, "allowed_token_ids": [80]}]
         first, second, third = generate(http, text=list(self.PROMPTS), sampling_params=params)
         assert first["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
@@ -144,7 +146,7 @@ FIRST, SECOND, THIRD = [70 + i % 40 for i in range(40)], [200, 201, 202], [300, 
 
 
 class TestSessions:
-    def test_session_appends_branches_offsets_and_drops(self, http: httpx.Client) -> None:
+    def test_session_turns_can_append_and_branch_and_use_an_offset_and_drop_output(self, http: httpx.Client) -> None:
         talk = Talk(http, "growing")
         talk.turn("t1", FIRST, [])
         second = talk.turn("t2", SECOND, talk.contexts["t1"], rid="t1")
@@ -155,7 +157,7 @@ class TestSessions:
         talk.turn("dropped", THIRD, [*talk.contexts["t1"], *SECOND], rid="t2", drop_previous_output=True)
         talk.turn("again", SECOND, talk.contexts["t3"], rid="t3")
 
-    def test_session_replace_removes_later_turns(self, http: httpx.Client) -> None:
+    def test_replacement_of_a_session_turn_removes_later_turns(self, http: httpx.Client) -> None:
         talk = Talk(http, "replaced")
         talk.turn("t1", FIRST, [])
         talk.turn("t2", SECOND, talk.contexts["t1"], rid="t1")
@@ -166,7 +168,7 @@ class TestSessions:
             assert answer.status_code == 400 and gone in answer.json()["error"]["message"]
         talk.turn("t4", SECOND, talk.contexts["new"])
 
-    def test_session_is_unknown_when_closed(self, http: httpx.Client) -> None:
+    def test_closed_session_is_unknown(self, http: httpx.Client) -> None:
         talk = Talk(http, "closing")
         talk.turn("t1", FIRST, [])
         assert http.post("/open_session", json={"capacity_of_str_len": 0, "session_id": "closing"}).status_code == 400
@@ -194,7 +196,7 @@ class TestSessions:
         assert answer.status_code == 400, "the session must not store an interrupted turn"
         talk.turn("t2", SECOND, talk.contexts["t1"])
 
-    def test_closed_sessions_free_everything(self, http: httpx.Client, system: System) -> None:
+    def test_closed_sessions_free_all_their_kv_pages(self, http: httpx.Client, system: System) -> None:
         for name in ("growing", "replaced", "structured", "deserted"):
             assert http.post("/close_session", json={"session_id": name}).status_code in (200, 400)
         gauges = ("rootstock_worker_sessions", "rootstock_worker_session_tokens", "sglang:num_used_tokens")

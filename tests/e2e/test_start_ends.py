@@ -33,7 +33,7 @@ def wait_until_ready(launcher: Launcher, name: str) -> None:
 @pytest.mark.by_day(one_in=4, seed=17)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", KINDS)
-def test_start_completes_the_first_question_when_a_process_is_killed(name: str, phase: str, tmp_path: Path) -> None:
+def test_first_question_is_answered_when_a_process_is_killed_during_the_start(name: str, phase: str, tmp_path: Path) -> None:
     with Launcher(tmp_path, "--workers", "2") as launcher:
         if phase == "just started":
             victim = launcher.wait_for(name)
@@ -59,7 +59,7 @@ def test_start_completes_the_first_question_when_a_process_is_killed(name: str, 
         wait_until(lambda: launcher.child(name) is not None, 60, f"{name} to be restarted")
 
 
-def test_start_names_the_cause_when_a_process_ends_twice(tmp_path: Path) -> None:
+def test_launcher_reports_the_cause_when_a_process_ends_twice(tmp_path: Path) -> None:
     state = tmp_path / "state"
     (port,) = free_ports(1)
     (state / str(port) / "appendonlydir").mkdir(parents=True)
@@ -83,7 +83,7 @@ def test_start_names_the_cause_when_a_process_ends_twice(tmp_path: Path) -> None
     ],
     ids=["unknown flag", "range", "type", "pair", "launcher's"],
 )  # fmt: skip
-def test_start_refuses_wrong_flags_before_it_starts_a_process(flags: tuple[str, ...], fault: str, tmp_path: Path) -> None:
+def test_launcher_refuses_wrong_flags_before_it_starts_a_process(flags: tuple[str, ...], fault: str, tmp_path: Path) -> None:
     with Launcher(tmp_path, *flags) as launcher:
         text = launcher.read_all()
     assert launcher.process.returncode and text.startswith("cannot serve: ") and text.count("\n") == 1
@@ -112,7 +112,7 @@ def wrong_value(folder: Path) -> None:
         (wrong_value, "Field 'hidden_size' expected int, got str"),
     ],
 )
-def test_start_names_the_fault_once_when_a_service_refuses_the_model(
+def test_launcher_reports_the_fault_once_when_a_service_refuses_the_model(
     change: Callable[[Path], None], fault: str, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(DEMO, tmp_path / "model"))
@@ -144,7 +144,7 @@ def small_memory() -> Iterator[Path]:
     pytest.skip("no memory cgroup can be made here")
 
 
-def test_start_names_memory_when_the_system_kills_the_worker(small_memory: Path, tmp_path: Path) -> None:
+def test_launcher_reports_missing_memory_when_the_system_kills_the_worker(small_memory: Path, tmp_path: Path) -> None:
     with Launcher(tmp_path) as launcher:
         first = launcher.wait_for("worker-0")
         (small_memory / "cgroup.procs").write_text(str(first.pid))

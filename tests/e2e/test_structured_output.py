@@ -107,7 +107,7 @@ class TestEveryKind:
 
 
 @pytest.mark.parametrize("stop_ids", [[], [0, 7]], ids=["no-stop-ids", "stop-ids"])
-def test_response_has_no_stop_reason_when_a_grammar_ends(system: System, stop_ids: list[int]) -> None:
+def test_response_reports_no_stop_token_when_the_grammar_ends_the_output(system: System, stop_ids: list[int]) -> None:
     """The end of the grammar ends the output, so no API may report a stop token."""
     more = {"temperature": 0, "stop_token_ids": stop_ids} if stop_ids else {"temperature": 0}
     grammar = {**more, "regex": "ab{2}"}
@@ -142,19 +142,19 @@ class Customer(BaseModel):
 
 
 class TestPydantic:
-    def test_parse_returns_the_pydantic_model(self, client: openai.OpenAI) -> None:
+    def test_parse_method_of_the_client_returns_the_pydantic_model(self, client: openai.OpenAI) -> None:
         answer = client.chat.completions.parse(model="demo", messages=ADA, response_format=Customer, temperature=0)
         parsed = answer.choices[0].message.parsed
         assert isinstance(parsed, Customer) and 1 <= len(parsed.addresses) <= 2
 
-    def test_stream_helper_returns_the_pydantic_model(self, client: openai.OpenAI) -> None:
+    def test_stream_helper_of_the_client_returns_the_pydantic_model(self, client: openai.OpenAI) -> None:
         with client.chat.completions.stream(
             model="demo", messages=ADA, response_format=Customer, temperature=1, seed=4
         ) as stream:
             final = stream.get_final_completion()
         assert isinstance(final.choices[0].message.parsed, Customer)
 
-    def test_parse_returns_the_values_of_the_prompt(self, client: openai.OpenAI) -> None:
+    def test_parse_method_of_the_client_returns_the_values_in_the_prompt(self, client: openai.OpenAI) -> None:
         class Person(BaseModel):
             name: str
             age: int
@@ -198,14 +198,18 @@ def objects(**properties: Any) -> dict[str, Any]:
 class TestForcedCalls:
     @pytest.mark.parametrize("route", ROUTES)
     @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
-    def test_call_has_no_arguments_when_function_has_no_parameters(self, system: System, route: str, strict: bool) -> None:
+    def test_tool_call_has_no_arguments_when_the_function_has_no_parameters(
+        self, system: System, route: str, strict: bool
+    ) -> None:
         for parameters in (..., None, {}, {"type": "object", "properties": {}}):
             status, answer = ask_for_call(system, route, parameters, strict)
             assert status == 200, answer
             assert arguments_of(route, answer) == {}, parameters
 
     @pytest.mark.parametrize("route", ROUTES)
-    def test_loose_call_is_served_when_a_keyword_is_not_supported(self, system: System, route: str) -> None:
+    def test_call_of_a_function_that_is_not_strict_is_served_despite_unsupported_keywords(
+        self, system: System, route: str
+    ) -> None:
         small = {"type": "integer", "minimum": 0, "maximum": 9}
         keywords = {"uniqueItems": True, "nullable": True, "contains": {}}
         parameters = objects(a={"type": "array", "items": small, "maxItems": 2, **keywords}, b=small)
@@ -215,7 +219,9 @@ class TestForcedCalls:
 
     @pytest.mark.parametrize("route", ROUTES)
     @pytest.mark.parametrize("keyword", ["uniqueItems", "nullable"])
-    def test_strict_function_is_refused_in_the_clients_terms(self, system: System, route: str, keyword: str) -> None:
+    def test_refusal_of_a_strict_function_has_the_field_name_of_the_client(
+        self, system: System, route: str, keyword: str
+    ) -> None:
         parameters = objects(a={"type": "array", "items": {"type": "string"}, keyword: True})
         status, answer = ask_for_call(system, route, parameters, strict=True)
         field = {"/v1/chat/completions": ".function.parameters", "/v1/messages": ".input_schema"}.get(route, ".parameters")
@@ -224,7 +230,7 @@ class TestForcedCalls:
         assert answer["error"].get("param", f"tools[0]{field}") == f"tools[0]{field}"
 
     @pytest.mark.parametrize("route", ROUTES)
-    def test_strict_function_enforces_a_lookahead(self, system: System, route: str) -> None:
+    def test_strict_function_enforces_a_lookahead_in_a_pattern(self, system: System, route: str) -> None:
         parameters = objects(a={"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]{2,4}$"})
         status, answer = ask_for_call(system, route, parameters, strict=True)
         assert status == 200, answer
