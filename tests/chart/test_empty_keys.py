@@ -165,7 +165,7 @@ def test_empty_security_context_is_removed() -> None:
     assert "securityContext" not in pod(render({"models": [model(worker=gpu)]}), "worker").container()
 
 
-def test_every_template_includes_rootstock_values() -> None:
+def test_every_template_begins_with_the_include_of_rootstock_values() -> None:
     templates = [path for path in (CHART / "templates").rglob("*") if path.is_file() and not path.name.startswith("_")]
     first = '{{- include "rootstock.values" . -}}\n'
     assert [path.name for path in templates if not path.read_text().startswith(first)] == [] and len(templates) > 50

@@ -189,7 +189,7 @@ def test_policies_allow_exactly_the_data_flow(case: str) -> None:
     )
 
 
-def test_policies_allow_only_dns_over_udp() -> None:
+def test_policies_allow_no_udp_connections_except_dns() -> None:
     release = render({})
     found = edges(list(release.kind("NetworkPolicy")), parties(release), OUTSIDE, {(port, "UDP") for port in PORTS})
     connections = {(component(each.source), each.target, each.port) for each in found}

@@ -31,7 +31,7 @@ def test_rendered_fields_have_the_expected_values(case: str) -> None:
     )
 
 
-def test_cases_have_unique_names() -> None:
+def test_template_test_cases_have_unique_names() -> None:
     assert len(CASES) == sum(map(len, (SERVICES, GATEWAYS, WORKERS, BESIDES)))
 
 
@@ -71,7 +71,7 @@ def test_cases_have_unique_names() -> None:
         ({"auth": {"apiKeysSecret": "k"}}, f"Pod/{FULL}-test-chat"),
     ],
 )
-def test_object_is_absent_when_not_requested(values: Values, title: str) -> None:
+def test_object_is_not_rendered_when_the_values_do_not_request_it(values: Values, title: str) -> None:
     assert not render(values).has(*title.split("/"))
 
 

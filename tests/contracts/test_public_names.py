@@ -44,7 +44,7 @@ def test_each_name_of_a_missing_kind_is_reported_as_removed() -> None:
     assert removed({"flags": ["a --y", "a --x"]}, {}) == ["flags: a --x", "flags: a --y"]
 
 
-def test_complaint_has_each_name_and_the_remedies() -> None:
+def test_message_about_removed_names_has_each_name_and_the_remedies() -> None:
     text = complaint(["flags: a --x", "metrics: b"])
     assert text.splitlines()[1:3] == ["  flags: a --x", "  metrics: b"]
     assert "alias for one release" in text and "state the removal in CHANGELOG" in text and "--drop" in text

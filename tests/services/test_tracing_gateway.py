@@ -156,7 +156,7 @@ def test_attempt_span_is_not_failed_when_the_worker_drains(collector: Collector)
     assert not any(one.failed for one in tries)
 
 
-def test_hedge_is_a_second_attempt_and_the_slower_attempt_is_aborted(collector: Collector) -> None:
+def test_hedged_request_has_a_second_attempt_and_the_slower_attempt_is_aborted(collector: Collector) -> None:
     with System(workers=2, hedge_after_s=0.05, otlp_endpoint=collector.address) as system:
         for host in system.workers:
             system.do(lambda host=host: host.servicer.allow(0))  # type: ignore[misc]

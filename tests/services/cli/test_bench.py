@@ -59,7 +59,7 @@ def test_workload_depends_only_on_the_seed(spec: Spec) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_warmup_shares_no_content_with_the_run(spec: Spec) -> None:
+def test_warmup_prompts_share_no_content_with_the_measured_prompts(spec: Spec) -> None:
     warmup = make_warmup(spec, 5)
     assert sum(len(s.turns) for s in warmup) == 5
     assert contents(make_sessions(spec)).isdisjoint(contents(warmup))

@@ -141,7 +141,7 @@ def test_chat_and_complete_commands_print_text_or_json(server: FakeServer, capsy
     assert (second["prompt"], "temperature" in second) == ("Once", False)
 
 
-def test_chat_sends_the_piped_text(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_command_sends_text_from_a_pipe(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("From a pipe."))
     assert main(["chat"]) == Exit.DONE
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "From a pipe."}]

@@ -69,7 +69,7 @@ def test_token_rate_is_computed_between_two_reports_of_a_worker(
     assert rates(polls) == expected
 
 
-def test_observer_computes_ratios_and_lists_missing_workers_as_gone() -> None:
+def test_status_computes_ratios_and_lists_missing_workers_as_gone() -> None:
     observer = Observer()
     first = observer.state(info(worker("a"), worker("b"), worker(None, "starting")), 10.0)
     assert (first.workers[0].kv_use, first.workers[0].hit_rate, first.waiting) == (0.25, 0.75, 4)
@@ -79,7 +79,7 @@ def test_observer_computes_ratios_and_lists_missing_workers_as_gone() -> None:
     assert [each.name for each in observer.state(info(worker("a")), 72.0).workers] == ["a"]
 
 
-def test_observer_refuses_a_response_without_the_fields_of_a_gateway() -> None:
+def test_status_refuses_a_response_without_the_fields_of_a_gateway() -> None:
     """An older gateway or another server may send such a response."""
     for answer in ([], {}, {"loads": []}, info({"worker_id": "a"})):
         with pytest.raises(CommandFailed) as caught:

@@ -21,7 +21,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 
 
 @pytest.mark.parametrize("code", [WITH_GRANDCHILD, STUBBORN], ids=["grandchild", "ignores-sigterm"])
-def test_stop_ends_the_whole_process_tree(tmp_path: Path, code: str) -> None:
+def test_stop_of_the_supervisor_ends_the_whole_process_tree(tmp_path: Path, code: str) -> None:
     marker = f"ROOTSTOCK_TEST_MARKER={uuid.uuid4().hex}"
     supervisor = Supervisor(tmp_path)
     supervisor.start(Command("child", [sys.executable, "-c", code], dict([marker.split("=")])))

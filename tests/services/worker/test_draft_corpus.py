@@ -49,7 +49,7 @@ def test_each_jsonl_line_is_a_text_and_a_plain_file_is_one_text(write: Callable[
     assert corpus_of(write("texts.txt", b'"one"\n"two"')) == '"one"\n"two"'
 
 
-def test_long_texts_are_encoded_in_pieces_that_end_with_lines(
+def test_long_texts_are_encoded_in_pieces_that_end_at_line_ends(
     write: Callable[[str, bytes], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []

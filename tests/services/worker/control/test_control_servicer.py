@@ -183,7 +183,7 @@ REQUESTS = {
 }
 
 
-def test_every_rpc_has_a_barrier() -> None:
+def test_every_control_operation_is_in_the_barrier_table() -> None:
     service = pb.DESCRIPTOR.services_by_name["Control"]
     assert set(BARRIERS) == {method.name for method in service.methods} == set(REQUESTS)
 
