@@ -135,7 +135,7 @@ def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("promtool")
-def test_prefill_and_decode_workers_scale_by_their_own_queues(tmp_path: Path) -> None:
+def test_prefill_and_decode_workers_scale_by_separate_queues(tmp_path: Path) -> None:
     """Scales two decode workers and one prefill worker before any request has ended.
 
     rootstock:enough_workers is then twice the number of workers. It bounds the backlog metric of the decode workers, which are

@@ -103,7 +103,7 @@ def releases() -> dict[str, Release]:
     return {name: render(values, name="rootstock") for name, values in INSTALLED.items()}
 
 
-def test_releases_of_the_cluster_tests_request_only_what_nodes_have(releases: dict[str, Release]) -> None:
+def test_releases_of_the_cluster_tests_request_only_existing_resources(releases: dict[str, Release]) -> None:
     waits = {name: found for name, release in releases.items() if (found := list(unmet_requirements(release)))}
     assert waits.keys() == WAITING, waits
     assert {name: asked for name, release in releases.items() if (asked := cores(release)) > CORES / 2} == {}

@@ -53,7 +53,7 @@ def test_diagnosis_finds_nothing_in_a_healthy_release() -> None:
     assert {each.check for each in findings} == {check.__name__ for check in CHECKS}
 
 
-def test_description_of_an_installation_lists_each_secret_once_with_all_its_keys() -> None:
+def test_description_of_an_installation_lists_each_secret_once_with_all_keys() -> None:
     """The list has neither optional keys nor the private keys of other services' certificates."""
     values = {
         "auth": {"controlTokenSecret": "all"},
@@ -113,7 +113,7 @@ def test_every_check_of_the_diagnosis_has_a_test_case() -> None:
     assert {fault.check for fault in FAULTS.values()} == {check.__name__ for check in CHECKS}
 
 
-def test_diagnosis_runs_the_other_checks_when_one_check_cannot_read_its_input() -> None:
+def test_diagnosis_runs_the_other_checks_when_one_check_cannot_read_the_input() -> None:
     odd = replace(WELL, objects={**OBJECTS, "pods": Answer(200, {"items": [{"metadata": {}}]})})
     found = diagnose(install(), odd)
     assert {each.check for each in found if each.state == UNKNOWN} >= {"pods", "storage"}

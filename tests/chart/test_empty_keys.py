@@ -80,7 +80,7 @@ def fault(values: dict[str, Any], way: Way) -> str:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_chart_renders_or_its_error_names_the_key_when_a_key_is_empty(file: str) -> None:
+def test_chart_renders_or_the_error_names_the_key_when_a_key_is_empty(file: str) -> None:
     source, given = FILES[file]
     found = sorted(paths_of(source), key=lambda way: crc32(written(way).encode()))
     chosen = found[: -(-len(found) // ONE_IN)]

@@ -99,7 +99,7 @@ def test_usual_keys_of_other_charts_have_advice() -> None:
     assert [key for key in USUAL if tuple(key.split(".")) not in ROWS] == [] and len(USUAL) >= 30
 
 
-def test_key_of_another_chart_is_refused_even_if_it_is_empty() -> None:
+def test_empty_key_of_another_chart_is_refused() -> None:
     assert "replicaCount is not a key of this chart: use replicas" in refusal({"replicaCount": None})
 
 

@@ -134,7 +134,7 @@ def test_chart_accepts_context_len_up_to_the_kv_pool(settings: dict[str, Any], m
         assert message == "" and worker_pages(size, 80, asked)
 
 
-def test_release_notes_mention_the_kv_pool_when_it_limits_the_context() -> None:
+def test_release_notes_mention_a_kv_pool_that_limits_the_context() -> None:
     assert worker_pages(SIZES["qwen3-32b"], 80, {"mem_fraction_static": 0.88}) * 16 == 7232
     notes = render(values_for("Qwen/Qwen3-32B", 80, mem_fraction_static=0.88)).notes
     assert "context 7232 tokens of the model's 40960: the KV pool holds no more" in notes

@@ -199,7 +199,7 @@ def test_every_dashboard_panel_shows_data(watched: Watched) -> None:
     assert empty == []
 
 
-def test_rules_record_their_series_and_no_alert_fires(watched: Watched) -> None:
+def test_recording_rules_give_series_and_no_alert_fires(watched: Watched) -> None:
     recorded = [rule["record"] for rule in rules() if "record" in rule]
     assert [name for name in recorded if not watched.prometheus.query(name)] == []
     assert watched.prometheus.query('ALERTS{alertstate="firing"}') == []

@@ -93,7 +93,7 @@ def test_pods_run_as_a_numeric_user_other_than_root() -> None:
     assert offences(law, [name for name in ALL if name != "openshift"]) == {}
 
 
-def test_chart_sets_no_user_ids_when_the_cluster_assigns_them() -> None:
+def test_chart_sets_no_user_ids_when_the_cluster_assigns_user_ids() -> None:
     """OpenShift assigns users to each namespace and refuses pods with other users."""
     numbers = ("runAsUser", "runAsGroup", "fsGroup")
     for pod in pods(rendered("openshift")):
@@ -128,7 +128,7 @@ def test_read_only_root_file_system_follows_the_values(read_only: bool) -> None:
     assert found == {**dict.fromkeys(found, True), "worker": read_only}
 
 
-def test_every_mount_refers_to_a_volume_of_its_pod() -> None:
+def test_every_mount_refers_to_a_volume_of_the_same_pod() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}

@@ -87,7 +87,7 @@ def test_liveness_and_readiness_probes_pass(running: dict[str, Running], compone
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_containers_listen_on_their_declared_ports(running: dict[str, Running], component: str) -> None:
+def test_containers_listen_on_the_declared_ports(running: dict[str, Running], component: str) -> None:
     each = running[component]
     for name, port in each.pod.ports().items():
         assert each.passes({"tcpSocket": {"port": port}}), f"{name} {port}: {each.text()}"

@@ -96,7 +96,7 @@ def test_every_release_has_all_services() -> None:
     assert offences(law) == {}
 
 
-def test_environment_variables_of_a_pod_are_settings_of_its_service() -> None:
+def test_environment_variables_of_a_pod_are_settings_of_the_service() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
             known = {ENV_PREFIX + field.upper() for field in SERVICES[each.service].model_fields}
@@ -151,7 +151,7 @@ def test_tokens_come_from_secrets() -> None:
     assert offences(law) == {}
 
 
-def test_large_numbers_are_rendered_with_all_their_digits() -> None:
+def test_large_numbers_are_rendered_with_all_digits() -> None:
     """Large numbers are rendered in full. Helm's numbers are floats, which Go would print like 3.3554432e+07."""
     release = render(VARIANTS["tuned"])
     gateway, worker = pod(release, "gateway"), pod(release, "worker")
@@ -195,7 +195,7 @@ def test_drain_seconds_apply_to_all_services() -> None:
     assert {settings_of(release, each).grace_s for each in service_pods(release)} == {33.0}
 
 
-def test_prefill_and_decode_workers_have_their_own_settings() -> None:
+def test_prefill_and_decode_workers_have_separate_settings() -> None:
     over = {"worker": {"settings": {"max_prefill_tokens": 4096, "page_size": 32}}}
     apart = {"worker": {"prefill": {"settings": {"max_prefill_tokens": 8192}}}}
     release = render(merged(merged(VARIANTS["apart"], over), apart))

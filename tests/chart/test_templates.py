@@ -71,7 +71,7 @@ def test_template_test_cases_have_unique_names() -> None:
         ({"auth": {"apiKeysSecret": "k"}}, f"Pod/{FULL}-test-chat"),
     ],
 )
-def test_object_is_not_rendered_when_the_values_do_not_request_it(values: Values, title: str) -> None:
+def test_objects_that_the_values_do_not_enable_are_not_rendered(values: Values, title: str) -> None:
     assert not render(values).has(*title.split("/"))
 
 

@@ -37,7 +37,7 @@ def test_axes_without_pairs_are_refused(sizes: tuple[int, ...]) -> None:
         covering(sizes)
 
 
-def test_ids_of_pair_cases_consist_of_their_values() -> None:
+def test_id_of_a_pair_case_consists_of_the_values() -> None:
     mark = each_pair(rows=[1, 40], shape=[(64, 32), (16, 2)], bias={"plain": False, "bias": True})
     assert mark.args[0] == ["rows", "shape", "bias"]
     assert dict(zip(mark.kwargs["ids"], mark.args[1], strict=True)) == {

@@ -51,7 +51,7 @@ def test_compose_has_every_service_of_the_system() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_compose_builds_each_service_from_its_docker_target(name: str) -> None:
+def test_compose_builds_each_service_from_the_docker_target_of_the_service(name: str) -> None:
     build = PARTS[name]["build"]
     assert (ROOT / build["context"] / build["dockerfile"]).samefile(ROOT / "docker" / "Dockerfile")
     assert f'ENTRYPOINT ["python", "-m", "rootstock_llm.services.{name}"]' in stage(build["target"])

@@ -65,7 +65,7 @@ def test_code_blocks_run_no_program_that_debian_lacks() -> None:
         ("<!-- cluster: of mine -->\n    ls\n", "page.md:2: 'cluster' takes no options"),
     ],
 )
-def test_code_block_is_refused_when_its_mark_is_missing_or_wrong(text: str, fault: str) -> None:
+def test_code_block_is_refused_when_the_mark_is_missing_or_wrong(text: str, fault: str) -> None:
     (found,) = faults(text)
     assert found.startswith(fault)
 
@@ -78,7 +78,7 @@ def test_parser_finds_blocks_and_marks_of_a_page() -> None:
     assert faults(text) == []
 
 
-def test_code_block_fails_when_its_status_or_its_output_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_block_fails_when_the_exit_status_or_the_output_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.docs_commands.page_run.make_checkout", lambda folder: folder.mkdir())
     text = (
         "<!-- run -->\n    echo one; echo file-7d took 3.5 s > made\n\n<!-- output -->\n    one\n\n<!-- run -->\n    cat made\n\n"

@@ -108,7 +108,7 @@ def report_of(tmp_path: Path) -> str:
     return (tmp_path / "out/report-nvidia-h200-2030-01-02.md").read_text()
 
 
-def test_every_part_fits_into_a_short_lease_and_its_files_exist() -> None:
+def test_every_part_fits_into_a_short_lease_and_runs_existing_files() -> None:
     parts = all_parts(ROOT)
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
@@ -298,7 +298,7 @@ def test_result_with_other_flags_is_added_to_earlier_results(tmp_path: Path) -> 
     assert len(state.results) == 3 and check(tmp_path, [part])[1].is_done(part, SOURCE, FACTS, keep=False)
 
 
-def test_performance_targets_apply_only_to_their_gpu_model(tmp_path: Path) -> None:
+def test_performance_target_applies_to_only_one_gpu_model(tmp_path: Path) -> None:
     elsewhere = {**FACTS, "device": "NVIDIA H100 80GB HBM3"}
     part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 60.0}}))
     state = load_state(tmp_path / "work/state.json", "2030-01-02", fresh=False)
@@ -357,7 +357,7 @@ def test_check_resumes_from_a_report(tmp_path: Path) -> None:
         load_state(tmp_path / "state.json", "2030-01-05", fresh=False, earlier=tmp_path / "none.json")
 
 
-def test_part_over_its_time_limit_is_killed_with_all_its_children(tmp_path: Path) -> None:
+def test_part_over_the_time_limit_is_killed_with_all_child_processes(tmp_path: Path) -> None:
     child = "import subprocess, time\nsubprocess.Popen(['sleep', '60'])\n"
     slow = script(
         tmp_path,

@@ -27,7 +27,7 @@ def test_run_continues_after_a_failed_group(capfd: pytest.CaptureFixture[str]) -
     assert run({"first": commands["first"]}) == 0
 
 
-def test_run_writes_the_output_and_a_summary_of_its_groups(tmp_path: Path) -> None:
+def test_run_writes_the_output_and_a_summary_of_the_groups(tmp_path: Path) -> None:
     """The output is written while a group runs, so that the output of an interrupted group is not lost."""
     child = f"import pathlib; print(pathlib.Path({str(tmp_path / 'one-at-a-time.txt')!r}).read_text().upper())"
     parent = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"

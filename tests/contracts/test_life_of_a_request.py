@@ -21,7 +21,7 @@ def test_types_are_defined_in_the_files_of_their_row() -> None:
     assert not missing
 
 
-def test_every_file_on_the_page_defines_a_type_of_its_row() -> None:
+def test_every_file_on_the_page_defines_a_type_of_the_same_row() -> None:
     missing = [str(file) for row in rows() for file in row.files if not _classes(file) & set(row.types)]
     assert not missing
 

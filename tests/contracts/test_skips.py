@@ -34,7 +34,7 @@ def pytest_of(folder: Path, source: str, path: str = "tests/test_one.py") -> sub
 
 @pytest.mark.by_day(one_in=5)
 @pytest.mark.parametrize("how", SKIPS)
-def test_skipped_test_fails_when_its_reason_is_not_listed(how: str, tmp_path: Path) -> None:
+def test_skipped_test_fails_when_the_reason_is_not_listed(how: str, tmp_path: Path) -> None:
     done = pytest_of(tmp_path, SKIPS[how])
     assert done.returncode != 0, done.stdout
     assert "skipped for a reason that tests/skips.py does not list" in done.stdout and "1 skipped" not in done.stdout

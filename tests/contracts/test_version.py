@@ -17,7 +17,7 @@ PAGES = ("docs/tutorials/first-cluster.md", "docs/how-to/kubernetes/install-gpu.
 IMAGE_TAG = re.compile(r"(?:rootstock/(?:\w+|\$\w+|\{[\w,]+\})|\bservice|\bworker):(\d+\.\d+\.\d+)")
 
 
-def test_wheel_takes_its_version_from_the_constant() -> None:
+def test_version_of_the_wheel_comes_from_the_constant() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert pyproject["project"]["dynamic"] == ["version"]
     assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "services.__version__"}

@@ -167,7 +167,7 @@ def test_scheduler_config_has_no_defaults() -> None:
         assert field.default is MISSING and field.default_factory is MISSING, field.name
 
 
-def test_every_scheduler_field_gets_its_value_from_the_setting_of_the_same_name(binding: dict[str, ast.expr]) -> None:
+def test_every_scheduler_field_gets_the_value_of_the_setting_of_the_same_name(binding: dict[str, ast.expr]) -> None:
     assert set(binding) == {field.name for field in fields(SchedulerConfig)}
     read = {name: attributes(value, "settings") for name, value in binding.items()}
     assert {name for name, settings in read.items() if not settings} == set(FIELDS_WITHOUT_A_SETTING)
@@ -193,7 +193,7 @@ def test_every_worker_setting_is_read_somewhere(binding: dict[str, ast.expr]) ->
 
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("path", sorted(set(SETTINGS_ELSEWHERE.values())))
-def test_each_listed_file_reads_its_listed_settings(path: str) -> None:
+def test_each_listed_file_reads_the_settings_listed_for_the_file(path: str) -> None:
     owned = {name for name, owner in SETTINGS_ELSEWHERE.items() if owner == path}
     assert owned - attributes(tree_of(path), "settings") == set()
 
@@ -221,7 +221,7 @@ def range_of(name: str) -> Range | None:
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_tunable_has_the_range_of_its_setting(name: str) -> None:
+def test_tunable_has_the_range_of_the_setting_of_the_same_name(name: str) -> None:
     setting = range_of(name)
     # The setting max_running_requests may be 0, so that the worker chooses the number at its start. The tunable must be 1 or
     # more.

@@ -177,5 +177,5 @@ def test_each_use_of_the_content_of_a_message_is_found() -> None:
     assert [name for name, source in USES.items() if not content_uses(ast.parse(source))] == []
 
 
-def test_forwarded_message_does_not_count_as_a_use_of_its_content() -> None:
+def test_forwarded_message_does_not_count_as_a_use_of_the_content() -> None:
     assert [name for name, source in PASSES_ON.items() if content_uses(ast.parse(source))] == []

@@ -103,7 +103,7 @@ def test_documented_questions_and_examples_get_the_right_answers(tmp_path: Path,
                 assert all(asked_of_the_demo()[question] in answer for answer in answers), (line, answers)
 
 
-def test_batch_commands_submit_a_batch_and_wait_for_it_and_fetch_its_results(
+def test_batch_commands_submit_a_batch_and_wait_and_fetch_the_results(
     system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def line(number: int) -> dict[str, Any]:

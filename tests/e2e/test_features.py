@@ -44,9 +44,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 class TestLogprobs:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 5}], ids=["greedy", "sampled"])
-    def test_logprobs_of_a_streamed_chat_equal_those_of_a_whole_response(
-        self, client: openai.OpenAI, sampling: dict[str, Any]
-    ) -> None:
+    def test_streamed_and_whole_chat_responses_have_equal_logprobs(self, client: openai.OpenAI, sampling: dict[str, Any]) -> None:
         messages = [{"role": "user", "content": "Repeat: naïve 日本語 🙂"}]
         options = {"model": "demo", "messages": messages, "logprobs": True, "top_logprobs": 4, "max_tokens": 40, **sampling}
         (whole,) = client.chat.completions.create(**options).choices
@@ -70,7 +68,7 @@ class TestLogprobs:
             assert entry.logprob == likeliest[0] <= 0, "a greedy token must have the largest log probability"
             assert sum(map(math.exp, likeliest)) <= 1 + 1e-4
 
-    def test_logprobs_of_a_streamed_completion_equal_those_of_a_whole_response(self, client: openai.OpenAI) -> None:
+    def test_streamed_and_whole_completion_responses_have_equal_logprobs(self, client: openai.OpenAI) -> None:
         options: dict[str, Any] = {
             "model": "demo",
             "prompt": "Count from 3",
@@ -103,7 +101,7 @@ class TestLogprobs:
         assert echoed.token_logprobs[0] is None
         close(echoed.token_logprobs[len(ids) - 40 : len(ids)], first.choices[0].logprobs.token_logprobs)
 
-    def test_prompt_logprobs_equal_those_of_transformers(self, client: openai.OpenAI) -> None:
+    def test_prompt_logprobs_equal_the_logprobs_of_transformers(self, client: openai.OpenAI) -> None:
         ids = [int(x) for x in np.random.default_rng(3).integers(4, 1200, 300)]
         answer: Any = client.completions.create(
             model="demo",
@@ -194,7 +192,7 @@ class TestEmbeddings:
         np.testing.assert_allclose(np.linalg.norm(batch, axis=1), 1, atol=1e-5)
         assert np.linalg.norm(batch[0] - batch[1]) > 0.1
 
-    def test_dimensions_field_keeps_the_first_values_and_normalizes_them(self, client: openai.OpenAI) -> None:
+    def test_dimensions_field_gives_a_normalized_vector_of_the_first_values(self, client: openai.OpenAI) -> None:
         whole, cut = (self.vectors(client, list(self.TEXTS), **options) for options in ({}, {"dimensions": 8}))
         assert cut.shape == (len(self.TEXTS), 8)
         expected = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)

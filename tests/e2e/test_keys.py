@@ -19,7 +19,7 @@ def keys(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
 
 
-def test_api_keys_are_limited_to_their_models_and_their_lifetime(tmp_path: Path) -> None:
+def test_api_key_is_limited_to_listed_models_and_to_a_lifetime(tmp_path: Path) -> None:
     made = {name: keys("new", name, *flags) for name, flags in FLAGS.items()}
     secrets = {name: each.stderr.strip().rpartition(" ")[2] for name, each in made.items()}
     path = tmp_path / "keys.json"

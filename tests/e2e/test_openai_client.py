@@ -138,7 +138,7 @@ async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 
 
 @pytest.mark.parametrize("check", [chat_both_ways, completion_both_ways])
-def test_stream_equals_the_whole_response_and_usage_counts_its_tokens(
+def test_stream_equals_the_whole_response_and_usage_counts_the_output_tokens(
     exact_system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Runs in float32, because in bfloat16, a sampled token can depend on the other requests of a step and on cached prefixes."""

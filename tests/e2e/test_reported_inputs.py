@@ -264,7 +264,7 @@ class TestOutputs:
         )
 
     @pytest.mark.parametrize("family", IN_WORDS, ids=lambda family: f"B3-{family}")
-    def test_tool_calls_are_found_when_the_template_describes_their_format_in_words(
+    def test_tool_calls_are_found_when_the_template_describes_the_format_in_words(
         self, reciting: ChangedTokenizer, family: str, tmp_path: Path
     ) -> None:
         instruction, text = IN_WORDS[family]

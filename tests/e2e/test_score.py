@@ -75,7 +75,7 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("item_first", [False, True])
 @pytest.mark.parametrize("softmax", [False, True])
-def test_scores_equal_those_of_transformers(scorer: Scorer, softmax: bool, item_first: bool) -> None:
+def test_scores_equal_the_scores_of_transformers(scorer: Scorer, softmax: bool, item_first: bool) -> None:
     query, items = ids(40, 1), [ids(count, count) for count in (1, 5, 33)]
     status, answer = scorer.post(query=query, items=items, apply_softmax=softmax, item_first=item_first)
     assert status == 200, answer
@@ -86,7 +86,7 @@ def test_scores_equal_those_of_transformers(scorer: Scorer, softmax: bool, item_
     assert answer["object"] == "scoring"
 
 
-def test_score_of_an_item_equals_that_of_query_and_item_as_one_text(scorer: Scorer) -> None:
+def test_score_of_an_item_equals_the_score_of_query_and_item_as_one_text(scorer: Scorer) -> None:
     """Query and item are tokenized together, so a token may contain the end of the query and the beginning of the item."""
     query, items = "Is the sky blue? The answer is", [" yes", " no", "n't known, they say"]
     status, answer = scorer.post(query=query, items=items)

@@ -85,7 +85,7 @@ class TestGenerate:
             values = [e[0] for e in meta["output_token_logprobs"]]
             assert [e[0] for e in got["output_token_logprobs"]] == pytest.approx(values, abs=2e-4)
 
-    def test_each_prompt_of_a_batch_has_its_own_parameters(self, http: httpx.Client) -> None:
+    def test_prompts_of_a_batch_may_have_different_parameters(self, http: httpx.Client) -> None:
         params = [{**GREEDY, "max_new_tokens": 3}, {"regex": "[0-9]{4}"}, {"temperature": 0, "allowed_token_ids": [80]}]
         first, second, third = generate(http, text=list(self.PROMPTS), sampling_params=params)
         assert first["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
@@ -196,7 +196,7 @@ class TestSessions:
         assert answer.status_code == 400, "the session must not store an interrupted turn"
         talk.turn("t2", SECOND, talk.contexts["t1"])
 
-    def test_closed_sessions_free_all_their_kv_pages(self, http: httpx.Client, system: System) -> None:
+    def test_closed_sessions_free_all_kv_pages(self, http: httpx.Client, system: System) -> None:
         for name in ("growing", "replaced", "structured", "deserted"):
             assert http.post("/close_session", json={"session_id": name}).status_code in (200, 400)
         gauges = ("rootstock_worker_sessions", "rootstock_worker_session_tokens", "sglang:num_used_tokens")

@@ -83,7 +83,7 @@ def test_launcher_reports_the_cause_when_a_process_ends_twice(tmp_path: Path) ->
     ],
     ids=["unknown flag", "range", "type", "pair", "launcher's"],
 )  # fmt: skip
-def test_launcher_refuses_wrong_flags_before_it_starts_a_process(flags: tuple[str, ...], fault: str, tmp_path: Path) -> None:
+def test_launcher_refuses_wrong_flags_before_a_process_starts(flags: tuple[str, ...], fault: str, tmp_path: Path) -> None:
     with Launcher(tmp_path, *flags) as launcher:
         text = launcher.read_all()
     assert launcher.process.returncode and text.startswith("cannot serve: ") and text.count("\n") == 1

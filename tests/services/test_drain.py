@@ -155,7 +155,7 @@ async def nothing() -> None:
     """Replaces the drain of a service."""
 
 
-def test_server_delivers_complete_responses_while_it_stops() -> None:
+def test_server_delivers_complete_responses_during_the_stop() -> None:
     """The client reads slowly and sends window updates. The kernel would reset a connection that the server closes too early."""
     answer, calls = bytes(1_000_000), 4
 

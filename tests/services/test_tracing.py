@@ -89,7 +89,7 @@ def test_child_span_is_made_only_for_a_sampled_trace_context(context: str) -> No
     assert tracing.under("call", SAMPLED) is not None
 
 
-def test_exported_spans_have_their_parents_and_the_service_name() -> None:
+def test_exported_spans_have_a_parent_and_the_service_name() -> None:
     with Collector() as collector:
         tracing = start_tracing(settings("--otlp-endpoint", collector.address), "test")
         assert tracing is not None

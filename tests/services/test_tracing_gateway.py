@@ -37,7 +37,7 @@ def in_background(system: System, headers: dict[str, str], **body: Any) -> threa
     return thread
 
 
-def test_request_is_one_trace_and_its_context_reaches_all_services(collector: Collector) -> None:
+def test_request_is_one_trace_and_the_context_reaches_all_services(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         answer = chat(system, {**TRACED, "x-request-id": "mine"}, n=2)
         assert answer.headers["x-request-id"] == "mine"
@@ -109,7 +109,7 @@ def system_off() -> Iterator[System]:
         yield running
 
 
-def test_wait_in_the_queue_has_its_own_span(collector: Collector) -> None:
+def test_wait_in_the_queue_has_a_separate_span(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         system.call(system.workers[0].stop())
         wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the disconnection")

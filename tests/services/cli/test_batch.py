@@ -105,7 +105,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Batches
         thread.join()
 
 
-def test_batch_command_succeeds_with_each_example_of_its_help_text(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_command_succeeds_with_each_example_of_the_help_text(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
     batches.statuses = ["validating", "in_progress", "completed"]
     for example in COMMANDS["batch"].examples:
         assert main(example.split()[1:]) == Exit.DONE

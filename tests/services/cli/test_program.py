@@ -40,7 +40,7 @@ def started(*arguments: str, **pipes: int) -> subprocess.Popen[str]:
     ],
     ids=["no-key", "unavailable", "fault", "error-in-stream", "cut-off"],
 )
-def test_program_reports_a_server_fault_by_its_exit_status_and_one_sentence(
+def test_program_reports_a_server_fault_by_the_exit_status_and_one_sentence(
     server: FakeServer, capsys: pytest.CaptureFixture[str], behaviour: str, status: Exit, message: str
 ) -> None:
     server.behaviours = [behaviour, behaviour]

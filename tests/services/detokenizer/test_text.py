@@ -104,7 +104,7 @@ def test_incremental_text_completes_a_character_begun_in_the_prompt(tokenizers: 
         assert decode_all(tokenizer, ids[:2], ids[2:], []) == "好b"
 
 
-def test_word_after_byte_tokens_keeps_its_leading_space(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_word_after_byte_tokens_keeps_the_leading_space(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
     hello = tokenizer.encode_batch(["hello"], False)[0]
     ids = byte_ids(tokenizer, "你".encode()) + hello
@@ -121,7 +121,7 @@ def byte_ids(tokenizer: HfTokenizer, data: bytes) -> list[int]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_bytes_are_buffered_only_while_they_can_become_a_character(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
+def test_bytes_are_buffered_only_while_a_character_may_still_follow(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     steps = {
         "four-byte character": ("😀".encode(), ["", "", "", "😀"]),
@@ -180,7 +180,7 @@ NO_STOP = ""
         ("empty stop string", [""], ["ab"], ["ab"], NO_STOP, False, ""),
     ],
 )
-def test_stop_buffer_returns_text_and_cuts_it_at_a_stop_string(
+def test_stop_buffer_returns_text_and_cuts_at_a_stop_string(
     name: str, stops: list[str], pushes: list[str], released: list[str], matched: str, include: bool, rest: str
 ) -> None:
     buffer = StopStringBuffer(stops, include)
@@ -239,7 +239,7 @@ def test_joined_token_texts_equal_the_decoded_text(tokenizers: dict[str, HfToken
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "wordpiece"])
-def test_token_text_of_a_special_token_is_its_name(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
+def test_token_text_of_a_special_token_is_the_name_of_the_token(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     special = min(tokenizer.special_ids)
     assert TokenTexts(tokenizer).of(special).decode().strip() == tokenizer.decode([special], False).strip() != ""

@@ -30,7 +30,7 @@ def test_template_file_replaces_all_chat_templates_of_the_model(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("content", "fault"), [(None, "is not readable: No such file"), (b"\xff", "is not UTF-8 text")])
-def test_error_names_the_template_file_when_it_is_unreadable(tmp_path: Path, content: bytes | None, fault: str) -> None:
+def test_error_names_an_unreadable_template_file(tmp_path: Path, content: bytes | None, fault: str) -> None:
     folder, own = byte_level(tmp_path / "model"), tmp_path / "own.jinja"
     if content is not None:
         own.write_bytes(content)

@@ -78,18 +78,18 @@ def ended(tmp_path: Path, code: str, *, ready: bool = False, is_started: bool = 
     return asyncio.run(run()), lines
 
 
-def test_start_fails_when_a_process_ends_twice_before_it_is_ready(tmp_path: Path) -> None:
+def test_start_fails_when_a_process_ends_twice_without_becoming_ready(tmp_path: Path) -> None:
     assert ended(tmp_path, "raise SystemExit(1)") == (
         "child ended with code 1.",
         ["child ended with code 1. The process is restarted."],
     )
 
 
-def test_start_fails_at_once_when_a_process_refuses_its_flags(tmp_path: Path) -> None:
+def test_start_fails_at_once_when_a_process_refuses_the_flags(tmp_path: Path) -> None:
     assert ended(tmp_path, "raise SystemExit(2)") == ("child ended with code 2.", [])
 
 
-def test_supervisor_restarts_a_ready_process_however_often_it_ends(tmp_path: Path) -> None:
+def test_supervisor_restarts_a_ready_process_without_a_limit(tmp_path: Path) -> None:
     error, lines = ended(tmp_path, "raise SystemExit(1)", ready=True)
     assert not error and len(lines) == 2
 
@@ -99,7 +99,7 @@ def test_supervisor_restarts_every_ended_process_after_the_system_has_started(tm
     assert not error and len(lines) == 2
 
 
-def test_reported_output_of_a_process_begins_at_its_last_start(tmp_path: Path) -> None:
+def test_reported_output_of_a_process_begins_at_the_last_start(tmp_path: Path) -> None:
     ended(tmp_path, "import os; print('one'); raise SystemExit(1)", is_started=True)
     child = Child(Command("child", [sys.executable, "-c", "print('two')"]), tmp_path)
     child.start()
@@ -129,7 +129,9 @@ def test_number_of_gpus_is_the_number_of_device_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_workers_share_the_memory_and_the_gateway_gets_their_addresses(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_the_memory_and_the_gateway_gets_all_worker_addresses(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rootstock_llm.services.local.plan.num_gpus", lambda: 0)
     settings = LocalSettings(_cli_parse_args=False, workers=workers, worker_flags="--mem-fraction-static 0.1")  # type: ignore[call-arg]
     ports = list(range(9000, 9000 + num_ports(settings)))
@@ -142,7 +144,7 @@ def test_workers_share_the_memory_and_the_gateway_gets_their_addresses(workers: 
     assert len(gateway[gateway.index("--workers") + 1].split(",")) == workers
 
 
-def test_prefill_and_decode_workers_replace_ordinary_workers_when_they_are_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_prefill_and_decode_workers_replace_ordinary_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make run` also passes --workers, which is then ignored."""
     monkeypatch.setattr("rootstock_llm.services.local.plan.num_gpus", lambda: 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))

@@ -95,7 +95,7 @@ class TestHub:
         assert [each.headers.get("range") for each in server.got(path)] == [None, "bytes=300000-"]
         assert files_of(tmp_path / "a")["model.safetensors"] == LARGE
 
-    def test_fetch_resumes_after_it_was_killed(self, tmp_path: Path) -> None:
+    def test_fetch_resumes_when_an_earlier_fetch_was_killed(self, tmp_path: Path) -> None:
         path, folder = "/org/a/resolve/c1/model.safetensors", tmp_path / "a"
         with serve(Hub({"main": ("c1", FILES)})) as server:
             server.paused.add(path)

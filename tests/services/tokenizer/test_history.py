@@ -180,7 +180,7 @@ def test_tool_calls_are_split_over_turns_when_the_template_allows_one_call_per_t
     assert text.index("given") < text.index("first") < text.index("more") < text.index("second")
 
 
-def test_system_messages_are_joined_with_other_messages_when_the_template_refuses_them() -> None:
+def test_system_messages_that_the_template_refuses_are_joined_with_other_messages() -> None:
     first, later = SHAPES["one system message, first"], turn("system", "Later.")
     assert rendered(first, [SYSTEM, later, USER]) == "<system>system's.\n\nLater.<user>user's.<assistant>"
     chat = [SYSTEM, USER, ANSWER, later, USER]

@@ -115,7 +115,7 @@ class Peak:
             await asyncio.sleep(0.05)
 
 
-def test_process_frees_its_memory_after_long_requests(tmp_path: Path) -> None:
+def test_process_frees_the_memory_of_long_requests(tmp_path: Path) -> None:
     text = WORDS * (CHARS // len(WORDS))
     calls: list[Any] = [
         pb.EncodeRequest(texts=[text], max_tokens=CONTEXT),

@@ -39,7 +39,7 @@ def pairs(folders: dict[str, Path]) -> dict[str, tuple[HfTokenizer, Any]]:
 @pytest.mark.by_day(one_in=2, seed=23)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
-def test_token_ids_of_texts_equal_those_of_transformers(
+def test_token_ids_of_texts_equal_the_ids_of_transformers(
     folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, add_special_tokens: bool
 ) -> None:
     async def run() -> None:
@@ -61,7 +61,7 @@ ALPHABET = st.sampled_from([*"helo wrd,.!?'\n\t 你好é😀", "<|im_end|>", "<s
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(text=st.lists(ALPHABET, max_size=30).map("".join))
-def test_tokenizer_equals_that_of_transformers_for_any_text(
+def test_tokenizer_gives_the_ids_of_transformers_for_any_text(
     pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, text: str
 ) -> None:
     ours, reference = pairs[kind]
@@ -73,7 +73,7 @@ def test_tokenizer_equals_that_of_transformers_for_any_text(
 
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_equal_those_of_transformers(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str) -> None:
+def test_special_tokens_equal_the_special_tokens_of_transformers(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str) -> None:
     ours, reference = pairs[kind]
     assert ours.special_tokens == reference.special_tokens_map
     assert sorted(ours.special_ids) == sorted(i for i, token in reference.added_tokens_decoder.items() if token.special)
@@ -112,7 +112,7 @@ CHATS_BY_KIND = [
 
 @pytest.mark.by_day(one_in=2, seed=49)
 @pytest.mark.parametrize(("name", "kind"), sorted(set(CHATS_BY_KIND)))
-def test_token_ids_of_chats_equal_those_of_transformers(
+def test_token_ids_of_chats_equal_the_ids_of_transformers(
     folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, name: str
 ) -> None:
     messages, options = CHATS[name]
@@ -131,7 +131,7 @@ def test_token_ids_of_chats_equal_those_of_transformers(
     asyncio.run(run())
 
 
-def test_tokens_declared_outside_tokenizer_json_equal_those_of_transformers(tmp_path: Path) -> None:
+def test_tokens_declared_outside_tokenizer_json_equal_the_tokens_of_transformers(tmp_path: Path) -> None:
     """Compares tokens that only tokenizer_config.json or special_tokens_map.json declares."""
     text = "a <new> b <also> c <map> d <think> e"
     token = {"lstrip": True, "rstrip": True, "normalized": False, "single_word": False, "special": True}

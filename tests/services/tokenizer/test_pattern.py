@@ -21,7 +21,7 @@ CHARS = "aZ1 \n\t'./é世，"
 
 
 @pytest.mark.parametrize("text", [GPT2, CL100K, O200K], ids=["gpt-2", "cl100k", "o200k"])
-def test_pattern_cuts_a_text_only_where_the_library_splits_it(text: str) -> None:
+def test_pattern_cuts_a_text_only_where_the_library_also_splits(text: str) -> None:
     pattern, split = read_pattern(text), pre_tokenizers.Split(Regex(text), "isolated")
     parted = [pair for pair in itertools.product(CHARS, repeat=2) if pattern.parts(*pair) and pattern.begins_at(pair[1])]
     assert ("a", " ") in parted and (" ", " ") not in parted

@@ -68,7 +68,7 @@ def test_template_cannot_reach_interpreter_internals(source: str) -> None:
     assert "class" not in text and "object" not in text, text
 
 
-def test_error_raised_by_a_template_keeps_its_message() -> None:
+def test_error_raised_by_a_template_keeps_the_message() -> None:
     with pytest.raises(TemplateRefusal, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
@@ -102,7 +102,7 @@ def test_reasoning_is_copied_to_every_field_name_that_templates_use() -> None:
         ("messages[0].tool_calls[0]:", [{"role": "assistant", "tool_calls": ["secret"]}]),
     ],
 )
-def test_error_for_an_invalid_message_names_the_field_without_its_value(field: str, messages: list[Any]) -> None:
+def test_error_for_an_invalid_message_names_the_field_but_not_the_value(field: str, messages: list[Any]) -> None:
     with pytest.raises(InvalidField) as raised:
         prepare_messages(messages)
     assert str(raised.value).startswith(field) and "secret" not in str(raised.value)

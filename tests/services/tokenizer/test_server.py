@@ -142,7 +142,7 @@ def test_texts_are_encoded_when_the_chat_template_is_unusable(tmp_path: Path, te
     asyncio.run(run())
 
 
-def test_concurrent_requests_get_the_ids_of_their_own_texts(folders: dict[str, Path]) -> None:
+def test_each_concurrent_request_gets_the_ids_of_the_right_text(folders: dict[str, Path]) -> None:
     texts = [f"hello {n} " * (n % 7 + 1) for n in range(200)]
 
     async def ids(service: Serving, n: int) -> list[int]:

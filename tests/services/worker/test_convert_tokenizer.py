@@ -106,7 +106,7 @@ def test_error_has_the_reason_when_transformers_cannot_convert_the_tokenizer(tmp
     assert not list((tmp_path / "built").iterdir())
 
 
-def test_error_for_a_missing_tokenizer_json_has_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_error_for_a_missing_tokenizer_json_has_the_command_for_a_conversion(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(TokenizerFolderError, match=r"has no tokenizer\.json\. Copy "):

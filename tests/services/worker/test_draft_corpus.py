@@ -95,7 +95,7 @@ def test_invalid_corpus_is_refused_with_a_reason(
         corpus_of(write(name, content))
 
 
-def test_corpus_is_refused_when_it_is_missing_or_too_large_or_unused(
+def test_missing_or_too_large_or_unused_corpus_is_refused(
     write: Callable[[str, bytes], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in (tmp_path / "nowhere", tmp_path):

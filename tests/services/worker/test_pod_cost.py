@@ -70,7 +70,7 @@ def cost_of(port: int, load: Load, **times: float) -> PodCost:
     return PodCost(lambda: pod_patch("prod", "w-0", configuration), load, **times)
 
 
-def test_pod_is_patched_with_its_deletion_cost_when_the_load_changes(api: Api) -> None:
+def test_pod_is_patched_with_the_deletion_cost_when_the_load_changes(api: Api) -> None:
     load = Load()
     cost = cost_of(api.server_port, load, period_s=7, pause_s=99)
     for load.value in (3, 3, 0, 0, 12):

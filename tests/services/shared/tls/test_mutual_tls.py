@@ -192,7 +192,7 @@ def test_new_connections_use_the_new_tls_files_on_both_sides(pki: Pki, tmp_path:
     run(work)
 
 
-def test_waiting_stream_connects_when_its_tls_files_become_valid(
+def test_waiting_stream_connects_when_the_tls_files_become_valid(
     pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stream that waits with refused files is logged and counted once. It connects when the files become valid."""

@@ -145,9 +145,7 @@ def test_step_fails_when_memory_is_released(build: Callable[[int], DeviceExecuto
     assert greedy_tokens(executor) == before
 
 
-def test_resume_fails_when_a_file_is_missing_and_succeeds_when_it_is_back(
-    build: Callable[[int], DeviceExecutor], folder: Path
-) -> None:
+def test_resume_fails_when_a_file_is_missing_and_can_be_repeated(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
     executor = build(8)
     before = greedy_tokens(executor)
     executor.apply(ReleaseMemory(kv=True, weights=True))

@@ -113,7 +113,7 @@ def test_cache_flush_during_requests_does_not_change_completions(overlap: bool) 
     run(check)
 
 
-def test_pause_and_its_end_are_reported_to_gateways_at_once() -> None:
+def test_begin_and_end_of_a_pause_are_reported_to_gateways_at_once() -> None:
     async def check() -> None:
         async with operated(gap_s=3600, beat_s=3600) as at:
             await at.gateway.until(lambda: len(at.gateway.loads) == 1)
@@ -173,7 +173,7 @@ def test_pause_with_abort_ends_present_requests_and_queues_later_requests() -> N
     run(check)
 
 
-def test_slowed_worker_still_reads_messages_while_it_waits_between_steps() -> None:
+def test_slowed_worker_reads_messages_during_the_wait_between_steps() -> None:
     async def check() -> None:
         async with operated() as at:
             await at.control.SlowDown(pb.SlowDownRequest(step_delay_s=0.1))

@@ -371,7 +371,7 @@ def test_control_service_is_off_when_the_port_is_0() -> None:
     assert asyncio.run(start_control(control_at(), FakeLoop().put, "w", "m")) is None
 
 
-def test_token_is_read_from_its_file_and_an_error_names_an_unreadable_file(tmp_path: Path) -> None:
+def test_token_is_read_from_a_file_and_the_error_names_an_unreadable_file(tmp_path: Path) -> None:
     async def run(at: ControlAddress) -> tuple[grpc.StatusCode, str]:
         server = await start_control(at, FakeLoop().put, "w", "m")
         assert server is not None
@@ -449,7 +449,7 @@ def test_internal_state_has_the_values_of_the_scheduler_and_the_worker() -> None
     assert (stats["num_running"], stats["new_token_ratio"]) == (3, 0.25)
 
 
-def test_several_tunables_change_in_one_call_and_keep_their_types() -> None:
+def test_several_tunables_change_in_one_call_without_a_change_of_type() -> None:
     async def run() -> dict[str, Any]:
         async with control(FakeLoop()) as stub:
             return as_json(await stub.SetInternalState(changes(new_token_ratio=1, chunk=64, policy="fcfs")))
@@ -555,7 +555,7 @@ def test_memory_cannot_be_released_twice_or_resumed_without_a_release() -> None:
     assert asyncio.run(run()).executor.applied == [ReleaseMemory(kv=True, weights=False)]
 
 
-def test_worker_stays_paused_after_resume_when_the_operator_has_paused_it() -> None:
+def test_worker_stays_paused_after_resume_when_the_operator_has_requested_a_pause() -> None:
     async def run(pause_first: bool) -> bool:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -619,7 +619,7 @@ def test_profile_path_contains_the_worker_id(tmp_path: Path) -> None:
     assert [type(operation) for operation in applied] == [StartProfile, StopProfile, StartProfile]
 
 
-def test_profile_ends_even_if_its_file_cannot_be_written(tmp_path: Path) -> None:
+def test_profile_ends_even_if_the_file_cannot_be_written(tmp_path: Path) -> None:
     async def run() -> None:
         loop = FakeLoop()
         async with control(loop, tmp_path) as stub:

@@ -89,7 +89,7 @@ def test_drain_waits_for_kv_reservations() -> None:
 @pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_drain_returns_unfinished_requests_with_all_their_sampled_tokens(stream: bool, overlap: bool) -> None:
+def test_drain_returns_unfinished_requests_with_all_sampled_tokens(stream: bool, overlap: bool) -> None:
     async def check() -> None:
         async with serving(step_s=0.01, overlap=overlap) as worker:
             gateway = FakeGateway(worker.stub)
@@ -177,7 +177,7 @@ async def process(step_s: float, grace_s: float) -> AsyncIterator[tuple[Process,
         await worker.wait()
 
 
-def test_process_returns_its_unfinished_requests_and_exits_after_sigterm() -> None:
+def test_process_returns_unfinished_requests_and_exits_after_sigterm() -> None:
     async def check() -> None:
         async with process(step_s=0.02, grace_s=0.3) as (worker, gateway):
             await gateway.send(submit(1, max_new_tokens=2000))
@@ -191,7 +191,7 @@ def test_process_returns_its_unfinished_requests_and_exits_after_sigterm() -> No
     run(check)
 
 
-def test_process_returns_its_requests_and_exits_after_sigterm_when_a_step_hangs() -> None:
+def test_process_returns_all_requests_and_exits_after_sigterm_when_a_step_hangs() -> None:
     async def check() -> None:
         async with process(step_s=10 * GUARD_S, grace_s=0.1) as (worker, gateway):
             await gateway.send(submit(1))

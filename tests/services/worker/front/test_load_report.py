@@ -36,7 +36,7 @@ def test_load_report_follows_the_hello_message_and_repeats_when_the_worker_is_id
     run(check)
 
 
-def test_load_report_counts_the_requests_of_its_stream_and_of_all_streams() -> None:
+def test_load_report_counts_the_requests_of_the_stream_and_of_all_streams() -> None:
     async def check() -> None:
         async with serving(step_s=0.02, config=replace(CONFIG, max_running_requests=2)) as worker:
             mine, other = FakeGateway(worker.stub), FakeGateway(worker.stub)
@@ -160,7 +160,7 @@ def test_load_report_has_the_state_of_the_prefix_index() -> None:
     run(check)
 
 
-def test_load_report_has_the_savings_of_the_kv_tiers_only_when_they_are_measured() -> None:
+def test_load_report_has_only_measured_savings_of_the_kv_tiers() -> None:
     """Unmeasured values are unset, because 0 is a value and gateways use a default for unset ones."""
 
     async def check() -> None:

@@ -144,7 +144,7 @@ def test_refusal_message_begins_with_the_field_name_for_older_gateways(refused: 
     assert (finish.handle, finish.prompt_tokens, finish.error) == (7, 2, common_pb2.ERROR_CODE_INVALID_ARGUMENT)
 
 
-def test_error_without_a_field_keeps_its_message() -> None:
+def test_error_without_a_field_keeps_the_message() -> None:
     finish = Finish(FinishReason.ABORT, 1, "r", error=ErrorCode.INVALID_ARGUMENT, message="the prompt is empty")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.message, pb.field) == ("the prompt is empty", "")

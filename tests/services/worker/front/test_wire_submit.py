@@ -115,7 +115,7 @@ class TestDry:
     def test_dry_window_of_0_equals_no_window(self) -> None:
         assert sampling(dry=pb.Dry(multiplier=1, window=0)).dry == sampling(dry=pb.Dry(multiplier=1)).dry is not None
 
-    def test_every_dry_field_arrives_and_each_breaker_becomes_its_last_token(self) -> None:
+    def test_every_dry_field_arrives_and_a_breaker_is_reduced_to_the_last_token(self) -> None:
         dry = pb.Dry(multiplier=0.5, base=2, allowed_length=4, window=9, breakers=["ab", "b", "c"])
         assert sampling(dry=dry).dry == DryParams(0.5, 2.0, 4, 9, (ord("b"), ord("c")))
 
@@ -214,7 +214,7 @@ OUTSIDE = [case for case in ROWS if case.values[0] in TESTED_ROWS.values() or ca
 
 @pytest.mark.by_day(one_in=2, seed=18)
 @pytest.mark.parametrize("row", OUTSIDE)
-def test_number_outside_its_range_is_refused_with_the_name_of_the_parameter(row: SamplingParameter) -> None:
+def test_number_outside_the_range_is_refused_with_the_name_of_the_parameter(row: SamplingParameter) -> None:
     named = row.names[Api.CHAT] if row.wire.startswith("dry.") else row.wire
     not_numbers = [float("nan"), float("inf"), float("-inf")] if row.kind is Kind.NUMBER else []
     for fields in (message_of(row, value) for value in (*outside(row), *not_numbers)):
@@ -223,7 +223,7 @@ def test_number_outside_its_range_is_refused_with_the_name_of_the_parameter(row:
 
 @pytest.mark.by_day(one_in=2, seed=8)
 @pytest.mark.parametrize("row", [case for case in ROWS if case in OUTSIDE or case.id == "top_k"])  # top_k has two neutral values
-def test_number_within_its_range_reaches_the_sampling_parameters(row: SamplingParameter) -> None:
+def test_number_within_the_range_reaches_the_sampling_parameters(row: SamplingParameter) -> None:
     limits = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)
     for value in (typical(row), row.high) if row.excludes_low else (typical(row), row.low, row.high):
         fields = message_of(row, value)

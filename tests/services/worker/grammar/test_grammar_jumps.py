@@ -59,7 +59,7 @@ def test_jump_omits_the_last_token_when_more_text_follows() -> None:
         assert matcher.accept(next(token for token in allowed_ids(matcher.mask(), 1280) if token not in model.EOS))
 
 
-def test_jump_takes_all_tokens_when_the_output_ends_after_it() -> None:
+def test_jump_takes_all_tokens_when_the_output_ends_after_the_jump() -> None:
     matcher = model.matcher(regex("(yes|no) and so it shall be"), jump=True)
     feed(matcher, "n")
     assert written(tuple(matcher.forced())) == b"o and so it shall be"

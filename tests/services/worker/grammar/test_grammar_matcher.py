@@ -107,7 +107,7 @@ def test_mask_is_cut_when_vocabulary_is_smaller_than_tokenizer() -> None:
     assert max(allowed_ids(matcher.mask(), 704)) < 700
 
 
-def test_matcher_fails_when_its_cpu_time_exceeds_the_limit() -> None:
+def test_matcher_fails_when_the_cpu_time_exceeds_the_limit() -> None:
     setup = MatcherSetup.of(model.vocabulary(), None)
     reported: list[bool] = []
 
@@ -177,7 +177,7 @@ def raises(*_: object) -> None:
     raise RuntimeError("out of the library")
 
 
-def test_trial_run_refuses_a_grammar_whose_jump_search_is_expensive() -> None:
+def test_trial_run_refuses_a_grammar_with_an_expensive_jump_search() -> None:
     limits = GrammarLimits(step_ms=0.1, burst_ms=5)
     cheap = regex("a*")
     endless = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "a" root'))  # the search reads 256 bytes after each token
@@ -210,7 +210,7 @@ def test_masks_of_a_step_stay_valid_when_the_next_step_is_filled() -> None:
     assert allowed_ids(masks[4], 1280) == [t for t in range(1280) if model.vocabulary().tokens[t].isdigit()]
 
 
-def test_masks_for_draft_tokens_equal_the_masks_after_their_acceptance() -> None:
+def test_masks_for_draft_tokens_equal_the_masks_after_acceptance() -> None:
     """A row has masks up to its first draft that is refused or ends the output. The matchers accept no draft."""
     filler = MaskFiller(1280, max_rows=4, max_drafts=12)
     names = {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}
@@ -329,7 +329,7 @@ def test_resumed_outputs_do_not_count_as_a_slow_step() -> None:
 
 
 @pytest.mark.parametrize("markers", [(), ("<|im_start|>", "<|im_end|>", "[not of this model]")], ids=["no markers", "markers"])
-def test_special_token_is_allowed_in_the_output_only_if_it_is_a_marker(markers: tuple[str, ...]) -> None:
+def test_special_token_is_allowed_in_the_output_only_as_a_marker(markers: tuple[str, ...]) -> None:
     """A special token that ends the output is never allowed as a marker."""
     start, end = model.tokenizer().token_id("<|im_start|>"), model.tokenizer().token_id("<|im_end|>")
     assert start is not None and end is not None

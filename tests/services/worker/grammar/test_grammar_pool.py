@@ -158,7 +158,7 @@ def test_refusal_is_cached_by_the_digest_of_the_grammar(shared: tuple[CompiledBo
     assert [len(key) for key in set(book._failed) - before] == [32]
 
 
-def test_grammar_is_refused_after_its_matcher_has_exceeded_the_time_limit(shared: tuple[CompiledBook, Messages]) -> None:
+def test_grammar_is_refused_after_a_matcher_has_exceeded_the_time_limit(shared: tuple[CompiledBook, Messages]) -> None:
     spec = ebnf('root ::= s\ns ::= s s | "a" | "b"')  # is expensive only for outputs longer than a trial
     book, messages = shared
     before = book.cached_bytes
@@ -285,7 +285,7 @@ def test_killed_compiler_child_fails_only_one_grammar() -> None:
         assert compiles(book, messages, "after")
 
 
-def test_stopped_compiler_child_does_not_use_up_the_cpu_limit_of_its_grammar() -> None:
+def test_stopped_compiler_child_uses_none_of_the_cpu_limit() -> None:
     spec = regex("a?" * 500 + "a" * 500)  # a second of CPU time
     with opened(replace(LIMITS, quick_s=LIMITS.compile_s)) as (book, messages):
         assert compiles(book, messages, "warm")
@@ -469,7 +469,7 @@ def walk(book: CompiledBook, spec: GrammarSpec) -> None:
         matcher.forced()
 
 
-def test_grammar_is_refused_when_its_matcher_cannot_be_made(
+def test_grammar_is_refused_when_no_matcher_can_be_made(
     shared: tuple[CompiledBook, Messages], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> None:

@@ -524,9 +524,7 @@ def test_sweeper_keeps_blocks_when_the_lease_returns(server: RedisServer) -> Non
     run(body)
 
 
-def test_worker_removes_the_blocks_of_its_old_generation_after_the_start(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_worker_removes_the_blocks_of_the_old_generation(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rootstock_llm.services.worker.index.sweeper.EVERY_S", 0.1)
 
     async def body() -> None:

@@ -124,7 +124,7 @@ def test_step_limit_stays_at_the_watchdog_limit_when_the_first_steps_fail() -> N
     assert failing.limit.seconds == CAP_S
 
 
-def test_watchdog_reports_a_hang_once_and_its_recovery() -> None:
+def test_watchdog_reports_a_hang_once_and_the_recovery_once() -> None:
     now = 0.0
     reports: list[str] = []
     pulse = Pulse(lambda: now)
@@ -173,7 +173,7 @@ def test_watchdog_ignores_a_loop_that_waits_for_messages() -> None:
     assert reports == [] and pulse.age_s == 0
 
 
-def test_begin_and_end_of_a_command_are_reported_with_its_deadline() -> None:
+def test_begin_and_end_of_a_command_are_reported_with_the_deadline() -> None:
     reports: list[Any] = []
 
     def fails(*_: Any) -> None:
