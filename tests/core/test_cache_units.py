@@ -202,6 +202,27 @@ def test_next_turn_of_a_chat_recomputes_at_most_one_page_of_the_old_context(kind
         context = [*context, *engine.outputs[turn], *range(900, 905)]
 
 
+def test_short_prompt_reserves_no_window_units_for_a_whole_chunk() -> None:
+    """Of the 12 units, the window with a whole chunk takes 8, and the window with a prompt of five tokens 6."""
+    engine = hybrid(spare_windows=4, spare_states=-1)
+    for handle in range(2):
+        engine.submit(handle, [100 * handle + token for token in range(5)], max_new_tokens=2, ignore_eos=True)
+    engine.drain()
+    assert engine.plans[0].num_extend == 2, "the first step computes both prompts"
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_slot_of_an_aborted_prompt_keeps_no_page_end(kinds: str) -> None:
+    engine = hybrid(**KINDS[kinds])
+    engine.submit(0, [*range(43)], max_new_tokens=2, ignore_eos=True)
+    engine.turn()
+    units = engine.core.memory.units
+    assert units is not None and units.slots_with_ends(), "the first chunk is not committed"
+    engine.abort(0)
+    engine.drain()
+    assert not units.slots_with_ends()
+
+
 @pytest.mark.parametrize("kinds", KINDS)
 def test_retracted_request_recomputes_at_most_one_page(kinds: str) -> None:
     engine = hybrid(retract_interval=9, **KINDS[kinds])

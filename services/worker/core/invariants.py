@@ -73,6 +73,14 @@ def _units(queues: RequestQueues, memory: KVMemory) -> list[str]:
             out.append(f"the units of group {pool.index} are not those of the cached pages")
     if units.num_reserved and not leases:
         out.append("window units are reserved, but no request runs")
+    slots = {lease.slot for lease in leases}
+    out += [
+        f"slot {slot} has more window units than it reserved"
+        for slot in slots
+        if units.num_spare_pages(slot, int(memory.slots.num_pages[slot])) < 0
+    ]
+    if stale := units.slots_with_ends() - slots:
+        out.append(f"free slots {sorted(stale)} have page ends of earlier requests")
     return out
 
 

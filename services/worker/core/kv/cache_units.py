@@ -79,7 +79,7 @@ class CacheUnits:
         self.windows, self.states = pools.get(CacheKind.WINDOW), pools.get(CacheKind.STATE)
         self._window = next((group.window for group in groups if group.kind is CacheKind.WINDOW), 0)
         self._page_size, self._interval, self._keeps_ends = page_size, state_interval, keeps_ends
-        self.extend_pages = window_pages(self._window + max_chunk, page_size, pages_per_slot)
+        self._max_chunk, self._pages_per_slot = max_chunk, pages_per_slot
         self.decode_pages = window_pages(self._window, page_size, pages_per_slot)
 
         def column(value: int) -> I64:
@@ -162,18 +162,22 @@ class CacheUnits:
 
     # Slots
 
-    @property
-    def can_reserve(self) -> bool:
-        """Whether a further request gets the window units that it may need at once."""
-        return self.windows is None or self.num_reserved + self.extend_pages <= self.windows.num_units
+    def can_reserve(self, num_extend: int) -> bool:
+        """Whether a further request that extends by `num_extend` tokens gets the window units that it may need at once."""
+        return self.windows is None or self.num_reserved + self._extend_pages(num_extend) <= self.windows.num_units
 
-    def begin(self, slot: int, hit: TreeNode, branch: int) -> tuple[int, I32]:
+    def _extend_pages(self, num_extend: int) -> int:
+        """Returns the pages of a window before a chunk, and of the chunk. They also suffice for decoding."""
+        return window_pages(self._window + min(num_extend, self._max_chunk), self._page_size, self._pages_per_slot)
+
+    def begin(self, slot: int, hit: TreeNode, branch: int, num_extend: int) -> tuple[int, I32]:
         """Reserves units for a slot and pins those of its hit.
 
         Args:
             slot: a free slot.
             hit: end of the hit, which hit_end() has found.
             branch: number of pages of the prompt that are cached, at least those of the hit.
+            num_extend: number of tokens after the hit to which the request extends.
 
         Returns:
             The first page with a window unit, and the units from this page on.
@@ -189,7 +193,7 @@ class CacheUnits:
         self._first[slot] = first = self._first_page(depth)
         if self.windows is None:
             return 0, _NONE
-        self._reserve(slot, self.extend_pages)
+        self._reserve(slot, self._extend_pages(num_extend))
         for node, page, at in _backwards(hit, first):
             unit = int(node.units[self.windows.index][page])
             assert unit != NO_UNIT, "a hit has the units of its window"
@@ -207,10 +211,10 @@ class CacheUnits:
         """
         self._leave(slot, num_pages, num_shared)
         self._reserve(slot, 0)
+        unpublished = [unit for _, unit in self._ends.pop(slot, ())]
         if self.states is None:
             return
         unit = int(self._current[slot])
-        unpublished = [unit for _, unit in self._ends.pop(slot, ())]
         if self._current_is_cached[slot]:
             self.states.unpin(unit)
         elif unit != NO_UNIT and unit not in unpublished:
@@ -219,6 +223,10 @@ class CacheUnits:
         self._current[slot] = self._kept[slot] = self._older[slot] = NO_UNIT
         self._current_is_cached[slot] = False
         self.states.free(np.array(unpublished, dtype=np.int32))
+
+    def slots_with_ends(self) -> set[int]:
+        """Returns the slots with page ends that are planned and not published."""
+        return set(self._ends)
 
     def num_spare_pages(self, slot: int, num_pages: int) -> int:
         """Returns the number of pages that a slot with `num_pages` pages may still get."""

@@ -286,7 +286,9 @@ class KVMemory:
     def unlock(self, hit: TreeNode) -> None:
         self.tree.unlock(hit)
 
-    def lease(self, hit: TreeNode, rank: int = 0, page_keys: tuple[bytes, ...] = (), branch: int = 0) -> Lease:
+    def lease(
+        self, hit: TreeNode, rank: int = 0, page_keys: tuple[bytes, ...] = (), branch: int = 0, num_extend: int = 0
+    ) -> Lease:
         """Allocates a slot whose table begins with the pages of the hit.
 
         Args:
@@ -294,6 +296,7 @@ class KVMemory:
             rank: rank of the request.
             page_keys: known page keys, from the first page on.
             branch: see branch(); ignored without cache groups.
+            num_extend: number of tokens after the hit to which the request extends; ignored without cache groups.
         """
         assert hit.lock_ref > 0, "the caller has locked the hit"
         pages = self.tree.pages_to(hit)
@@ -303,7 +306,7 @@ class KVMemory:
         self.slots.num_pages[slot] = self.slots.num_shared[slot] = hit.depth
         self._writes.add(slot, 0, pages)
         if self.units is not None:
-            self._window_writes.add(slot, *self.units.begin(slot, hit, branch))
+            self._window_writes.add(slot, *self.units.begin(slot, hit, branch, num_extend))
         return Lease(slot, hit, rank, page_keys)
 
     def grow(self, lease: Lease, num_tokens: int) -> int:

@@ -435,7 +435,9 @@ class ExtendPlanner:
 
     def _may_admit(self, request: Request, hit: TreeNode) -> tuple[AddResult, int]:
         """Returns the result of the budgets and the number of tokens to compute in this step. `hit` is locked."""
-        if self._memory.units is not None and not self._memory.units.can_reserve:
+        start = hit.depth * self.config.page_size
+        extend = len(request.kv.token_key) // TOKEN_BYTES - start
+        if self._memory.units is not None and not self._memory.units.can_reserve(extend):
             return AddResult.NO_TOKEN, 0
         available = self._memory.num_available * self.config.page_size
         if self._queues.waiting.num_blocked:
@@ -447,8 +449,6 @@ class ExtendPlanner:
             # their end.
             self._lifecycle.release_pins()
             if self._memory.num_available:
-                start = hit.depth * self.config.page_size
-                extend = len(request.kv.token_key) // TOKEN_BYTES - start
                 return AddResult.CONTINUE, self._adder.chunk(start, extend, _computes_logprobs(request))
         return result, count
 

@@ -201,7 +201,8 @@ class RequestLifecycle:
         branch = 0
         if self._memory.units is not None:
             branch = self._memory.branch(request.namespace, kv.token_key, request.prefix_limit())
-        lease = kv.lease = self._memory.lease(hit, request.rank, tuple(kv.page_keys), branch)
+        num_extend = len(kv.token_key) // TOKEN_BYTES - hit.depth * self.config.page_size
+        lease = kv.lease = self._memory.lease(hit, request.rank, tuple(kv.page_keys), branch, num_extend)
         if self._tiers is not None:
             self._tiers.admitted(request.seq, kv.page_keys, hit.depth)
         if kv.source is not None:
