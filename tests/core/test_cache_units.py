@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rootstock_llm.services.worker.core.contracts.cache_groups import STATES_PER_SLOT, CacheGroup, CacheKind, window_pages
 from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.messages import FinishReason
+from rootstock_llm.services.worker.core.kv.unit_pool import NO_UNIT
 from tests.core.harness import Engine, small
 from tests.core.test_scheduler_properties import check_run, config_of, drive
 from tests.night import NIGHTLY
@@ -249,6 +250,49 @@ def test_long_prompt_is_served_with_few_window_units() -> None:
     assert units is not None and units.windows is not None
     served(engine, 0, [*range(200)], max_new_tokens=20)
     assert units.windows.num_units == (8 + 16) // 4 + 2
+
+
+def test_slot_of_a_prompt_of_32768_tokens_holds_a_window_and_a_chunk_and_three_states() -> None:
+    """The sizes are those of Gemma 3 1B, where 22 of 26 layers have a window of 512 tokens."""
+    page, window, chunk, length = 16, 512, 2048, 32_768
+    engine = hybrid(
+        window, page_size=page, num_pages=2060, context_len=length + 64, chunked_prefill_size=chunk, max_running_requests=1
+    )
+    engine.checked = False
+    units, slots = engine.core.memory.units, engine.core.memory.slots
+    assert units is not None and units.states is not None
+    engine.submit(0, [each * 7 % 1000 for each in range(length)], max_new_tokens=40, ignore_eos=True)
+    most_windows = most_states = most_pages = 0
+    while 0 not in engine.finishes:
+        engine.turn()
+        most_windows = max(most_windows, int((units.window_table[0] != NO_UNIT).sum()))
+        sizes = int(slots.num_shared[0]), int(slots.num_pages[0])
+        most_states = max(most_states, len(units.slot_units(0, *sizes)[units.states.index]))
+        most_pages = max(most_pages, sizes[1])
+    assert most_pages > length // page and most_states <= STATES_PER_SLOT
+    assert window // page < most_windows <= (window + chunk) // page + 2
+    of_all_layers = 26 * most_pages
+    assert 4 * most_pages + 22 * most_windows <= 0.25 * of_all_layers, "in pages of one layer"
+
+
+def test_no_slot_holds_a_unit_after_random_submits_and_aborts() -> None:
+    count = 10_000 if NIGHTLY else 100
+    rng, engine = random.Random(8), hybrid(num_pages=128, context_len=128)
+    engine.checked = False
+    units = engine.core.memory.units
+    assert units is not None
+    for handle in range(count):
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 100))]
+        engine.submit(handle, tokens, max_new_tokens=rng.randrange(1, 20), ignore_eos=True)
+        for _ in range(rng.randrange(4)):
+            engine.turn()
+        if rng.random() < 0.5:
+            engine.abort(rng.randrange(max(0, handle - 8), handle + 1))
+    engine.drain()
+    engine.core.memory.settle_units()
+    assert len(engine.finishes) == count and units.num_reserved == 0 and not units.slots_with_ends()
+    assert all(pool.num_in_slots == 0 for pool in units.pools)
+    assert (units.window_table == NO_UNIT).all()
 
 
 def test_pool_without_spare_units_serves_requests_one_after_another() -> None:
