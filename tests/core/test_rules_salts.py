@@ -187,7 +187,7 @@ def test_reservation_of_a_deleted_salt_is_not_read(turns: int) -> None:
     assert ask(pair.first, 3, prompt(0), "a").cached_tokens == 0
 
 
-def test_salt_is_deleted_in_the_device_pool_when_the_worker_has_no_tiers() -> None:
+def test_pages_of_a_forgotten_salt_leave_the_device_pool_when_the_worker_has_no_tiers() -> None:
     engine = small()
     ask(engine, 0, prompt(0), "a")
     ask(engine, 1, prompt(0, 8), "")

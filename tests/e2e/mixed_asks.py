@@ -156,8 +156,8 @@ NUMBERS = {"logprob", "token_logprobs", "embedding", "top_logprobs", "scores"}
 def _gather(value: Any, key: str, exact: list[Any], numbers: list[float]) -> None:
     """Adds the parts of a response to `exact` and `numbers`.
 
-    Floats below a key in NUMBERS are added to `numbers`. All other values, except those below a key in VARYING, are added to
-    `exact`.
+    Floats below a key in NUMBERS are added to `numbers`. All other values are added to `exact`, except those below a key
+    in VARYING or a key that begins with `spec_`.
     """
     if isinstance(value, dict):
         for name, inner in value.items():

@@ -9,7 +9,8 @@ A special token of the vocabulary, such as `<think>`, is not numbered and follow
 
 The model is a GPT-2 with one layer and without an MLP. Its attention finds the last numbered token, because the score grows with
 a flag of such tokens and with the position. The value that it reads there is the code of the next token. If a special token
-comes next, the value contains two codes, and the special token removes the first one. The weights need float32.
+comes next, the value contains the code of the special token, and half of the code of the token after it. The special token then
+lowers the logits of all special tokens, so that the other code decides. The weights need float32.
 
 Chat templates, tools and reasoning work as for any model. Grammars do not work, because they cannot match numbered pieces.
 """

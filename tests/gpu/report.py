@@ -82,7 +82,7 @@ def _lines(
 
 
 def _variants(part: Part, state: State, device: str) -> list[Result | None]:
-    """Returns the results of a part by flags, the result with its present flags first; [None] if there is no result."""
+    """Returns the results of a part, sorted by flags: first the result with the part's present flags. [None] if it has none."""
     found = [result for result in state.on(device) if result.part == part.name]
     return [*sorted(found, key=lambda result: (result.flags != part.flags, result.flags))] or [None]
 
@@ -146,7 +146,10 @@ def _figures(part: Part, result: Result) -> list[str]:
 
 
 def _tables(outcome: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tables of a benchmark's JSON (tests.benchmarks.gpu.journal). JSON that is a list of objects is one table."""
+    """Returns the tables of a benchmark's JSON (tests.benchmarks.gpu.journal).
+
+    If the JSON has no `tables`, each of its members that is a list of objects is one table.
+    """
     if "tables" in outcome:
         return list(outcome["tables"])
     found = []

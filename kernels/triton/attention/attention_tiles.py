@@ -41,10 +41,10 @@ def find_span(slot, start, first, count, window, TILE_TOKENS: tl.constexpr, HAS_
 
 @triton.jit
 def find_split(begin, end, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Returns the even splits of positions begin .. end - 1.
+    """Divides positions begin .. end - 1 into splits of equal size; the last split may be smaller.
 
     Returns:
-        (positions of each split except the last, number of nonempty splits, at least 1).
+        (number of positions of a split, number of nonempty splits). The latter is at least 1.
     """
     blocks = tl.cdiv(end - begin, BLOCK_N)
     each = tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS)

@@ -1,6 +1,7 @@
 """Executes the requests of the admin port: operations of the workers' control services, load reports and aborts.
 
-A request is for all workers or for one worker, and its response has one result per worker.
+A request is for all workers or for one worker, and its response has one result per worker. The response to an abort has counts
+and the gateways that could not be reached.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class JournalSink(Sink):
 
     @contextmanager
     def _lease(self) -> Iterator[None]:
-        """Converts a LeaseLost of the block to an ApiError, which ends the request."""
+        """Converts a LeaseLost that the body of the `with` statement raises to an ApiError, which ends the request."""
         try:
             yield
         except LeaseLost:

@@ -31,7 +31,7 @@ from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 LOOK_S = 0.5  # seconds between two checks for an unknown model while a worker may still add it
 BACKGROUND = 2 * PRIORITY_RANGE[0]  # queue priority of background requests, below all other priorities
 OUTPUT_WEIGHT = 2  # an output token is charged to its API key like this number of prompt tokens
-WINDOW_S = 15.0  # seconds; completions of this window and of the previous one are counted_name
+WINDOW_S = 15.0  # seconds; Retry-After follows from the completions of this window and of the previous one
 LONGEST_S = 60  # largest Retry-After, in seconds
 
 Place = Callable[[Placement], bool]  # submits a choice to a worker; returns False if no suitable worker has a free slot

@@ -231,8 +231,8 @@ def check_logprobs(request: GenerationRequest) -> None:
         if total > limit:
             name = params.fields.of("logprobs")
             message = (
-                f"'{name}' may have at most {limit} values: tokens of prompts and outputs, times choices, "
-                "times (1 + top tokens + chosen ids). Ask for fewer values or fewer tokens."
+                f"'{name}' asks for more than {limit} log probabilities in all. Each token of each choice has"
+                " 1, 1 more for each top token and 1 more for each chosen id. Ask for fewer of them, or for fewer tokens."
             )
             raise bad_request(name, message)
 

@@ -167,7 +167,7 @@ class EncodeStream:
     async def _receive(self) -> None:
         message = await self._call.read()
         if not isinstance(message, tokenizer_pb2.EncodedBatch):
-            raise StreamBroken("ended by the tokenizer")
+            raise StreamBroken("the tokenizer has ended the stream")
         self._num_replies += 1
         for row in message.rows:
             answer = self._unanswered.pop(row.handle, None)

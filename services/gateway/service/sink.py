@@ -59,8 +59,8 @@ class GenerationCall:
 class Sink(ABC):
     """The receiver of one request's output.
 
-    After the output, exactly one of `end` and `fail` is called, and then `released`. If an async method raises ApiError, the
-    request is cancelled, and `fail` receives the error.
+    After the output, one of `end` and `fail` is called, and then `released`. If begin() returns False or the client has left,
+    only `released` is called. If an async method raises ApiError, the request is cancelled, and `fail` receives the error.
     """
 
     @abstractmethod

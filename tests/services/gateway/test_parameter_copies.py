@@ -80,7 +80,7 @@ def test_parameters_are_copied_again_for_a_hedge() -> None:
         assert pending.result().status_code == 200 and copies["CopyFrom"] == 2
 
 
-def test_helper_count_copies_counts_a_copy(shared: System) -> None:
+def test_one_copy_is_counted(shared: System) -> None:
     with count_copies(shared) as copies:
         shared.do(lambda: pb.SamplingParams().CopyFrom(pb.SamplingParams(top_k=3)))
     assert copies["CopyFrom"] == 1

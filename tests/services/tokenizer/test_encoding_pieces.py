@@ -85,7 +85,7 @@ def test_piece_encoder_returns_the_ids_of_the_whole_text(
 
 @pytest.mark.by_day(one_in=3, seed=48)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_piece_encoder_encodes_at_most_piece_chars_at_once(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
+def test_piece_encoder_passes_short_pieces_to_the_tokenizer(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     counting = CountingTokenizer(tokenizers[kind])
     encoder = PieceEncoder(counting, piece_chars=1000)
     text = "Hello there, how are you today? " * 500

@@ -179,7 +179,7 @@ def _security(operation: ApiOperation, keys: bool) -> dict[str, Any]:
 def _options(operation: ApiOperation, keys: bool, origins: bool) -> dict[str, Any]:
     """Returns the description of a path's OPTIONS method.
 
-    With `origins`, the statuses 200 and 400 are the plain-text responses to a browser's preflight request, which has no API key.
+    With `origins`, 200 and 400 also describe the plain-text responses to a browser's preflight request.
     """
     statuses = {*COMMON_STATUSES, 401, 503}.intersection(operation.all_statuses(keys)) - operation.other_contents.keys()
     responses: dict[str, Any] = {str(status): reference(status, operation.errors) for status in sorted(statuses)}

@@ -107,8 +107,8 @@ class NativeApi:
     async def _open_session(self, request: Request) -> Response:
         given = await self._parsed_body(request, OpenSessionRequest)
         model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
-        # In SGLang, capacity_of_str_len counts characters. Here it limits tokens, because a text rarely has more tokens than
-        # characters.
+        # In SGLang, capacity_of_str_len counts characters. Here it counts tokens. This is rarely a stricter limit, because a text
+        # rarely has more tokens than characters.
         key, max_tokens = request.scope["state"]["key"], given.capacity_of_str_len
         return json_response(await self._sessions.open(model.name, key, given.session_id, max_tokens, given.timeout))
 

@@ -84,7 +84,7 @@ class RadixCache:
         self._eviction_key = _EVICTION_KEYS[policy]
         self._events = events
         self._backups = backups
-        self.units: CacheUnits | None = None  # units of the pages, set by KVMemory; None if the model has no cache groups
+        self.units: CacheUnits | None = None  # windows and states of the pages; None if the model has no cache groups
         self._roots: dict[str, TreeNode] = {}
         self._empty_roots: list[TreeNode] = []  # roots that forget_empty() has to check
         self._retired: list[TreeNode] = []  # roots of retired trees

@@ -69,7 +69,8 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
     if length < 1:
         return refused("the prompt is empty")
     if length + min(outputs, 1) > config.context_len:
-        return refused(f"the prompt has {length} tokens; the model's context is {config.context_len} tokens")
+        least = " and must hold an output token" if outputs else ""
+        return refused(f"the prompt has {length} tokens; the model's context is {config.context_len} tokens{least}")
     if length + outputs > config.context_len:
         return refused(
             f"prompt and max_new_tokens have {length + outputs} tokens; the model's context is {config.context_len} tokens"

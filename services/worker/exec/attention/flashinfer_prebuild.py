@@ -46,7 +46,10 @@ class Module:
     windowed: bool  # whether attention has a sliding window
 
     def load(self, library: Any) -> None:
-        """Loads the module as a plan does. The library compiles a missing module first, if compiling is allowed."""
+        """Loads the module by the function that plan() of FlashInfer's wrappers calls.
+
+        The library compiles a missing module first, if compiling is allowed.
+        """
         arguments = (self.dtype, self.dtype, self.dtype, self.index, self.head_dim, self.head_dim, 0, self.windowed, False)
         if self.kernels == DECODE:
             library.decode.get_batch_decode_module(*arguments)

@@ -34,7 +34,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """The present size of a store, and counts since it was opened, with those of the recovery at its opening."""
+    """The size of a store, and its faults since it was opened. Faults that the recovery at opening has found are included."""
 
     corrupt_pages: int  # pages whose bytes differ from the written ones
     failed_reads: int  # pages that could not be read because of an error

@@ -295,7 +295,7 @@ class Subject:
     dtype: torch.dtype
     kernels: Kernels
     has_head: bool  # whether logits are compared; otherwise, hidden states are
-    own: OwnInputs | None = None  # set in half precision: inputs and outputs of the attention modules in the model's own run
+    own: OwnInputs | None = None  # inputs and outputs of the model's own attention; only in half precision
 
 
 @dataclass(frozen=True)

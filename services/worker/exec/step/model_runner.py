@@ -260,7 +260,7 @@ class DeviceRunner:
         if "unwritten" in host and int(host["unwritten"][0]):
             slots = plan.slots[plan.num_extend :].tolist()
             raise UnwrittenToken(
-                f"step {plan.step_id} read a token of the relay that was never written, of one of the slots {slots}"
+                f"step {plan.step_id} read an entry of the relay that was never written. The entry is of one of the slots {slots}"
             )
         prompts, faults = self.sampler.logprobs.prompts(run.prompts, host)
         vectors, vector_faults = finite_vectors({row: host[f"embedding_{row}"] for row in run.embeddings})

@@ -23,7 +23,7 @@ from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
 
 I64 = NDArray[np.int64]
 NOTHING = np.empty(0, dtype=np.int32)
-SCRATCH = -2  # unit of a state between two parts of a row; the runner replaces it by a scratch state of the pool
+SCRATCH = -2  # stands for the state between two parts of a row; the runner replaces it by a scratch state of the pool
 POISON = -1  # value of a slot in the relay until a token is sampled for it
 
 
@@ -122,7 +122,7 @@ class ForwardPass:
         self._kernels.resolve_tokens(
             ids, rows, tokens, self._relay, self._unwritten, extends, self._page_size, self._vocab_size, longest, known
         )
-        if self.window_table is not None:  # for the locations; the ids are those that are resolved already
+        if self.window_table is not None:  # a second call for the locations in the windows; its ids are not used
             again, windows = torch.empty_like(ids), rows.in_windows()
             self._kernels.resolve_tokens(
                 again, windows, tokens, self._relay, None, extends, self._page_size, self._vocab_size, longest, known

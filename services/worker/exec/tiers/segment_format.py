@@ -24,7 +24,7 @@ import xxhash
 from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES, TAG_BYTES
 
 FORMAT_VERSION = 2  # version of segments with small heads, and of all indexes
-BLOCK_VERSION = 3  # version of segments of whole blocks
+BLOCK_VERSION = 3  # version of segments whose header and heads take whole blocks of the disk
 MOST_IDENTITY_BYTES = 64
 HEADER_BYTES = 128
 HEAD_BYTES = 64

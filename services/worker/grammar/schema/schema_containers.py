@@ -28,7 +28,7 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import (
     types_of,
 )
 
-MAX_COUNTED_STATES = 2000  # largest number of an object's rules, by position and number of properties so far
+MAX_COUNTED_STATES = 2000  # largest number of an object's rules; there is one for each position and number of pairs so far
 MANY_PROPERTIES = 64  # if an object has more properties, each optional pair becomes a rule
 RUN_ITEMS = 32  # largest number of consecutive required pairs in one rule
 _COLON = Seq((WS, Text(":"), WS))

@@ -1,4 +1,4 @@
-"""Tests of logprobs over HTTP: OpenAI's two forms, aligned with the text of their chunk."""
+"""Tests of logprobs over HTTP, in OpenAI's two forms. Each streamed chunk has the logprobs of its own text."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_body_reserves_bytes_in_steps_when_the_size_of_the_body_is_unknown(small
 
 
 def test_body_budget_reserves_the_size_of_parsed_values(small_budget: System) -> None:
-    """The prompt has token ids of 40 bytes each, and waits for its model."""
+    """Each parsed token id counts as 40 bytes, so that the second body waits for the budget."""
     ids = b"[" + b"1," * 19_999 + b"1]"
     body = b'{"model": "%b", "prompt": [%b]}' % (MODEL.encode(), b",".join([ids] * 2))
     with unfinished_chat(small_budget):

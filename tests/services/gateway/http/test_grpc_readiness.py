@@ -1,4 +1,4 @@
-"""Tests of readiness: a gateway is ready without any other service, and not ready while it stops."""
+"""Tests of a gateway's readiness, over gRPC and HTTP."""
 
 from __future__ import annotations
 

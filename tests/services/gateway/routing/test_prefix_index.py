@@ -152,7 +152,7 @@ def test_number_of_a_retired_owner_is_reused_only_after_the_sweep() -> None:
     assert depths(index, CHAINS[0])[old] == 0 and index.num_blocks == 0
 
 
-def test_expiry_of_blocks_of_a_retired_owner_spares_the_new_owner_with_the_same_number() -> None:
+def test_new_owner_keeps_its_blocks_when_it_reuses_the_number_of_a_retired_owner() -> None:
     index = PrefixIndex()
     index.speculate(index.owner("a", 1), CHAINS[0], until=10.0)
     index.retire(0)

@@ -35,7 +35,7 @@ def test_operators_defaults_override_the_models_and_the_models_override_the_apis
 
 
 @pytest.mark.parametrize("temperature", [None, 0.6, -1])
-def test_default_temperature_is_0_when_the_models_do_sample_is_false(tmp_path: Path, temperature: Any) -> None:
+def test_default_temperature_is_0_when_the_model_disables_sampling(tmp_path: Path, temperature: Any) -> None:
     model = folder(tmp_path, {"do_sample": False, "temperature": temperature, "top_k": 50})
     assert sampling_defaults(model, True, "") == SamplingDefaults(temperature=0.0, top_k=50)
     assert sampling_defaults(model, True, '{"temperature": 0.3}') == SamplingDefaults(temperature=0.3, top_k=50)
