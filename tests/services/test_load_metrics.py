@@ -19,12 +19,12 @@ def figures(model: LoadedInfo) -> CollectorRegistry:
 
 
 def test_model_loading_metrics_have_the_seconds_of_each_phase_and_the_memory() -> None:
-    registry = figures(info(load_seconds=(("weights", 3.5), ("total", 9.0))))
+    registry = figures(info(load_seconds=(("weights", 3.5), ("total", 9.0)), pool_bytes=15_360))
     for phase, seconds in (("weights", 3.5), ("total", 9.0), ("graphs", None)):
         labels = {"model_name": "m", "phase": phase}
         assert registry.get_sample_value("rootstock_worker_load_seconds", labels) == seconds
     assert registry.get_sample_value("rootstock_worker_weight_bytes", {"model_name": "m"}) == 1234
-    assert registry.get_sample_value("rootstock_worker_kv_pool_bytes", {"model_name": "m"}) == 10 * 16 * 96
+    assert registry.get_sample_value("rootstock_worker_kv_pool_bytes", {"model_name": "m"}) == 15_360
 
 
 def test_model_loading_metrics_have_no_phases_when_the_model_reports_none() -> None:
