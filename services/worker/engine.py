@@ -272,7 +272,9 @@ def _build_on_device(
         draft_corpus=draft_corpus(settings, lambda: load_tokenizer(settings.model).encode_batch),
         tiers=exchanges.tiers,
         peers=exchanges.peers,
-        max_chunk=min(settings.chunked_prefill_size or 0, settings.max_prefill_tokens),
+        max_chunk=max(min(settings.chunked_prefill_size, settings.max_prefill_tokens), settings.page_size)
+        if settings.chunked_prefill_size
+        else 0,
         swa_full_tokens_ratio=settings.swa_full_tokens_ratio,
         mamba_full_memory_ratio=settings.mamba_full_memory_ratio,
         max_mamba_cache_size=settings.max_mamba_cache_size,

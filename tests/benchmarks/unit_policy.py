@@ -15,7 +15,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-STATE_TOKENS = 1536  # of Qwen3.5-0.8B in bfloat16
+STATE_TOKENS = 1536  # size of a state of Qwen3.5-0.8B in bfloat16
 PAGE_SIZE = 16
 RATIOS = (0.1, 0.3, 0.9, 2.0)
 INTERVALS = (256, 1024, 4096, 1 << 20)

@@ -64,7 +64,7 @@ def node_names(cluster: Cluster) -> NodeNames:
 
 
 def flowing(release: Release, load: Load) -> float:
-    """Waits until as many requests as streams have completed. Returns the number of tokens whose KV was read between nodes."""
+    """Waits until STREAMS requests have completed. Returns the number of tokens whose KV was read between nodes."""
     until(lambda: load.ended >= STREAMS, "the first completed requests", 120)
     read = pulled(release)
     assert read > 0, "decode workers must read KV from the other node"

@@ -132,7 +132,7 @@ def test_parts_with_key_figures_run_first_and_parts_that_compile_run_last() -> N
 
 
 def test_commands_on_the_page_select_existing_parts() -> None:
-    """Otherwise, a wrong command on the page would be found only on a rented GPU machine."""
+    """Without this test, a wrong command on the page would be found only on a rented GPU machine."""
     page = (ROOT / "docs/reference/gpu/README.md").read_text()
     section = page.partition("## A first session of three commands")[2].partition("\n## ")[0].replace("\\\n", " ")
     each = (command.strip() for line in section.splitlines() for command in line.split(";"))

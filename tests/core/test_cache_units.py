@@ -25,7 +25,7 @@ TOKEN = 4  # bytes of a token in a token key
 
 @dataclass(frozen=True)
 class CachedPage:
-    """What the tree has for one page: window unit and state unit, -1 for none."""
+    """The window unit and the state unit of a page in the tree; -1: the page has no such unit."""
 
     window: int
     state: int
@@ -204,7 +204,7 @@ def test_next_turn_of_a_chat_recomputes_at_most_one_page_of_the_old_context(kind
 
 
 def test_short_prompt_reserves_no_window_units_for_a_whole_chunk() -> None:
-    """Of the 12 units, the window with a whole chunk takes 8, and the window with a prompt of five tokens 6."""
+    """A window and a whole chunk take 8 of the 12 units. A window and a prompt of five tokens take 6."""
     engine = hybrid(spare_windows=4, spare_states=-1)
     for handle in range(2):
         engine.submit(handle, [100 * handle + token for token in range(5)], max_new_tokens=2, ignore_eos=True)

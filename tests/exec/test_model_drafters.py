@@ -248,11 +248,15 @@ def test_loading_refuses_folders_without_a_usable_draft_model(tmp_path: Path) ->
     pickled.mkdir()
     (pickled / "pytorch_model.bin").touch()
     (pickled / "config.json").write_text((draft / "config.json").read_text().replace("ForCausalLM", "ForCausalLMEagle3"))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "config.json").write_text((draft / "config.json").read_text().replace("LlamaForCausalLM", "OlmoForCausalLMEagle3"))
     messages = {
         ("draft", str(draft)): "its vocabulary has 100 tokens, fewer than the model's 257",
         ("draft", ""): "needs --speculative-draft-model-path",
         ("eagle3", str(draft)): "LlamaForCausalLM; the architecture of an EAGLE-3 head ends in Eagle3",
         ("eagle3", str(pickled)): "drafts for a model with a vocabulary of 100 tokens",
+        ("eagle3", str(foreign)): "OlmoForCausalLM is not of a family that this worker has code for",
         ("mtp", ""): "no layer for multi-token prediction",
         ("mtp", str(draft)): "no layer for multi-token prediction",
         ("ngram", str(draft)): "has no effect with --speculative-algorithm ngram",

@@ -98,7 +98,7 @@ class PreparedChat:
     """
 
     prompt: PromptInput
-    formats: OutputFormats | None  # formats of the output; None: only the prompt was stored, so the fields below are unused
+    formats: OutputFormats | None  # of the output. If it is None, only the prompt was stored, and the fields below are unused
     reasoning_marks: Sequence[int]  # token ids; see Parsing
     context_len: int  # tokens
     defaults: SamplingDefaults

@@ -138,7 +138,7 @@ class ModelCatalog:
     def _first_known(self, names: Collection[str]) -> str:
         """Returns the first name of the setting `models` that is in `names` and has a pool.
 
-        If there is none, returns the first of `names` with a pool in alphabetical order; "" if none has a pool.
+        Without such a name, returns the alphabetically first of `names` that has a pool, or "" if no name has one.
         """
         known = self._pools.keys() & names
         return next((name for name in self.expected if name in known), min(known, default=""))

@@ -23,9 +23,8 @@ from rootstock_llm.services.shared.limits import (
 )
 from rootstock_llm.services.shared.memory import trim_heap
 
-TRIM_BYTES = (
-    1 << 20
-)  # size of the smallest body whose memory is returned to the system; the next body reuses the memory of smaller bodies
+# Size of the smallest body whose memory is returned to the system. The next body reuses the memory of smaller bodies.
+TRIM_BYTES = 1 << 20
 TRIM_S = 1.0  # seconds from the end of a large body to the trim, so that one trim serves several bodies
 QUIET_S = 15.0  # seconds after the last large body until the garbage collector scans all objects
 YOUNG, OLDEST = 1, 2  # generations of objects, as arguments of gc.collect()

@@ -221,7 +221,11 @@ class GenerationRequest:
 
 
 def check_logprobs(request: GenerationRequest) -> None:
-    """Raises ApiError if all choices may have too many log probability values. likely_tokens() gives their output tokens."""
+    """Checks the number of log probability values of all choices, with the output tokens that likely_tokens() estimates.
+
+    Raises:
+        ApiError: the number exceeds the limit.
+    """
     total = 0
     for prompt, params in zip(request.prompts, request.params, strict=True):
         if not params.wants_logprobs:

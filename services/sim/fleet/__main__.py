@@ -25,7 +25,7 @@ from rootstock_llm.services.sim.fleet.simulation import FleetSimulation
 from rootstock_llm.services.sim.fleet.workloads import WORKLOADS
 from rootstock_llm.services.worker.settings import WorkerSettings
 
-KV_TOKENS = 800_000  # tokens of KV that fit on one large accelerator beside an 8B model
+KV_TOKENS = 800_000  # tokens of KV that fit on one large accelerator with the weights of an 8B model
 KV_BYTES = 131_072  # bytes of KV per token of the same model in bfloat16
 DERIVED = ("context_len",)  # settings without a flag, because they follow from the trace
 WITHOUT_ROLES = ", no roles"  # suffix of a policy's name in the reports of its run without roles

@@ -21,7 +21,6 @@ from rootstock_llm.services.worker.exec.drafting.ngram_index import NgramIndex
 from rootstock_llm.services.worker.exec.models.dense import Decoder
 from rootstock_llm.services.worker.exec.models.drafts import DecoderDraftModel, HeadDraftModel, load_eagle3, load_mtp
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
-from rootstock_llm.services.worker.exec.pools import kv_pool
 from rootstock_llm.services.worker.exec.pools.kv_pool import NO_POOL, KVPool, LayerKV
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
@@ -37,7 +36,6 @@ class LoadedDraft:
 
     model: DraftModel | None = None  # None if drafts come from n-grams or are off
     aux_layers: tuple[int, ...] = ()  # layers of the target whose inputs the draft model reads, see Decoder
-    kv_bytes_per_token: int = 0  # bytes of an entry's KV over all layers of the draft model
     weight_bytes: int = 0  # bytes of weights that the draft model does not share with the target
 
     @property
@@ -96,7 +94,7 @@ def _small(folder: Path, loaded: LoadedModel, target: LoadedModel) -> LoadedDraf
     if len(layers) < len(loaded.layers):
         raise UnsupportedModel(f"{folder} cannot draft: it has recurrent layers")
     model = DecoderDraftModel(loaded.model, layers, loaded.context_len, int(target.config.vocab_size))
-    return LoadedDraft(model, (), loaded.kv_bytes_per_token, loaded.weight_bytes)
+    return LoadedDraft(model, (), loaded.weight_bytes)
 
 
 def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: str) -> LoadedDraft:
@@ -111,8 +109,7 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
     if request.target.device.type == "cuda":
         torch.cuda.synchronize(request.target.device)  # other streams read the head's weights
     model = HeadDraftModel(head, target.kernels, target.context_len)
-    size = kv_pool.bytes_per_token(model.layers, target.dtype)
-    return LoadedDraft(model, head.aux_layers, size, head.num_bytes(decoder))
+    return LoadedDraft(model, head.aux_layers, head.num_bytes(decoder))
 
 
 def _index_of(corpus: I32, vocab_size: int) -> NgramIndex:
@@ -137,7 +134,7 @@ class Drafting:
         self.weight_bytes = loaded.weight_bytes
         self._drafter: ModelDrafter | None = None
         self._model, self.layers = loaded.model, loaded.model.layers if loaded.model is not None else ()
-        self.aux_layers, self.kv_bytes_per_token, self._shape = loaded.aux_layers, loaded.kv_bytes_per_token, loaded.shape
+        self.aux_layers, self._shape = loaded.aux_layers, loaded.shape
         self.pool = NO_POOL
 
     def allocate(self, pool: Callable[[tuple[LayerKV, ...]], KVPool]) -> None:

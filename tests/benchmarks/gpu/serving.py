@@ -37,7 +37,7 @@ class Timing:
 
     seconds: float = 0.0  # from the first submit until the last token is received and the device has finished
     last_first_s: float = 0.0  # from the first submit until every request has its first token
-    output_tokens: int = 0  # of all requests
+    output_tokens: int = 0  # sum over all requests
     steps: int = 0  # launched steps
     marks: list[tuple[float, int]] = field(default_factory=list)  # time and total output tokens after each commit
 

@@ -1,6 +1,6 @@
 """Splits a device's memory between the pages and the units of cache groups (docs/design/cache-groups.md).
 
-The worker, the simulator and the documentation use the same function. Names of ratios are those of SGLang's flags.
+The names of ratios are those of SGLang's flags.
 """
 
 from __future__ import annotations

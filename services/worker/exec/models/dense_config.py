@@ -54,7 +54,7 @@ class DenseConfig:
     output_norms: bool = False  # whether the outputs of attention and MLP have norms
     output_gate: bool = False  # whether the attention result is multiplied by a sigmoid of its input
     gelu: bool = False  # whether the MLP uses gelu instead of silu
-    delta: DeltaNetSizes | None = None  # sizes of the recurrent layers; None if there are none
+    delta: DeltaNetSizes | None = None  # sizes of the recurrent layers; None without such layers
     recurrent: tuple[int, ...] = ()  # layers with Gated DeltaNet instead of attention
 
     @property

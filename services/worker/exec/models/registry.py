@@ -62,11 +62,7 @@ def config_of(given: Any) -> DenseConfig:
         UnsupportedModel: the config has sizes that no decoder can have.
     """
     architecture = architecture_of(given)
-    family = ARCHITECTURES.get(architecture)
-    if family is None:
-        raise NotCovered(
-            f"architecture {architecture} is not of a family that this worker has code for: {', '.join(sorted(FAMILIES))}"
-        )
+    family = _family_of(architecture)
     expected = family.wrapper_type if architecture.endswith(WRAPPER) else family.model_type
     if given.model_type != expected:
         raise NotCovered(f"model_type {given.model_type} does not match architecture {architecture}")
@@ -96,8 +92,17 @@ def text_config(given: Any) -> Any:
 
 
 def model_type_of(architecture: str) -> str:
-    """Returns the model_type in configs of a registered architecture."""
-    return ARCHITECTURES[architecture].model_type
+    """Returns the model_type in configs of a registered architecture. Raises NotCovered for other architectures."""
+    return _family_of(architecture).model_type
+
+
+def _family_of(architecture: str) -> Family:
+    family = ARCHITECTURES.get(architecture)
+    if family is None:
+        raise NotCovered(
+            f"architecture {architecture} is not of a family that this worker has code for: {', '.join(sorted(FAMILIES))}"
+        )
+    return family
 
 
 def ropes_of(given: Any) -> list[dict[str, Any]]:
