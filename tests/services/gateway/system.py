@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +27,7 @@ from tests.services.gateway.fakes import MODEL, FakeDetokenizer, FakeTokenizer, 
 
 T = TypeVar("T")
 WAIT_S = 60.0
+POLL_S = 10.0  # seconds that one readiness request may take
 
 
 def wait_until(condition: Callable[[], bool], what: str = "condition", wait_s: float = WAIT_S) -> None:
@@ -87,9 +90,23 @@ class System:
         self.call(self._start())
         if not self._down:
             for gateway in range(self._num_gateways):
-                wait_until(lambda: self.get("/readiness", gateway).status_code == 200, "readiness")  # noqa: B023
+                wait_until(lambda: self._is_ready(gateway), "readiness")  # noqa: B023
             wait_until(lambda: all(link.info is not None for link in self.links), "every worker")
         return self
+
+    def _is_ready(self, gateway: int) -> bool:
+        """Returns whether the gateway answers that it is ready.
+
+        Raises the exception of a gateway that has ended: its listener stays open until the loop ends, and connections to it get no
+        response. A request without a response counts as not ready and is repeated on a new connection.
+        """
+        if self.serving.done():
+            self.serving.result()
+        try:
+            return self.get("/readiness", gateway, timeout=POLL_S).status_code == 200
+        except httpx.TimeoutException:
+            faulthandler.dump_traceback(sys.__stderr__)
+            return False
 
     def __exit__(self, *_: object) -> None:
         for client in self.clients:
