@@ -49,7 +49,7 @@ def table() -> str:
         "families": sorted(FAMILIES),
         "wrappers": sorted(name for name in ARCHITECTURES if name.endswith(WRAPPER)),
         "own_layer_types": {
-            name: sorted(own) for name, family in ARCHITECTURES.items() if (own := family.model.layer_types - LAYER_TYPES)
+            name: sorted(own) for name, family in ARCHITECTURES.items() if (own := family.layer_types - LAYER_TYPES)
         },
         "model_types": sorted(CONFIG_MAPPING),
         "served": [],

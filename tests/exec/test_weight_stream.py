@@ -61,7 +61,7 @@ def broken(saved: Callable[[str], Path], tmp_path: Path) -> Path:
 
 def reading(folder: Path) -> Callable[[WeightReader], DenseModel]:
     config = config_of(read_config(folder))
-    return partial(ARCHITECTURES[config.architecture].model.read, config=config)
+    return partial(ARCHITECTURES[config.architecture].read, config=config)
 
 
 def streamed(

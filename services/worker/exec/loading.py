@@ -130,7 +130,7 @@ def _native_config(config: Any) -> DenseConfig | NotCovered:
 def _native(opened: _Opened, config: DenseConfig) -> LoadedModel:
     request, context = opened.request, opened.context(config.max_position_embeddings)
     config = config.within(context)
-    read = partial(ARCHITECTURES[config.architecture].model.read, config=config)
+    read = partial(ARCHITECTURES[config.architecture].read, config=config)
     model = opened.target.weights(opened.checkpoint, read, opened.dtype, opened.kernels, request.progress, request.phases)
     num_positions = (-(-context // request.page_size) + 1) * request.page_size  # positions in the pages of a slot
     assert 0 < context < num_positions, "the table has a row for each position of a slot's pages"

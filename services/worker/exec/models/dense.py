@@ -120,8 +120,14 @@ class Decoder:
 
 @dataclass(frozen=True)
 class DenseModel(ABC):
-    """The weights of a decoder without experts. Each layer has attention or a recurrence, and an MLP."""
+    """The weights of a decoder without experts. Each layer has attention or a recurrence, and an MLP.
 
+    The name of a subclass is that of its architectures without the ending: Qwen3 computes Qwen3ForCausalLM and Qwen3Model.
+    """
+
+    model_type: ClassVar[str]  # model_type in the configs
+    wrapper_type: ClassVar[str] = ""  # model_type of configs of text and images; empty if there are no such models
+    has_base: ClassVar[bool] = False  # whether the class also computes models without a vocabulary projection
     activation: ClassVar[str] = "silu"
     activation_key: ClassVar[str] = "hidden_act"  # attribute of the configs that names the activation
     layer_types: ClassVar[frozenset[str]] = LAYER_TYPES  # supported values in layer_types of the configs
@@ -196,6 +202,9 @@ class DenseModel(ABC):
 class Llama(DenseModel):
     """Llama 2 and 3 (arXiv 2307.09288, 2407.21783), and models that use their architecture."""
 
+    model_type = "llama"
+    has_base = True
+
     @classmethod
     def config_of(cls, given: Any) -> DenseConfig:
         bias = bool(given.attention_bias)
@@ -205,6 +214,9 @@ class Llama(DenseModel):
 class Mistral(DenseModel):
     """Mistral (arXiv 2310.06825): a sliding window in all layers, or in none."""
 
+    model_type = "mistral"
+    has_base = True
+
     @classmethod
     def config_of(cls, given: Any) -> DenseConfig:
         return dense_config(given, (int(given.sliding_window or 0),) * int(given.num_hidden_layers))
@@ -213,6 +225,9 @@ class Mistral(DenseModel):
 class Qwen2(DenseModel):
     """Qwen2 and Qwen2.5 (arXiv 2407.10671): biases of queries, keys and values; sliding windows in some layers."""
 
+    model_type = "qwen2"
+    has_base = True
+
     @classmethod
     def config_of(cls, given: Any) -> DenseConfig:
         return dense_config(given, windows_by_layer(given), qkv_bias=True)
@@ -220,6 +235,9 @@ class Qwen2(DenseModel):
 
 class Qwen3(DenseModel):
     """Qwen3 (arXiv 2505.09388): an RMS norm of each head's queries and keys; sliding windows in some layers."""
+
+    model_type = "qwen3"
+    has_base = True
 
     @classmethod
     def config_of(cls, given: Any) -> DenseConfig:
@@ -234,6 +252,8 @@ class Qwen3_5(DenseModel):
     rotary embedding of three axes is the usual one.
     """
 
+    model_type = "qwen3_5_text"
+    wrapper_type = "qwen3_5"
     layer_types = frozenset({"full_attention", RECURRENT})
     partial_rotation = True
 
@@ -267,6 +287,7 @@ class Gemma3(DenseModel):
     the root of its size.
     """
 
+    model_type = "gemma3_text"
     activation = "gelu_pytorch_tanh"
     activation_key = "hidden_activation"
 
@@ -288,6 +309,9 @@ class Gemma3(DenseModel):
             output_norms=True,
             gelu=True,
         )
+
+
+MODELS: tuple[type[DenseModel], ...] = (Llama, Mistral, Qwen2, Qwen3, Qwen3_5, Gemma3)
 
 
 def read_layer(weights: WeightReader, config: DenseConfig, index: int, attention_features: int = 0) -> TransformerLayer:

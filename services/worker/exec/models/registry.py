@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
-from rootstock_llm.services.worker.exec.models.dense import DenseModel, Gemma3, Llama, Mistral, Qwen2, Qwen3, Qwen3_5
+from rootstock_llm.services.worker.exec.models.dense import MODELS, DenseModel
 from rootstock_llm.services.worker.exec.models.dense_config import CAUSAL, DenseConfig
 from rootstock_llm.services.worker.exec.models.rope import ROPE_TYPES
 from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
@@ -15,28 +14,10 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedMod
 BASE = "Model"  # ending of an architecture without a vocabulary projection
 WRAPPER = "ForConditionalGeneration"  # ending of an architecture of text and images, whose decoder is in text_config
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The architectures that one model class computes."""
-
-    model: type[DenseModel]
-    model_type: str  # model_type in the configs
-    wrapper_type: str = ""  # model_type of configs of text and images; empty if there are no such models
-    has_base: bool = False  # whether the model class also computes models without a vocabulary projection
+FAMILIES: dict[str, type[DenseModel]] = {model.__name__: model for model in MODELS}
 
 
-FAMILIES: dict[str, Family] = {
-    "Llama": Family(Llama, "llama", has_base=True),
-    "Mistral": Family(Mistral, "mistral", has_base=True),
-    "Qwen2": Family(Qwen2, "qwen2", has_base=True),
-    "Qwen3": Family(Qwen3, "qwen3", has_base=True),
-    "Qwen3_5": Family(Qwen3_5, "qwen3_5_text", "qwen3_5"),
-    "Gemma3": Family(Gemma3, "gemma3_text", "gemma3"),
-}
-
-
-def _endings(family: Family) -> Iterator[str]:
+def _endings(family: type[DenseModel]) -> Iterator[str]:
     yield CAUSAL
     if family.has_base:
         yield BASE
@@ -71,7 +52,7 @@ def config_of(given: Any) -> DenseConfig:
         raise NotCovered(f"model_type {given.model_type} of the text config does not match architecture {architecture}")
     _check_covered(given, family)
     _check_sizes(given)
-    return family.model.config_of(given)
+    return family.config_of(given)
 
 
 def text_config(given: Any) -> Any:
@@ -96,7 +77,7 @@ def model_type_of(architecture: str) -> str:
     return _family_of(architecture).model_type
 
 
-def _family_of(architecture: str) -> Family:
+def _family_of(architecture: str) -> type[DenseModel]:
     family = ARCHITECTURES.get(architecture)
     if family is None:
         raise NotCovered(
@@ -112,15 +93,14 @@ def ropes_of(given: Any) -> list[dict[str, Any]]:
     return by_type or [rope]
 
 
-def _check_covered(given: Any, family: Family) -> None:
+def _check_covered(given: Any, family: type[DenseModel]) -> None:
     """Checks that the model class implements the arithmetic of the config. Raises NotCovered if not."""
-    model = family.model
-    activation = getattr(given, model.activation_key, None)
-    if activation != model.activation:
-        raise NotCovered(f"{model.activation_key} {activation} is not supported; supported: {model.activation}")
+    activation = getattr(given, family.activation_key, None)
+    if activation != family.activation:
+        raise NotCovered(f"{family.activation_key} {activation} is not supported; supported: {family.activation}")
     if not getattr(given, "is_causal", True) or getattr(given, "use_bidirectional_attention", False):
         raise NotCovered("attention in both directions is not supported")
-    if unknown := set(getattr(given, "layer_types", None) or ()) - model.layer_types:
+    if unknown := set(getattr(given, "layer_types", None) or ()) - family.layer_types:
         raise NotCovered(f"layers of type {', '.join(sorted(unknown))} are not supported")
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(given, cap, None) is not None:
@@ -128,7 +108,7 @@ def _check_covered(given: Any, family: Family) -> None:
     for rope in ropes_of(given):
         if rope.get("rope_type", "default") not in ROPE_TYPES:
             raise NotCovered(f"rope type {rope['rope_type']} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        if float(rope.get("partial_rotary_factor", 1.0)) != 1.0 and not model.partial_rotation:
+        if float(rope.get("partial_rotary_factor", 1.0)) != 1.0 and not family.partial_rotation:
             raise NotCovered("partial_rotary_factor other than 1 is not supported")
 
 
