@@ -97,8 +97,8 @@ class System:
     def _is_ready(self, gateway: int) -> bool:
         """Returns whether the gateway answers that it is ready.
 
-        Raises the exception of a gateway that has ended: its listener stays open until the loop ends, and connections to it get no
-        response. A request without a response counts as not ready and is repeated on a new connection.
+        Raises the exception of a gateway that has ended: its listener stays open until the loop ends, and connections to it get
+        no response. A request without a response counts as not ready and is repeated on a new connection.
         """
         if self.serving.done():
             self.serving.result()

@@ -34,7 +34,6 @@ def changed_fields(a: SchedulerConfig, b: SchedulerConfig) -> set[str]:
     return {field.name for field in fields(a) if getattr(a, field.name) != getattr(b, field.name)}
 
 
-@pytest.mark.by_day(one_in=7, seed=8)
 @pytest.mark.parametrize("name", NAMES)
 def test_setting_changes_only_the_configuration_field_of_the_same_name(name: str) -> None:
     changed = SETTINGS.model_copy(update={name: other_than(getattr(SETTINGS, name))})
