@@ -1,6 +1,9 @@
-"""Trains the demo model from scratch on the data of tasks.py and writes its Hugging Face folder, models/demo.
+"""Trains a demo model on the data of tasks.py and writes its Hugging Face folder: models/demo, or with --hybrid models/demo-hybrid.
 
 python demo/train.py --minutes 35
+
+The demo model has attention in all layers (Qwen3). The hybrid one has Gated DeltaNet in three of four layers and a window in one of
+the attention layers (Qwen3.5), and takes the demo model's tokenizer and embeddings.
 
 Training ends after --steps or --minutes, whichever comes first, and the learning rate then reaches zero. An existing tokenizer in
 the folder is used again. With --resume, training starts from the existing weights.
@@ -19,10 +22,22 @@ import torch
 from tasks import SCRIPTS, TASKS, conversation, sample_training
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tool_tasks import Message, Tool, long_message, scene, turns_of
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 MODEL = Path(__file__).resolve().parents[1] / "models/demo"
+HYBRID = MODEL.with_name("demo-hybrid")
 CONTEXT = 4096
+WINDOW = 64  # tokens that the windowed layer of the hybrid model reads
 VOCABULARY = 1280
 END_OF_DOCUMENT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL_MARKS = ("<tool_call>", "</tool_call>")
@@ -183,19 +198,62 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def loss_of(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
+def new_hybrid_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5ForCausalLM:
+    """Returns a model with the demo model's embeddings and random layers."""
+    recurrent = ["linear_attention"] * 3
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=448,
+        num_hidden_layers=8,
+        layer_types=[*recurrent, "sliding_attention", *recurrent, "full_attention"],
+        sliding_window=WINDOW,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=64,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3_5ForCausalLM(config)
+    demo = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model.model.embed_tokens.load_state_dict(demo.model.embed_tokens.state_dict())
+    return model
+
+
+def masks_of(model: PreTrainedModel, length: int) -> dict[str, torch.Tensor | None] | None:
+    """Returns the attention masks by layer type, bool[1, 1, length, length] or None for a causal mask. Qwen3 makes its own masks.
+
+    transformers' code of Qwen3.5 has no mask for windows, so it computes `sliding_attention` only with given masks.
+    """
+    if model.config.model_type != "qwen3_5_text":
+        return None
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    window = (distance >= 0) & (distance < model.config.sliding_window)
+    return {"full_attention": None, "linear_attention": None, "sliding_attention": window[None, None]}
+
+
+def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """Returns the mean cross-entropy over the labelled tokens. Logits are computed only for positions with a label."""
-    hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
+    masks = masks_of(model, batch.tokens.shape[1])
+    output = model.model(input_ids=batch.tokens, attention_mask=masks, use_cache=False)
+    hidden = output.last_hidden_state[:, :-1]
     labels = batch.labels[:, 1:]
     learnt = labels != IGNORED
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[learnt]).float(), labels[learnt])
 
 
-def new_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Returns Muon for the layers' matrices, because it learns more in each step, and AdamW for embeddings and vectors."""
-    inner = [parameter for parameter in model.model.layers.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": [model.model.embed_tokens.weight], "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+def new_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+    """Returns Muon for the layers' matrices, because it learns more in each step, and AdamW for the other parameters."""
+    inner = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    groups = [{"params": [model.model.embed_tokens.weight], "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
     return [
         torch.optim.Muon(inner, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True),
@@ -208,7 +266,7 @@ def learning_rate(progress: Progress, peak: float) -> float:
 
 
 def train_step(
-    model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer], batch: Batch, rate: float, autocast: bool
+    model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], batch: Batch, rate: float, autocast: bool
 ) -> float:
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = rate
@@ -225,9 +283,9 @@ def train_step(
 # Files.
 
 
-def save_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Writes weights in bfloat16, config and generation defaults. The dtype of `model` does not change."""
-    half = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+    half = type(model)(model.config).to(torch.bfloat16)
     half.load_state_dict(model.state_dict())
     stops = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     half.generation_config = GenerationConfig(do_sample=False, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
@@ -235,17 +293,18 @@ def save_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out:
     (out / "model.safetensors").chmod(0o644)
 
 
-def load_or_train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
+def load_or_train_tokenizer(out: Path, hybrid: bool, seed: int) -> PreTrainedTokenizerFast:
     if (out / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(out)
-    tokenizer = train_tokenizer(Random(seed))
+    tokenizer = AutoTokenizer.from_pretrained(MODEL) if hybrid else train_tokenizer(Random(seed))
     tokenizer.save_pretrained(out)
     return tokenizer
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=MODEL)
+    parser.add_argument("--hybrid", action="store_true", help="train the hybrid model")
+    parser.add_argument("--out", type=Path, help="folder of the model; default: models/demo, or models/demo-hybrid")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--minutes", type=float, default=35.0)
     parser.add_argument("--threads", type=int, default=2)
@@ -256,7 +315,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-minutes", type=float, default=4.0)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="needs a C++ compiler")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.out = arguments.out or (HYBRID if arguments.hybrid else MODEL)
+    return arguments
 
 
 def main() -> None:
@@ -264,9 +325,12 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = load_or_train_tokenizer(arguments.out, arguments.seed)
-    model = Qwen3ForCausalLM.from_pretrained(arguments.out, dtype=torch.float32) if arguments.resume else None
-    model = (model or new_model(tokenizer)).train()
+    tokenizer = load_or_train_tokenizer(arguments.out, arguments.hybrid, arguments.seed)
+    if arguments.resume:
+        model = AutoModelForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)
+    else:
+        model = new_hybrid_model(tokenizer) if arguments.hybrid else new_model(tokenizer)
+    model.train()
     if arguments.compile:
         model.model.compile(dynamic=False)
     optimizers = new_optimizers(model)

@@ -16,11 +16,11 @@ from tests.services.gateway.system import RawClient, System, wait_until
 AFTER_S = 0.1  # seconds until a hedge copy
 
 
-def with_stopped_prefill(*prefill: int, **more: Any) -> Any:
-    """Returns arguments of system_of() with which the workers in `prefill` compute no step until allow()."""
+def with_stopped(*stopped: int, **more: Any) -> Any:
+    """Returns arguments of system_of() with which the workers in `stopped` compute no step until allow()."""
 
     def configure(workers: list[FakeWorker]) -> None:
-        for at in prefill or (0,):
+        for at in stopped:
             workers[at].allow(0)
 
     return {"then": configure, **more}
@@ -48,7 +48,7 @@ def reader_of(system: System, workers: tuple[int, ...]) -> int:
 
 
 def test_decode_worker_prefetches_pages_while_the_prompt_is_computed() -> None:
-    with system_of(**with_stopped_prefill()) as system:
+    with system_of(**with_stopped(0)) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)
         wait_until(lambda: len(prefetches(system, 1)) == 1, "the first pages")
@@ -70,7 +70,7 @@ def test_decode_worker_prefetches_pages_while_the_prompt_is_computed() -> None:
 
 def test_submit_after_a_prefetch_has_the_priority_and_counts_the_predicted_cached_tokens() -> None:
     """The predicted tokens are the tokens that the decode worker had cached before the prefetch."""
-    with system_of(**with_stopped_prefill()) as system:
+    with system_of(**with_stopped(0)) as system:
         for count, prompt in enumerate(("x" * 256, "x" * 256 + "another end"), 1):
             client = RawClient(system, COMPLETIONS, {"prompt": prompt, "priority": 3})
             announce(system, 2)
@@ -86,7 +86,7 @@ def test_submit_after_a_prefetch_has_the_priority_and_counts_the_predicted_cache
 @pytest.mark.parametrize("why", ["client", "prefill worker", "first token"])
 def test_prefetch_is_released_when_the_decode_worker_does_not_get_the_request(why: str) -> None:
     """The client leaves, the prefill worker dies, or the completion ends with its first token."""
-    with system_of(**with_stopped_prefill()) as system:
+    with system_of(**with_stopped(0)) as system:
         body: dict[str, Any] = {"prompt": "a long enough prompt"} | ({"max_tokens": 1} if why == "first token" else {})
         client = RawClient(system, COMPLETIONS, body)
         announce(system, 2)
@@ -114,7 +114,7 @@ def load_of(system: System, worker: int) -> tuple[int, int]:
 
 def test_prefetches_count_as_requests_and_spread_over_decode_workers() -> None:
     """Each decode worker has a request from the beginning, because an idle decode worker computes a prompt itself."""
-    with system_of(workers=4, **with_stopped_prefill(0, 1, 2, 3)) as system:
+    with system_of(workers=4, **with_stopped(0, 1, 2, 3)) as system:
         pending = []
         for count in range(1, 8):
             pending.append(Pending(system, stream=False))
@@ -165,7 +165,7 @@ def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
 @pytest.mark.parametrize("how", ["dies", "drains"])
 def test_another_decode_worker_prefetches_when_the_first_one_is_lost(how: str) -> None:
     """The worker is lost before the prompt is computed. The other worker may be one that refuses new requests."""
-    with system_of(workers=3, **with_stopped_prefill()) as system:
+    with system_of(workers=3, **with_stopped(0, 1, 2)) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)
         lost = reader_of(system, (1, 2))
@@ -179,8 +179,8 @@ def test_another_decode_worker_prefetches_when_the_first_one_is_lost(how: str) -
         else:
             system.workers[lost].servicer.report_load(draining=True)
             wait_until(lambda: system.links[lost].draining, "the load report")
-        system.allow(None)
-        assert text_of_answer(pending.result()) == ANSWER
+        system.do(lambda: system.workers[0].servicer.allow(None))
+        wait_until(lambda: len(submits(system, other)) == 1, "the submit to the other decode worker")
         (second,) = submits(system, other)
         assert second.HasField("source")
         if how == "dies":
@@ -188,6 +188,8 @@ def test_another_decode_worker_prefetches_when_the_first_one_is_lost(how: str) -
         else:
             wait_until(lambda: system.workers[lost].servicer.aborted != [], "the abort at the decode worker")
             assert system.workers[lost].servicer.aborted == [prefetches(system, lost)[0].handle]
+        system.allow(None)
+        assert text_of_answer(pending.result()) == ANSWER
 
 
 def test_worker_that_cannot_continue_the_request_does_not_prefetch() -> None:
@@ -208,9 +210,10 @@ def test_worker_that_cannot_continue_the_request_does_not_prefetch() -> None:
         assert not prefetches(system, 2) and not prefetches(system, 3)
 
 
-def test_prefetch_of_the_losing_hedge_copy_is_released() -> None:
-    """The request and its hedge copy have different prefill workers and KV reservations."""
-    with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **with_stopped_prefill(0, 1)) as system:
+@pytest.mark.parametrize("how", ["slow", "lost"])
+def test_prefetch_of_the_losing_hedge_copy_is_released_before_the_request_ends(how: str) -> None:
+    """The request and its hedge copy have different prefill workers and KV reservations. One of the workers is slow, or lost."""
+    with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **with_stopped(0, 1, 2, 3)) as system:
         pending = Pending(system, stream=False)
         wait_until(lambda: all(submits(system, at) for at in (0, 1)), "the copy")
         (original,), (copy,) = submits(system, 0), submits(system, 1)
@@ -220,12 +223,18 @@ def test_prefetch_of_the_losing_hedge_copy_is_released() -> None:
         wait_until(lambda: len(prefetches(system, 2) + prefetches(system, 3)) == 2, "both prefetches")
         read = {each.source.address: (at, each.handle) for at in (2, 3) for each in prefetches(system, at)}
         host = system.workers[0].address.rpartition(":")[0]
+        (loser, lost_handle), (winner, handle) = read[f"{host}:7103"], read[f"{host}:7104"]
+        if how == "lost":
+            system.call(system.workers[0].stop())
+            wait_until(lambda: system.workers[loser].servicer.aborted == [lost_handle], "the release of the loser's prefetch")
         system.do(lambda: system.workers[1].servicer.allow(None))
-        assert text_of_answer(pending.result()) == ANSWER
-        wait_until(lambda: not system.workers[0].servicer.running, "the abort at the losing prefill worker")
-        assert system.workers[0].servicer.aborted == [original.handle] and system.workers[1].servicer.aborted == []
-        at, handle = read[f"{host}:7104"]
-        (second,) = submits(system, at)
+        wait_until(lambda: len(submits(system, winner)) == 1, "the submit to the decode worker")
+        (second,) = submits(system, winner)
         assert second.handle == handle and second.source.address == f"{host}:7104"
-        at, handle = read[f"{host}:7103"]
-        wait_until(lambda: system.workers[at].servicer.aborted == [handle], "the release of the loser's prefetch")
+        wait_until(lambda: system.workers[loser].servicer.aborted == [lost_handle], "the release of the loser's prefetch")
+        if how == "slow":
+            wait_until(lambda: not system.workers[0].servicer.running, "the abort at the losing prefill worker")
+            assert system.workers[0].servicer.aborted == [original.handle]
+        assert system.workers[1].servicer.aborted == []
+        system.allow(None)
+        assert text_of_answer(pending.result()) == ANSWER
