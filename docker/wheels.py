@@ -71,7 +71,8 @@ def main(arguments: list[str]) -> int:
         pins = [line for line in (FOLDER / name).read_text().splitlines() if "==" in line]
         wheels, absent = split(pins, options.machine)
         specific = [wheel for wheel in wheels if not wheel.endswith("-any.whl")]
-        print(f"{name}: {len(wheels)} of {len(pins)} pins have a wheel for {options.machine}, {len(specific)} only for it")
+        kinds = f"{len(specific)} for {options.machine} only, {len(wheels) - len(specific)} for every machine type"
+        print(f"{name}: {len(wheels)} of {len(pins)} pins have a wheel: {kinds}")
         print("".join(f"  no wheel: {pin}\n" for pin in absent), end="", flush=True)
         lacking |= bool(absent)
     return int(lacking)

@@ -23,7 +23,11 @@ CHART = Path(__file__).parent
 # Objects are valid without these fields. A null removes security contexts (docs/reference/kubernetes/values.md).
 LEFT_OUT = {"maxSurge", "maxUnavailable", "pullPolicy", "nodeLostSeconds", "interval"}
 CONTEXTS = {"securityContext", "containerSecurityContext"}
-HEAD = "# Written by `make docs` from values.yaml and its schema: what each key means if it is left empty (templates/_values.tpl).\n"
+HEAD = """\
+# Written by `make docs` from values.yaml and its schema; templates/_values.tpl reads it.
+# empty: keys that a values file may leave empty, with their empty values.
+# required: keys that a values file must not leave empty, with their defaults.
+"""
 
 
 def render() -> str:

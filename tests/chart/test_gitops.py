@@ -114,7 +114,11 @@ def test_cost_rules_use_only_series_that_the_services_export() -> None:
 
 @pytest.mark.needs("promtool")
 def test_cost_rules_record_the_price_of_a_million_tokens(tmp_path: Path) -> None:
-    """Two workers at 2.50 an hour each read and write 500 tokens/s, so 3.6 million output tokens cost 5."""
+    """Two workers of model demo cost 2.50 each per hour.
+
+    Each of them reads 500 prompt tokens/s and generates 500 output tokens/s. Together they cost 5 per hour, in which they read
+    3.6 million prompt tokens and generate 3.6 million output tokens.
+    """
     spec = of_kind("cost.md", "PrometheusRule")["spec"]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec))
     labels = 'namespace="serving", model_name="demo", engine_type="unified"'

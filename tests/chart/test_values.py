@@ -447,7 +447,7 @@ def test_each_check_of_the_templates_has_a_test_case() -> None:
     assert len(SENTENCES) == checks + 1, "each check of the templates needs a case in SENTENCES"
 
 
-def test_chart_accepts_the_cache_root_as_model_only_when_the_operator_fills_the_cache() -> None:
+def test_chart_accepts_the_cache_root_as_model_path_only_when_the_operator_fills_the_cache() -> None:
     whole = {"models": [model(path="/models")]}  # the mount path of the cache
     claim = merged(SHARED_CACHE, {**cache(pvc={"existingClaim": "weights"}), **whole})
     assert refusal(claim) == refusal({**cache(type="hostPath", hostPath="/srv/qwen"), **whole}) == ""

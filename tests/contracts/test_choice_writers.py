@@ -11,7 +11,7 @@ import pytest
 GATEWAY = Path(__file__).resolve().parents[2] / "services" / "gateway"
 PARTS = ("Choice", "Placement")
 MODULES = {path: ast.parse(path.read_text()) for path in sorted(GATEWAY.rglob("*.py"))}
-# By name of a field: variables whose objects have such a field but are of another class.
+# Field name → variables whose objects have a field of this name and are not of a class in PARTS.
 OTHERS = {"handle": {"decoding"}, "seed": {"into"}, "model_version": {"link"}, "decoding": {"sink"}}
 
 
@@ -37,7 +37,7 @@ def stores(tree: ast.AST, fields: set[str]) -> Iterator[ast.Attribute]:
 
 
 def is_elsewhere(node: ast.Attribute) -> bool:
-    """Whether the attribute belongs to an object of another class: `self`, or a variable in OTHERS."""
+    """Returns whether an attribute outside of the class's module is of another class: its object is `self` or is in OTHERS."""
     owner = ast.unparse(node.value).rpartition(".")[2]
     return owner == "self" or owner in OTHERS.get(node.attr, set())
 

@@ -26,7 +26,7 @@ def adder(rows: list[Row] | None = None, **changes: Any) -> PrefillAdder:
         "new_token_ratio": 1.0,
         "max_prefill_tokens": 1 << 20,
         "chunked_prefill_size": 0,
-        "num_decode_rows": 0,
+        "num_decode_tokens": 0,
         "max_requests": 0,
         "max_logprob_tokens": 1 << 20,
     }
@@ -201,9 +201,9 @@ class TestChunkBudget:
     def test_input_budget_limits_a_chunk(self) -> None:
         assert adder(chunked_prefill_size=64, max_prefill_tokens=40).chunk(0, 100, False) == 40
 
-    @pytest.mark.parametrize(("num_decode_rows", "taken"), [(0, 64), (16, 48), (63, 16)])
-    def test_chunk_has_at_least_one_page_when_decode_rows_share_the_step(self, num_decode_rows: int, taken: int) -> None:
-        budget = adder(page_size=16, chunked_prefill_size=64, max_prefill_tokens=64, num_decode_rows=num_decode_rows)
+    @pytest.mark.parametrize(("num_decode_tokens", "taken"), [(0, 64), (16, 48), (63, 16)])
+    def test_chunk_has_at_least_one_page_when_decode_rows_share_the_step(self, num_decode_tokens: int, taken: int) -> None:
+        budget = adder(page_size=16, chunked_prefill_size=64, max_prefill_tokens=64, num_decode_tokens=num_decode_tokens)
         assert budget.chunk(0, 1000, False) == taken
 
 

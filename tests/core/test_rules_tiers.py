@@ -379,7 +379,7 @@ class TestForgetting:
         ask(engine, 1, prompt(0))
         assert engine.core.stats().host_pages_used == 10, "the pages are copied at their next use"
 
-    def test_running_store_is_discarded_when_the_storage_is_flushed(self) -> None:
+    def test_running_store_operation_is_discarded_when_the_storage_is_flushed(self) -> None:
         engine = tiered(page_moved_s=0.01, has_storage=True, chunked_prefill_size=64)
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while not moved(engine, OperationKind.STORE):

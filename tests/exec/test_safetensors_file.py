@@ -42,7 +42,7 @@ def resized(header: dict[str, Any], name: str, by: int) -> None:
 
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "shape and bytes disagree": (lambda h: resized(h, NAME, -4), f"{NAME} .* has 24572 bytes"),
-    "offsets beyond the end": (lambda h: resized(h, NAME, 1 << 40), f"cut off: {NAME}"),
+    "offsets beyond the end": (lambda h: resized(h, NAME, 1 << 40), f"cut off: it has .* bytes, but {NAME} ends at byte"),
     "end before begin": (lambda h: resized(h, NAME, -(1 << 40)), f"data_offsets of {NAME}"),
     "one offset": (lambda h: h[NAME]["data_offsets"].pop(), f"data_offsets of {NAME}"),
     "offsets that are strings": (lambda h: h[NAME].update(data_offsets=["0", "4"]), f"data_offsets of {NAME}"),

@@ -91,8 +91,8 @@ class State:
         """Stores a result and writes the file atomically.
 
         Returns:
-            The stored result. This is the earlier result if both runs of the same code failed and the earlier one has more
-            figures.
+            The stored result: `result` or the earlier one. The earlier one stays if it is PARTLY, `result` is not PASSED, both
+            are of the same code, packages and command, and the earlier one has more figures.
         """
         earlier = self.results.get(result.key)
         if earlier is not None and earlier.status is Status.PARTLY and result.status is not Status.PASSED:

@@ -53,7 +53,8 @@ CASES: dict[str, list[tuple[int, int, list[int]]]] = {
 }
 
 
-# The reference writes by index. It writes skipped entries to the first entry of the table, so these cases set that entry, too.
+# Cases for the reference only: instead of a skipped entry, it writes the table's first entry. Each case has skipped entries, and
+# checks that the first entry gets its new value or keeps its old one.
 REFERENCE_CASES = ("the first entry among others", "the first entry left alone", "outside alone")
 UPDATES = [(name, case) for name in NAMES for case in CASES if name == "torch" or case not in REFERENCE_CASES]
 
@@ -180,9 +181,9 @@ def test_token_resolution_accepts_an_empty_list_of_given_ids_when_all_rows_decod
 
 
 def test_token_resolution_prefers_known_ids_to_sampled_ids(kernels: StepKernels, device: torch.device) -> None:
-    """Four rows are tokens of one sequence, the last of them out of order.
+    """Four of the six rows are tokens of slot 0; the row of their last position comes first. The last row is padding.
 
-    One further row is relayed, one has no relayed id, one is padding.
+    Three of the four have a known id, and the other one gets the relayed id. The row of slot 1 has neither.
     """
     table = torch.tensor([[5, 2], [7, 1]], dtype=torch.int32, device=device)
     ragged_rows = ragged([(0, 6, 1), (0, 3, 1), (1, 2, 1), (0, 4, 1), (0, 5, 1), (-1, 0, 1)], table, 6, device)
@@ -195,7 +196,7 @@ def test_token_resolution_prefers_known_ids_to_sampled_ids(kernels: StepKernels,
 
 
 def test_token_resolution_fills_rows_that_are_longer_than_a_block(kernels: StepKernels, device: torch.device) -> None:
-    """The row has more tokens than one program of the larger block."""
+    """One program of the Triton kernel fills at most 512 tokens, so the row of 1,100 tokens needs three programs."""
     table = torch.randperm(100, generator=torch.Generator().manual_seed(1)).int().view(1, 100).to(device)
     rows = [(0, 3, 1100)]
     ragged_rows = ragged(rows, table, 1100, device)

@@ -173,7 +173,7 @@ def test_gateway_predicts_cached_tokens_from_the_index_and_from_own_requests(
         assert prediction.cached_tokens == 18 * 256 and prediction.mean_error == 0.0
 
 
-def test_gateway_predicts_hits_of_other_gateways_prompts_only_from_events() -> None:
+def test_gateway_predicts_hits_on_prompts_of_other_gateways_only_from_events() -> None:
     same = TraceRequest(0.0, (1, 2, 3, 4), 300, 4, 4)
     trace = Trace(64, tuple(replace(same, arrival=0.5 * at) for at in range(12)))
     by_delay = [run(trace, index_delay_s=delay).log.placements.predicted for delay in (0.1, 1000.0)]

@@ -45,14 +45,17 @@ def test_no_request_is_slower_with_the_graph_limits(share: float) -> None:
     ours = reports["graph"]
     for name, other in reports.items():
         assert ours.itl.p50 <= other.itl.p50, name
-        # Runs differ in the steps that contain a prompt, which changes these figures by less than 1 %.
+        # The runs compute the prompts in different steps. The tolerances of 1 % and 2 % allow for the effect on these figures.
         assert ours.grammar_tpot.p50 <= 1.01 * other.grammar_tpot.p50, name
         assert ours.grammar_tokens_per_s >= 0.99 * other.grammar_tokens_per_s and ours.itl.p99 <= 1.02 * other.itl.p99, name
     assert ours.grammar_tpot.p50 < 0.7 * reports["sampled"].grammar_tpot.p50
 
 
 def test_run_of_forced_tokens_takes_one_graph_step() -> None:
-    """A single request has a prompt, two tokens, a run of 10 and an end token: 4 steps, 1 of them without a graph."""
+    """A single request takes 4 steps: for its prompt, for its second token, for 10 forced tokens, and for the end token.
+
+    Only the step of the prompt has no graph.
+    """
     times = TimeModel(base=1.0, per_context_token=0.001, eager_step=0.5, graph_rows=16, graph_rereads=500)
     trace = Trace(64, (TraceRequest(0.0, (), 20, 14, 14, forced=((2, 10),)),))
     for config in (on_gpu(50_000, 4096, times.graphs), PLAIN):
@@ -68,7 +71,7 @@ def test_run_of_forced_tokens_takes_one_graph_step() -> None:
 
 
 def test_step_that_fills_the_graph_runs_eagerly_only_when_eager_steps_are_cheap() -> None:
-    """The batch fills the largest graph. One row's gain does not outweigh the cost to the 31 other rows."""
+    """The batch fills the largest graph. An eager step would save time for one row and cost more time for the 31 other rows."""
     times = TimeModel(base=1.0, eager_step=0.4, graph_rows=32, graph_rereads=1 << 30)
     trace = grammars(32, 1 / 32, 64, 64, 8, (8,), rate=0.0, seed=0)
     config = on_gpu(50_000, 4096, times.graphs, max_running_requests=32)

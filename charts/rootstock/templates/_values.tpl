@@ -1,7 +1,7 @@
 {{/*
 Values of keys that a values file leaves empty. Helm removes the default of such a key before it checks the schema, so that templates
 would find no value. files/empty-keys.yaml has the empty value of each key, or its default if the chart needs a value. In the second
-case, the empty key is refused by its name.
+case, an error names the empty key.
 */}}
 
 {{/* Gives every key of .Values a value, once per rendering. Every template calls this first. Takes the root. */}}

@@ -1,7 +1,9 @@
 """Measures rows that draw from many tokens: the middle stages of select_tokens(). The grid is rows by spans of tiles.
 
-After top-k and top-p, the tokens up to some key remain. The search for this key narrows a bracket of two keys, low < high. The
-measure (count or mass) of the keys up to `low` is below a goal, and the measure of the keys up to `high` reaches the goal.
+The key and the mass of a token are defined in select_keys: the most likely token has key 0, and less likely tokens have larger
+keys. Top-k and top-p leave the tokens whose key is at most a limit. The search for this limit narrows a bracket of two keys,
+low < high. The measure (count or mass) of the tokens with keys up to `low` is below a goal, and the measure of those with keys up
+to `high` reaches the goal.
 
 For rows with top-p and without top-k, all programs narrow the bracket in two rounds. The second round does nothing if, after the
 first round, at most CANDIDATES tokens have keys up to `high`.
@@ -54,9 +56,10 @@ def first_pivots(near):
 
 @triton.jit
 def next_pivots(low, high, short, excess):
-    """Returns int32[PIVOTS]: keys inside the bracket, most of them near the key that reaches the goal if the measure is linear.
+    """Returns int32[PIVOTS]: keys inside the bracket, most of them near the estimated limit.
 
-    The widest gap between two pivots is at most half of the bracket.
+    The estimate is the key at which the measure would reach the goal if it grew linearly from `low` to `high`. The widest gap
+    between two pivots is at most half of the bracket.
 
     Args:
         low: lower key of the bracket.

@@ -6,8 +6,8 @@ An amount is a number of requests or tokens. A share is in one of two modes:
   but not used yet. Redis grants only amounts that no gateway has used or holds, so all gateways together stay within the limit.
   A request takes from the held amount without a round trip to Redis.
 - Alone, before the first reply of Redis and while Redis is unreachable. The gateway may use its part: the limit divided by the
-  last known number of gateways. For ALONE_S after Redis was lost, the part is at most the amount that the gateway had used and
-  held at the loss, because the amounts that other gateways used before still count.
+  last known number of gateways. For ALONE_S after the loss of the connection to Redis, the part is at most the sum of the
+  gateway's used and held amounts at the loss, because the amounts that other gateways used before the loss still count.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from rootstock_llm.services.gateway.keys.usage import BUCKET_S, WINDOW_S, Usage, seconds_until
 
-ALONE_S = WINDOW_S + 2 * BUCKET_S  # seconds after Redis was lost; amounts that were used before the loss then no longer count
-YIELD_S = 6.0  # seconds for which a share requests no reserve after it has yielded to other gateways
-PATIENCE_S = 5.0  # seconds after a refusal for which reports request the refused amount
+ALONE_S = WINDOW_S + 2 * BUCKET_S  # seconds for which amounts used before the loss of the connection to Redis may still count
+YIELD_S = 6.0  # seconds without a request for a reserve after the share has given up held amounts for other gateways
+PATIENCE_S = 5.0  # seconds for which reports request the amount of a refused request, from its refusal
 GATHER_S = 5.0  # seconds for which a share that is too small keeps requesting after a gateway has joined
 
 
@@ -66,7 +66,7 @@ class Share:
         self._largest = 0  # amount of the largest request within about the last WINDOW_S
         self._largest_at = 0.0  # time of that request
         self._others_in_need = False  # ShareReply.in_need of the last reply
-        self._yielded_at = 0.0  # time at which the share last yielded to other gateways
+        self._yielded_at = 0.0  # time at which the share last gave up held amounts for other gateways
         self._gateways = 0  # number of gateways at the last report
         self._gather_until = 0.0  # time until which the share requests more after a gateway has joined
         self._requested_reserve = 0  # ShareReport.most of the last report

@@ -23,8 +23,9 @@ from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT, Ow
 from rootstock_llm.services.shared.limits import MAX_BATCH_WINDOW_S
 
 _OPEN = "state:batches:open"
-SAMPLES = 10  # of the batches above the limit per owner, a call of waiting() checks one in SAMPLES
-_RECORDED, _THERE, _FULL = 1, 0, -1  # results of a line in _RECORD: stored, had a result already, quota full
+# If waiting() has found `each` runnable batches of an owner, it checks only one in SAMPLES of the owner's newer batches.
+SAMPLES = 10
+_RECORDED, _THERE, _FULL = 1, 0, -1  # codes that _RECORD returns per line: stored, stored before, quota full
 
 _BEGIN = """
 local id, member, order, lives, oldest, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -217,13 +218,15 @@ class BatchStore:
     async def waiting(self, most: int, each: int, now: int) -> list[WaitingBatch]:
         """Finds open batches without a lease holder, the oldest first.
 
-        Returns at most `each` batches per owner that can run. Batches that only have to be ended do not count. Of an owner's
-        batches above `each`, a call checks only one in SAMPLES for its end, depending on `now`. With a call per second, each of
-        them is checked once in SAMPLES seconds.
+        Returns at most `each` runnable batches per owner. Batches that only have to be ended do not count.
+
+        If an owner has `each` runnable batches, a call checks only one in SAMPLES of the owner's newer batches, and returns it
+        only if it has to be ended. `now` selects the checked batches. With a call per second, each newer batch is checked once
+        in SAMPLES seconds.
 
         Args:
             most: Largest number of batches to return.
-            each: Largest number of batches per owner that can run.
+            each: Largest number of runnable batches to return per owner.
             now: Unix seconds.
         """
         found = await self._redis.call(READS + _WAITING, [_OPEN], most, each, now, SAMPLES)

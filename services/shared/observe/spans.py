@@ -154,7 +154,7 @@ class CollectorExporter(SpanExporter):
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
             if self._lost:
-                logger.info("spans are sent again", extra=fields(collector=self._endpoint, lost=self._lost))
+                logger.info("can send spans to the collector again", extra=fields(collector=self._endpoint, lost=self._lost))
             self._lost = 0
             return result
         if not self._lost:

@@ -322,7 +322,12 @@ class FleetGateway:
         self._send(pick.row, self._resumed(request) if request.num_outputs else message, hands_over)
 
     def _picked(self, row: int, request: OpenRequest) -> None:
-        """Records that the request goes to this row, now or after a prefetch."""
+        """Records that the policy has picked a worker, which gets the request now or after it has prefetched the prompt.
+
+        Args:
+            row: index of the worker in the routing columns.
+            request: the request.
+        """
         self._picks += 1
         self.columns.last_pick[row] = self._picks
         self.index.speculate(int(self.columns.owner[row]), request.hashes, self._clock.now + self._config.speculative_s)

@@ -80,7 +80,7 @@ class MemoryControl:
         """
         wanted = [part for part in MemoryPart if part in (parts or self._released)]
         if not wanted:
-            raise OperationRefused("no memory is released")
+            raise OperationRefused("nothing to resume: no memory of this worker is released")
         for part in wanted:
             if part not in self._released:
                 raise OperationRefused(f"{part.value} is not released")

@@ -50,10 +50,10 @@ CORE = (
     *of(
         "core",
         "services/worker/core/planning/extend_planner.py",
-        ("config.page_size, tokens) + num_decode_rows)", "config.page_size, tokens))"),
+        ("config.page_size, tokens) + num_decode_tokens)", "config.page_size, tokens))"),
         ("min(steps, config.max_extend_steps) if config.max_extend_steps else steps", "config.max_extend_steps"),
         ("waiting, min(chunk, config.max_prefill_tokens))", "waiting, config.chunked_prefill_size)"),
-        ("0 if num_decode_rows else self._paced_steps(waiting, adapted)", "self._paced_steps(waiting, adapted)"),
+        ("0 if num_decode_tokens else self._paced_steps(waiting, adapted)", "self._paced_steps(waiting, adapted)"),
         ("int((self._columns.planned_out[slots] < self._columns.max_new[slots]).sum())", "len(slots)"),
         only="test_rules_paced_chunks",
     ),
@@ -140,8 +140,8 @@ CORE = (
         ("CLIP_MAX_NEW_TOKENS = 4096", "CLIP_MAX_NEW_TOKENS = 4097"),
         ("np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()", "rows.remaining.sum()"),
         (
-            "self._chunk = max(chunked_prefill_size - num_decode_rows, self._page_size)",
-            "self._chunk = max(chunked_prefill_size - num_decode_rows, 1)",
+            "self._chunk = max(chunked_prefill_size - num_decode_tokens, self._page_size)",
+            "self._chunk = max(chunked_prefill_size - num_decode_tokens, 1)",
         ),
         ("need >= available - self._reserved", "need > available - self._reserved"),
         ("(start + budget) // self._page_size * self._page_size", "start + budget // self._page_size * self._page_size"),

@@ -59,7 +59,7 @@ class System:
             tokenizers: number of fake tokenizers.
             down: services that are not started: "worker", "tokenizer", "detokenizer".
             configure: changes the workers before their start.
-            gateways: number of gateways. Several gateways find all gateways, each including itself.
+            gateways: number of gateways. If there are several, each gateway gets the addresses of all gateways, its own included.
             keys: entries of the API key file; a string is both name and API key.
             formats: formats of tool calls and of reasoning, which the tokenizers report.
             reasoning_marks: ids of the marks around reasoning.

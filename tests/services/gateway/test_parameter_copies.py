@@ -26,12 +26,17 @@ from tests.services.gateway.dispatch.test_faults import Pending
 from tests.services.gateway.system import System, wait_until
 
 GATEWAY = Path(rootstock_llm.services.gateway.__file__).parent
+# Methods of protobuf messages that copy data into the message
 COPIES = ("CopyFrom", "MergeFrom", "MergeFromString", "ParseFromString")
 
 
 @contextmanager
 def count_copies(system: System) -> Iterator[Counter[str]]:
-    """Counts the copies of SamplingParams by protobuf's methods on the gateway's event loop, by method."""
+    """Counts the calls on the gateway's event loop that copy data into a SamplingParams message.
+
+    Yields:
+        Number of calls of each method in COPIES, by its name.
+    """
     copies: Counter[str] = Counter()
 
     def watch(_frame: FrameType, event: str, called: Any) -> None:

@@ -135,14 +135,14 @@ class ExtendPlanner:
             config.chunked_prefill_size, config.page_size, len(self._queues.decoding), config.adaptive_chunk_rows
         )
 
-    def _chunk_size(self, num_decode_rows: int) -> int:
-        """Returns the chunk size of a step, which includes the step's `num_decode_rows` decode tokens."""
+    def _chunk_size(self, num_decode_tokens: int) -> int:
+        """Returns the chunk size of a step. It includes the `num_decode_tokens` tokens of the step's decode rows."""
         config, adapted = self.config, self._adapted_chunk()
         if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return adapted
-        steps = 0 if num_decode_rows else self._paced_steps(waiting, adapted)
+        steps = 0 if num_decode_tokens else self._paced_steps(waiting, adapted)
         tokens = self._pace.tokens(config.adaptive_chunk_s, waiting, steps)
-        return min(adapted, paced_chunk(config.chunked_prefill_size, config.page_size, tokens) + num_decode_rows)
+        return min(adapted, paced_chunk(config.chunked_prefill_size, config.page_size, tokens) + num_decode_tokens)
 
     def _begin_budgets(self, ratio: float, num_decode_tokens: int, gone: Collection[int] = ()) -> None:
         """Sets the budgets of a step.
@@ -158,7 +158,7 @@ class ExtendPlanner:
             new_token_ratio=ratio,
             max_prefill_tokens=config.max_prefill_tokens,
             chunked_prefill_size=self._chunk_size(num_decode_tokens),
-            num_decode_rows=num_decode_tokens,
+            num_decode_tokens=num_decode_tokens,
             max_requests=config.prefill_max_requests,
             max_logprob_tokens=config.max_prompt_logprob_tokens,
         )
@@ -175,7 +175,7 @@ class ExtendPlanner:
 
     # Started extends
 
-    def _strides(self, num_decode_rows: int, may_admit: bool) -> dict[int, int]:
+    def _strides(self, num_decode_tokens: int, may_admit: bool) -> dict[int, int]:
         """Returns the largest number of tokens of each started extend, by seq, with which a graph can replay the step.
 
         Empty if an eager step is better: if prompt tokens are computed now, or if strides() returns None.
@@ -189,7 +189,7 @@ class ExtendPlanner:
         if any(start < r.num_prompt_tokens for r, start in zip(self._queues.extending, starts.tolist(), strict=True)):
             return {}
         left = self._columns.target[slots] - starts
-        found = strides(limits, starts.tolist(), left.tolist(), num_decode_rows + len(slots))
+        found = strides(limits, starts.tolist(), left.tolist(), num_decode_tokens + len(slots))
         return {} if found is None else {r.seq: count for r, count in zip(self._queues.extending, found, strict=True)}
 
     def _continue(self, request: Request, rows: StepRows, at_most: int | None) -> bool:

@@ -262,7 +262,7 @@ class PrefillAdder:
         new_token_ratio: float,
         max_prefill_tokens: int,
         chunked_prefill_size: int,
-        num_decode_rows: int,
+        num_decode_tokens: int,
         max_requests: int,
         max_logprob_tokens: int,
     ) -> None:
@@ -273,7 +273,7 @@ class PrefillAdder:
             new_token_ratio: share of the running requests' remaining output for which KV is reserved.
             max_prefill_tokens: input budget.
             chunked_prefill_size: chunk budget; 0: prompts are not cut.
-            num_decode_rows: tokens of the decode rows in the same step.
+            num_decode_tokens: tokens of the decode rows in the same step.
             max_requests: largest number of extend rows of the step; 0 for no limit.
             max_logprob_tokens: logprob budget.
         """
@@ -283,8 +283,8 @@ class PrefillAdder:
         self._added: list[tuple[int, int, bool]] = []  # (remaining output, KV, ignore_eos) of this step's rows
         outputs = float(np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()) if len(rows.remaining) else 0.0
         self._reserved = outputs * new_token_ratio
-        self._input = max(max_prefill_tokens - num_decode_rows, self._page_size)
-        self._chunk = max(chunked_prefill_size - num_decode_rows, self._page_size) if chunked_prefill_size else None
+        self._input = max(max_prefill_tokens - num_decode_tokens, self._page_size)
+        self._chunk = max(chunked_prefill_size - num_decode_tokens, self._page_size) if chunked_prefill_size else None
         self._logprobs = max_logprob_tokens
         self._requests_left = max_requests or None
         self._pending = 0
@@ -416,9 +416,13 @@ def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:
 class ChunkPace:
     """Sizes chunks by the times of recent steps, so that decode rows wait at most a given time for their next token.
 
-    The estimated time of a step is the time of its decode rows alone, plus a time per extended token. For a step without decode
-    rows, the first part is the shortest measured time. The time per token is an average of recent steps, because it depends on
-    the contexts of the prompts. The caller passes the times, so that the same calls give the same chunks.
+    The estimated time of a step is the sum of two parts:
+
+    - the measured time of a decode step (a step without extends) with about as many decode rows; if the step has no decode rows,
+      the shortest measured time of a decode step
+    - a time per extended token, which is an average of recent steps, because it depends on the contexts of the prompts
+
+    The caller passes the times, so that the same calls give the same chunks.
     """
 
     def __init__(self) -> None:
@@ -453,18 +457,23 @@ class ChunkPace:
         return self._extended > 0
 
     def steps(self, within_s: float, decoding: int, size: int) -> int:
-        """Returns the number of extend steps of `size` tokens that, with one decode step, take `within_s`, rounded up.
+        """Returns the smallest number of extend steps, at least 1, that take at least `within_s` together with one decode step.
 
         The time per token must be known.
+
+        Args:
+            within_s: time in seconds.
+            decoding: number of decode rows.
+            size: tokens of an extend step.
         """
         step_s = size * self._seconds / self._extended + self._shortest_step_s()
         return max(math.ceil(min((within_s - self._decode_step_s(decoding)) / step_s, MOST_TOKENS)), 1)
 
     def tokens(self, within_s: float, decoding: int, steps: int) -> int:
-        """Returns the size of extend steps in tokens, so that `steps` of them and one decode step take at most `within_s`.
+        """Returns the number of tokens per extend step with which `steps` extend steps and one decode step take `within_s`.
 
-        If the extends would get less time than the decode rows, they get as much time as the decode rows, but at most `within_s`,
-        because shorter chunks would only add steps. The time per token must be known.
+        The extended tokens get at least as much time as the decode step, or `within_s` if that is shorter, because smaller extend
+        steps would only add steps. The steps may therefore take longer. The time per token must be known.
 
         Args:
             within_s: time limit in seconds.

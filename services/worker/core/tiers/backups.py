@@ -34,9 +34,9 @@ class _BackUp:
     """A running copy of device pages to the host."""
 
     operation: PageOperation
-    first: int  # index in the path of the first copied page
+    first: int  # index of the first copied page in the path from the tree's root to `offered`
     offered: TreeNode  # node of the queue whose path is copied
-    node: TreeNode  # pinned node of the path that has the copied pages
+    node: TreeNode  # node of this path with the copied pages; pinned until the copy ends
     memory: KVMemory
     blocks: list[TierBlock]  # blocks with a token in the copied pages that TierBlocks does not know yet
     counts: bool = True  # whether the host tier caches the copied pages when the copy ends; False: it frees them
@@ -247,9 +247,9 @@ class Backups:
         Args:
             offered: node of the queue.
             node: node with the pages.
-            begin: index in the path of the node's first page.
-            first: index in the node of the first page to copy.
-            limit: index in the node of the page after the last one to copy.
+            begin: index of the node's first page in the path from the tree's root to `offered`.
+            first: index of the first page to copy, counted from the node's first page.
+            limit: end of the pages that may be copied, counted from the node's first page; exclusive.
             memory: the owner of the device pages.
 
         Returns:

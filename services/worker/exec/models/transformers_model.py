@@ -1,8 +1,8 @@
 """Runs a model of transformers' modeling code over a ragged batch, with paged attention in its layers.
 
-In transformers, a model has the name of an attention implementation, which its layers call. For PAGED_ATTENTION, this is
-attend(). It finds the current step in the StepHolder of the calling module. transformers_check.py decides whether a model can be
-computed.
+The config of a transformers model names an attention implementation. The model's layers call the function that is registered
+under this name. attend() is registered as PAGED_ATTENTION, and finds the current step in the StepHolder of the calling module.
+transformers_check.py decides whether a model can be computed.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def attend(
 def _through_kernel(
     kernels: Kernels, out: Tensor, q: Tensor, keys: Tensor, values: Tensor, rows: RaggedRows, scale: float, window: int
 ) -> None:
-    """Calls paged_attention, which takes queries as the first columns of a qkv matrix. It does not read the other columns."""
+    """Calls paged_attention with the queries as the first columns of a qkv matrix. The kernel does not read the other columns."""
     tokens, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     qkv = q.new_empty(tokens, (heads + 2 * kv_heads) * head_dim)
@@ -218,12 +218,18 @@ def auto_class_of(config: Any) -> Any:
 
 
 def max_context(config: Any) -> int:
-    """Returns the longest context in which the angles of a row do not depend on other rows. Raises UnsupportedModel."""
+    """Returns the longest context up to which the RoPE angles of a row do not depend on the batch's other rows.
+
+    With longrope, one row longer than original_max_position_embeddings changes the angles of all rows of the batch.
+
+    Raises:
+        UnsupportedModel: the config has no positive max_position_embeddings.
+    """
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         raise UnsupportedModel(f"the config of {architecture_of(config)} has no max_position_embeddings")
     originals = [int(rope["original_max_position_embeddings"]) for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
-    return min([longest, *originals])  # beyond it, longrope changes the angles of all rows if one row of the batch is that long
+    return min([longest, *originals])
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -221,7 +221,7 @@ class TcpKvServer:
         Args:
             connection: the connection, after the exchange of the hello.
             sender: sends pages.
-            senders: to which a sender for NIXL, which replaces `sender`, is added to be closed.
+            senders: closes further senders when the connection ends. Gets the NIXL sender that replaces `sender` after a STAGE.
 
         Raises:
             Malformed: the reader has sent an invalid frame.

@@ -381,9 +381,10 @@ class TcpPeerReader:
             peer.connection = connection
 
     def _log_status(self, peer: _Peer, status: Status, message: str) -> bool:
-        """Logs if the remote worker can or cannot be read since this response. Returns whether pages were read.
+        """Logs a new failure, or the first response without a failure after one. Returns whether pages were read.
 
-        A refusal does not close the connection. The server would otherwise release the other reservations that were read over it.
+        NO_RESERVATION is not a failure of the remote worker. After a refusal, the connection stays open, because its end makes
+        the server release the other reservations that were read over it.
         """
         if status not in (Status.OK, Status.NO_RESERVATION):
             self._log_failure(peer, _refusal(status, message))

@@ -242,7 +242,7 @@ class DeviceSampler:
         self._kernels.select_tokens(tokens, faults, values, edited, rows, table, self._relay)
 
     def _reordered(self, batch: SampleBatch, order: SampleOrder, views: Mapping[str, Tensor]) -> SampleBatch:
-        """Returns a batch with logits, slots and positions in `order`, in which all rows are NOT_SAMPLED."""
+        """Returns a batch whose logits, slots and positions have the order of `order`. The fault of each row is NOT_SAMPLED."""
         rows, logits, count = batch.inputs, batch.logits, len(order.order)
         if order.in_order:
             logits, slots, positions = logits[:count], rows.slots[:count], rows.positions[:count]
@@ -254,9 +254,10 @@ class DeviceSampler:
         return reordered
 
     def _run_in_order(self, batch: SampleBatch, order: SampleOrder, views: Mapping[str, Tensor]) -> None:
-        """Samples the rows index by index of their runs. The rows of a run after a rejected draft token stay NOT_SAMPLED.
+        """Samples row 0 of all runs, then row 1 of the runs that have one, and so on.
 
-        The host does not read values of a GPU. On a CPU, it stops as soon as all runs have ended.
+        After a rejected draft token, the faults of the run's later rows stay NOT_SAMPLED. The host does not read values of a GPU.
+        On a CPU, it stops as soon as all runs have ended.
         """
         logits, rows, (tokens, faults), draft_tokens = batch.logits, batch.inputs, batch.out, views["draft_tokens"]
         before = at = known = 0

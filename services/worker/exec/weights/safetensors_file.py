@@ -98,7 +98,7 @@ def _span(path: Path, name: str, entry: Any, data: int, size: int) -> TensorSpan
         raise CheckpointError(f"the header of {path} has no valid data_offsets of {name}")
     begin, end = offsets
     if data + end > size:
-        raise CheckpointError(f"{path} is cut off: {name} ends at byte {data + end} of {size}")
+        raise CheckpointError(f"{path} is cut off: it has {size} bytes, but {name} ends at byte {data + end}")
     item = ITEM_BYTES.get(dtype)  # None for an unknown dtype, which is never read, so that its size is not checked
     if item is not None and math.prod(shape) * item != end - begin:
         raise CheckpointError(

@@ -176,8 +176,8 @@ class RuleBuilder:
                 if not disjoint(self.document, options[other], option, where):
                     raise refuse(
                         where,
-                        f"options {other} and {index} may both be satisfied; use anyOf, or options that differ in type, in "
-                        "constants or in the constants of a required property",
+                        f"a value might satisfy both option {other} and option {index}; use anyOf, or give the options "
+                        "different types, different constants, or different constants of the same required property",
                     )
         return self._options(schema, "oneOf", path)
 

@@ -1,4 +1,7 @@
-"""Tests that a response comes from one model version: a begun request continues with its version, or fails with that reason."""
+"""Tests that a response comes from one model version.
+
+A request with output continues on a worker of the same model version, or fails with the error code weights_not_served.
+"""
 
 from __future__ import annotations
 

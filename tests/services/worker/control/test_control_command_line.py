@@ -53,7 +53,11 @@ def test_command_line_prints_responses_and_grpc_errors(tmp_path: Path) -> None:
         assert flushed == (0, '{\n  "pages": 12\n}\n', "")
         assert changed[0] == 0 and json.loads(changed[1])["tunables"]["policy"] == "fcfs"
         assert unauthenticated[:2] == (1, "") and unauthenticated[2].startswith("rootstock control: UNAUTHENTICATED: ")
-        assert refused == (1, "", "rootstock control: FAILED_PRECONDITION: no memory is released\n")
+        assert refused == (
+            1,
+            "",
+            "rootstock control: FAILED_PRECONDITION: nothing to resume: no memory of this worker is released\n",
+        )
         await server.stop(0)
 
     asyncio.run(run())

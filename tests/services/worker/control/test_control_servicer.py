@@ -274,7 +274,7 @@ EVERYWHERE = ("device", "host", "storage")
         (pb.FlushCacheRequest(older_than_s=0, cache_salt="a", tiers=["storage", "selected"]), [], [Selection(b"tag a", 0)], 7),
     ],
 )
-def test_cache_flush_covers_only_the_cache_salt_and_the_age_in_the_request(
+def test_cache_flush_selects_pages_by_cache_salt_and_age(
     request_: pb.FlushCacheRequest, calls: list[Any], deleted: list[Selection], pages: int
 ) -> None:
     async def run() -> tuple[FakeLoop, int]:
@@ -548,7 +548,11 @@ def test_memory_cannot_be_released_twice_or_resumed_without_a_release() -> None:
             refusals.append(await status_of(stub.ReleaseMemory(pb.ReleaseMemoryRequest())))
             refusals.append(await status_of(stub.ResumeMemory(pb.ResumeMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS]))))
         code = grpc.StatusCode.FAILED_PRECONDITION
-        messages = ["no memory is released", "kv_cache is already released", "weights is not released"]
+        messages = [
+            "nothing to resume: no memory of this worker is released",
+            "kv_cache is already released",
+            "weights is not released",
+        ]
         assert refusals == [(code, message) for message in messages]
         return loop
 
