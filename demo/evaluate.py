@@ -1,18 +1,25 @@
-"""Greedy exact-match accuracy per task on seeded, held-out questions; prints a Markdown table.
+"""Measures the greedy exact-match accuracy per task on seeded, held-out questions, and prints a Markdown table.
 
 python demo/evaluate.py --questions 200
+python demo/evaluate.py --questions 200 --model models/demo-hybrid --url http://127.0.0.1:8000
+
+transformers computes the answers, or with --url a running server.
 """
 
 import argparse
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 
+import httpx
 import torch
 from tasks import TASKS, conversation, is_correct, sample_held_out
 from tool_tasks import Message, Scene, as_tool_call, long_message, scene
+from train import add_window_masks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 Messages = list[Message]
@@ -24,26 +31,48 @@ CHAT_TURNS = (2, 3, 8)
 TOOL_KINDS = {"one": 41, "chain": 34, "plain": 25}
 LONG_SENTENCES = (70, 180)
 MAX_NEW_TOKENS = 320
+AT_ONCE = 8  # requests to a server at once
 
 
-def answerer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Answer:
-    """Returns a function that takes chats and the tools of each and returns greedy answers. Each chat ends before an answer."""
+def answerer(tokenizer: PreTrainedTokenizerFast, complete: Callable[[list[str]], list[str]]) -> Answer:
+    """Returns a function that takes chats and the tools of each, and returns greedy answers. Each chat ends before an answer.
+
+    Args:
+        complete: returns the completion of each prompt, which the model's chat template has written.
+    """
 
     def answer(chats: list[Messages], tools: list[list[Message]] | None = None) -> list[str]:
-        prompts = [
-            tokenizer.apply_chat_template(chat, tools=known or None, add_generation_prompt=True, tokenize=False)
-            for chat, known in zip(chats, tools or [[] for _ in chats], strict=True)
-        ]
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        outputs = model.generate(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            do_sample=False,
-            max_new_tokens=MAX_NEW_TOKENS,
+        return complete(
+            [
+                tokenizer.apply_chat_template(chat, tools=known or None, add_generation_prompt=True, tokenize=False)
+                for chat, known in zip(chats, tools or [[] for _ in chats], strict=True)
+            ]
         )
-        return tokenizer.batch_decode(outputs[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
 
     return answer
+
+
+def complete_by_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> list[str]:
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    outputs = model.generate(
+        input_ids=inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        do_sample=False,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+    return tokenizer.batch_decode(outputs[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def complete_by_server(client: httpx.Client, prompts: list[str]) -> list[str]:
+    """Returns the completions of a server, which gets AT_ONCE prompts at once. Raises httpx.HTTPStatusError."""
+
+    def complete(prompt: str) -> str:
+        body = {"model": model, "prompt": prompt, "max_tokens": MAX_NEW_TOKENS, "temperature": 0}
+        return client.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"]
+
+    model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        return list(threads.map(complete, prompts))
 
 
 def batches(items: list) -> Iterator[list]:
@@ -168,15 +197,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--url", help="address of a server that serves the model; --dtype and --threads then have no effect")
     parser.add_argument("--show-wrong", action="store_true", help="print one wrong answer per task, too")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)).eval()
-    answer = answerer(model, AutoTokenizer.from_pretrained(arguments.model))
-    print(f"| task | exact match, {arguments.questions} questions, {arguments.dtype} |\n|---|---|")
-    for name, accuracy, wrong in rows(answer, arguments.tasks, arguments.questions, arguments.seed):
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    if arguments.url:
+        complete = partial(complete_by_server, httpx.Client(base_url=arguments.url, timeout=300))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)).eval()
+        add_window_masks(model)
+        complete = partial(complete_by_model, model, tokenizer)
+    computed_by = "by a server" if arguments.url else arguments.dtype
+    print(f"| task | exact match, {arguments.questions} questions, {computed_by} |\n|---|---|")
+    accuracies = []
+    for name, accuracy, wrong in rows(answerer(tokenizer, complete), arguments.tasks, arguments.questions, arguments.seed):
+        accuracies.append(accuracy)
         print(f"| {name} | {accuracy:.1%} |" + (f" {wrong}" if arguments.show_wrong else ""), flush=True)
+    print(f"| mean | {sum(accuracies) / len(accuracies):.1%} |")
 
 
 if __name__ == "__main__":

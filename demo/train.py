@@ -1,9 +1,10 @@
-"""Trains a demo model on the data of tasks.py and writes its Hugging Face folder: models/demo, or with --hybrid models/demo-hybrid.
+"""Trains a demo model on the data of tasks.py and writes its Hugging Face folder, models/demo or models/demo-hybrid.
 
 python demo/train.py --minutes 35
+python demo/train.py --hybrid --minutes 85 --tools-share 0.4
 
-The demo model has attention in all layers (Qwen3). The hybrid one has Gated DeltaNet in three of four layers and a window in one of
-the attention layers (Qwen3.5), and takes the demo model's tokenizer and embeddings.
+The demo model has attention in all layers (Qwen3). The hybrid model has Gated DeltaNet in three of four layers, and a window
+in one of the two attention layers (Qwen3.5). Its training begins with the demo model's tokenizer and embeddings.
 
 Training ends after --steps or --minutes, whichever comes first, and the learning rate then reaches zero. An existing tokenizer in
 the folder is used again. With --resume, training starts from the existing weights.
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tasks import SCRIPTS, TASKS, conversation, sample_training
@@ -25,6 +27,7 @@ from tool_tasks import Message, Tool, long_message, scene, turns_of
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -32,6 +35,11 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+)
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_recurrent_attention_mask,
+    create_sliding_window_causal_mask,
 )
 
 MODEL = Path(__file__).resolve().parents[1] / "models/demo"
@@ -118,10 +126,10 @@ def tokenizer_corpus(rng: Random) -> Iterator[str]:
 # Data.
 
 
-def document(rng: Random, turns: int, longest: int) -> tuple[list[Message], tuple[Tool, ...]]:
+def document(rng: Random, turns: int, longest: int, tools_share: float) -> tuple[list[Message], tuple[Tool, ...]]:
     """Returns a conversation and its tools. If `longest` is not 0, some have a long message of at most that many sentences."""
     tools: tuple[Tool, ...] = ()
-    if rng.random() < TOOLS_SHARE:
+    if rng.random() < tools_share:
         drawn = scene(rng, turns=min(turns, 4))
         messages, tools = drawn.messages(), drawn.tools
     else:
@@ -157,22 +165,24 @@ def encode_document(
     return [*tokens, tokenizer.pad_token_id], [*labels, IGNORED]
 
 
-def make_row(tokenizer: PreTrainedTokenizerFast, rng: Random, length: int) -> tuple[list[int], list[int]]:
+def make_row(
+    tokenizer: PreTrainedTokenizerFast, rng: Random, length: int, tools_share: float = TOOLS_SHARE
+) -> tuple[list[int], list[int]]:
     """Returns consecutive conversations, of which the last one is cut at `length` tokens."""
     turns, longest = (LONG_ROW_TURNS, LONGEST_MESSAGE) if length == LONG_ROW else (SHORT_ROW_TURNS, 0)
     tokens: list[int] = []
     labels: list[int] = []
     while len(tokens) < length:
-        more_tokens, more_labels = encode_document(tokenizer, *document(rng, rng.choice(turns), longest))
+        more_tokens, more_labels = encode_document(tokenizer, *document(rng, rng.choice(turns), longest, tools_share))
         tokens += more_tokens
         labels += more_labels
     return tokens[:length], labels[:length]
 
 
-def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, fraction: float) -> Batch:
+def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, fraction: float, tools_share: float) -> Batch:
     """Makes a batch. Long rows come at the end of the training and teach the model to ignore unrelated text."""
     length = LONG_ROW if fraction >= LONG_ROWS_FROM else SHORT_ROW
-    rows = [make_row(tokenizer, rng, length) for _ in range(max(1, tokens // length))]
+    rows = [make_row(tokenizer, rng, length, tools_share) for _ in range(max(1, tokens // length))]
     return Batch(torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows]))
 
 
@@ -227,23 +237,37 @@ def new_hybrid_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5ForCausalLM:
     return model
 
 
-def masks_of(model: PreTrainedModel, length: int) -> dict[str, torch.Tensor | None] | None:
-    """Returns the attention masks by layer type, bool[1, 1, length, length] or None for a causal mask. Qwen3 makes its own masks.
+def add_window_masks(model: PreTrainedModel) -> None:
+    """Changes transformers' model so that it computes layers with windows. Models without such layers stay as they are.
 
-    transformers' code of Qwen3.5 has no mask for windows, so it computes `sliding_attention` only with given masks.
+    transformers' code of Qwen3.5 makes no masks for windows, and takes masks by layer type instead of a padding mask.
     """
-    if model.config.model_type != "qwen3_5_text":
-        return None
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    window = (distance >= 0) & (distance < model.config.sliding_window)
-    return {"full_attention": None, "linear_attention": None, "sliding_attention": window[None, None]}
+
+    def with_masks(decoder: Any, args: tuple[()], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        cache = given.get("cache")
+        if cache is None and given.get("use_cache"):
+            cache = DynamicCache(config=decoder.config)
+        common = {
+            "config": decoder.config,
+            "inputs_embeds": decoder.embed_tokens(given["input_ids"]),
+            "attention_mask": given.get("attention_mask"),
+            "cache": cache,
+            "position_ids": given.get("position_ids"),
+        }
+        masks = {
+            "full_attention": create_causal_mask(**common),
+            "sliding_attention": create_sliding_window_causal_mask(**common),
+            "linear_attention": create_recurrent_attention_mask(**common),
+        }
+        return args, given | {"attention_mask": masks, "cache": cache}
+
+    if model.config.model_type == "qwen3_5_text" and "sliding_attention" in model.config.layer_types:
+        model.model.register_forward_pre_hook(with_masks, with_kwargs=True)
 
 
 def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """Returns the mean cross-entropy over the labelled tokens. Logits are computed only for positions with a label."""
-    masks = masks_of(model, batch.tokens.shape[1])
-    output = model.model(input_ids=batch.tokens, attention_mask=masks, use_cache=False)
-    hidden = output.last_hidden_state[:, :-1]
+    hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
     labels = batch.labels[:, 1:]
     learnt = labels != IGNORED
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[learnt]).float(), labels[learnt])
@@ -310,6 +334,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--tools-share", type=float, default=TOOLS_SHARE, help="share of conversations with tools")
     parser.add_argument("--peak-rate", type=float, default=2e-3)
     parser.add_argument("--resume", action="store_true", help="start from the weights in --out")
     parser.add_argument("--save-minutes", type=float, default=4.0)
@@ -331,7 +356,11 @@ def main() -> None:
     else:
         model = new_hybrid_model(tokenizer) if arguments.hybrid else new_model(tokenizer)
     model.train()
-    if arguments.compile:
+    add_window_masks(model)
+    if arguments.compile and arguments.hybrid:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+    elif arguments.compile:
         model.model.compile(dynamic=False)
     optimizers = new_optimizers(model)
     rng = Random(arguments.seed + 1)
@@ -340,7 +369,9 @@ def main() -> None:
     progress = Progress(arguments.steps, arguments.minutes * 60, time.monotonic())
     saved, seen, learnt = time.monotonic(), 0, 0
     while (fraction := progress.fraction()) < 1:
-        batch = make_batch(tokenizer, rng, arguments.tokens_per_step, fraction)
+        batch = make_batch(tokenizer, rng, arguments.tokens_per_step, fraction, arguments.tools_share)
+        if arguments.hybrid and batch.tokens.shape[1] == LONG_ROW:
+            torch.compiler.set_stance("force_eager")  # the loop over the chunks of a long row takes 8 minutes to compile
         loss = train_step(model, optimizers, batch, learning_rate(progress, arguments.peak_rate), arguments.bf16)
         progress.step += 1
         seen += batch.tokens.numel()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from rootstock_llm.services.local import models_reference
 from rootstock_llm.services.shared.served_config import TABLE, refusal
 from rootstock_llm.services.worker.exec.loading import load_model
-from rootstock_llm.services.worker.exec.models.registry import FAMILIES
+from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, FAMILIES, WRAPPER
 from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.host_executors import load_request
 from tests.exec.tiny_models import MODELS
@@ -81,6 +81,7 @@ def test_refusal_message_is_empty_when_fields_are_missing_or_malformed(config: A
 def test_table_of_families_matches_the_installed_transformers_and_the_registry() -> None:
     table = json.loads(TABLE.read_text())
     assert (table["transformers"], table["families"]) == (transformers.__version__, sorted(FAMILIES)), "run `make docs`"
+    assert table["wrappers"] == sorted(name for name in ARCHITECTURES if name.endswith(WRAPPER)), "run `make docs`"
     assert table["model_types"] == sorted(transformers.CONFIG_MAPPING)
     if NIGHTLY:
         assert TABLE.read_text() == models_reference.table(), "run `make docs`"

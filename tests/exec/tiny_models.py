@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import DynamicCache
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_recurrent_attention_mask,
+    create_sliding_window_causal_mask,
+)
 
 SHAPE = {
     "vocab_size": 257,
@@ -51,6 +57,9 @@ GEMMA3 = {
 }
 
 
+HYBRID = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]}
+
+
 @dataclass(frozen=True)
 class TinyModel:
     family: str  # prefix of transformers' classes, such as "Qwen3"
@@ -71,7 +80,30 @@ class TinyModel:
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 torch.nn.init.normal_(parameter.data, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
         model.save_pretrained(folder, max_shard_size=self.shard_size)
+        if config.model_type == "qwen3_5_text" and "sliding_attention" in config.layer_types:
+            model.model.register_forward_pre_hook(with_masks, with_kwargs=True)
         return model.eval()
+
+
+def with_masks(decoder: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Adds the attention masks by layer type to a call of transformers' Qwen3.5, which makes no masks for windows itself."""
+    assert not args
+    cache = arguments.get("cache")
+    if cache is None and arguments.get("use_cache"):
+        cache = DynamicCache(config=decoder.config)
+    common = {
+        "config": decoder.config,
+        "inputs_embeds": decoder.embed_tokens(arguments["input_ids"]),
+        "attention_mask": arguments.get("attention_mask"),
+        "cache": cache,
+        "position_ids": arguments.get("position_ids"),
+    }
+    masks = {
+        "full_attention": create_causal_mask(**common),
+        "sliding_attention": create_sliding_window_causal_mask(**common),
+        "linear_attention": create_recurrent_attention_mask(**common),
+    }
+    return args, arguments | {"attention_mask": masks, "cache": cache}
 
 
 def greedy_answers(model: Any, prompts: list[list[int]], num_new: int) -> list[list[int]]:
@@ -123,5 +155,6 @@ MODELS = {
     "qwen2-window": TinyModel("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3": TinyModel("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3.5": TinyModel("Qwen3_5", QWEN35, config="Qwen3_5TextConfig"),
+    "qwen3.5-window": TinyModel("Qwen3_5", QWEN35 | HYBRID | {"sliding_window": 24}, config="Qwen3_5TextConfig"),
     "gemma3": TinyModel("Gemma3", GEMMA3, config="Gemma3TextConfig"),
 }

@@ -248,13 +248,13 @@ class Qwen3(DenseModel):
 class Qwen3_5(DenseModel):
     """Qwen3.5 without experts: Gated DeltaNet in most layers, and attention with an output gate in the others.
 
-    Each norm's weight is stored minus 1, and a quarter of each head is rotated. Only text positions occur, for which the model's
-    rotary embedding of three axes is the usual one.
+    Each norm's weight is stored minus 1, and a part of each head is rotated, a quarter by default. Only text positions occur, for
+    which the model's rotary embedding of three axes is the usual one. The published models have no windows.
     """
 
     model_type = "qwen3_5_text"
     wrapper_type = "qwen3_5"
-    layer_types = frozenset({"full_attention", RECURRENT})
+    layer_types = LAYER_TYPES | {RECURRENT}
     partial_rotation = True
 
     @classmethod
@@ -288,6 +288,7 @@ class Gemma3(DenseModel):
     """
 
     model_type = "gemma3_text"
+    wrapper_type = "gemma3"
     activation = "gelu_pytorch_tanh"
     activation_key = "hidden_activation"
 
