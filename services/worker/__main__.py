@@ -143,6 +143,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         kv_layout=blake2b(engine.info.kv_layout.encode(), digest_size=16).digest(),
         reads_predictions=_reads_predictions(settings, engine),
         ends_with_prompt=True,
+        marks_hit_ends=bool(engine.core.config.groups),
     )
 
 

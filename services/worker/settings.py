@@ -84,7 +84,7 @@ class WorkerSettings(ServiceSettings):
         " attention hold.",
     )
     mamba_full_memory_ratio: float = Field(
-        0.9, gt=0, le=100, description="Memory for states of recurrent layers, per byte of the KV pool."
+        2.0, gt=0, le=100, description="Memory for states of recurrent layers, per byte of the KV pool."
     )
     max_mamba_cache_size: int = Field(
         0,

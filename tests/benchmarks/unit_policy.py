@@ -1,8 +1,8 @@
-"""python -m tests.benchmarks.unit_policy: hit rates of a model with recurrent layers, by memory share and state interval.
+"""python -m tests.benchmarks.unit_policy: times and hit rates of a model with recurrent layers, by memory share and interval.
 
 The scheduler runs on simulated traces of chats, agents and shared prefixes. The memory is as large for each case: for the ratio r
 (mamba_full_memory_ratio), states take r bytes for each byte of KV. A state takes as much memory as the KV of STATE_TOKENS tokens.
-Prints a table for each trace, with the hit rate of a model without recurrent layers in the same memory as the limit.
+Prints a table for each trace, and the same figures of a model without recurrent layers in the same memory as the limit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
+
 STATE_TOKENS = 1536  # size of a state of Qwen3.5-0.8B in bfloat16
 PAGE_SIZE = 16
-RATIOS = (0.1, 0.3, 0.9, 2.0)
+MAX_RUNNING = 64
+RATIOS = (0.3, 0.9, 1.4, 2.0, 3.0, 5.0)
 INTERVALS = (256, 1024, 4096, 1 << 20)
 TRACES = {
     "chats": ["multi-turn", "--sessions", "400", "--turns", "6", "--system", "300", "--user", "120", "--output", "200"],
@@ -27,8 +30,8 @@ TRACES = {
 MODULE = [sys.executable, "-m", "rootstock_llm.services.sim.core"]
 
 
-def hit_rate(trace: Path, budget: int, ratio: float, interval: int) -> float:
-    """Returns the hit rate of a run.
+def figures(trace: Path, budget: int, ratio: float, interval: int) -> str:
+    """Returns the time of a run in seconds, and its hit rate.
 
     Args:
         budget: memory in tokens of KV.
@@ -37,17 +40,17 @@ def hit_rate(trace: Path, budget: int, ratio: float, interval: int) -> float:
     """
     kv = round(budget / (1 + ratio))
     states = (budget - kv) // STATE_TOKENS
-    running = min(64, states // 3) if ratio else 64
+    running = PoolSizes(kv // PAGE_SIZE, states=states if ratio else 0).max_running_requests(MAX_RUNNING)
     flags = {
         "num-pages": kv // PAGE_SIZE,
         "states": states if ratio else 0,
         "state-interval": interval,
-        "max-running-requests": max(running, 1),
+        "max-running-requests": running,
         "chunked-prefill-size": 2048,
     }
     command = [*MODULE, str(trace), "--json", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
-    found: float = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["hit_rate"]
-    return found
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return f"{found['seconds']:.0f} ({found['hit_rate']:.2f})"
 
 
 def main() -> None:
@@ -59,13 +62,13 @@ def main() -> None:
         for name, kind in TRACES.items():
             trace = Path(folder) / f"{name}.jsonl"
             subprocess.run([*MODULE, "generate", kind[0], str(trace), *kind[1:], "--rate", "20"], check=True, capture_output=True)
-            limit = pool.submit(hit_rate, trace, args.budget, 0.0, PAGE_SIZE)
-            rates = {(r, i): pool.submit(hit_rate, trace, args.budget, r, i) for r in RATIOS for i in INTERVALS}
-            print(f"{name}: {limit.result():.3f} without recurrent layers\n")
+            limit = pool.submit(figures, trace, args.budget, 0.0, PAGE_SIZE)
+            rates = {(r, i): pool.submit(figures, trace, args.budget, r, i) for r in RATIOS for i in INTERVALS}
+            print(f"{name}: {limit.result()} without recurrent layers\n")
             print("| ratio | " + " | ".join(f"interval {i}" if i < 1 << 20 else "no chunk ends" for i in INTERVALS) + " |")
             print("| ---: |" + " ---: |" * len(INTERVALS))
             for ratio in RATIOS:
-                print(f"| {ratio:g} | " + " | ".join(f"{rates[ratio, i].result():.3f}" for i in INTERVALS) + " |")
+                print(f"| {ratio:g} | " + " | ".join(f"{rates[ratio, i].result()}" for i in INTERVALS) + " |")
             print(flush=True)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rootstock_llm.services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, END_MARK, BlockTier
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheKind
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.messages import (
     ErrorCode,
@@ -348,7 +349,32 @@ class Engine:
             self.below = {name: tier for name, tier in self.below.items() if name not in {*events.stored, *events.removed}}
             self.below |= {name: tier for tier in (BlockTier.HOST, BlockTier.STORAGE) for name in reported[tier]}
             events = self.core.take_cache_events()
-        assert self.index == {name for node in nodes for name in node.blocks}
+        blocks = {name for node in nodes for name in node.blocks}
+        assert blocks <= self.index
+        self._check_end_marks(self.index - blocks, nodes)
+
+    def _check_end_marks(self, marks: set[bytes], nodes: Sequence[TreeNode]) -> None:
+        """Checks that a hit can end after each marked block, before the next one. With states alone, all such ends are marked."""
+        units, size = self.core.memory.units, self.config.page_size
+        possible: set[bytes] = set()
+        for node in nodes if units is not None else ():
+            path = [node]
+            while path[0].parent is not None and path[0].parent.parent is not None:
+                path.insert(0, path[0].parent)
+            blocks = [name for each in path for name in each.blocks]
+            has = [np.concatenate([each.units[index] for each in path]) >= 0 for index in range(len(node.units))]
+            for end in range(node.depth - len(node.pages) + 1, node.depth + 1):
+                window_from = max((end * size - self._window() + 1) // size, 0)
+                first = {CacheKind.STATE: end - 1, CacheKind.WINDOW: window_from}
+                fits = all(has[at][first[group.kind] : end].all() for at, group in enumerate(self.config.groups))
+                if fits and end * size >= BLOCK_TOKENS:
+                    possible.add(chained(blocks[end * size // BLOCK_TOKENS - 1], END_MARK))
+        assert marks <= possible
+        if [group.kind for group in self.config.groups] == [CacheKind.STATE]:
+            assert marks == possible
+
+    def _window(self) -> int:
+        return next((group.window for group in self.config.groups if group.kind is CacheKind.WINDOW), 0)
 
     def _commit(self) -> None:
         if self.prev is not None:

@@ -25,6 +25,8 @@ from rootstock_llm.services.gateway.routing.policies import (
     has_free_slot,
     hits_of,
     pick_prefill,
+    speculate,
+    usable_reach,
 )
 from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
 
@@ -184,6 +186,7 @@ class ModelPool(Generic[C]):
         running = info.max_running_requests or UNLIMITED
         self.columns.running[row] = running
         self.columns.limit[row] = running + max(2, round(running * self._slack))
+        self.columns.end_pages[row] = info.page_size if info.marks_hit_ends else 0
         self.columns.loras[row] = frozenset(info.loras)
         self._loads.pop(row, None)  # the load does not overwrite the adapters of the newer hello
         if info.role == PREFILL:
@@ -377,7 +380,7 @@ class ModelPool(Generic[C]):
                 self._sharing.decided(bool(reach.any()))
             if blocks:
                 first_block = blocks[0] if self._sharing.is_shared else b""
-            hits = self._hits(reach, decides)
+            hits = self._hits(usable_reach(reach, self._index, self.columns, blocks), decides)
             matched, saved = hits.matched, hits.saved
         return RoutingQuery(choice.num_tokens, matched, choice.routing_key, allowed=allowed, first_block=first_block, saved=saved)
 
@@ -403,7 +406,7 @@ class ModelPool(Generic[C]):
         self.columns.last_pick[row] = self._picks
         owner = int(self.columns.owner[row])
         if self._index is not None and self.wants_hashes and owner >= 0:
-            self._index.speculate(owner, choice.block_hashes(), until)
+            speculate(self._index, self.columns, row, choice.block_hashes(), choice.num_tokens, until)
 
     def _allowed(self, choice: C, without: AnyLink | None) -> NDArray[np.bool_] | None:
         if choice.has_begun:

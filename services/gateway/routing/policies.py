@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, BlockTier
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
+from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, BlockTier, end_mark
 
 # A prefill worker with more queued prompt tokens gets no prompt: waiting there would take longer than computing the prompt at the
 # decode worker.
@@ -44,7 +45,7 @@ _METER_DECISIONS = 32  # approximate number of decisions in the average of a Sha
 _SHARING_SHARE = 0.1  # smallest share of decisions with a match for which prompts count as sharing prefixes
 TRIED_SAVES = 0.1  # assumed saving of a tier that is tried again although it saved nothing recently
 HOST_SAVES, STORAGE_SAVES = 0.8, 0.5  # defaults of host_saves and storage_saves until a worker reports measured values
-_COUNTS = ("requests", "prefetches", "tokens", "limit", "running", "last_pick")
+_COUNTS = ("requests", "prefetches", "tokens", "limit", "running", "last_pick", "end_pages")
 _SAVES = ("host_saves", "storage_saves")
 Rows = NDArray[np.int64]  # rows of WorkerColumns, rising
 
@@ -67,6 +68,8 @@ class WorkerColumns:
         self.limit = np.zeros(0, np.int64)  # if `requests` reaches this number, new requests wait in the gateway
         self.running = np.zeros(0, np.int64)  # number of requests that the worker can run at once
         self.owner = np.full(0, -1, np.int64)  # owner number in the PrefixIndex; -1 for none
+        # Page size of a worker that marks the blocks after which a prefix hit can end; 0 if a hit can end after any block.
+        self.end_pages = np.zeros(0, np.int64)
         # Share of a prefix's computing time that is saved by reading the prefix from the host or storage tier, 0 to 1.
         self.host_saves = np.zeros(0, np.float64)
         self.storage_saves = np.zeros(0, np.float64)
@@ -201,6 +204,46 @@ class Hits:
     saved: NDArray[np.float64] | None
 
 
+def usable_reach(
+    reach: NDArray[np.int64], index: PrefixIndex, workers: WorkerColumns, hashes: Sequence[bytes]
+) -> NDArray[np.int64]:
+    """Returns `reach`, in which workers that mark their blocks have only the blocks before the last one with a mark.
+
+    Args:
+        reach: See PrefixIndex.reach().
+        hashes: The blocks of the prompt.
+    """
+    rows = np.flatnonzero((workers.end_pages > 0) & (workers.owner >= 0) & (workers.owner < reach.shape[1]))
+    if len(rows):
+        owners = workers.owner[rows]
+        reach = reach.copy()
+        reach[:, owners] = index.match_ends(hashes)[owners]
+    return reach
+
+
+def speculate(
+    index: PrefixIndex, workers: WorkerColumns, row: int, hashes: Sequence[bytes], num_tokens: int, until: float
+) -> None:
+    """Adds the blocks of a prompt that goes to a worker to the index, as speculative blocks.
+
+    A worker that marks its blocks will keep what a hit needs at the last page end of the prompt, and at the page end at which the
+    prompt leaves the blocks that the worker has.
+
+    Args:
+        row: Row of the worker. It has an owner.
+        num_tokens: Number of tokens of the prompt.
+        until: Time at which the blocks end.
+    """
+    owner, page_size = int(workers.owner[row]), int(workers.end_pages[row])
+    names = list(hashes)
+    if page_size and names:
+        last_end = max(num_tokens - 1, 0) // page_size * page_size  # a hit does not cover the last token
+        shared = index.match(hashes)
+        ends = {last_end // BLOCK_TOKENS, int(shared[owner]) if owner < len(shared) else 0}
+        names += [end_mark(hashes[end - 1]) for end in ends if 0 < end <= len(hashes)]
+    index.speculate(owner, names, until)
+
+
 def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = False) -> Hits:
     """Computes the prefix hits of each worker.
 
@@ -208,7 +251,7 @@ def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = Fals
     reading a tier saves no time, the worker uses neither the blocks in that tier nor the blocks after them.
 
     Args:
-        reach: See PrefixIndex.reach().
+        reach: See usable_reach().
         tries: Assumes a saving of TRIED_SAVES for tiers that save nothing.
     """
     num_owners = reach.shape[1]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock_llm.services.shared.index.prefix_index import BlockTier, IndexEvent
+from rootstock_llm.services.shared.index.prefix_index import BlockTier, IndexEvent, end_mark
 
 _DEVICE = int(BlockTier.DEVICE)  # an int, because comparing enum members is slow
 _Shards = list[dict[bytes, int]]  # masks by hash, in one dict per first byte of the hash
@@ -226,6 +226,29 @@ class PrefixIndex:
         """
         shards = self._shards
         return self._leading((shards[block[0]].get(block, 0) for block in hashes), len(hashes))
+
+    def match_ends(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
+        """Returns int64[num_owners]: the number of leading blocks after which a prefix hit of each live owner can end.
+
+        For owners that mark these blocks with end_mark(). Owners without marks have 0.
+        """
+        shards, left = self._shards, self._live
+        found: list[int] = []  # owners with a mark, by number of blocks - 1
+        for block in hashes:
+            left &= shards[block[0]].get(block, 0)
+            if not left:
+                break
+            mark = end_mark(block)
+            found.append(left & shards[mark[0]].get(mark, 0))
+        masks: list[int] = []
+        reached: list[int] = []
+        done = 0  # owners whose last marked block is found
+        for depth in range(len(found), 0, -1):
+            if mask := found[depth - 1] & ~done:
+                masks.append(mask)
+                reached.append(depth)
+                done |= mask
+        return _value_per_bit(masks, reached, len(self._owners))
 
     def reach(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
         """Returns int64[tiers, num_owners]: the number of leading blocks that each live owner has in a BlockTier or a faster one.

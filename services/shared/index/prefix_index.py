@@ -23,6 +23,10 @@ The events of a generation are numbered from 1 without gaps. Event 1 always has 
 of the generation. A reader that misses an event, or that starts in the middle of a generation, reads the own: sets. It then
 continues after the number of the event that it has just received.
 
+A worker with windowed or recurrent layers keeps what the next token reads at few page ends only, and a prefix hit ends at one of
+them. For each such page end, it also stores the mark of the last block before the end: a hash that is made from the block's hash
+(end_mark()) and handled like a block. Readers of older versions never look a mark up.
+
 A reader of an older version that does not know tiers sees only blocks on devices. A block that moves to the host is in `removed`
 and in `host` of the same event. Entries of lower tiers have their own keys, which expire if an old sweeper does not delete them.
 See docs/design/fleet.md#the-index.
@@ -39,6 +43,7 @@ import xxhash
 
 INDEX_VERSION = "1"  # part of each root hash
 BLOCK_TOKENS = 64
+END_MARK = b"end"  # shorter than the tokens of a block, so that a mark is not the hash of a block
 HASH_BYTES = 8  # xxh3
 INDEX_FORMAT = "v1"  # part of the keys of blocks
 MODELS_KEY = "models"
@@ -81,6 +86,11 @@ def block_hash(before: bytes, tokens: bytes) -> bytes:
         tokens: BLOCK_TOKENS token ids as little-endian int32.
     """
     return xxhash.xxh3_64_digest(before + tokens)
+
+
+def end_mark(block: bytes) -> bytes:
+    """Returns the mark of a block after which a prefix hit can end, HASH_BYTES long. `block` is the block's hash."""
+    return block_hash(block, END_MARK)
 
 
 def block_hashes(root: bytes, ids: Sequence[int]) -> bytes:

@@ -22,6 +22,8 @@ from rootstock_llm.services.gateway.routing.policies import (
     hits_of,
     make_policy,
     pick_prefill,
+    speculate,
+    usable_reach,
 )
 from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
 from rootstock_llm.services.shared.index.prefix_index import BlockTier, block_hashes, cache_namespace, split_hashes
@@ -223,6 +225,7 @@ class FleetGateway:
         assert at == row, "rows have the numbers of the workers"
         self.columns.limit[row] = self._config.limit
         self.columns.running[row] = self._config.scheduler.max_running_requests
+        self.columns.end_pages[row] = self._config.scheduler.page_size if self._config.scheduler.groups else 0
 
     def _set_serving(self) -> None:
         """Lets prefill workers serve whole requests while no decode worker is usable."""
@@ -301,9 +304,10 @@ class FleetGateway:
         return True
 
     def _query(self, request: OpenRequest, decides: bool = True) -> RoutingQuery:
-        hits = hits_of(self.index.reach(request.hashes), self.columns)
+        reach = self.index.reach(request.hashes)
         if request.hashes and decides:
-            self._sharing.decided(bool(hits.matched.any()))
+            self._sharing.decided(bool(reach.any()))
+        hits = hits_of(usable_reach(reach, self.index, self.columns, request.hashes), self.columns)
         first_block = request.hashes[0] if request.hashes and self._sharing.is_shared else b""
         message = request.message
         return RoutingQuery(
@@ -330,7 +334,8 @@ class FleetGateway:
         """
         self._picks += 1
         self.columns.last_pick[row] = self._picks
-        self.index.speculate(int(self.columns.owner[row]), request.hashes, self._clock.now + self._config.speculative_s)
+        until = self._clock.now + self._config.speculative_s
+        speculate(self.index, self.columns, row, request.hashes, len(request.message.prompt_ids), until)
 
     def _resumed(self, request: OpenRequest) -> Submit:
         """Returns the message with the outputs so far and the KV source. Clears the source, because it can be read only once."""

@@ -71,6 +71,9 @@ def _units(queues: RequestQueues, memory: KVMemory) -> list[str]:
         cached = [unit for node in memory.tree.nodes() for unit in node.units[pool.index].tolist() if unit != NO_UNIT]
         if sorted(cached) != owned or any((node.units[pool.index] == unit).sum() != 1 for unit, node in pool.owned()):
             out.append(f"the units of group {pool.index} are not those of the cached pages")
+    owned_units = {(pool.index, unit) for pool in units.pools for unit, _ in pool.owned()}
+    if units.hit_ends is not None and any(not owned_units.issuperset(end.units) for end in units.hit_ends.ends()):
+        out.append("the prefix index has a hit end without its units")
     if units.num_reserved and not leases:
         out.append("window units are reserved, but no request runs")
     slots = {lease.slot for lease in leases}

@@ -44,7 +44,7 @@ class CacheShape:
     max_slots: int = 1  # largest number of running requests
     slot_windows: int = 0  # window units that one request may need at once
     swa_full_tokens_ratio: float = 0.8  # window units per page
-    mamba_full_memory_ratio: float = 0.9  # bytes of states per byte of KV
+    mamba_full_memory_ratio: float = 2.0  # bytes of states per byte of KV
     max_mamba_cache_size: int = 0  # number of states; 0: mamba_full_memory_ratio decides
 
     @property

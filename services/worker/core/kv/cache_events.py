@@ -3,6 +3,8 @@
 A block has BLOCK_TOKENS tokens. Its name is a hash over its tokens and the name of the previous block, so that no token ids leave
 the worker. On the device, a block belongs to the tree edge with its last token. It is removed with this edge, because eviction
 removes suffixes first. TierBlocks reports the blocks of the lower tiers.
+
+With cache groups, a prefix hit ends only at page ends that have the units of all groups. HitEnds reports them as marks of blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from rootstock_llm.services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.shared.index.prefix_index import END_MARK, BlockTier
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 BLOCK_TOKENS = 64
@@ -48,9 +50,9 @@ class CacheEventLog:
         self._block_hash = block_hash
         self._root_hash = root_hash
         self._cleared = False
-        self._num_edges: Counter[bytes] = (
-            Counter()
-        )  # number of tree edges with each device block; can exceed 1 if pages are larger than blocks
+        # Number of tree edges with each device block, which can exceed 1 if pages are larger than blocks, and number of hit ends
+        # with each mark.
+        self._num_edges: Counter[bytes] = Counter()
         self._below: dict[bytes, BlockTier] = {}  # slowest tier of each block that the lower tiers have completely
         # Changed blocks, each with the tier that the last message reported, or None if it reported no tier.
         self._changed: dict[bytes, BlockTier | None] = {}
@@ -73,19 +75,48 @@ class CacheEventLog:
         for at in range(0, len(tokens) - size + 1, size):
             link = self._block_hash(link, tokens[at : at + size])
             names.append(link)
-            if link not in self._num_edges:
-                self._record_change(link)
-            self._num_edges[link] += 1
+            self._add(link)
         node.blocks = tuple(names)
 
     def removed(self, node: TreeNode) -> None:
         for name in node.blocks:
-            assert self._num_edges[name] > 0, "only blocks of an edge are removed"
-            if self._num_edges[name] > 1:
-                self._num_edges[name] -= 1
-                continue
+            self._drop(name)
+
+    def mark_of(self, node: TreeNode, end: int) -> bytes | None:
+        """Returns the mark of the last block before the page end `end`, or None if no block ends before it.
+
+        `node` is at the page end or after it, and `end` is a number of pages.
+        """
+        num_blocks = end * self._page_size // BLOCK_TOKENS
+        if not num_blocks:
+            return None
+        walk = node
+        while walk.parent is not None and walk.parent.depth * self._page_size >= num_blocks * BLOCK_TOKENS:
+            walk = walk.parent
+        assert walk.parent is not None, "the block ends in an edge"
+        block = walk.blocks[num_blocks - 1 - walk.parent.depth * self._page_size // BLOCK_TOKENS]
+        return self._block_hash(block, END_MARK)
+
+    def end_kept(self, mark: bytes) -> None:
+        """Records a page end at which a prefix hit can end now, by its mark."""
+        self._add(mark)
+
+    def end_lost(self, mark: bytes) -> None:
+        """Undoes one end_kept()."""
+        self._drop(mark)
+
+    def _add(self, name: bytes) -> None:
+        if name not in self._num_edges:
             self._record_change(name)
-            del self._num_edges[name]
+        self._num_edges[name] += 1
+
+    def _drop(self, name: bytes) -> None:
+        assert self._num_edges[name] > 0, "only blocks of an edge are removed"
+        if self._num_edges[name] > 1:
+            self._num_edges[name] -= 1
+            return
+        self._record_change(name)
+        del self._num_edges[name]
 
     def below(self, name: bytes, tier: BlockTier | None) -> None:
         """Records where the tiers below the device have a block.

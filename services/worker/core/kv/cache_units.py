@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind, window_pages
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.core.kv.hit_ends import HitEnds
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 from rootstock_llm.services.worker.core.kv.unit_pool import NO_UNIT, UnitPool
 
@@ -59,6 +61,7 @@ class CacheUnits:
         max_chunk: int,
         keeps_ends: bool,
         on_lost: Callable[[TreeNode], None],
+        events: CacheEventLog | None,
     ) -> None:
         """Starts with all units free.
 
@@ -71,10 +74,12 @@ class CacheUnits:
             max_chunk: largest number of tokens of a chunk.
             keeps_ends: whether slots keep the units of page ends for hits. False if nothing is cached.
             on_lost: called with a node that has lost a unit by eviction.
+            events: log of the page ends at which hits can end; None if no prefix index reads it.
         """
         kinds = [group.kind for group in groups]
         assert len(set(kinds)) == len(kinds), "at most one group of each kind"
-        pools = {group.kind: UnitPool(group.num_units, index, on_lost) for index, group in enumerate(groups)}
+        self._events, self.hit_ends = events, HitEnds(events) if events is not None else None
+        pools = {group.kind: UnitPool(group.num_units, index, on_lost, self._disowned) for index, group in enumerate(groups)}
         self.pools = list(pools.values())
         self.windows, self.states = pools.get(CacheKind.WINDOW), pools.get(CacheKind.STATE)
         self._window = next((group.window for group in groups if group.kind is CacheKind.WINDOW), 0)
@@ -431,6 +436,26 @@ class CacheUnits:
                 unit = int(node.units[self.windows.index][page])
                 if unit != NO_UNIT:
                     self.windows.need(unit)
+        if self.hit_ends is not None:
+            self._report_end(end, at)
+
+    def _report_end(self, end: TreeNode, at: int) -> None:
+        """Reports the page end `at` to the prefix index if its pages have all units that the next token reads."""
+        assert self._events is not None and self.hit_ends is not None
+        units: list[tuple[int, int]] = []
+        if self.states is not None:
+            node, page = _page_of(end, at - 1)
+            units.append((self.states.index, int(node.units[self.states.index][page])))
+        if self.windows is not None:
+            index = self.windows.index
+            units += [(index, int(node.units[index][page])) for node, page, _ in _backwards(end, self._first_page(at), at)]
+        mark = self._events.mark_of(end, at)
+        if mark is not None and units and all(unit != NO_UNIT for _, unit in units):
+            self.hit_ends.kept(mark, units)
+
+    def _disowned(self, index: int, unit: int) -> None:
+        if self.hit_ends is not None:
+            self.hit_ends.freed(index, unit)
 
     # Checks
 

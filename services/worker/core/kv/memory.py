@@ -195,7 +195,7 @@ class KVMemory:
     ) -> None:
         self.page_size = shape.page_size
         self.evicted_pages_total = 0
-        self._shape, self._enable_radix_cache = shape, enable_radix_cache
+        self._shape, self._enable_radix_cache, self._events = shape, enable_radix_cache, events
         self._new_tree: Callable[[], RadixCache] = partial(RadixCache, shape.page_size, policy, events, backups)
         self.reset()
 
@@ -213,7 +213,7 @@ class KVMemory:
 
     def _new_units(self, shape: KVShape) -> CacheUnits:
         sizes = shape.page_size, shape.num_slots, shape.pages_per_slot, shape.state_interval, shape.max_chunk
-        return CacheUnits(shape.groups, *sizes, self._enable_radix_cache, self.tree.lost_unit)
+        return CacheUnits(shape.groups, *sizes, self._enable_radix_cache, self.tree.lost_unit, self._events)
 
     @property
     def num_available(self) -> int:

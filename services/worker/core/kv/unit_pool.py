@@ -16,16 +16,19 @@ NO_UNIT = -1
 class UnitPool:
     """The units of one cache group. CacheUnits is the owner."""
 
-    def __init__(self, num_units: int, index: int, on_lost: Callable[[TreeNode], None]) -> None:
+    def __init__(
+        self, num_units: int, index: int, on_lost: Callable[[TreeNode], None], on_disowned: Callable[[int, int], None]
+    ) -> None:
         """Starts with all units free.
 
         Args:
             num_units: number of units.
             index: index of the group, and of its units in TreeNode.units.
             on_lost: called with a node that has lost a unit by eviction.
+            on_disowned: called with (index of the group, unit) when a cached page has lost its unit.
         """
         self.num_units, self.index = num_units, index
-        self._on_lost = on_lost
+        self._on_lost, self._on_disowned = on_lost, on_disowned
         self._stack: I32 = np.arange(num_units, dtype=np.int32)[::-1].copy()
         self.num_free = num_units
         self.num_owned = 0  # units of cached pages
@@ -86,6 +89,7 @@ class UnitPool:
         self._session_order.pop(unit, None)
         self.num_owned -= 1
         self.free(np.array([unit], dtype=np.int32))
+        self._on_disowned(self.index, unit)
 
     def pin(self, unit: int) -> None:
         """Protects an owned unit from eviction, because a running request reads it."""

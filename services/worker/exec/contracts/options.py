@@ -73,7 +73,7 @@ class DeviceOptions:
     draft_corpus: NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
     max_chunk: int = 0  # largest number of tokens of a chunk of a prompt; 0: the context
     swa_full_tokens_ratio: float = 0.8  # this and the next two: see CacheShape
-    mamba_full_memory_ratio: float = 0.9
+    mamba_full_memory_ratio: float = 2.0
     max_mamba_cache_size: int = 0
     tiers: TierOptions | None = None  # tiers below the device's KV pool, None for none
     peers: PeerOptions | None = None  # KV transfers between workers, None for none

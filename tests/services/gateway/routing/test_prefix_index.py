@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
-from rootstock_llm.services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.shared.index.prefix_index import BlockTier, end_mark
 
 CHAINS = [[bytes([chain, depth]) + b"block." for depth in range(6)] for chain in range(3)]
 BLOCKS = [block for chain in CHAINS for block in chain]
@@ -138,6 +138,19 @@ def test_prefix_match_has_depth_0_when_the_prompt_is_empty() -> None:
     assert depths(index, CHAINS[0]) == []
     index.stored(index.owner("a", 1), CHAINS[0])
     assert depths(index, []) == [0]
+
+
+@given(blocks=st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(0, 5))), max_size=9), prompt_blocks=st.integers(0, 6))
+def test_hit_ends_after_the_last_marked_block_of_the_leading_blocks(
+    blocks: list[tuple[int, set[int]]], prompt_blocks: int
+) -> None:
+    """For each owner, the blocks are the number of its leading blocks and the marked ones, which may come later."""
+    index, chain = PrefixIndex(), CHAINS[0]
+    for name, (length, marked) in enumerate(blocks):
+        index.stored(index.owner(str(name), 0), [*chain[:length], *(end_mark(chain[at]) for at in marked)])
+    expected = [max([at + 1 for at in marked if at < min(length, prompt_blocks)], default=0) for length, marked in blocks]
+    assert index.match_ends(chain[:prompt_blocks]).tolist() == expected
+    assert depths(index, chain[:prompt_blocks]) == [min(length, prompt_blocks) for length, _ in blocks]
 
 
 def test_number_of_a_retired_owner_is_reused_only_after_the_sweep() -> None:

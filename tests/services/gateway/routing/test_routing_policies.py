@@ -20,7 +20,10 @@ from rootstock_llm.services.gateway.routing.policies import (
     hits_of,
     make_policy,
     rows_with_free_slots,
+    speculate,
+    usable_reach,
 )
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
 from tests.all_pairs import each_value
 
 
@@ -268,6 +271,36 @@ def test_cache_hits_are_device_matches_when_the_index_has_no_lower_tiers() -> No
     hits = hits_of(np.array([[3, 5]]), workers)
     assert hits.saved is None and hits.matched[:3].tolist() == [5 * 64, 0, 0], "owners that the index does not have get no match"
     assert not hits_of(np.zeros((1, 0), np.int64), workers).matched.any()
+
+
+@pytest.mark.parametrize(
+    ("cached", "num_tokens", "ends"),
+    [(0, 300, 4), (0, 257, 4), (0, 256, 3), (0, 63, 0), (128, 300, 4), (256, 999, 4), (0, 999, 0)],
+    ids=[
+        "whole page before the end",
+        "one more token",
+        "hit without the last token",
+        "no block",
+        "branch",
+        "begun",
+        "begun, new",
+    ],
+)
+def test_routed_prompt_counts_up_to_the_ends_that_its_worker_will_mark(cached: int, num_tokens: int, ends: int) -> None:
+    """A second, other prompt also counts at the branch. `num_tokens` includes the output of a request that has begun."""
+    workers, index = fleet([0, 0]), PrefixIndex()
+    workers.owner[:2] = [index.owner("marks", 0), index.owner("plain", 0)]
+    workers.end_pages[0] = 16
+    blocks = [bytes([at]) * 8 for at in range(min(num_tokens, 300) // 64)]
+    index.stored(0, blocks[: cached // 64])
+    for row in (0, 1):
+        speculate(index, workers, row, blocks, num_tokens, 10.0)
+    found = usable_reach(index.reach(blocks), index, workers, blocks)
+    assert found[0].tolist() == [ends, len(blocks)]
+    branching = [*blocks[: cached // 64], b"another!"]
+    assert usable_reach(index.reach(branching), index, workers, branching)[0, 0] == cached // 64
+    index.expire(11.0)
+    assert usable_reach(index.reach(blocks), index, workers, blocks)[0].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
