@@ -18,6 +18,7 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.shared.observe.progress import step
 from rootstock_llm.services.shared.output_formats import detect_in
 from rootstock_llm.services.shared.sampling_parameters import SamplingDefaults
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheKind
 from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
 from rootstock_llm.services.worker.core.scheduler import Scheduler
@@ -124,6 +125,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
             extra=fields(max_running_requests=info.max_running_requests, wanted=settings.max_running_requests),
         )
         settings = settings.model_copy(update={"max_running_requests": info.max_running_requests})
+    if unused := _unused(settings, info):
+        logger.info("settings without effect, because the model's caches have no such layers: %s", ", ".join(unused))
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
     logger.info("model ready", extra=fields(**asdict(info) | {"load_seconds": dict(info.load_seconds)}))
     tokens, size = info.num_pages * info.page_size, info.pool_bytes / 1e9
@@ -292,6 +295,19 @@ def _build_on_device(
     )
     executor.on_lost = on_lost
     return LoadedExecutor(executor, info, executor.runner.stats, executor.kv_server, executor.peer_reader)
+
+
+def _unused(settings: WorkerSettings, info: LoadedInfo) -> list[str]:
+    """Returns the changed settings of cache groups that the model does not have."""
+    kinds = {group.kind for group in info.groups}
+    of_kinds = {
+        "swa_full_tokens_ratio": {CacheKind.WINDOW},
+        "mamba_full_memory_ratio": {CacheKind.STATE},
+        "max_mamba_cache_size": {CacheKind.STATE},
+        "state_interval": {CacheKind.WINDOW, CacheKind.STATE},
+    }
+    defaults = WorkerSettings.model_fields
+    return [name for name, of in of_kinds.items() if not of & kinds and getattr(settings, name) != defaults[name].default]
 
 
 def _remedy(settings: WorkerSettings) -> str:

@@ -27,13 +27,16 @@ from tests.services.gateway.fakes import MODEL, FakeDetokenizer, FakeTokenizer, 
 
 T = TypeVar("T")
 WAIT_S = 60.0
+MIN_CHECKS = 5  # see wait_until()
 POLL_S = 10.0  # seconds that one readiness request may take
 
 
 def wait_until(condition: Callable[[], bool], what: str = "condition", wait_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + wait_s
+    """Checks the condition until it holds, for `wait_s` and at least MIN_CHECKS times. A machine may stand still for minutes."""
+    deadline, checks = time.monotonic() + wait_s, 0
     while not condition():
-        assert time.monotonic() < deadline, f"did not happen: {what}"
+        checks += 1
+        assert time.monotonic() < deadline or checks < MIN_CHECKS, f"did not happen: {what}"
         time.sleep(0.005)
 
 

@@ -36,3 +36,18 @@ def test_engine_logs_values_of_the_model_and_the_scheduler_as_fields(caplog: pyt
     for record in caplog.records:
         orjson.loads(JsonFormatter("worker").format(record))
         assert "Config(" not in record.getMessage() and "Info(" not in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("values", "unused"),
+    [({}, ""), ({"state_interval": 64, "max_mamba_cache_size": 9}, "max_mamba_cache_size, state_interval")],
+    ids=["defaults", "changed"],
+)
+def test_engine_logs_the_changed_settings_of_caches_that_the_model_does_not_have(
+    values: dict[str, int], unused: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    given = {"model": str(DEMO), "executor": "fake", "max_total_tokens": 4096, **values}
+    build_engine(of_values(WorkerSettings, given), Inbox(), lambda sentence: None).close()
+    found = [record.getMessage().partition(": ")[2] for record in caplog.records if "without effect" in record.getMessage()]
+    assert found == ([unused] if unused else [])

@@ -16,7 +16,7 @@ from rootstock_llm.services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
-from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
+from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolSizes
 from rootstock_llm.services.worker.device_limits import resolved
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.scheduler_config import scheduler_config
@@ -101,8 +101,9 @@ def settings_of(args: argparse.Namespace, **given: Any) -> WorkerSettings:
 
 def groups_of(args: argparse.Namespace, settings: WorkerSettings, num_pages: int) -> tuple[CacheGroup, ...]:
     """Returns the cache groups that the flags describe."""
-    windows = args.window_units or int(settings.swa_full_tokens_ratio * num_pages)
-    return PoolSizes(num_pages, windows if args.window else 0, args.states).groups(args.window)
+    shape = CacheShape(page_bytes=1, window_bytes=int(args.window > 0), swa_full_tokens_ratio=settings.swa_full_tokens_ratio)
+    windows = (args.window_units if args.window else 0) or shape.with_units(num_pages).windows
+    return PoolSizes(num_pages, windows, args.states).groups(args.window)
 
 
 def simulated_config(

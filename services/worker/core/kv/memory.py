@@ -238,10 +238,11 @@ class KVMemory:
         node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
 
-    def branch(self, namespace: str, key: bytes, limit: int) -> int:
-        """Returns the number of cached pages of an admitted `key`, whose units may be missing, within at most `limit` tokens.
+    def note_branch(self, namespace: str, key: bytes, limit: int) -> int:
+        """Counts the cached pages of an admitted `key` that have to be computed again, because units are missing.
 
-        Counts the pages that have to be computed again because of missing units. Called once for each admission.
+        Returns:
+            The number of its cached pages, whose units may be missing, within at most `limit` tokens.
         """
         path = self.tree.path(namespace, key, self._usable(len(key), limit))
         if self.units is not None:
@@ -295,7 +296,7 @@ class KVMemory:
             hit: the locked end of the hit. The lease takes over its lock.
             rank: rank of the request.
             page_keys: known page keys, from the first page on.
-            branch: see branch(); ignored without cache groups.
+            branch: see note_branch(); ignored without cache groups.
             num_extend: number of tokens after the hit to which the request extends; ignored without cache groups.
         """
         assert hit.lock_ref > 0, "the caller has locked the hit"

@@ -200,7 +200,7 @@ class RequestLifecycle:
         self._queues.admit(request)
         branch = 0
         if self._memory.units is not None:
-            branch = self._memory.branch(request.namespace, kv.token_key, request.prefix_limit())
+            branch = self._memory.note_branch(request.namespace, kv.token_key, request.prefix_limit())
         num_extend = len(kv.token_key) // TOKEN_BYTES - hit.depth * self.config.page_size
         lease = kv.lease = self._memory.lease(hit, request.rank, tuple(kv.page_keys), branch, num_extend)
         if self._tiers is not None:
