@@ -69,7 +69,7 @@ $(PROTOS): $(ENV) release/package.py $(wildcard protos/rootstock/v1/*.proto)
 	$(PY) release/package.py
 
 # Not empty if the user has set a variable. A default above is not passed as a flag, because a flag overrides the file of --config.
-chosen = $(filter-out file,$(origin $(1)))
+chosen = $(filter-out file undefined,$(origin $(1)))
 
 run: env         ## start the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)
 	@exec $(PY) -m rootstock_llm.services.cli serve $(if $(call chosen,MODEL),'$(MODEL)') $(if $(call chosen,PORT),--port $(PORT)) \

@@ -122,6 +122,16 @@ def without_buildah() -> str:
     return os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if not (Path(each) / "buildah").exists())
 
 
+@pytest.mark.parametrize(
+    ("words", "flags"), [((), ""), (("IMAGES=gateway worker",), "--images 'gateway worker'"), (("IMAGES=",), "--images ''")]
+)
+def test_make_release_builds_all_images_unless_others_are_given(words: tuple[str, ...], flags: str) -> None:
+    command = ["make", "--no-print-directory", "-n", "release", *words]
+    around = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    printed = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1].partition("--out 'dist'")[2].strip() == flags
+
+
 def test_release_refuses_an_output_folder_that_has_files(tmp_path: Path) -> None:
     (tmp_path / "old.whl").write_text("")
     with pytest.raises(ReleaseRefused, match=r"is not empty\. Remove its files"):
