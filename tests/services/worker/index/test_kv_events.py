@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from rootstock_llm.services.shared.index.prefix_index import (
     IndexEvent,
     block_hashes,
     cache_namespace,
+    end_mark,
     event_from,
     events_key,
     generations_key,
@@ -47,6 +49,7 @@ from rootstock_llm.services.worker.index import publisher as publishing
 from rootstock_llm.services.worker.index.publisher import CacheEventHandover, IndexPublisher
 from rootstock_llm.services.worker.index.records import BlockMove, CachedBlocks, WorkerRecords
 from rootstock_llm.services.worker.index.sweeper import LATE_S, Sweeper
+from tests.exec.tiny_models import MODELS
 from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
 from tests.services.worker.identity.test_model_identity import identity_of, revision_of
 
@@ -561,21 +564,18 @@ def metrics(port: int) -> str:
         return str(response.read().decode())
 
 
-def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServer) -> None:
-    """The expected block names are computed as in a gateway, from the worker's WorkerInfo."""
+@pytest.mark.parametrize("has_states", [False, True], ids=["attention", "recurrent layers"])
+def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServer, has_states: bool, tmp_path: Path) -> None:
+    """The expected names are computed as in a gateway, from the worker's WorkerInfo. With states, they include end marks."""
     port, metrics_port = free_ports(2)
-    argv = [
-        sys.executable,
-        "-m",
-        "rootstock_llm.services.worker",
-        "--executor",
-        "fake",
-        "--model",
-        str(DEMO),
-        "--port",
-        str(port),
-    ]
-    argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--fake-step-s", "0", "--grammar-workers", "0"]
+    model, executor = (tmp_path, "cpu") if has_states else (DEMO, "fake")
+    if has_states:
+        MODELS["qwen3.5"].build(tmp_path)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(DEMO / name, tmp_path / name)
+    argv = [sys.executable, "-m", "rootstock_llm.services.worker", "--executor", executor, "--model", str(model)]
+    argv += ["--port", str(port), "--metrics-port", str(metrics_port), "--redis-url", server.url, "--max-total-tokens", "4096"]
+    argv += ["--fake-step-s", "0", "--grammar-workers", "0", "--num-threads", "1"]
     process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
     prompt = list(range(1, 201))
 
@@ -584,14 +584,17 @@ def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServ
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=often) as channel:
             call = worker_pb2_grpc.WorkerStub(channel).Generate(wait_for_ready=True)
             info = (await call.read()).hello
-            assert info.publishes_index and info.revision and info.tokenizer
+            assert info.publishes_index and info.revision and info.tokenizer and info.marks_hit_ends is has_states
             for handle, salt in ((1, ""), (2, "mine")):
                 submit = worker_pb2.Submit(handle=handle, request_id=str(handle), prompt_ids=prompt, cache_salt=salt)
                 submit.sampling.max_new_tokens = 2
                 await call.write(worker_pb2.GenerateRequest(submits=[submit]))
             roots = [root_hash(info.model, info.revision, info.tokenizer, cache_namespace("", salt)) for salt in ("", "mine")]
-            expected = {name for root in roots for name in split_hashes(block_hashes(root, prompt))}
+            blocks = [list(split_hashes(block_hashes(root, prompt))) for root in roots]
+            expected = {name for names in blocks for name in names}
             assert len(expected) == 6
+            if has_states:
+                expected |= {end_mark(names[2]) for names in blocks}  # the last page ends after 192 tokens
             await until(lambda: set(server.client.smembers(own_key(info.worker_id, info.generation))) == expected)
             message = await call.read()
             while message.load.index_seq == 0:
@@ -600,7 +603,8 @@ def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServ
             assert server.client.smembers(workers_key(info.model)) == {info.worker_id.encode()}
             call.cancel()
             text = await asyncio.to_thread(metrics, metrics_port)
-            assert "rootstock_worker_redis_up 1.0" in text and "rootstock_worker_index_stored_blocks_total 6.0" in text
+            assert "rootstock_worker_redis_up 1.0" in text
+            assert f"rootstock_worker_index_stored_blocks_total {len(expected)}.0" in text
             process.terminate()
             assert await asyncio.to_thread(process.wait, 15) == 0
             assert server.client.get(lease_key(info.worker_id)) is None
