@@ -110,7 +110,7 @@ def work_of(call: AttentionCall, launch: Launch, merge_apart: bool = False) -> W
 
 
 def plain(sizes: AttentionSizes, device: torch.device) -> Work:
-    """Returns torch's attention over contiguous keys and values. If torch needs it, each query head has a copy of them."""
+    """Returns torch's attention over contiguous keys and values. For prompts, each query head has a separate copy of both."""
     q = torch.randn(sizes.rows, sizes.heads, sizes.count, HEAD_DIM, device=device, dtype=DTYPE)
     keys, values = (torch.randn(sizes.rows, KV_HEADS, sizes.context, HEAD_DIM, device=device, dtype=DTYPE) for _ in "kv")
     if sizes.count == 1:

@@ -1,4 +1,4 @@
-"""Times attention with block sizes other than planned: python -m rootstock_llm.kernels.bench.gpu_attention_tune [--only PART]."""
+"""Times attention with unplanned block sizes: python -m rootstock_llm.kernels.bench.gpu_attention_tune [--only PART]."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rootstock_llm.kernels.triton.attention.attention_plan import Blocks, HeadSh
 
 
 def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:
-    """Yields (blocks, splits) to time in place of those of the plan `launch`.
+    """Yields the (blocks, splits) with which to time other launches than the plan `launch`.
 
-    The plan's own values are left out, because tuned() times the plan itself. They are included if the plan's splits are
-    dealt (see Launch), because retiled() makes a launch with even splits from them.
+    Leaves out the plan's own values, because tuned() times the plan itself. If the plan's splits are dealt (see Launch), the
+    plan's values are included, because retiled() makes another launch with even splits from these values.
     """
     lanes = [launch.blocks.m] if launch.one_token else [64, 128]
     splits = sorted({launch.splits} | ({1, 2, 4, 8, 16, 32} if launch.splits else set()))

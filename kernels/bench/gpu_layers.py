@@ -297,7 +297,7 @@ def step_cases(tokens: tuple[int, ...], context: int) -> list[GpuCase]:
     """Creates the cases of a step's start.
 
     Args:
-        tokens: numbers of rows of one token, and last the length of one long row.
+        tokens: the last number is the length of one long row; the others are numbers of rows with one token each.
         context: context length of the rows of one token.
     """
     found = [_resolve_case(tokens[-1], context, long=True)]

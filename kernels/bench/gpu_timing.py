@@ -1,7 +1,8 @@
-"""Times work on a CUDA device by events around replays of a CUDA graph, and takes the median. The time does not include launches.
+"""Times work on a CUDA device with events around replays of a CUDA graph, and takes the median. Launches are not included.
 
-A graph has many calls, which use several copies of the inputs in turn. If at most MAX_COPIES copies are larger than twice the L2
-cache, each call reads its inputs from memory. Otherwise, the inputs stay in the cache, like those of a small layer in a model.
+A graph has many calls, which use several copies of the inputs in turn. Together, the copies are at least twice as large as the L2
+cache, so that each call reads its inputs from memory. If this takes more than MAX_COPIES copies, there are MAX_COPIES copies. The
+inputs then stay in the cache, as the inputs of a small layer of a model do.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class StateRows:
 
     before: Tensor  # int32[R]: unit of the state before the row's first token; -1: the row begins its sequence, with zeros
     after: Tensor  # int32[R]: unit that gets the state after the row's last token
-    cuts: Tensor  # int32[R]: number of the row's first tokens after which the state is also stored in at_cut; 0: it is not
+    cuts: Tensor  # int32[R]: number of the row's tokens after which the state is also stored in at_cut; 0: not stored
     at_cut: Tensor  # int32[R]: unit that gets the state after `cuts` tokens
 
 

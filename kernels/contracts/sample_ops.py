@@ -126,8 +126,8 @@ class SampleKernels(Protocol):
     ) -> None:
         """Chooses a token per row. Reads a row from `edited` if edit_logits() has filled it, else from `logits`.
 
-        A greedy row takes the token with the largest logit, and the lowest id among equal logits. Every other row is processed in
-        this order:
+        A greedy row takes the token with the largest logit, and the lowest id among equal logits. A row that is not greedy is
+        processed in this order:
 
         1. temperature
         2. top-n-sigma (0: no cut)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
 
 BringPieces = Callable[[Tensor, Tensor, Tensor], None]
-"""Copies pieces of rows into pools by their addresses, as rootstock_llm.kernels.triton.page_pieces.bring_pieces() does."""
+"""Copies pieces of rows into pools, all given by address, as rootstock_llm.kernels.triton.page_pieces.bring_pieces() does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class StepKernels(Protocol):
             rows: the step's rows; positions int32[T] and locations int64[T] are filled.
             given: int32[T], the token ids of the first num_extend rows; the other entries are not read.
             relay: int64[slots], the last sampled token per slot, which is the token id of the other rows.
-            unwritten: int32[1], increased by the number of rows that read a relay entry below 0, to which no token was written.
+            unwritten: int32[1], increased by the number of rows whose relay entry is below 0 because no token was written to it.
                 Rows with a slot below 0 do not count. None: no row is counted.
             num_extend: number of rows whose ids are in `given`.
             page_size: tokens per page.
             vocab_size: number of token ids.
             max_tokens: upper bound of the tokens of any row.
-            known: int32[T], token ids that are used instead of those in `relay`, if they are not below 0; None: `relay` is used.
+            known: int32[T], per token: an id of 0 or more replaces the id in `relay`. None: no id is replaced.
         """
 
     def page_indices(self, out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:

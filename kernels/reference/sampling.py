@@ -14,11 +14,11 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.row_fault import RowFault
 from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, Measured, SampleRows, SlotColumn, SlotTable
 
-FIRST_CANDIDATES = 256  # number of most likely tokens among which top-p is tried first; then among 16 times as many, and so on
+FIRST_CANDIDATES = 256  # top-p first ranks this number of most likely tokens, then 16 times as many, and so on
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
-    """Returns the ids of the `count` largest logits of float32[V], in ascending order. Equal logits: the lowest ids."""
+    """Returns the ids of the `count` largest logits of float32[V], in ascending order; the lowest ids among equal logits."""
     least = torch.topk(logits, count).values[-1]
     above = (logits > least).nonzero().squeeze(1)
     level = (logits == least).nonzero().squeeze(1)[: count - len(above)]

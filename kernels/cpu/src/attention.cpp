@@ -1,5 +1,5 @@
-// Paged attention of any type and head size. A tile has the queries of some tokens of one row and key/value head. It computes and
-// stores the scores of all of its keys, block by block, and then adds up the weighted values, block by block.
+// Paged attention of any type and head size. A tile has the queries of some tokens of one row, for one key/value head. It
+// computes and stores the scores of all of its keys, block by block, and then adds up the weighted values, block by block.
 //
 // A query's result does not depend on its tile: the lanes of each score are added in a fixed order, and each element of the result is
 // one chain of additions over the keys to which the query attends.

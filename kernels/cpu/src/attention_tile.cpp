@@ -42,7 +42,7 @@ void gather_queries(const Tile& tile) {
     std::fill(tile.o, tile.o + tile.queries * tile.wide, 0.0f);
 }
 
-// Returns the offset in the pools of a position. Positions before the window of the tile's first token have the offset of the window's
+// Returns a position's offset in the pools. Positions before the window of the tile's first token have the offset of the window's
 // first position: their weights are 0, but their pages may belong to another request by now, and 0 times a NaN would be NaN.
 int64_t offset_in_window(const Tile& tile, int64_t position) {
     return tile.job.pool_offset(tile.row, std::max(position, tile.job.first_seen(tile.start)), tile.kv_head);

@@ -30,8 +30,8 @@ struct Tile {
 
 // score_few and mix_few compute the same bits as make_scores_by_parts and mix_values of attention_tile.cpp, for fewer than kFewQueries
 // queries. They read keys and values from the pools and reorder them in registers. `count` is the number of the block's keys.
-// `pool_offsets` has kOffsets element offsets: of the block's keys, of the next block's keys, which are prefetched, and then the last
-// offset repeated.
+// `pool_offsets` has kOffsets element offsets: first those of the block's keys, then those of the next block's keys, which are
+// prefetched. The rest repeats the last offset.
 void score_few(const Tile& tile, const int64_t* pool_offsets, int64_t count);
 void mix_few(const Tile& tile, const int64_t* pool_offsets, int64_t count);
 

@@ -12,11 +12,11 @@ namespace rootstock {
 namespace {
 
 constexpr int64_t kBlock = 64;
-constexpr int64_t kLikely = 256;  // number of most likely tokens among which top-p is tried first; then it ranks all tokens
+constexpr int64_t kLikely = 256;  // top-p first ranks this number of most likely tokens, and all tokens if these are too few
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // The row from which a token is drawn: mass[i] = exp((x[i] - peak) / temperature). `sums` has the mass of each block of kBlock tokens,
-// and `highest` its largest logit.
+// and `highest` has the largest logit of each block.
 struct Row {
     const float* x;
     int64_t size;
@@ -52,7 +52,7 @@ void weigh(Row& row, float temperature) {
     }
 }
 
-// Returns the standard deviation of the finite logits. Every other logit is -inf.
+// Returns the standard deviation of the finite logits. The other logits are -inf.
 float sigma_of(const float* x, int64_t size) {
     double sum = 0.0, squares = 0.0;
     int64_t number = 0;
@@ -70,7 +70,7 @@ float sigma_of(const float* x, int64_t size) {
     return static_cast<float>(std::sqrt(squares / static_cast<double>(number)));
 }
 
-// Applies top-n-sigma: a token below its bound gets mass 0.
+// Applies top-n-sigma: a token below the bound gets mass 0.
 void apply_top_n_sigma(Row& row, const Rule& rule) {
     const float least = -(rule.top_n_sigma * sigma_of(row.x, row.size) / rule.temperature);
     row.total = 0.0;
@@ -115,8 +115,8 @@ float bound_of_top(const Row& row, int64_t k) {
 }
 
 // Returns the ids of the logits >= bound that may remain after the cuts: most likely first, and the lower id first among equal logits.
-// `ranked` is whether top_k cuts. Without top_k, the tokens with a mass below `least` are omitted: all of them together have less than
-// 1 - top_p of the mass, so they are not in the nucleus.
+// `ranked` tells whether top_k cuts. Without top_k, the tokens with a mass below `least` are omitted: all of them together have
+// less than 1 - top_p of the mass, so they are not in the nucleus.
 std::vector<int64_t> candidates(const Row& row, const Rule& rule, bool ranked, float bound) {
     const double outside = (1.0 - rule.top_p) * row.total / static_cast<double>(row.size) * 0.999;
     const double least = ranked ? 0.0 : std::max<double>(outside, rule.min_p);

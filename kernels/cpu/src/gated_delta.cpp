@@ -32,9 +32,9 @@ struct Shape {
 
 // One row of a step, and the units of the pools that it reads and writes. A unit below 0 is not read or written.
 struct Row {
-    int64_t first, count;     // its tokens
-    int64_t before, after;    // units of the state before its first token and after its last one
-    int64_t cut, at_cut;      // number of its tokens after which the state is also stored, and the unit
+    int64_t first, count;     // index of the row's first token in the batch, and number of tokens
+    int64_t before, after;    // units of the state before the first token and after the last token
+    int64_t cut, at_cut;      // number of tokens after which the state is also stored, and the unit that gets it
 };
 
 struct Columns {
@@ -63,8 +63,8 @@ template <typename T> void write_channels(T* to, const float (&from)[kChannels],
     }
 }
 
-// The convolution of one block of channels over the tokens of a row. The inputs of the last taps tokens are in a ring: the input of
-// token t, counted from the oldest input before the row, is in past[t % taps].
+// The convolution of one block of channels over the tokens of a row. The ring `past` has the inputs of the last `taps`
+// tokens: past[t % taps] is the input of token t, counted from the oldest input before the row.
 template <typename T>
 void convolve(T* qkv, const T* weight, T* pool, const Row& row, const Shape& shape, int64_t channel, int64_t width) {
     const int64_t channels = shape.channels(), taps = shape.taps, kept = taps - 1;

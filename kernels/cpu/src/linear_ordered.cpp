@@ -12,7 +12,7 @@ namespace rootstock {
 namespace {
 
 constexpr int64_t kRows = 6, kColumns = 64;  // rows per tile; columns per block
-constexpr int64_t kSegment = 256;            // elements of the depth of a tile's rows that are widened at a time
+constexpr int64_t kSegment = 256;            // number of elements of each row of a tile that are widened at a time
 constexpr int kAcross = kColumns / kWidth;   // vectors of a block's columns
 
 template <typename T> struct Ordered {
@@ -33,7 +33,7 @@ template <typename T> struct Ordered {
     }
 };
 
-// Returns n numbers of each row as float32: x itself, or a copy in `wide`.
+// Returns n elements of each row as float32: x itself if it is float32, otherwise a copy in `wide`.
 template <int ROWS> const float* widened(const float* x, int64_t, int64_t, float*) { return x; }
 
 template <int ROWS> const float* widened(const bf16* x, int64_t depth, int64_t n, float* wide) {
@@ -115,7 +115,7 @@ using rootstock::bf16;
 
 extern "C" {
 
-// Packs a weight [rows, depth] as [ceil(rows / 64)][depth][64], padded with 0. bfloat16 is as below.
+// Packs a weight [rows, depth] as [ceil(rows / 64)][depth][64], padded with 0. bfloat16: see rootstock_linear_ordered().
 void rootstock_pack_ordered(void* packed, const void* weight, int64_t rows, int64_t depth, int bfloat16, int threads) {
     if (bfloat16) {
         rootstock::pack(static_cast<bf16*>(packed), static_cast<const bf16*>(weight), rows, depth, threads);

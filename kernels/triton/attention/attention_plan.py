@@ -260,7 +260,7 @@ def fixed_scratch_bounds(shape: HeadShape, max_context: int, multiprocessors: in
 def _most_fixed_splits(positions_seen: int, split_size: int, blocks: Blocks) -> int:
     """Returns the largest number of splits of a tile whose tokens attend to `positions_seen` positions each.
 
-    The tokens of a tile together attend to blocks.m more positions, and a window may begin inside a split.
+    All tokens of a tile together attend to at most blocks.m more positions than one of them. A window may begin inside a split.
     """
     return -(-(positions_seen + blocks.m) // split_size) + 1
 
@@ -268,7 +268,7 @@ def _most_fixed_splits(positions_seen: int, split_size: int, blocks: Blocks) -> 
 def _doubled(blocks: Blocks) -> Blocks:
     """Returns blocks with twice the lanes and twice the warps if each warp has 16 lanes, otherwise `blocks`.
 
-    With 16 lanes per warp, each lane adds in the same order as before, so results keep their bits.
+    With 16 lanes per warp, each lane adds in the same order as with `blocks`, so results have the same bits.
     """
     return replace(blocks, m=2 * blocks.m, num_warps=2 * blocks.num_warps) if blocks.m == 16 * blocks.num_warps else blocks
 

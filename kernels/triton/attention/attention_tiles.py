@@ -10,9 +10,9 @@ import triton.language as tl
 def find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS: tl.constexpr, ONE_TOKEN: tl.constexpr):
     """Returns (row, index in the row of the tile's first token).
 
-    Row r has the tiles from offsets[r] // TILE_TOKENS + r up to the first tile of row r + 1. These are at least as many tiles as
-    its tokens need, and no sum over earlier rows is necessary. For a tile that the row does not need, the index is after its last
-    token.
+    The first tile of row r is offsets[r] // TILE_TOKENS + r, so that no sum over earlier rows is necessary. The row has all tiles
+    up to the first tile of row r + 1, which are at least as many as its tokens need. For a tile that the row does not need, the
+    index is after the row's last token.
     """
     if ONE_TOKEN:
         row = first_row + tile

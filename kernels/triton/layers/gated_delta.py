@@ -16,13 +16,13 @@ from rootstock_llm.kernels.triton.launch import block_of, chained, take_turn, wa
 
 CHANNELS = 256  # largest number of channels of a program of the convolution
 COLUMNS = 32  # largest number of columns of a state in one program
-# Columns of rows begin anywhere in an upload, so that their alignment must not select a variant of a kernel.
+# These columns begin anywhere in an upload, so their alignment must not select a variant of a kernel.
 ROW_COLUMNS = ["offsets", "counts", "before", "after", "cuts", "at_cut"]
 
 
 @triton.jit
 def _input(qkv, pool, first, source, at, channels, inside, SIZE: tl.constexpr, TAPS: tl.constexpr):
-    """Returns the inputs of the row's token `at`, float32; below 0: of a token before the row, from the unit `source`."""
+    """Returns the float32 inputs of the row's token `at`. If `at` is below 0, returns an earlier token's from unit `source`."""
     own = tl.load(qkv + (first + at) * SIZE + channels, mask=inside & (at >= 0), other=0.0)
     old = tl.load(
         pool + (source * (TAPS - 1) + at + TAPS - 1) * SIZE + channels, mask=inside & (at < 0) & (source >= 0), other=0.0

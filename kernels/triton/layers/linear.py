@@ -226,7 +226,7 @@ def _linear_kernel(
 
 
 class OrderedLinear:
-    """Implements the deterministic contract of Kernels.linear() and gated_linear().
+    """Implements Kernels.linear() and gated_linear() with the guarantees of a deterministic implementation.
 
     Calls must not run concurrently, because they count ended segments in the same counters.
     """

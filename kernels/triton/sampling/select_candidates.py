@@ -1,7 +1,7 @@
 """Draws among few tokens (the candidates), which one program has in registers.
 
-The program finds the candidates by the maxima of their groups, so that it reads only a small part of the row. The cuts and the
-draw all use the search least(): it finds the smallest key, or id, up to which the weights reach a goal.
+The program finds the candidates by the maxima of their groups, so that it reads only a small part of the row. All cuts and the
+draw use the search least(). It finds the smallest key or id up to which the sum of the weights reaches a goal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def group_keys(group_tops, num_groups, peak, temperature, GROUPS: tl.constexpr):
 def gather(
     source, group_tops, num_groups, vocab_size, peak, temperature, high, near_groups, keys_out, ids_out, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Stores the keys and ids of the tokens with keys up to `high`, of at most CANDIDATES tokens.
+    """Stores the keys and ids of at most CANDIDATES tokens with keys up to `high`.
 
     Returns:
         The number of tokens with keys up to `high`. A number above CANDIDATES means that not all of them were stored.

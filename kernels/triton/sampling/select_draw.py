@@ -1,7 +1,7 @@
 """The last stage of select_tokens(), with one program per row.
 
-A greedy row takes the largest of its spans' maxima. Every other row draws among few tokens (select_candidates) or, if many tokens
-remain after its cuts, from the whole row (select_wide).
+For a greedy row, the program takes the largest maximum of the row's spans. For a row that is not greedy, it draws among few
+tokens (select_candidates) or, if many tokens remain after the cuts, from the whole row (select_wide).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def candidate_bound(
         near: the largest key that remains after top-n-sigma.
 
     Returns:
-        (high, whole). The tokens that remain after all cuts have keys up to `high`. If there may be more than CANDIDATES of them,
-        `high` is below 0. For top-k, `high` is the key of the k-th largest group maximum, or of one shortly after it. `whole` is
+        (high, whole). All tokens that remain after the cuts have keys up to `high`. For top-k, `high` is the key of the k-th most
+        likely group maximum, or a slightly larger key. If more than CANDIDATES tokens may remain, `high` is below 0. `whole` is
         the mass of the row if kind is NUCLEUS, otherwise 0.
     """
     whole = tl.zeros((), tl.int64)
