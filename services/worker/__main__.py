@@ -246,7 +246,7 @@ async def serve(settings: WorkerSettings) -> None:
     overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
     tracing = start_tracing(settings, "worker")
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
-    masks = cast(MaskSource, engine.masks)  # the core returns the book's matchers, whose type engine.masks needs
+    masks = cast(MaskSource, engine.masks)  # safe: engine.masks takes XgrammarMatcher, the type of all matchers of the book
     loop = Loop(engine.core, engine.executor, inbox, measured, observer, masks, *overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
     limits, arrived = _limits(settings, engine), worker_metrics.times.arrived

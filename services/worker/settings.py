@@ -94,8 +94,8 @@ class WorkerSettings(ServiceSettings):
     state_interval: int = Field(
         1024,
         ge=1,
-        description="Smallest distance in tokens between two ends of prompt chunks at which recurrent and windowed layers keep"
-        " their caches for later requests with the same beginning. Smaller than a page: the page size.",
+        description="At some ends of prompt chunks, recurrent and windowed layers keep their caches for later requests with the"
+        " same beginning. Smallest distance in tokens between two such ends. Smaller than a page: the page size.",
     )
     max_running_requests: int = Field(
         BY_DEVICE,
@@ -314,7 +314,7 @@ class WorkerSettings(ServiceSettings):
         10.0,
         gt=0,
         description="Seconds for which a prefill worker reserves a prompt's KV for a decode worker, and for which a decode worker"
-        " pins the KV that it has read while it waits for the request.",
+        " that waits for the request pins the KV that it has read.",
     )
     enable_jump_forward: bool = Field(True, description="Append tokens that a grammar determines without sampling them.")
     schedule_conservativeness: float = Field(

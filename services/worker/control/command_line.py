@@ -20,7 +20,7 @@ from rootstock_llm.services.worker.control.flush import SALT_TIERS
 
 
 class InvalidArguments(ValueError):
-    """The operation does not accept these arguments. The message follows the operation's name: "takes no arguments"."""
+    """The operation does not accept these arguments. The message is printed after the operation's name: "takes no arguments"."""
 
 
 def _without_arguments(build: Callable[[], Message]) -> Callable[[Sequence[str]], Message]:

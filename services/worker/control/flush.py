@@ -49,7 +49,7 @@ def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) ->
         older_than_s: smallest age in seconds; None: every age.
 
     Raises:
-        ValueError: a field is invalid. The message begins with its name.
+        ValueError: a field is invalid. The message begins with the field's name.
     """
     selects = salt is not None or older_than_s is not None
     names = [name for name in names if not (selects and name == SELECTED)]

@@ -95,7 +95,7 @@ class GatewayStream:
     async def take(self) -> worker_pb2.GenerateResponse | None:
         """Waits for the next message and returns it, or None at the end of the stream.
 
-        Hellos and loads come first. Outputs cannot starve them, and they are too rare to delay outputs.
+        Hellos and loads come first, because outputs could otherwise starve them. Hellos and loads are too rare to delay outputs.
         """
         while True:
             await self._ready.wait()
@@ -300,7 +300,7 @@ class LoadReport:
                     await self._changed.wait()
 
     def _put(self, stream: GatewayStream, load: worker_pb2.WorkerLoad, now: float) -> None:
-        """Queues the load, completed with the fields that change in every step. A change of only these causes no report."""
+        """Queues the load with the fields that change in every step. A change of only these fields causes no report."""
         complete = worker_pb2.WorkerLoad()
         complete.CopyFrom(load)
         complete.step_age_ms, complete.step_limit_ms = math.ceil(self._pulse.age_s * 1e3), math.ceil(self._limit.seconds * 1e3)

@@ -386,7 +386,7 @@ def _grammar(message: pb.SamplingParams) -> GrammarSpec | None:
         return None
     if kind == "json_object":
         if not message.grammar.json_object:
-            raise InvalidRequest("grammar", "the grammar's json_object is false")
+            raise InvalidRequest("grammar", "the grammar's json_object is false; set it to true, or omit the grammar")
         return GrammarSpec(GrammarKind.JSON_OBJECT, "")
     source: str = getattr(message.grammar, kind)
     if not source:

@@ -34,7 +34,7 @@ class WeightsChanged(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The metadata of a file at one time. A change of the content also changes it, unless size, mtime and inode are restored."""
+    """The metadata of a file at one time. A changed file has other metadata, unless size, mtime and inode are restored."""
 
     name: str
     size: int

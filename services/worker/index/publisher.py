@@ -2,8 +2,8 @@
 
 One asyncio task owns all state except CacheEventHandover.
 
-The worker also serves while Redis is unreachable, full or slow. Unpublished changes then accumulate. There is at most one per
-block, because opposite changes cancel out.
+The worker also serves while Redis is unreachable, full or slow. Unpublished changes then accumulate. There is at most one
+unpublished change per block, because opposite changes cancel out.
 
 If a write failed, Redis was restarted or Redis keys are missing, the content of Redis is uncertain. The publisher then begins a
 new generation and publishes all blocks again.

@@ -139,8 +139,8 @@ class WorkerRecords:
     Each method takes one or a few round trips, and raises RedisError or OSError if Redis is unreachable, slow or refuses a
     command.
 
-    A block is added to the generation's set `own:` before its field is written to the block's hash, and it is removed from the
-    set after the field is deleted. A sweep after a crash therefore finds all blocks in the set.
+    A block is added to the generation's set `own:` before the worker's field is written to the block's hash. The block is removed
+    from the set after the field is deleted. A sweep after a crash therefore finds all blocks in the set.
     """
 
     def __init__(self, client: Redis, model: str, worker: str) -> None:
@@ -150,8 +150,8 @@ class WorkerRecords:
     async def register(self, generation: int, before: int) -> str:
         """Writes the lease of a new generation, which makes all records of older generations invalid.
 
-        Also lists the previous generation `before` for the sweeper again. A sweep may have removed it from the list before its
-        last records were written.
+        Also lists the previous generation `before` for the sweeper again. A sweep may have removed this generation from the list
+        before the generation's last records were written.
 
         Returns:
             The run id of the Redis server.

@@ -1,4 +1,4 @@
-"""Fills the masks of a step into one of two buffers. They alternate, because the executor may still read the last masks."""
+"""Fills the masks of a step into one of two buffers, which alternate because the executor may still read the last masks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class MaskFiller:
     beyond the budget is charged to the most expensive matcher. Otherwise, many grammars that each stay within their own limit
     could slow down every step.
 
-    A batch on several threads measures no single mask, so no matcher is charged for it. After a slow batch, the masks of the next
-    step are filled one by one, so that each matcher's meter measures its own mask.
+    In a batch on several threads, the time of a single mask is unknown, so no matcher is charged. After a slow batch, the masks
+    of the next step are filled one by one, so that each matcher's meter measures its own mask.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ _RULE = re.compile(r"^(root\w*) ::= (.*)$", re.MULTILINE)
 _NAME = re.compile(r"\broot\w*\b")
 MAX_MULTIPLE = 1000  # largest divisor that is passed to xgrammar's converter
 INT64 = 1 << 63
-MAX_SCALED = 10**15 - 1  # largest multiple without its decimal point; a double represents all numbers up to it exactly
+MAX_SCALED = 10**15 - 1  # largest multiple, read without its decimal point; a double can hold every whole number up to it
 _DIGIT = ord("0")
 Digits = TypeVar("Digits", int, str)  # a number of digits (int), or one digit (str)
 

@@ -74,13 +74,14 @@ class StringLimits:
     high: int | None = None  # largest number of characters; None: unlimited
 
     def direct_node(self, define: Define) -> Node | None:
-        """Returns the direct translation of the pattern.
+        """Returns the direct translation of the first pattern.
 
         Returns:
-            None if there are several patterns, the pattern has lookaheads, or the length limits exclude some texts that match.
+            None if a direct translation is not possible: there are several patterns, the first pattern has lookaheads, or the
+            length limits exclude some texts in which it matches.
 
         Raises:
-            GrammarRefused: the pattern is malformed or not supported.
+            GrammarRefused: the first pattern is malformed or not supported.
         """
         tree = parse(self.patterns[0])
         fewest, most = _found_lengths(tree)

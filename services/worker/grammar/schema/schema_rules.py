@@ -325,5 +325,5 @@ def any_of(texts: Sequence[str], define: Callable[[Node], Ref], depth: int = 0) 
 
 
 def _shared(first: str, last: str) -> int:
-    """Returns the length of the common prefix of sorted texts. The first and the last of them determine it."""
+    """Returns the length of the common prefix of sorted texts: all texts share the prefix of the first and the last text."""
     return next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
