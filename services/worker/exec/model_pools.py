@@ -48,8 +48,8 @@ class ModelPools:
         assert not (self.has_states and states_refusal(options)), "such a model is refused before its weights are read"
         in_pages_only = options.tiers is not None or options.peers is not None or options.max_drafts > 0
         windows = [layer.window for layer in layers if isinstance(layer, LayerKV)]
-        # Largest window in tokens of the layers whose KV is in window units; 0 if no layer's is. Tiers, KV transfers and
-        # speculative decoding know pages only. With one of them, windowed layers have their KV in pages.
+        # Largest window in tokens of the layers whose KV is in window units; 0 if there is no such layer. Tiers, KV transfers and
+        # speculative decoding support only pages. With one of these features, windowed layers have their KV in pages.
         self.window = 0 if in_pages_only else max(windows, default=0)
 
     @property

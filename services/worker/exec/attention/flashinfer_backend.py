@@ -86,7 +86,8 @@ class FlashInferAttention:
         self._counting.copy_(torch.arange(shape.max_rows + 1))
         num_indices = shape.max_pages + shape.max_rows  # max_rows more, because each padding row also has a page
         self._pages = wrappers.PageMemory(self._zeros(2 * shape.max_rows + 1, torch.int32), self._zeros(num_indices, torch.int32))
-        # Memory of each window's page indices. The columns are those of self._pages, because both tables have the same lengths.
+        # Page memory by window. All windows use the columns of self._pages, because a row has the same number of pages in the
+        # page table and in the window table.
         self._pages_of = dict.fromkeys(shape.windows, self._pages)
         if shape.separate_windows:
             in_windows = replace(self._pages, indices=self._zeros(num_indices, torch.int32))
@@ -96,9 +97,10 @@ class FlashInferAttention:
         self._parts: tuple[_Part, ...] = ()
 
     def prepare(self, log: Callable[[str], None]) -> None:
-        """Runs a step of every kind, so that the library loads its kernels, and first compiles missing ones, which takes minutes.
+        """Runs a step of every kind, so that the library loads its kernels.
 
-        Waits for the device. Must be called before the first step.
+        The library first compiles kernels that are missing, which takes minutes. Waits for the device. Must be called before the
+        first step.
         """
         for kind, num_tokens, num_extend in ((EXTEND, [2], 1), (MIXED, [2, 1], 1), (DECODE, [1], 0)):
             if len(num_tokens) <= self._shape.max_rows and sum(num_tokens) <= self._shape.max_tokens:

@@ -44,10 +44,11 @@ def check(shape: AttentionShape, dtype: torch.dtype) -> None:
 def tensor_cores(shape: AttentionShape) -> bool:
     """Returns whether decode runs on tensor cores: from TENSOR_CORE_GROUP query heads per key/value head.
 
-    The decode kernel for CUDA cores computes 2 multiply-adds in float32 per query head and element that it reads. With 4 query
-    heads, reading 4.8 TB/s on an H200 takes about 20 of its 67 TFLOP/s, without conversions from bfloat16. The kernel is then
-    limited by arithmetic instead of memory. With fewer than 4, a tensor core tile of 16 rows would be mostly padding. The kernel
-    for CUDA cores exists for groups of 1, 2, 3, 4 and 8 heads, which include every group below the threshold.
+    The decode kernel for CUDA cores computes 2 floating-point operations in float32 per query head and element that it reads. An
+    H200 reads 4.8 TB/s and computes 67 TFLOP/s. With 4 query heads, the bytes of one second need about 20 TFLOP, without their
+    conversion from bfloat16. The kernel is then limited by arithmetic instead of memory. With fewer than 4 query heads, a tensor
+    core tile of 16 rows would be mostly padding. The kernel for CUDA cores exists for groups of 1, 2, 3, 4 and 8 heads, which
+    include every group below the threshold.
     """
     return shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
 

@@ -46,7 +46,7 @@ class Module:
     windowed: bool  # whether attention has a sliding window
 
     def load(self, library: Any) -> None:
-        """Loads the module by the function that plan() of FlashInfer's wrappers calls.
+        """Loads the module with the function that plan() of FlashInfer's wrappers calls.
 
         The library compiles a missing module first, if compiling is allowed.
         """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rootstock_llm.services.worker.exec.attention.backend import I32
 
-SLOTS = 4  # first number of slots: for two steps in flight, for the step that is planned, and a spare one
+SLOTS = 4  # initial number of slots: two for steps in flight, one for the step that is being planned, and a spare slot
 
 
 class CopyEvent(Protocol):

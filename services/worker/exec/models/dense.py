@@ -2,7 +2,7 @@
 
 embedding ─► layers: norm ─► mixer ─► + ─► norm ─► gated MLP ─► + ─► ... ─► norm ─► head
 
-The mixer is attention, in most layers of Qwen3.5 Gated DeltaNet. In Gemma 3, the outputs of mixer and MLP have norms too.
+The mixer is attention or, in most layers of Qwen3.5, Gated DeltaNet. In Gemma 3, the outputs of mixer and MLP also have norms.
 
 A DenseModel has the weights, and a Decoder runs it over the ragged batch of a step. Neither stores anything about a request.
 """
@@ -248,8 +248,9 @@ class Qwen3(DenseModel):
 class Qwen3_5(DenseModel):
     """Qwen3.5 without experts: Gated DeltaNet in most layers, and attention with an output gate in the others.
 
-    Each norm's weight is stored minus 1, and a part of each head is rotated, a quarter by default. Only text positions occur, for
-    which the model's rotary embedding of three axes is the usual one. The published models have no windows.
+    Each norm's weight is stored minus 1, and a part of each head is rotated, a quarter by default. The model's rotary embedding
+    has three axes. Only text positions occur, and for them this embedding equals the usual one. The published models have no
+    windows.
     """
 
     model_type = "qwen3_5_text"

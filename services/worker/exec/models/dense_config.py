@@ -14,8 +14,8 @@ from rootstock_llm.services.worker.exec.models.rope import rope_table
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, UnsupportedModel, architecture_of
 
 EMBEDDING = "embed_tokens.weight"
-# Prefixes of all tensor names except the vocabulary projection's: of a model without its projection, of a causal model, and of a
-# causal model in a model of text and images.
+# Prefixes of all tensor names, except those of the vocabulary projection. In order: a model without its projection, a causal
+# model, and two forms of a causal model in a model of text and images.
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")
 HEADS = ("lm_head", "language_model.lm_head")  # names of the vocabulary projection
 CAUSAL = "ForCausalLM"  # ending of an architecture with a vocabulary projection

@@ -154,7 +154,7 @@ class MtpHead(DraftHead):
     """
 
     joined: Linear  # [N, 2 N], joins the normed embedding and the normed state
-    target_norm: RmsNorm  # the target's final norm, which makes a state of its last layer's output
+    target_norm: RmsNorm  # the target's final norm; it turns the output of the target's last layer into a state
 
     def entry(self, out: Tensor, aux: tuple[Tensor, ...]) -> None:
         (last,) = aux
@@ -281,7 +281,7 @@ def _eagle3_aux_layers(given: Any, num_layers: int) -> tuple[int, ...]:
 
 
 def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int, device: torch.device) -> Tensor | None:
-    """Returns Eagle3Head.ids. The tensor d2t has the difference of both ids for each token. Raises CheckpointError."""
+    """Returns Eagle3Head.ids. The tensor d2t has the target's id minus the head's id of each token. Raises CheckpointError."""
     if draft_vocab == vocab_size and not checkpoint.has("d2t"):
         return None
     ids = torch.arange(draft_vocab) + checkpoint.integers("d2t", (draft_vocab,))

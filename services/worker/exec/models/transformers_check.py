@@ -164,7 +164,10 @@ def size_named(key: str) -> bool:
 
 
 def _numbers(values: Any, key: str) -> Iterator[tuple[str, int]]:
-    """Yields (key, integer) for all integers in a JSON value. In an object whose key is a length, both keys are joined."""
+    """Yields (key, integer) for all integers in a JSON value with the given key.
+
+    Integers inside an object get the inner key. If the outer key names a length, they get both keys, joined.
+    """
     if isinstance(values, dict):
         for own, value in values.items():
             yield from _numbers(value, f"{key}_{own}" if size_named(key) else str(own))
@@ -265,9 +268,9 @@ class MaskDescription:
     window: int  # sliding window in tokens; 0 for none
 
     def is_causal_window(self, context_len: int) -> bool:
-        """Whether each position attends to itself and all earlier positions, or only to the last `window` of them.
+        """Whether the mask is causal: without a window, or with a sliding window of `window` tokens.
 
-        It checks the first positions, those around the end of the window, the middle one and the last one.
+        It checks a few positions: at the start, around the end of the window, in the middle, and the last position.
         """
         assert context_len > 0 and self.window >= 0, "the context is positive and the window is not negative"
         keys = torch.arange(context_len)

@@ -1,7 +1,7 @@
 """The memory of a model's caches: KV in pages, and the units of its cache groups; loads that fill pages layer by layer.
 
-A layer with full attention has its KV in pages. A layer with a window has it in pages, or in units of the WINDOW group, which
-have as many tokens as pages. A recurrent layer has states in units of the STATE group (docs/design/cache-groups.md).
+A layer with full attention has its KV in pages. A layer with a window has its KV in pages, or in units of the WINDOW group. Such
+a unit has as many tokens as a page. A recurrent layer has states in units of the STATE group (docs/design/cache-groups.md).
 
 A load runs on a thread in parallel with the steps. Its fact may be reported to the core before its last layers have arrived (an
 early fact). From then on, a step may have the pages in its page table. On the forward stream, the first such step waits for each
@@ -182,7 +182,7 @@ class _RunningLoad:
     pages: I32  # pages of the pools
     groups: LayerGroups
     arrival: Arrival
-    next: int = 0  # first group for which the forward stream has not waited; equal to `count` if it has waited for all of them
+    next: int = 0  # first group for which the forward stream has not waited; `count` if the stream has waited for all groups
 
     @property
     def count(self) -> int:
