@@ -79,8 +79,8 @@ class TcpKvServer:
                 is called at most once per version of a reservation. The reservation stays open until the worker closes it.
             limits: limits, None for the defaults.
             tls: certificates, None for no TLS.
-            folder: folder for the Unix socket of readers on this machine, which then read through shared memory. None if these
-                readers also read over TCP.
+            folder: folder for the Unix socket of readers on this machine, which then read through shared memory. None:
+                these readers read over TCP.
             carrier: process that sends pages through NIXL, for readers that request it. It is closed with this server. None for
                 no NIXL.
 
@@ -268,9 +268,9 @@ class TcpKvServer:
         return RingSender(connection, self._layout.page_bytes, time.monotonic() + self._limits.hello_timeout_s)
 
     def _authenticate(self, connection: Connection, is_shared: bool) -> bool:
-        """Returns whether the reader may connect: on this machine the same user, over the network a valid certificate.
+        """Returns whether the reader may connect. Raises OSError.
 
-        Raises OSError.
+        A reader on this machine must run as the same user. If TLS is configured, other readers need a valid certificate.
         """
         if is_shared:
             if not connection.is_from_same_user:

@@ -54,7 +54,7 @@ class Mappings:
 
 
 class CarriedMemory:
-    """A registered memory area, which remote agents read, or to whose beginning reads of this process write.
+    """A registered memory area. Either remote agents read it, or reads of this process write to its beginning.
 
     Belongs to one thread.
     """

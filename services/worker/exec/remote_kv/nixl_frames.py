@@ -2,7 +2,7 @@
 
     worker                              carrier
     (after the start)              <-   reply 8 | error message, if NIXL cannot be loaded
-    size 8, two descriptors        ->   (the memory, and a socket for it, the line; all frames below go over the line)
+    size 8, two descriptors        ->   (the memory, and the line: a socket for this memory, which carries all frames below)
                                    <-   reply 8 | address 8, metadata
     order 32, LOAD | metadata      ->
                                    <-   reply 8

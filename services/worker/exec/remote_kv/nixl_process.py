@@ -32,7 +32,7 @@ ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that cont
 PASSED_ON = ("UCX_", "NIXL_", "LD_LIBRARY_PATH", "PATH")
 START_S = 60.0  # seconds; limit for loading NIXL
 END_S = 1.0  # seconds; limit for ending the use of an area, and for the end of the process
-REPLY_S = 1.0  # seconds after the deadline of an order until which its reply must arrive; the carrier enforces the deadline
+REPLY_S = 1.0  # seconds; a reply must arrive at most this long after its order's deadline, which the carrier enforces
 
 
 class NoAreaLeft(OSError):

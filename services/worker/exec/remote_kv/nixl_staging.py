@@ -28,7 +28,7 @@ from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
 from rootstock_llm.services.worker.exec.remote_kv.shared_ring import BROKEN, FILLED, FREE, RingShape, receive_mark
 
 SLOTS = 4
-SLOT_BYTES = 4 << 20  # size of a slot, and so of a piece; a slot for one page if a page is larger
+SLOT_BYTES = 4 << 20  # size of a slot, and so of a piece; if a page is larger, each slot has the size of a page
 NONCE_BYTES = 32  # random bytes with which the reader tests that it can read the area
 PIECE_TIMEOUT_S = 2.0  # seconds for the read of a piece; short, so that time is left for a read over TCP
 _ADDRESSES = 1 << 64  # number of addresses
@@ -59,7 +59,7 @@ class StagingSender:
         shape, sent = self._shape, 0
         head = frames.pack_response(Response(Status.OK, len(pages) * self._page_bytes))
         at_once = shape.slot_bytes // self._page_bytes
-        filled = emptied = 0  # numbers of pieces that were put into slots, and that the reader has read
+        filled = emptied = 0  # number of pieces that were put into slots, and number of pieces that the reader has read
         while sent < len(pages):
             if filled - emptied == shape.slots:
                 self._empty(emptied, deadline)

@@ -113,7 +113,11 @@ class OfferedReservations:
                 offered.reader = reader
 
     def release(self, reservation: KvReservation) -> list[ReservationReleased]:
-        """Releases a reservation at the request of a reader. Returns no release if it is not open or is already released."""
+        """Releases a reservation at the request of a reader.
+
+        Returns:
+            The release. Empty if the reservation is not open or is already released.
+        """
         offered = self.find(reservation)
         return self._release([] if offered is None else [offered])
 

@@ -37,7 +37,7 @@ from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 logger = logging.getLogger(__name__)
 LEAVE_TIMEOUT_S = 0.5  # seconds; limit for the release of a reservation
 MEASURED_BYTES = 8 << 20  # smallest read whose rate is measured
-SLOW_BYTES_S = 1e9  # bytes per second; below it, reading KV may take longer than computing it, and the log has a warning
+SLOW_BYTES_S = 1e9  # bytes per second; a slower read may take longer than computing the KV, so the log has a warning
 STAGE_TIMEOUT_S = 2.0  # seconds; limit for switching a connection to NIXL
 UNSTAGED_S = 60.0  # seconds after a failure of NIXL for which new connections to the remote worker do not try NIXL
 REST_S = 2.0  # seconds after a failure for which reads from the remote worker fail at once, instead of after a timeout
@@ -80,7 +80,7 @@ class _Peer:
     address: str
     connection: Connection | None = None  # connection that is open or being opened
     receiver: PageReceiver | None = None  # receives pages through a ring or a staging area; None if the connection carries them
-    nixl_is_decided: bool = False  # whether it is negotiated if this connection uses NIXL
+    nixl_is_decided: bool = False  # whether a decision for or against NIXL was made for this connection
     is_busy: bool = False  # whether a thread uses the connection
     failure: str = ""  # reason why the last read failed; empty if the remote worker can be read
     rests_until: float = 0.0  # time.monotonic() until which reads fail at once (REST_S)
@@ -114,8 +114,8 @@ class TcpPeerReader:
                 name.
             max_peers: largest number of connections. If it is reached, the connection that has been idle for longest is closed.
             tls: certificates, None for no TLS.
-            folder: folder with the Unix sockets of workers on this machine, which are read through shared memory. None if they
-                are also read over TCP.
+            folder: folder with the Unix sockets of workers on this machine, which are read through shared memory. None:
+                these workers are read over TCP.
             carrier: process that reads through NIXL. It is closed with this reader. None if NIXL is not used.
         """
         self._layout = PageLayout(layout, page_size, page_bytes)

@@ -23,7 +23,7 @@ from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
 from rootstock_llm.services.worker.exec.remote_kv.frames import Malformed
 
 SLOTS = 4
-SLOT_BYTES = 1 << 20  # size of a slot, and so of a piece; a slot for one page if a page is larger
+SLOT_BYTES = 1 << 20  # size of a slot, and so of a piece; if a page is larger, each slot has the size of a page
 MOST_RING_BYTES = 1 << 34  # largest ring that a reader accepts
 FILLED, BROKEN, FREE = b"\1", b"\0", b"\1"  # marks; the server sends FILLED and BROKEN, the reader sends FREE
 _SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of <linux/fcntl.h>, which fcntl has since Python 3.13

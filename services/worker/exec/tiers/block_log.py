@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<I8s8s")  # number of keys, block name, model version (we
 _MAGIC, _VERSION = b"RSTKVBLK", 1
 _CHECKSUM_BYTES = 8
 MOST_KEYS = 64  # largest number of page keys of a block, which has 64 tokens
-SPARE_BYTES = 4 << 20  # the file is rewritten when it exceeds twice its size after the last rewrite by this many bytes
+SPARE_BYTES = 4 << 20  # the file is rewritten when it exceeds 2 * S + SPARE_BYTES, where S is its size after the last rewrite
 
 
 class BlockLog:

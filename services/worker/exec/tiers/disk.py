@@ -66,7 +66,7 @@ class Disk:
     def drop_cached(self, fd: int, offset: int, size: int) -> None:
         """Tells the system that these bytes will not be read soon. Does not block.
 
-        The system drops those of the bytes from its page cache that are on the disk, and starts to write the others to the disk.
+        The system drops bytes from its page cache if they are already on the disk, and starts to write the other bytes.
         """
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 

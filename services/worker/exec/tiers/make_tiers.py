@@ -38,7 +38,7 @@ def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_byte
         options: requested sizes.
         pool_pages: pages of the pool.
         page_bytes: bytes of a page.
-        free_bytes: free host memory, in which the pages of a pool in host memory are not counted as used.
+        free_bytes: free host memory. If the pool is in host memory, its bytes count as free here.
         pool_bytes: bytes of the pool if it is in host memory, otherwise 0.
 
     Raises:

@@ -177,7 +177,7 @@ class PageMover:
             self._streams.launch(partial(self._enqueue_leave, source))
 
     def close(self) -> None:
-        """Ends the threads, and closes store and log. No operation may be running that the core still waits for."""
+        """Ends the threads, and closes store and log. Called when the core waits for no operation."""
         if self._peers is not None:
             self._peers.close()
         with self._lock:
@@ -373,7 +373,7 @@ class PageMover:
     def _move(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
         """Runs an operation.
 
-        Returns the number of moved pages, and the keys that are now in the storage and not any longer in it.
+        Returns the number of moved pages, the keys that are now in the storage, and the keys that are no longer in the storage.
         """
         match operation.kind:
             case OperationKind.BACK_UP:

@@ -50,7 +50,7 @@ MOST_KEYS = 1 << 20  # largest number of known keys of a worker; the oldest know
 SCANNED = 2048  # keys per SCAN
 NEWS_READ = 256  # entries of the stream per read; an entry has the keys of one write or deletion
 NEWS_KEYS = 8192  # largest number of keys per call of news(), because the loop processes them between two steps
-MOST_NEWS = 4096  # entries that the stream keeps; a worker that has missed more of them scans again
+MOST_NEWS = 4096  # entries that the stream keeps; a worker that has missed more entries scans again
 DELETED = 512  # keys per command that deletes pages or reads their times of writing
 _IDENTITY_BYTES = 16  # bytes of the identity in names
 _FAILED = (redis.RedisError, OSError)  # errors of the server or the connection
@@ -273,7 +273,7 @@ class RedisPageStore:
         return [int.from_bytes(each, "little") if len(each) == WRITTEN_BYTES else None for each in found]
 
     def _unlink(self, keys: Sequence[bytes]) -> int:
-        """Deletes pages and publishes it in the news. Returns the number of pages that existed. Raises the errors of _FAILED."""
+        """Deletes pages and publishes the deletion. Returns the number of pages that existed. Raises the errors of _FAILED."""
         count = 0
         for at in range(0, len(keys), DELETED):
             some = keys[at : at + DELETED]
@@ -303,7 +303,7 @@ class RedisPageStore:
         return (keys[at : at + at_once] for at in range(0, len(keys), at_once))
 
     def _check_time(self, until: float) -> None:
-        """Checks the time limit of a whole call, of which each command may be in time. Raises TimeoutError."""
+        """Checks the time limit of a whole call. Each single command has its own limit. Raises TimeoutError."""
         if self._clock() > until:
             raise TimeoutError(f"a read or write of pages took longer than {CALL_S} s")
 

@@ -1,8 +1,9 @@
-"""Segments: files to which records are appended until they are full, and whose pages are read by slot. SegmentStore owns them.
+"""Writes and reads segments. A segment is a file of records: pages are appended until the segment is full, and read by slot.
 
 A segment is *open* while it has a descriptor for appending, and *sealed* when its index is on disk. A full segment whose index
 could not be written is neither. When the store is opened, the pages of a segment without an index are all read
-(segment_recovery). A SegmentLog has the segments of one tag, so that the pages of this tag can be counted and deleted separately.
+(segment_recovery). SegmentStore owns the segments. A SegmentLog has the segments of one tag, so that the pages of this tag can
+be counted and deleted separately.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class SegmentFile:
         assert self._fd is not None, "a segment is finished once"
         try:
             self._place.disk.sync(self._fd)
-            self._drop_cached(self._appended_from)  # also those that were not on the disk at the earlier calls
+            self._drop_cached(self._appended_from)  # also bytes that were not on the disk at the earlier calls
             self._write_index()
         finally:
             self.close()

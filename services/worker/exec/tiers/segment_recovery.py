@@ -36,7 +36,7 @@ def recover(place: SegmentPath, capacity: Callable[[bytes], int]) -> Recovered:
 
     Args:
         place: path and format.
-        capacity: returns the number of slots of a segment with this tag.
+        capacity: returns the largest number of slots for segments of a tag. Called with the tag in the segment's header.
 
     Raises:
         OSError: the file cannot be opened or truncated.

@@ -33,8 +33,8 @@ from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
 Location = tuple[SegmentFile, int]  # segment and slot of a page
-# Smallest number of segments that fit under the cap, and under a quota if it is large enough for them. The deletion of one
-# segment then loses at most about a quarter of the pages.
+# At least this many segments fit under the cap. They also fit under a quota, unless this many segments of one page would exceed
+# the quota. The deletion of one segment then loses at most about a quarter of the pages.
 LEAST_SEGMENTS = 4
 SALTED_BYTES = 32 << 20  # largest size of a segment with a salt; smaller than others, because there may be one open per salt
 MOST_OPEN = 64  # largest number of open segments; they have no index, so opening the store reads them as a whole
@@ -97,7 +97,7 @@ class SegmentStore:
         self._open: dict[SegmentFile, None] = {}  # segments with free slots, the last used one at the end
         self._leftovers: list[SegmentFile] = []  # segments that are deleted from the tables, but whose files are not deleted yet
         self._unread: list[int] = []  # numbers of segments that could not be read when the store was opened
-        self._deletes_unread = False  # whether a delete() was called after which unread segments must also be deleted
+        self._deletes_unread = False  # whether unread segments must also be deleted, because delete() was called
         self._locations: dict[bytes, Location] = {}  # by page key, oldest first
         self._lost: dict[bytes, None] = {}  # page keys for the next take_lost()
         self._corrupt_pages = self._failed_reads = self._failed_writes = 0
@@ -248,7 +248,7 @@ class SegmentStore:
                 self._finish(segment)
 
     def _writable(self, tag: bytes, records: int, dropped: list[bytes]) -> SegmentFile:
-        """Returns a segment of the tag with a free slot. First evicts what the next append of `records` records needs.
+        """Returns a segment of the tag with a free slot. First evicts segments to make space for the next append.
 
         Raises:
             OSError: the disk has failed.

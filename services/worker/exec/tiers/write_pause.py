@@ -1,10 +1,10 @@
-"""Pauses the writes to a store, or its other calls, after a failure."""
+"""Pauses the writes to a store, or all calls of the store, after a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-FIRST_SECONDS = 1.0  # seconds of the pause after the first failure; each failure that follows doubles them
+FIRST_SECONDS = 1.0  # seconds of the pause after the first failure; each further failure doubles the pause
 MOST_SECONDS = 300.0  # longest pause in seconds
 
 
