@@ -55,7 +55,7 @@ from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 
 logger = logging.getLogger(__name__)
 
-EXTRA_GRAPH_ROWS = 64  # rows of the largest graph besides one per slot, for extend rows and draft tokens
+EXTRA_GRAPH_ROWS = 64  # the largest graph has one row per slot, and this many further rows for extend rows and draft tokens
 HOST_PROMPTS = (1, 20)  # tokens of the prompts that warm up a CPU; few, because a CPU has no kernels to compile
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ __all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """Parts that an executor uses instead of those that its options choose. None for the part that the options choose."""
+    """Parts that replace the parts which the executor's options choose. A field is None if the options choose its part."""
 
     streams: Streams | None = None
     kernels: KernelSet | None = None

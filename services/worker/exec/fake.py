@@ -131,7 +131,7 @@ class FakeRun:
     ready_at: float  # time on the clock at which the step ends
     faults: dict[int, RowFault]  # by row of the plan
     predicted: NDArray[np.bool_]  # bool[rows], whether the row's draft tokens came from the request's prediction
-    wrong: set[int]  # rows whose window units or state are not those of their context
+    wrong: set[int]  # rows that read window units or a state that do not fit their context
     sampled: bool = False
     tokens: I32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
@@ -168,8 +168,8 @@ class FakeExecutor:
             pages_per_request: pages of a slot's row in the page table.
             next_token: (context int32[n], vocab_size) -> the next token.
             draft: (context, number) -> `number` draft tokens. It is called if the request's prediction has too few tokens left.
-                None for a function of whose draft tokens about half are accepted. The output is assumed to follow a prediction
-                from its first token on.
+                None for a function that drafts the model's own next token about half of the time. At output token i, the draft
+                tokens from a prediction begin with token i of the prediction.
             time_model: duration of steps and page operations. None if they take no time.
             clock: returns seconds.
             sleep: waits for a number of seconds on that clock, until a step has ended.
@@ -253,7 +253,7 @@ class FakeExecutor:
         return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}), predicted, wrong)
 
     def _advance_units(self, plan: BatchPlan, row: int, slot: int, start: int, ids: I32) -> bool:
-        """Writes the window units and the states of a row. Returns whether those that the row reads are those of its context."""
+        """Writes a row's window units and states. Returns whether the units and the state that the row reads fit its context."""
         fits = True
         context = self._read(slot, start + len(ids))
         if len(self.window_kv):

@@ -149,7 +149,7 @@ class Drafting:
                 self._drafter.pool = self.pool
 
     def drafter(self, table: Tensor, page_size: int, vocab_size: int, streams: Streams) -> Drafter:
-        """Returns the drafter. If it uses a draft model, its pool is replaced by each later allocate().
+        """Returns the drafter. If the drafter uses a draft model, each later allocate() replaces the pool of the drafter.
 
         Args:
             table: int32[slots, pages], the target's page table.

@@ -25,7 +25,8 @@ from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner, S
 from rootstock_llm.services.worker.exec.step.passes import NOTHING
 from rootstock_llm.services.worker.exec.streams.copies import Readback
 
-PROMPTS = (1, 20, 100, 1000)  # tokens of prompts, besides the longest; libraries choose kernels by the number of tokens
+# Tokens of the prompts on a GPU, in addition to the longest possible prompt. Libraries choose kernels by the number of tokens.
+PROMPTS = (1, 20, 100, 1000)
 DECODES = (1, 40)  # rows of decode steps without a graph
 VERIFIED, DRAFTED = (1, 3), 2  # decode rows with draft tokens in a step, and draft tokens per row
 EVERYTHING = SamplingParams(  # all features of sampling

@@ -33,10 +33,10 @@ class LoadedInfo:
     # fingerprint of everything except the weights that determines a result's bits; "" if a row's bits depend on its batch
     numerics: str = ""
     max_drafts: int = 0  # largest number of draft tokens in a decode row; 0 without a drafter
-    drafts_by_model: bool = False  # whether a draft model drafts; it computes an entry for every token, also for those of prompts
+    drafts_by_model: bool = False  # whether a draft model drafts; it computes an entry for every token, prompt tokens included
     host_pages: int = 0  # pages of the host tier; 0 if there is no host tier
     has_storage: bool = False  # there is a storage tier below the host tier
-    kv_layout: str = ""  # content and numerics of a page; two workers can exchange pages only if it is equal
+    kv_layout: str = ""  # content and numerics of a page; two workers can exchange pages only if their layouts are equal
     reads_peers: bool = False  # the worker reads KV from remote workers
     groups: tuple[CacheGroup, ...] = ()  # cache groups of windowed and recurrent layers; empty if all KV is in pages
     window_bytes: int = 0  # bytes of a unit of the WINDOW group

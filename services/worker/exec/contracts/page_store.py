@@ -19,7 +19,7 @@ class Written:
 
     stored: tuple[bytes, ...]  # page keys that the write added to the store
     dropped: tuple[bytes, ...]  # page keys that the store evicted to make space
-    # number of pages of the write that were in the store before it, for example from another worker, and are still there
+    # number of pages in this write that the store already had, for example from another worker, and still has
     already_stored: int = 0
 
 
@@ -88,9 +88,9 @@ class PageStore(Protocol):
     def delete(self, which: Selection = ALL) -> Deleted:
         """Deletes the selected pages, and further pages that cannot be deleted separately, such as those in the same file.
 
-        If an error prevents the deletion of a page, the store removes its key nevertheless, so that it is not read. It retries
-        the deletion before its next write and in every later delete(). A store that is not shared may find the page again when it
-        is opened the next time.
+        If an error prevents the deletion of a page, the store removes the page key nevertheless, so that the page is not read.
+        The store retries the deletion before its next write and in every later delete(). A store that is not shared may find the
+        page again when it is opened the next time.
         """
 
     def use(self) -> StorageUse: ...

@@ -34,11 +34,11 @@ class ForwardBatch:
     offsets: I32  # [R], index of the row's first token in the pass
     rows: I64  # int64[n], rows of the plan that sample a token
     sample_slots: I32  # [n or R]
-    sample_positions: I32  # [n or R], position of the token that is sampled
-    sample_indices: I32  # [n or R], index in the pass of the token that is computed before it
+    sample_positions: I32  # [n or R], position of the sampled token
+    sample_indices: I32  # [n or R], index in the pass of the token before the sampled token
     max_context: int  # tokens of KV that the longest row attends to; in a graph, the capacity of a slot
     max_tokens: int  # tokens of the longest row
-    # int64[tokens of the plan], index in the plan of each token of the pass; None if the orders are equal
+    # int64[tokens of the plan]: for each token of the pass, its index in the plan; None if the orders are equal
     order: I64 | None = None
     states: I32 | None = None  # [4, R], the columns of StateRows; None without recurrent layers
 
@@ -263,7 +263,7 @@ class SampleOrder:
     order: I64  # int64[n], rows of the batch in this order
     sizes: tuple[
         int, ...
-    ]  # number of rows at each index of a run, descending; rows at index i + 1 continue the first rows at index i
+    ]  # sizes[i] is the number of runs that have a row i, descending; the first sizes[i + 1] of them also have a row i + 1
     draft_tokens: I32  # int32[n - sizes[0]]: for each row after index 0, the draft token that the row before it must sample
 
     def __post_init__(self) -> None:
@@ -307,7 +307,7 @@ class ScoredRows:
     """Rows whose requests end with their prompt and ask for log probabilities of labels after it."""
 
     rows: I64  # int64[n], rows of the plan
-    indices: I64  # int64[n], index in the pass of each row's last token
+    indices: I64  # int64[n], index of each row's last token in the pass
     labels: tuple[I64, ...]  # token ids of each row, 1 or more
 
 
@@ -333,8 +333,8 @@ class CudaGraph:
     known: Tensor  # int32[size], token ids from the plan or a drafter; -1 for a token from the relay
     ids: Tensor  # int64[size], resolved input token ids
     rows: RaggedRows  # inputs of the forward kernels
-    # logits of the forward kernels and memory of the sampling kernels, without rows of a plan; covers only the first rows if the
-    # graph has more rows than there are slots
+    # Logits of the forward kernels, and memory of the sampling kernels. It names no rows of a plan. If the graph has more rows
+    # than there are slots, it covers only the first rows of the graph.
     batch: SampleBatch
     forward: Graph
     sample: Graph

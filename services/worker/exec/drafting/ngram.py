@@ -17,7 +17,7 @@ from rootstock_llm.services.worker.exec.contracts.drafter import Computed
 from rootstock_llm.services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
 from rootstock_llm.services.worker.exec.drafting.prediction import Prediction
 
-MOST_TOKENS = 4096  # number of last tokens of a text that are searched; a text is cut to them when it is twice as long
+MOST_TOKENS = 4096  # last tokens of a text that are searched; a text of more than twice this length is cut to these tokens
 MOST_INDEXES = 16  # largest number of texts with an index; an index takes up to 5 MB
 SHORTEST_OF_CORPUS = 3  # smallest number of matching tokens in the corpus; a large text has shorter matches by chance
 
@@ -30,7 +30,7 @@ class _SlotHistory:
     tokens: list[int]  # last tokens of the text
     prediction: Prediction | None = None  # the client's prediction, or None without one
     after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram to the index in `tokens` after its last occurrence
-    indexed: int = 0  # number of first tokens that `after` covers
+    indexed: int = 0  # `after` covers the first `indexed` tokens
 
     @property
     def tail(self) -> list[int]:

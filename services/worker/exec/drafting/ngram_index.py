@@ -35,10 +35,10 @@ class NgramIndex:
         self._positions: I32 = np.flatnonzero(usable)[order].astype(np.int32)
 
     def find(self, tail: Sequence[int]) -> tuple[int, I32]:
-        """Finds the occurrences of the last tokens of `tail`: of as many tokens as occur in the text, up to LONGEST.
+        """Finds the occurrences of the longest suffix of `tail` that is in the text and has at most LONGEST tokens.
 
         Returns:
-            The number of these tokens, and the positions after their occurrences. (0, no positions) if fewer than SHORTEST tokens
+            The length of the suffix, and the positions after its occurrences. (0, no positions) if fewer than SHORTEST tokens
             occur.
         """
         begin, end, found = 0, len(self._positions), 0

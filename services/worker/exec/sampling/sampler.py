@@ -42,7 +42,7 @@ MAX_LOSSES = 1 << 16  # largest number of losses of a step whose sampling is rep
 
 
 def _empty_inputs(max_rows: int, num_words: int, device: torch.device) -> SampleRows:
-    """Returns inputs for max_rows rows without masks and losses, whose tensors the inputs of all steps share read-only."""
+    """Returns inputs without masks and losses for max_rows rows. The inputs of all steps share these tensors read-only."""
     none = torch.empty(0, dtype=torch.int32, device=device)
     return SampleRows(
         slots=none,

@@ -489,7 +489,7 @@ class DeviceRunner:
         """Replaces the units SCRATCH of a part of a row by scratch states of the pool.
 
         The parts of a row are computed in their order. Each part reads the scratch state that the part before it has written, and
-        writes the other one, so that it can be repeated.
+        writes the other one, so that the part can be repeated.
 
         Returns:
             The piece, and StepRun.scratch after it is computed.

@@ -66,7 +66,8 @@ class UploadRing:
     def _allocated(self, capacity: int) -> _Buffer:
         """Allocates a buffer on the schedule stream, which writes it.
 
-        Memory that torch has cached for another stream could still be read by earlier work there.
+        Otherwise, torch could return memory that it has cached for another stream, and earlier work on that stream could still
+        read this memory.
         """
         with self._streams.on_schedule():
             return _Buffer(self._streams, capacity)

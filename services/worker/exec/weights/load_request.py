@@ -30,9 +30,9 @@ class WeightLoader(Protocol):
         progress: Callable[[str], None],
         phases: LoadPhases,
     ) -> T:
-        """Returns the result of `read`, whose reader returns the checkpoint's tensors on the device. Raises CheckpointError.
+        """Calls `read` with a reader of the checkpoint's tensors, and returns its result. Raises CheckpointError.
 
-        The duration is added to the phase "weights".
+        The reader returns tensors on the device. The duration is added to the phase "weights".
 
         Args:
             read: makes the model from a reader. It is called several times, and must request the same tensors each time.
@@ -66,7 +66,7 @@ class LoadRequest:
     progress: Callable[[str], None]  # called with lines for the log
     target: LoadTarget
     phases: LoadPhases = field(default_factory=LoadPhases)
-    # reason why a model with recurrent layers is refused before its weights are read; empty if it is not
+    # reason why a model with recurrent layers is refused before its weights are read; empty if it is accepted
     no_states: str = ""
 
 

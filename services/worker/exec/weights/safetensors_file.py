@@ -75,7 +75,7 @@ def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """The (name, value) pairs of a JSON object, unlike a dict with repeated names."""
+    """The (name, value) pairs of a JSON object. Unlike a dict, the list keeps repeated names."""
 
 
 def _is_count(value: Any) -> bool:

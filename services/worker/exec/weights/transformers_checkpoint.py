@@ -42,7 +42,11 @@ def class_of(auto_class: Any, config: Any) -> Any:
 
 
 def load(folder: Path, config: Any, auto_class: Any, dtype: torch.dtype, attention: str) -> Any:
-    """Returns the model in evaluation mode. Raises CheckpointError if a tensor is missing or has another shape, or on errors."""
+    """Returns the model in evaluation mode.
+
+    Raises:
+        CheckpointError: loading fails, or a tensor is missing or has another shape.
+    """
     transformers_logging.disable_progress_bar()
     try:
         model, report = auto_class.from_pretrained(
