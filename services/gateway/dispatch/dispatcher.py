@@ -134,7 +134,7 @@ class Dispatcher:
             elif queued or pool.num_waiting or not self._place(placement):
                 queued.append(placement)
         self._waiting.wait(pool, queued)
-        self._waiting.pump(pool)  # a free slot may suit a queued choice although it does not suit the first one
+        self._waiting.pump(pool)  # a free slot that does not suit the first queued choice may suit a later one
 
     def _resume(self, placement: Placement) -> None:
         """Places or queues a choice that has output from another gateway, as after the loss of its worker."""
@@ -143,7 +143,7 @@ class Dispatcher:
             self._waiting.fail_unservable(placement.pool, self.fleet.may_serve)
 
     def _model_replaced_error(self) -> ApiError:
-        """Returns the error of a request whose model name now belongs to another model. Its token ids are invalid there."""
+        """Returns the error of a request whose model name now belongs to another model, so that its token ids are invalid."""
         return unavailable("The model is being replaced.", self._settings.retry_after_s, "model_replaced")
 
     def release(self, choice: Choice) -> None:
@@ -263,7 +263,7 @@ class Dispatcher:
         link.submit(placement, submit)
         pool.record_pick(placement, link, now + self._settings.speculative_s)
         link.breaker.begin(now)
-        pool.refresh(link, now)  # if the request is a probe, the breaker allows no other request until its result
+        pool.refresh(link, now)  # if the request is a probe, the breaker allows no other request until the probe's result
         self._waiting.charge(placement)
         self._metrics.decisions.labels(reason).inc()
 

@@ -119,7 +119,7 @@ class Fleet:
         """Adds a worker after its hello.
 
         Returns:
-            The pool of the worker's model. None if connected workers of another model use the same model name.
+            The pool of the worker's model. None if connected workers serve a different model under the same name.
         """
         info = link.info
         assert info is not None
@@ -128,7 +128,7 @@ class Fleet:
         if pool is not None and pool.model.source != info.model:
             if pool.links:
                 logger.error(
-                    "worker is not used, because it serves another model than connected workers with the same model name",
+                    "worker is not used, because connected workers serve a different model under the same name",
                     extra=fields(address=link.address, model=info.model),
                 )
                 return None
@@ -225,7 +225,7 @@ class Fleet:
         _set_common_model(pool)
 
     def refused_links(self, lost: AnyLink) -> list[Link]:
-        """Returns connected links that join() has refused, if the last worker of the other model is lost.
+        """Returns connected links that join() has refused, if the model with their model name now has no worker.
 
         Args:
             lost: Link of the worker that was lost.
@@ -251,7 +251,7 @@ class Fleet:
 
     def _make(self, address: str) -> Link:
         settings = self._settings
-        cooldown_s = settings.breaker_cooldown_s  # also the time limit of a probe, whose client may leave before its result
+        cooldown_s = settings.breaker_cooldown_s  # also the time limit of a probe; the client may disconnect before the result
         breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
         patience = Patience(settings.worker_silence_s, settings.unreachable_s)
         return WorkerLink(address, self._events, patience, breaker, self._dialer)

@@ -44,7 +44,7 @@ def can_read_pages(link: AnyLink, layout: bytes) -> bool:
 
 
 def _share(value: float) -> float:
-    """Returns a share that a worker has reported, limited to 0 to 1; 0 for NaN."""
+    """Returns a fraction that a worker has reported, limited to 0 to 1; 0 for NaN."""
     return min(1.0, max(0.0, value))
 
 
@@ -113,7 +113,7 @@ class ModelPool(Generic[C]):
         self.queue = queue  # choices that wait for a free slot
         self.moved: dict[C, None] = {}  # choices whose worker was lost; served before the queue
         self.parked: dict[C, None] = {}  # turns of sessions whose worker is not connected
-        self.pumping = False  # waiting choices are placed on the loop's next turn
+        self.pumping = False  # waiting choices are placed in the loop's next iteration
         self._policy = policy
         self._index = index
         self._lease_alive = lease_alive

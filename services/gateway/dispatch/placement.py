@@ -179,11 +179,11 @@ class Placement:
         # Copies and pages on other workers.
         self.hedge: HedgeCopy | None = None  # copy of the choice on a second worker
         self._hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made
-        # Prefetches by the handle of the submit to the prefill worker; by 0 after the prefill worker has finished.
+        # Prefetches by the handle of the submit to the prefill worker. The handle is 0 after the prefill worker has finished.
         self._prefetched: dict[int, PrefetchedPages] = {}
         self._reservation: KvReservation | None = None  # reservation that the next submit will name
         self._submitted_reservation: tuple[int, KvReservation] | None = (
-            None  # handle of the submit that named a reservation; the reservation
+            None  # handle of the submit that named a reservation, and this reservation
         )
 
     def resume(self, earlier: EarlierOutput) -> None:

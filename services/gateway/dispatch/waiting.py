@@ -31,7 +31,7 @@ from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 LOOK_S = 0.5  # seconds between two checks for an unknown model while a worker may still add it
 BACKGROUND = 2 * PRIORITY_RANGE[0]  # queue priority of background requests, below all other priorities
 OUTPUT_WEIGHT = 2  # an output token is charged to its API key like this number of prompt tokens
-WINDOW_S = 15.0  # seconds; Retry-After follows from the completions of this window and of the previous one
+WINDOW_S = 15.0  # seconds; Retry-After is computed from the completions in the current and the previous window
 LONGEST_S = 60  # largest Retry-After, in seconds
 
 Place = Callable[[Placement], bool]  # submits a choice to a worker; returns False if no suitable worker has a free slot
@@ -81,7 +81,7 @@ class ModelCatalog:
         return [self._pools[name].model if name in self._pools else ModelInfo(name, 0, 0) for name in self.names()]
 
     def waiting(self) -> dict[str, int]:
-        """Returns the number of waiting choices by name of names(). The key "" has the number of requests with other names."""
+        """Returns the number of waiting choices by name of names(). The entry "" counts requests with other names."""
         waiting = {name: self.num_unplaced[name] for name in ("", *self.names())}
         for name, pool in self._pools.items():
             waiting[name] += pool.num_waiting

@@ -20,15 +20,16 @@ class RoutingPolicy(enum.StrEnum):
 class RoutingConfig:
     """The parameters of the policies."""
 
-    # The load is out of balance if a worker has over gate_abs more requests than the least loaded one, and over gate_rel times
-    # its requests (balance_abs_threshold and balance_rel_threshold of SGLang's router).
+    # If the least loaded worker has n requests, the load is out of balance if another worker has more than n + gate_abs and more
+    # than gate_rel * n requests. SGLang's router: balance_abs_threshold and balance_rel_threshold.
     gate_abs: float = 64.0
     gate_rel: float = 1.5
-    # A match of the whole prompt adds 1 to the score of a worker, and each mean load of the worker subtracts load_weight.
+    # Score of a worker: matched part of the prompt (0 to 1) minus load_weight times the worker's load, in units of the mean load.
     load_weight: float = 1.0
-    # Largest load of a worker, with the new request, at which a match or a routing key may choose the worker. In mean loads.
+    # If a worker's load with the new request would exceed load_bound mean loads, its match and the routing key do not count.
     load_bound: float = 1.4
-    # Smallest value of the mean load, in requests per worker. So a few requests in an almost idle fleet do not spread a prefix.
+    # Lower limit of the mean load, in requests per worker. Without this limit, a few requests in an almost idle fleet would
+    # exceed load_bound, and one prefix would be cached at several workers.
     load_floor: float = 4.0
     min_match_tokens: int = 64  # a match of fewer tokens counts as none
     # A prompt without a match may go to any worker whose load exceeds the least load by at most the larger of near_requests and

@@ -207,7 +207,7 @@ class Hits:
 def usable_reach(
     reach: NDArray[np.int64], index: PrefixIndex, workers: WorkerColumns, hashes: Sequence[bytes]
 ) -> NDArray[np.int64]:
-    """Returns `reach`, in which workers that mark their blocks have only the blocks before the last one with a mark.
+    """Returns `reach`. Workers that mark their blocks get the numbers of blocks from PrefixIndex.match_ends() instead.
 
     Args:
         reach: See PrefixIndex.reach().
@@ -226,8 +226,8 @@ def speculate(
 ) -> None:
     """Adds the blocks of a prompt that goes to a worker to the index, as speculative blocks.
 
-    A worker that marks its blocks will keep what a hit needs at the last page end of the prompt, and at the page end at which the
-    prompt leaves the blocks that the worker has.
+    For a worker that marks its blocks, also adds marks at the two positions at which later hits will be able to end: the last
+    page end of the prompt, and the end of the leading blocks that the worker already has.
 
     Args:
         row: Row of the worker. It has an owner.

@@ -230,7 +230,7 @@ class PrefixIndex:
     def match_ends(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
         """Returns int64[num_owners]: the number of leading blocks after which a prefix hit of each live owner can end.
 
-        For owners that mark these blocks with end_mark(). Owners without marks have 0.
+        Owners mark these blocks with end_mark(). The result is 0 for owners without marks.
         """
         shards, left = self._shards, self._live
         found: list[int] = []  # owners with a mark, by number of blocks - 1
@@ -280,7 +280,7 @@ class PrefixIndex:
         Args:
             found: The masks of `count` blocks, or of fewer if no owner has the next block.
         """
-        masks: list[int] = []  # each mask has the owners with one number of leading blocks
+        masks: list[int] = []  # each mask has the owners with the same number of leading blocks
         reached: list[int] = []  # number of leading blocks for each entry of `masks`
         before = self._live
         for depth, owners in enumerate(found):
