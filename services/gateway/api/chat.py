@@ -51,7 +51,7 @@ class ChatRequest:
     A chat of this type has passed all checks that need neither the model nor its tokenizer.
     """
 
-    fields: FieldNames  # the client's API's names of the fields below, for errors
+    fields: FieldNames  # names of the fields below in the client's API, for errors
     model: str | None  # None: the only model that the caller may use
 
     # The prompt.
@@ -98,7 +98,7 @@ class PreparedChat:
     """
 
     prompt: PromptInput
-    formats: OutputFormats | None  # of the output. If it is None, only the prompt was stored, and the fields below are unused
+    formats: OutputFormats | None  # formats of the output. None: only the prompt was stored, and the fields below are unused
     reasoning_marks: Sequence[int]  # token ids; see Parsing
     context_len: int  # tokens
     defaults: SamplingDefaults

@@ -192,7 +192,7 @@ def _wrong_form(param: str) -> ApiError:
 
 
 async def of_many_ids(ids: list[Any], vocab_size: int, where: str) -> PromptInput:
-    """Returns the prompt with these ids, after other tasks of the event loop have run. For loops over many prompts."""
+    """Returns the prompt with these ids, after other tasks of the event loop have run. Used in loops over many prompts."""
     await asyncio.sleep(0)
     return of_ids(ids, vocab_size, where)
 

@@ -196,7 +196,7 @@ def _parameters(schema: Any, where: str) -> Mapping[str, Any] | None:
 
 
 class ToolChoice:
-    """Translates the tool choice of one request, in the form of any API, into a ToolUse. Every method raises ApiError."""
+    """Translates the tool choice of one request, in the form of any API, into a ToolUse. Every method may raise ApiError."""
 
     def __init__(self, specs: Sequence[ToolSpec], hosted: Sequence[Any], parallel: bool, function_member: str = "") -> None:
         """Makes the translator for one request.

@@ -1,4 +1,4 @@
-"""Reads and writes stored files and batches for the routes of /v1/files and /v1/batches. Every method raises ApiError."""
+"""Reads and writes stored files and batches for the routes of /v1/files and /v1/batches. Every method may raise ApiError."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ from rootstock_llm.services.shared.sampling_parameters import COMPLETION_TOKENS,
 
 
 class Preparer(ChatPreparer):
-    """Prepares the requests of OpenAI's endpoints. It is also the ChatPreparer of all APIs. Every method raises ApiError."""
+    """Prepares the requests of OpenAI's endpoints. It is also the ChatPreparer of all APIs. Every method may raise ApiError."""
 
     def __init__(
         self,
@@ -195,10 +195,10 @@ def vector_generation(request: EmbeddingRequest, embedding_size: int) -> Generat
 
 
 def _record_request_ids(request: NamedBody, origin: Origin, given: Any) -> None:
-    """Records in `origin` the request ids that the client chose for the request and its prompts, so that it can abort them.
+    """Records in `origin` the request ids that the client chose for the request and its prompts, for aborts.
 
     Args:
-        given: The prompts as the client sent them. If they are several, each has the request id with its index.
+        given: The prompts as the client sent them. Each of several prompts gets the request id with the prompt's index.
     """
     name = request.request_name
     if name is None:

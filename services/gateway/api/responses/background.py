@@ -28,7 +28,7 @@ _MAX_REQUEST_BYTES = MAX_RECORD_BYTES - (64 << 10)  # bytes of a request; the ot
 
 
 class Background(Protocol):
-    """Runs and stores the background responses of this gateway. Every method raises ApiError."""
+    """Runs and stores the background responses of this gateway. Every method may raise ApiError."""
 
     takes_any: bool  # whether this gateway accepts background responses
     timeout_s: int  # seconds after which an unfinished response fails
@@ -42,7 +42,7 @@ class Background(Protocol):
         admission: KeyAdmission | None,
         events: Sequence[bytes],
     ) -> None:
-        """Stores a new response and starts to generate it. Takes ownership of the admission, and ends it if this fails.
+        """Stores a new response and starts to generate it. Takes ownership of the admission, which ends if this method raises.
 
         Args:
             order: The request, from which any gateway can continue the response.

@@ -1,6 +1,6 @@
 """Renders background responses: their events, their final records, and responses that end with the output stored so far.
 
-Another gateway than the one that received the request may render a response. It then has only the stored prompt and events.
+A gateway may render a response whose request another gateway received. It then has only the stored prompt and events.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BackgroundEventRenderer:
 
 
 class BackgroundAnswers:
-    """Prepares, renders and ends stored background responses. Every method raises ApiError."""
+    """Prepares, renders and ends stored background responses. Every method may raise ApiError."""
 
     def __init__(self, preparer: ChatPreparer, records: Records) -> None:
         self._preparer = preparer
@@ -126,7 +126,7 @@ class BackgroundAnswers:
         return final
 
     async def given_up(self, owner: str, response_id: str) -> bytes:
-        """Returns the record of a failed response, for a response that no gateway could read or end.
+        """Returns the record, with status failed, of a response that no gateway could read or end.
 
         Raises:
             ValueError, TypeError, LookupError: The record cannot be read.

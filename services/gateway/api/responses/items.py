@@ -36,8 +36,8 @@ _HOSTED_CALLS = frozenset(
         *("mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call"),
     )
 )
-# Types of items that are refused. Besides the hosted calls, these are calls that the client itself has run, and a compacted
-# history that only the vendor can read. They cannot be omitted, because the conversation would lose its content.
+# Types of items that are refused, unless the gateway omits the hosted calls. The types added here are calls that the client has
+# run itself, and a compacted history that only the vendor can read. Without these items, the conversation would lose content.
 _UNSERVED = _HOSTED_CALLS | frozenset(
     (
         *("apply_patch_call", "apply_patch_call_output", "compaction", "computer_call", "computer_call_output"),

@@ -1,4 +1,4 @@
-"""Reads and writes stored responses and conversations for the Responses API. Every method raises ApiError."""
+"""Reads and writes stored responses and conversations for the Responses API. Every method may raise ApiError."""
 
 from __future__ import annotations
 

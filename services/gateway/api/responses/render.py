@@ -106,7 +106,7 @@ class ResponseRenderer(HeaderRenderer):
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """`x-rootstock-stored: false` if the client parsed for a stored response and does not get one."""
+        """`x-rootstock-stored: false` if the client asked for a stored response, but the response is not stored."""
         return [(STORED, b"false")] if self._wants_storage and not self._is_stored else ()
 
     async def chunk(self, delta: Delta) -> bytes:

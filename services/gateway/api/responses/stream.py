@@ -18,7 +18,7 @@ UNREAD_S = 60.0  # seconds without reading after which a client's connection is 
 
 
 class FollowedStream(Response):
-    """Sends the events of a response to one client. The response is generated further if the client disconnects."""
+    """Sends the events of a response to one client. The generation continues if the client disconnects."""
 
     def __init__(self, follow: Follow) -> None:
         # Response.__init__() is not called, because it would render a body.

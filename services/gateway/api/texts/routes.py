@@ -47,7 +47,7 @@ ReadStatus = Callable[[], Mapping[str, Any]]  # returns the status of this gatew
 
 
 class Texts(Protocol):
-    """Finds models and decodes token ids. Both methods raise ApiError."""
+    """Finds models and decodes token ids. Both methods may raise ApiError."""
 
     async def model_of(self, name: str | None, caller: Caller) -> ModelInfo: ...
 
