@@ -76,7 +76,7 @@ class BackgroundRunner:
 
         Args:
             make_run: Makes the run of a stored response whose lease this gateway has taken.
-            given_up: Returns the record, with status failed, of a response that no gateway could read or end, by owner and id.
+            given_up: Takes owner and id of a response that no gateway could read or end. Returns its record with status failed.
             max_runs: Largest number of responses at once, including responses that wait for a worker.
             is_ready: Returns whether this gateway can serve a response.
         """
@@ -176,9 +176,9 @@ class BackgroundRunner:
                 task.cancel()
 
     async def _release_and_delete(self) -> None:
-        """Releases the responses in _to_release and deletes those in _to_delete.
+        """Releases the responses in _to_release, and deletes the responses in _to_delete.
 
-        Two calls may run at the same time, by a search and by drain().
+        A search and drain() may call this method at the same time.
         """
         while self._to_release:
             lease, ids = self._to_release.popitem()

@@ -35,7 +35,7 @@ LOOK_S = 0.05  # seconds between two reads of the status during this wait
 
 
 class BackgroundWork:
-    """The background responses of this gateway: their store, streams and runner. Every method for a client raises ApiError."""
+    """The background responses of this gateway: their store, streams and runner. Every method for a client may raise ApiError."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class BackgroundWork:
             raise ApiError(429, "The store limit of this API key is reached. Delete stored data.", code="store_full")
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
-        """Returns the status of a background response, or None if the store has at most the record of the response."""
+        """Returns the status of a background response. None if its state is not stored, although its record may be stored."""
         try:
             return await self._store.status(owner, response_id)
         except StoreAway:

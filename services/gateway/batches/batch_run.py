@@ -78,7 +78,7 @@ class BatchRun:
         self._line_slots = asyncio.Semaphore(lines_at_once)
         self._most_lines = most_lines
         self._metrics = metrics
-        # Done when the batch is stopped. The result is the error code of lines without a result.
+        # Done when the batch is stopped. The value is the error code that lines without a result get.
         self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._recording = 0  # number of results that are being written to the store
         self._all_recorded = asyncio.Event()  # set while no result is being written
@@ -199,7 +199,7 @@ class BatchRun:
                 break
             self._metrics.batch_retries.inc()
             await asyncio.sleep(max(next(pauses), attempt.retry_after_s))
-        # Without an await since the release of the lane, drain() finds each line either in a lane or in _recording.
+        # No await follows the release of the lane, so drain() finds each line either in a lane or in _recording.
         self._recording += 1
         self._all_recorded.clear()
         try:

@@ -185,8 +185,8 @@ class BatchRunner:
     async def _take(self, batch: WaitingBatch, into: set[BatchRun] | None) -> None:
         """Takes a batch if no gateway has its lease, and adds its run to `into`.
 
-        If the batch is unreadable, its lease is not released. So the next gateway tries only after the lease has expired. It may
-        have another version, which can read the batch.
+        If the batch is unreadable, its lease is not released. So the next gateway tries only after the lease has expired. That
+        gateway may have another version, which can read the batch.
         """
         lease = await self._stores.leases.take(batch_lease(batch.owner, batch.id))
         try:

@@ -309,7 +309,7 @@ class BackgroundStore:
         """Returns owner and id of up to `most` open responses without a lease holder, the oldest first.
 
         Args:
-            left: Whether to return only responses that release() has released.
+            released_only: Whether to return only responses that release() has released.
         """
         members = await self._redis.call(READS + scripts.FIND_UNLEASED, [_OPEN], most, int(released_only))
         found = [str(each, "ascii").partition(":") for each in members]

@@ -113,7 +113,7 @@ async def page(redis: StateRedis, key: str, after: str, count: int, rising: bool
 
 
 class FileStore:
-    """The files in the store. Every method raises StoreAway."""
+    """The files in the store. Every method raises StoreAway if the store cannot be reached."""
 
     def __init__(self, redis: StateRedis, most: int, most_bytes: int) -> None:
         """Makes the store.

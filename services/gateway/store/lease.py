@@ -48,7 +48,7 @@ class Lease:
 
 
 class Leases:
-    """The leases in the store. Every method raises StoreAway."""
+    """The leases in the store. Every method raises StoreAway if the store cannot be reached."""
 
     def __init__(self, redis: StateRedis, lifetime_s: float) -> None:
         """Prepares the leases. A lease expires `lifetime_s` seconds after the last renew()."""

@@ -27,7 +27,7 @@ class StoredRecord:
 
 
 class StateStore(Protocol):
-    """Stored records, by owner (see owner_of()) and name. Every method raises StoreAway."""
+    """Stored records, by owner (see owner_of()) and name. Every method raises StoreAway if the store cannot be reached."""
 
     async def get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
         """Returns a record for each name, in order, or None if it does not exist. Reading a record restarts its lifetime."""
