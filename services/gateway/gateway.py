@@ -78,7 +78,7 @@ from rootstock_llm.services.shared.tls.roles import Role
 logger = logging.getLogger(__name__)
 
 SERVICE = "gateway"
-CLOSE_S = 0.4  # seconds after the grace period in which the last errors are sent; connections then have this time to close
+CLOSE_S = 0.4  # seconds after the grace period to send the last errors, and then again to close the remaining connections
 
 
 class Gateway:

@@ -46,8 +46,8 @@ class ControlBody(AdminBody, ABC):
 class SelectedPages(ControlBody):
     """The body of a flush, which selects the cached pages of one cache salt, or all pages."""
 
-    # Salts of the requests that computed the pages. "": pages without a salt. If the next three fields are None, all salts are
-    # flushed.
+    # Salts of the requests that computed the pages. "": pages without a salt. If cache_salt, extra_key and api_key are None, the
+    # pages of all salts are flushed.
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     extra_key: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     # Name of the API key of these requests. Only with --salt-cache-by-key.

@@ -33,7 +33,7 @@ _PURPOSE = b"rootstock-tenant"  # BLAKE2's personalization, at most 16 bytes
 
 
 class Tenants:
-    """Translates between the names of API keys and the digests that calls between gateways have in place of them.
+    """Translates between the names of API keys and digests. Calls between gateways contain digests instead of names.
 
     A digest is made from the API key's name, so it stays the same if the API key's secret is replaced.
     """

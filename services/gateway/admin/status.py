@@ -118,7 +118,7 @@ def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float
 def _state(link: AnyLink, usable: bool, now: float) -> str:
     """Returns the state of a worker, as the field `state` of WorkerStanding describes it.
 
-    If several apply, the first one counts.
+    If several states apply, the first of them in `states` counts.
     """
     if link.info is None:
         return "lost" if link.was_connected else "starting"
@@ -133,6 +133,6 @@ def _state(link: AnyLink, usable: bool, now: float) -> str:
 
 
 def _not_after(tls: MutualTls) -> float:
-    """Returns the Unix time at which the certificate expires. 0 if it was already expired when its file was read."""
+    """Returns the Unix time at which the certificate expires. 0 if the file had an expired certificate when it was read."""
     named = tls.files.now().named
     return 0.0 if named is None else named.not_after

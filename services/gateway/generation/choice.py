@@ -272,7 +272,7 @@ class Choice:
     # Output of the worker
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Adds output ids. Metrics measure their time now, or in a stream, when their text arrives."""
+        """Adds output ids. Metrics take the time of the ids now; in a stream, they take it when the text arrives."""
         self.output_ids += ids
         if ids and self.decoding.patient:
             self._time(len(ids))
@@ -311,7 +311,7 @@ class Choice:
         return not sampling.HasField("score") or len(finish.label_logprobs) == len(sampling.score.label_token_ids)
 
     def finish(self, finish: worker_pb2.Finish) -> None:
-        """Receives the worker's last message of a complete choice. The last text arrives later, unless it has no text."""
+        """Receives the worker's last message of a complete choice. The last text arrives later, unless the output has no text."""
         prefilled = finish if self._prefilled is None else self._prefilled
         self.worker_ending = _ending_of(finish, prefilled, self.params, self._predictions)
         # The detokenizer removes a matched stop string from the text. The text of a matched stop pattern stays.

@@ -151,7 +151,7 @@ class GenerationParams:
         return free if self.max_tokens is None else min(self.max_tokens, free)
 
     def likely_tokens(self, prompt_tokens: int, context_len: int) -> int:
-        """Returns the output tokens of one choice that budgets assume.
+        """Returns the number of output tokens that budgets assume for one choice.
 
         This is the limit of output tokens. Without max_tokens, it is at most UNLIMITED_ANSWER_TOKENS.
         """

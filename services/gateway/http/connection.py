@@ -37,7 +37,7 @@ CHUNKED_BYTES = 4096  # bytes of a chunked body that are parsed at once; few, be
 # end of a chunked body, or as the late end of a head.
 MOST_PIPELINED = 64
 HEAD_ENDS = (b"\n\r\n", b"\n\n")
-LINGER_S = 2.0  # seconds between the last response and the close of the connection; a client that still sends can read it
+LINGER_S = 2.0  # seconds between the last response and the close; a client that still sends can then read the response
 GONE_POLL_S = 0.25  # seconds between two checks for a closed connection while nothing is read
 CLOSED = frozenset((7, 8))  # TCP_CLOSE (after a reset) and TCP_CLOSE_WAIT (after the last byte) in Linux's tcp_states.h
 WITHOUT_CHUNKS = frozenset(("0.9", "1.0"))  # HTTP versions without transfer codings (RFC 9112, section 6.1)

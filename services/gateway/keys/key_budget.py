@@ -70,8 +70,8 @@ class KeyBudget:
         """Counts a request that starts.
 
         Returns:
-            The share of concurrent requests, to which the caller gives 1 back when the request ends. None if their number has
-            no limit.
+            The share of concurrent requests, to which the caller gives 1 back when the request ends. None if the API key has
+            no limit of concurrent requests.
 
         Raises:
             OverLimit: A limit is reached. Nothing is counted.

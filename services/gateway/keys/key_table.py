@@ -92,7 +92,7 @@ def parse_keys(contents: Iterable[bytes], forbidden: Mapping[bytes, str] | None 
     """Parses the contents of all files into one table.
 
     Args:
-        forbidden: Secrets that no API key may have: a description of each secret, for the error, by its digest.
+        forbidden: Secrets that no API key may have. Maps the digest of each secret to its description for the error.
 
     Raises:
         BadKeys: A file is invalid, or two API keys have the same name or secret.

@@ -56,7 +56,7 @@ GATEWAYS, NEED = "rl:gateways", "rl:need"
 # The free amount is the part of the limit that no gateway has used or holds. `least` is granted completely if it is free,
 # because a request of this size was refused. For `most`, at most half of the free amount is granted, so that other gateways can
 # get a part. The grant is the larger of the two, and never more than the free amount. If the gateways use and hold more than
-# the limit together, the grant is negative and takes back a part of the amount that this gateway holds.  The unmet amount is
+# the limit together, the grant is negative and takes back a part of the amount that this gateway holds. The unmet amount is
 # the part of the requested amount that could not be granted, because it was not free. While a gateway has an unmet amount,
 # rl:need makes the other gateways report and give up a part of their held amounts.
 _SCRIPT = """
@@ -244,7 +244,7 @@ class ShareRefill:
         self._low = asyncio.Event()
         self._num_postponed = 0  # API keys that exceeded KEYS_A_TURN in the last turn
         self._num_gateways = 0  # 0 until Redis is reached for the first time
-        # Time since which Redis lists fewer gateways than `_num_gateways`, or None if it does not.
+        # Time since which Redis lists fewer gateways than `_num_gateways`; None while Redis does not list fewer.
         self._fewer_since: float | None = None
         self.is_up = False  # whether the last exchange succeeded
 

@@ -128,8 +128,8 @@ async def response_of(call: Callable[[], Awaitable[T]]) -> T:
 
     Raises:
         grpc.aio.AioRpcError: The call has failed.
-        StreamBroken: The channel is closed. grpc.aio raises UsageError if the channel is closed before the call. It raises
-            CancelledError if the channel is closed during the call, although the task is not cancelled.
+        StreamBroken: The channel was closed before the call (UsageError of grpc.aio) or during the call (CancelledError of
+            grpc.aio, although the task is not cancelled).
     """
     try:
         return await call()

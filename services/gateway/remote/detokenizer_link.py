@@ -41,9 +41,9 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-# A decoding fails if Decoding.breaks, the batches that were lost with their streams since the last text, is larger.
+# Limit of Decoding.breaks, the batches that were lost with their streams since the last text. Above it, the decoding fails.
 MAX_BREAKS = 16
-# A decoding fails if Decoding.lost is larger, because no detokenizer may be able to decode its ids.
+# Limit of Decoding.lost. Above it, the decoding fails, because perhaps no detokenizer can decode its ids.
 MAX_LOST = 3
 SILENCE_S = 5.0  # seconds without a reply to a batch after which a detokenizer is lost; it replies to each batch at once
 MAX_IN_FLIGHT = 2  # limit of batches without a reply: one is on its way while the other is decoded

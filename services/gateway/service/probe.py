@@ -1,6 +1,7 @@
 """Tests whether a worker can compute a token.
 
-A busy worker that completes steps can. An idle worker gets a request for one token. So the probe never waits for other requests.
+A busy worker that completes steps passes the test. An idle worker gets a request for one token. So the probe never waits for
+other requests.
 """
 
 from __future__ import annotations

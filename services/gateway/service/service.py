@@ -59,7 +59,7 @@ class Attendance:
         self._listeners: list[Callable[[bool], None]] = []
 
     def listen(self, arrived: Callable[[bool], None]) -> None:
-        """Registers a function that is called for each new request of a client. Its argument is True if no other one is open."""
+        """Registers a function to call for each new request of a client, with True if no other such request is open."""
         self._listeners.append(arrived)
 
     def begin(self, has_client: bool) -> None:

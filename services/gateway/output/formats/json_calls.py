@@ -32,8 +32,8 @@ _NAME = re.compile(r"[^\s\[\]{}\"]*")
 class JsonCall:
     """Reads one call that is an object `{"name": …, "arguments": {…}}`.
 
-    The members may have any order. Other members are ignored. If the object is malformed after the call
-    has begun, the call is ended.
+    The members may have any order. Other members are ignored. If the object is malformed after the call has begun, the call is
+    ended.
 
     A marked object follows a mark that announces a call. If its arguments are not an object, it is a call without arguments. An
     unmarked object is a call only if it has arguments, and no member outside MEMBERS.

@@ -173,8 +173,8 @@ class _Parameters:
         """Reads on after a mark that may begin a parameter or a call.
 
         Returns:
-            The read text, with the mark, if it begins neither. It is then a part of the value. Otherwise "", and the mark is
-            unread.
+            The read text, with the mark, if the mark begins neither a parameter nor a call. The text is then a part of the
+            value. Otherwise "", and the mark is unread again.
         """
         source, read = self._reading.source, [mark]
         if mark.endswith(BEGIN):
