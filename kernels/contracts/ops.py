@@ -72,7 +72,7 @@ class StateRows:
 
 @dataclass(frozen=True, slots=True)
 class DeltaGates:
-    """The weights by which a Gated DeltaNet layer computes the decay of its state, per value head."""
+    """The weights from which a Gated DeltaNet layer computes the decay of its state, per value head."""
 
     rates: Tensor  # float32[J], exp(A_log)
     biases: Tensor  # float32[J], dt_bias

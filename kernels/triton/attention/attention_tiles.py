@@ -99,8 +99,8 @@ def find_range(
     """Returns the position range of a split.
 
     Returns:
-        (first position of the span, start of its first split, first position of the split, its last position + 1, splits of the
-        span).
+        (first position of the span, start of the span's first split, first position of the split, last position of the split + 1,
+        number of splits of the span).
     """
     base, lower, upper = begin, begin, end
     used = 1
