@@ -66,7 +66,7 @@ class PeerReadMetrics(Readings[PeerReader]):
         Reading(
             Gauge,
             "rootstock_worker_kv_read_bytes_per_second",
-            "Bytes per second of the slowest prefill worker in its last read of at least 8 MiB; /server_info lists all.",
+            "Bytes per second of the slowest prefill worker in its last read of at least 8 MiB; /server_info lists all workers.",
             _slowest,
             ("transport",),
         ),

@@ -263,8 +263,8 @@ class _Threads:
     plain_text: bool  # whether the text is plain; in a JSON string, a vague class has no characters that need an escape
     known: _Known  # cache of lookahead automata, shared with nested patterns; without it, each nesting level doubles the work
     # Per position: moves that read no character, as (target, condition). None allows the move everywhere, and (-1, -1) only at
-    # the start of the text. Any other condition is the pair of indices into `looks` of the automata that the rest of the text
-    # must satisfy: (index at the start of the text, index at other positions).
+    # the start of the text. Any other condition has two indices into `looks`. The automaton at the first index must accept the
+    # rest of the text if the move is at the start of the text. At other positions, the automaton at the second index must.
     empty_moves: list[list[tuple[int, tuple[int, int] | None]]] = field(default_factory=lambda: [[], []])
     # Per position: the move that reads a character, as (allowed characters, target); None: there is none.
     reads: list[tuple[Ranges, int] | None] = field(default_factory=lambda: [None, None])
