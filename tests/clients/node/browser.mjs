@@ -1,5 +1,5 @@
 // The official openai client in a browser, on pages of two origins: the gateway (ROOTSTOCK_URL) allows the first
-// (ALLOWED_PORT) and not the second (OTHER_PORT). CHROMIUM: the browser's program.
+// (ALLOWED_PORT) and not the second (OTHER_PORT). CHROMIUM is the path of the browser's program.
 
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
@@ -22,7 +22,7 @@ window.ask = async () => {
     return pieces;
   };
   const pieces = await piecesOf(messages);
-  const counted = await piecesOf([{ role: "user", content: "Count from 1 to 40." }]); // long: what is short may come at once
+  const counted = await piecesOf([{ role: "user", content: "Count from 1 to 40." }]); // a short text may arrive in one piece
   const { response, data } = await client.chat.completions.create({ model: "demo", temperature: 0, messages }).withResponse();
   return { streamed: pieces.join(""), pieces: counted.length, whole: data.choices[0].message.content, id: response.headers.get("x-request-id") };
 };
@@ -62,8 +62,8 @@ try {
   assert.equal(allowed.streamed, "17 + 25 = 42.");
   assert.equal(allowed.whole, "17 + 25 = 42.");
   assert.ok(allowed.pieces > 2);
-  assert.ok(allowed.id, "a page reads the request's id");
-  assert.ok(other.failed, "an origin that is not allowed gets no answer");
+  assert.ok(allowed.id, "the page must be able to read the request's id");
+  assert.ok(other.failed, "a page of another origin must not get a response");
   console.log(JSON.stringify({ allowed, other }));
 } finally {
   await browser.close();

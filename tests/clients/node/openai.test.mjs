@@ -1,5 +1,5 @@
-// The official openai client for Node against a gateway with the demo model (ROOTSTOCK_URL). Answers are greedy, so a stream
-// and the whole of the same request say the same.
+// The official openai client for Node against a gateway with the demo model (ROOTSTOCK_URL). Outputs are greedy, so a
+// streamed and a whole response to the same request have the same text.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -64,7 +64,7 @@ function whole(answer) {
   return { choices, usage: answer.usage };
 }
 
-// Tokens of the prompt that were cached differ from one time to the next.
+// The number of cached tokens is left out, because it differs between two equal requests.
 const counts = ({ prompt_tokens, completion_tokens, total_tokens }) => ({ prompt_tokens, completion_tokens, total_tokens });
 
 async function same(body) {

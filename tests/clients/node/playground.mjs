@@ -1,5 +1,5 @@
-// The playground and the page of the API in a browser, at a desk's width and a phone's, as the gateway (ROOTSTOCK_URL) serves
-// them. CHROMIUM: the browser's program. PICTURES: the folder for pictures of what is seen.
+// The playground and the API page of the gateway (ROOTSTOCK_URL) in a browser, at the widths of a desktop and of a phone.
+// CHROMIUM is the path of the browser's program, and PICTURES is the folder for screenshots.
 
 import assert from "node:assert/strict";
 import { join } from "node:path";
@@ -18,11 +18,11 @@ async function measured(name, labels = "") {
 
 async function until(condition, what) {
   for (const end = Date.now() + 30_000; !(await condition()); await new Promise((wake) => setTimeout(wake, 50))) {
-    assert.ok(Date.now() < end, `waited in vain: ${what}`);
+    assert.ok(Date.now() < end, `waited 30 s for ${what}`);
   }
 }
 
-/** A page on which nothing has happened, and all that it has asked for and complained of. */
+/** Returns a new page, the URLs that it has requested, and its errors. */
 async function opened(browser, width, path = "/", scheme = "light") {
   const context = await browser.newContext({ viewport: SIZES[width], deviceScaleFactor: width === "390" ? 2 : 1, colorScheme: scheme });
   const asked = [], complaints = [];
@@ -44,7 +44,7 @@ async function settings(page, width, change) {
   if (narrow.includes(width)) await page.getByRole("button", { name: "Done" }).click();
 }
 
-/** Nothing is wider than the window, so nothing scrolls sideways. */
+/** Checks that no content is wider than the window, so that the page does not scroll sideways. */
 async function inside(page) {
   const [wide, window] = await page.evaluate(() => [document.documentElement.scrollWidth, innerWidth]);
   assert.ok(wide <= window, `${wide} pixels of content in ${window}`);
@@ -55,7 +55,7 @@ async function ask(page, text) {
   await page.keyboard.press("Enter");
 }
 
-/** The last answer, once it is complete. */
+/** Returns the last answer when it is complete and has this text. */
 async function answered(page, text) {
   const last = page.locator(".answer:not(.running)").last();
   await last.filter({ hasText: text }).waitFor();
@@ -71,7 +71,7 @@ async function seen(page, name) {
   await page.screenshot({ path: join(process.env.PICTURES, `${name}.png`) });
 }
 
-/** The temperature in effect stands beside the composer and with each answer. */
+/** The effective temperature is shown at the message field and with each answer. */
 async function showsTemperature(page, width) {
   const shown = page.getByRole("note", { name: "Sampling" });
   await shown.filter({ hasText: "Temperature 0 (the server's default): each token is the likeliest one" }).waitFor();
@@ -118,7 +118,7 @@ async function callsTools(page, width) {
   await page.getByLabel("Result of get_age").fill("52");
   await page.keyboard.press("Enter");
   await answered(page, "The age of the mayor of Lima is 52.");
-  assert.ok(Number(await fact(await answered(page, "52"), "cached")) > 0, "its turns begin alike");
+  assert.ok(Number(await fact(await answered(page, "52"), "cached")) > 0, "both requests must begin with the same tokens");
   await ask(page, "Count from 3 to 60.");
   await answered(page, ", 59, 60");
   await page.locator("#settings").evaluate((each) => each.scrollTo(0, 0));
@@ -160,7 +160,7 @@ function stream(...contents) {
   return { status: 200, contentType: "text/event-stream", body };
 }
 
-/** What a model says, thinks and calls is text, whatever it looks like. */
+/** Output text, reasoning and tool calls are shown as text, even if they contain HTML. */
 async function staysText(page) {
   const call = [{ index: 0, id: "a", function: { name: HOSTILE, arguments: HOSTILE } }];
   await page.getByRole("button", { name: "New chat" }).click();
@@ -243,7 +243,7 @@ const pasted = async (page) => {
   return value;
 };
 
-/** A page without a clipboard, as without TLS, copies by a selection. */
+/** The page copies by a selection if it has no clipboard, as without TLS. */
 async function copiesAnswers(page) {
   const answer = page.locator(".answer").last(), code = 'def f():\n    return "*"';
   for (const clipboard of [true, false]) {
@@ -264,7 +264,7 @@ async function copiesAnswers(page) {
   assert.equal(await answer.locator(".text h3").count(), 1);
 }
 
-/** A streamed text has the same nodes at its end as a whole one. A complete block keeps its node. */
+/** A streamed text ends with the same nodes as a text that arrives whole. A complete block keeps its node during the stream. */
 async function rendersMarkdownWhileItStreams(page) {
   await page.evaluate(() => {
     window.ownFetch = window.fetch;
@@ -301,7 +301,7 @@ async function rendersMarkdownWhileItStreams(page) {
   });
 }
 
-/** Hostile texts of 100 kB are drawn, and make no other elements than Markdown's. */
+/** Hostile texts of 100 kB are rendered, and create only the elements of Markdown. */
 async function withstandsHostileMarkdown(page) {
   const times = (part, size = 100_000) => part.repeat(Math.ceil(size / part.length)).slice(0, size);
   const parts = ["[", "![a](", "[a](", "**", "*a ", "_a", "***a **b ", "`", "~~", "> ", "- ", "  - a\n", "1. ", "|", "|-", "# ", "\\", "http://", "<http://a", "&lt;", "\n", "> \n", "- \n\n", "`a`", "*a*", "a\n---\n", "```\n", " ", "-  ", "[a](b \"", "\u202e", "\ud800"];
@@ -323,16 +323,16 @@ async function withstandsHostileMarkdown(page) {
   await page.getByRole("button", { name: "New chat" }).click();
 }
 
-/** Of several calls at once each has its own result, and they go back together. */
+/** Each of several parallel calls gets its own result, and all results are sent together. */
 async function callsSeveral(page) {
   const calls = ["one", "two"].map((name, index) => ({ index, id: `call-${name}`, function: { name, arguments: "{}" } }));
   await page.route(CHAT, (route) => route.fulfill(stream({ tool_calls: calls })));
   await ask(page, "Both.");
   await page.getByLabel("Result of one").fill("1");
   await page.getByRole("button", { name: "Send results" }).click();
-  assert.equal(await page.evaluate(() => document.activeElement.id), "result-call-two", "one is missing");
+  assert.equal(await page.evaluate(() => document.activeElement.id), "result-call-two", "the missing result gets the focus");
   await ask(page, "Something else meanwhile.");
-  assert.equal(await page.evaluate(() => document.activeElement.id), "result-call-two", "results come first");
+  assert.equal(await page.evaluate(() => document.activeElement.id), "result-call-two", "the missing result keeps the focus");
   await page.getByLabel("Message").fill("");
   await page.getByLabel("Result of two").fill("2");
   await page.unroute(CHAT);
@@ -347,7 +347,7 @@ async function callsSeveral(page) {
   await page.getByRole("button", { name: "New chat" }).click();
 }
 
-/** What has got into the page by whatever way is not run, and asks nobody. */
+/** Injected content is not executed and sends no request. */
 async function holdsToItsPolicy(browser, width, path) {
   const { context, page, asked } = await opened(browser, width, path);
   const refused = await page.evaluate(async () => {
@@ -417,7 +417,7 @@ async function reference(browser, width) {
   assert.deepEqual(names.slice(0, 3), ["messages", "model", "max_completion_tokens"], "common fields come first");
   const example = await page.locator(".operation[open] .example").innerText();
   assert.match(example, new RegExp(`^curl ${url}/v1/chat/completions `));
-  assert.equal(await page.getByText(/e-\d/).count(), 0, "numbers are decimal");
+  assert.equal(await page.getByText(/e-\d/).count(), 0, "numbers must be decimal");
   await page.locator(".answer", { hasText: "200" }).first().click();
   await page.getByText("ChatCompletionChunk", { exact: true }).first().click();
   await inside(page);
