@@ -39,8 +39,8 @@ ALLOWED = (
         ("tests/exec/",),
         "rootstock_llm.services.worker.exec.attention.flashinfer_prebuild with these head sizes and dtypes",
     ),
-    Skip("flashinfer is not installed, or has a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),
-    Skip("there is a GPU", ("tests/exec/", "tests/kernels/"), "a machine without a GPU: tests what is said there"),
+    Skip("flashinfer is not installed, or there is a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),
+    Skip("there is a GPU", ("tests/exec/", "tests/kernels/"), "a machine without a GPU, because the test checks its messages"),
     Skip("nixl is not installed", ("tests/exec/",), "PyPI's nixl, which `make env` leaves out"),
     Skip(
         "gcp-storage-emulator is not installed", ("tests/services/",), "PyPI's package of that name, which `make env` leaves out"
@@ -51,7 +51,7 @@ ALLOWED = (
     Skip("moto is not installed", ("tests/services/",), "PyPI's moto[s3,server] and boto3, which `make env` leaves out"),
     Skip("sentence-transformers is not installed", ("tests/exec/",), "PyPI's sentence-transformers, which `make env` leaves out"),
     Skip(
-        "takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1",
+        "takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1",
         ("tests/kernels/", "tests/e2e/", "tests/benchmarks/", "tests/contracts/", "tests/chart/"),
         "`make nightly`",
     ),
@@ -63,8 +63,8 @@ ALLOWED = (
     Skip("no network namespace can be made here", ("tests/e2e/",), "root, and Debian's package iproute2"),
     Skip("no memory cgroup can be made here", ("tests/e2e/",), "root, and cgroups with the memory controller"),
     Skip("no chroot can be made here", ("tests/e2e/",), "root, and Debian's package debootstrap"),
-    Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/", "tests/kernels/"), "`make nightly`"),
-    Skip("takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/e2e/",), "`make nightly`"),
+    Skip("takes minutes; runs only with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/", "tests/kernels/"), "`make nightly`"),
+    Skip("takes half an hour; runs only with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/e2e/",), "`make nightly`"),
 )
 
 

@@ -68,13 +68,13 @@ def test_running_server_raises_an_error_with_the_log_when_the_server_ends(tmp_pa
 
 
 def test_running_server_kills_remaining_children(tmp_path: Path) -> None:
-    """Starts a shell as the server, which starts the real server as its child and does not stop it."""
+    """The server is a shell that starts the real server as its child and does not stop this child."""
     with running_server(f"sh -c '{FAKE} & wait'", tmp_path, tmp_path / "log") as url:
         pass
     assert not answers(url + "/readiness")
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 @pytest.mark.timeout(300)
 def test_comparison_prints_a_table_and_appends_a_json_line(tmp_path: Path) -> None:
     flags = ["--shape", "tiny", "--model", str(tmp_path / "tiny"), "--concurrency", "2", "--input-len", "16", "--output-len", "4"]

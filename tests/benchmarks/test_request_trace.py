@@ -251,7 +251,7 @@ def test_runner_sends_the_counts_of_a_process_that_writes_no_files(tmp_path: Pat
     assert "Renderer.__init__" not in calls
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_page_about_the_life_of_a_request_names_every_type_of_a_chat() -> None:
     named = {name for row in rows() for name in row.types}
     found = {name.rpartition(".")[2].lstrip("_") for name in total(traces(measure())).types}

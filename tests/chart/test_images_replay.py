@@ -1,9 +1,8 @@
 """Tests each image: replays its build into a folder, and runs its service with only the files of the image.
 
-With ROOTSTOCK_TEST_NIGHTLY, pip installs the packages, and the worker's image is built too. ROOTSTOCK_TEST_TORCH_INDEX_URL then
-sets the build argument TORCH_INDEX_URL: a URL, a folder of wheels, or "" for pip's default index. Without it, the worker's image
-is
-not built, and the packages of gateway, tokenizer and detokenizer are copied from this environment.
+By day, the worker's image is not built, and the packages of gateway, tokenizer and detokenizer are copied from this environment.
+With ROOTSTOCK_TEST_NIGHTLY=1, pip installs the packages, and the worker's image is built too. ROOTSTOCK_TEST_TORCH_INDEX_URL then
+sets the build argument TORCH_INDEX_URL: a URL, a folder of wheels, or "" for pip's default index.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ START_S = 120
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    """Returns the builder of the images without torch. Only nightly runs install the packages by pip, because it takes long."""
+    """Returns the builder of the images without torch. Only nightly runs install the packages by pip, which takes long."""
     dockerfile, work = read(DOCKERFILE), tmp_path_factory.mktemp("service")
     return Builder(dockerfile, ROOT, work) if NIGHTLY else Builder(dockerfile, ROOT, work, instead=copy_packages)
 
@@ -152,7 +151,7 @@ def test_image_has_bytecode_of_every_source(front: Builder) -> None:
         assert list((source.parent / "__pycache__").glob(f"{source.stem}.cpython-*.pyc")), source
 
 
-def test_replayed_build_skips_only_the_steps_of_the_distribution(front: Builder) -> None:
+def test_replayed_build_skips_only_the_listed_commands(front: Builder) -> None:
     front.build("gateway")
     assert [text.split()[0] for text in front.skipped] == ["python", "groupadd"]
 
@@ -181,7 +180,7 @@ def test_torch_index_option_is_given_only_when_set(asked: str | None, options: l
     assert output[: len(expected)] == expected
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_worker_runs_from_its_image(worker: Builder, tmp_path: Path) -> None:
     image = worker.build("worker")
     python = image.place("/opt/venv/bin/python")

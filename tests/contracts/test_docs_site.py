@@ -17,7 +17,7 @@ LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"(https
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="sphinx is not installed"),
-    pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1"),
+    pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1"),
 ]
 
 

@@ -177,7 +177,7 @@ def test_list_of_parts_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert " 300 s  " in lines[0]
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_gpu_check_needs_no_serving_dependencies(tmp_path: Path) -> None:
     """Collects all tests and imports all benchmarks without most dependencies.
 

@@ -241,7 +241,7 @@ class TestRetune:
         control.retune({"new_token_ratio": 0.25})
         assert control.stats().new_token_ratio == 0.25 == control.tunables()["new_token_ratio"]
 
-    def test_retuning_changes_chunk_size_mixed_steps_and_queue_limit_immediately(self) -> None:
+    def test_retuned_settings_apply_to_the_next_step(self) -> None:
         engine = make(chunked_prefill_size=16, adaptive_chunk_rows=0)
         engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
         for _ in range(3):

@@ -276,7 +276,7 @@ def test_chunk_has_a_minimum_length_when_the_time_limit_is_tiny() -> None:
     assert all(extended(plan) >= SIZE // MIN_PACED_SHARE - 4 for plan, _ in steps[6:-1])
 
 
-def test_paced_requests_get_the_models_tokens() -> None:
+def test_pacing_does_not_change_the_output_tokens() -> None:
     timed = Timed(adaptive_chunk_s=0.05)
     timed.beside(3)
     timed.engine.drain()

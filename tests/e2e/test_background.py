@@ -33,11 +33,11 @@ def asked(number: int) -> dict[str, Any]:
     return {**asks, "extra_body": extra}
 
 
-by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 
 
 class Follower:
-    """A client that reads a response's stream to its end. After an error, it resumes at the next gateway after the last event."""
+    """A client that reads a response's stream to its end. After an error, it resumes the stream at the next gateway."""
 
     def __init__(self, clients: Sequence[OpenAI], response_id: str) -> None:
         self._clients = clients

@@ -13,7 +13,7 @@ from tests.e2e.system import ROOT
 from tests.night import NIGHTLY
 
 PASSED = "all blocks passed"
-LATER = pytest.mark.skipif(not NIGHTLY, reason="takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1")
+LATER = pytest.mark.skipif(not NIGHTLY, reason="takes half an hour; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 # The pages use port 8000, which is always free in a new network namespace.
 ALONE = ("unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "docs")
 

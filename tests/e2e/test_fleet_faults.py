@@ -30,7 +30,7 @@ RESTARTED_BY_NIGHT_ONLY = (
 )  # processes that the restart test skips by day; it then restarts only one process of each kind
 QUIET_S = 60.0  # time limit until the fleet must be idle; it usually takes a second
 # Marks faults that are similar to a fault of a test that also runs by day.
-by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 
 Expected = Mapping[Case, Answer]
 

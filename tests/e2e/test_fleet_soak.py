@@ -25,7 +25,7 @@ MAX_GROWTH = 0.05  # share by which resident memory may grow after the first thi
 MAX_MORE_FILES = 5
 pytestmark = [
     pytest.mark.timeout(SOAK_S + 600),
-    pytest.mark.skipif(not NIGHTLY, reason="takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1"),
+    pytest.mark.skipif(not NIGHTLY, reason="takes half an hour; runs only with ROOTSTOCK_TEST_NIGHTLY=1"),
 ]
 SURVIVORS = ("gateway-0", "tokenizer-0", "detokenizer-0", "worker-0")
 

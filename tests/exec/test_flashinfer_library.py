@@ -25,7 +25,9 @@ from tests.exec import test_flashinfer_backend as steps
 from tests.exec.flashinfer_double import one_row
 
 INSTALLED = importlib.util.find_spec("flashinfer") is not None
-pytestmark = pytest.mark.skipif(not INSTALLED or torch.cuda.is_available(), reason="flashinfer is not installed, or has a GPU")
+pytestmark = pytest.mark.skipif(
+    not INSTALLED or torch.cuda.is_available(), reason="flashinfer is not installed, or there is a GPU"
+)
 
 CPU, HND, CAUSAL = torch.device("cpu"), 1, 1
 PLAN_ARGUMENTS = {"fa2": (19, 20), "fa3": (16,)}  # numbers of arguments of a plan in FlashInfer 0.6 and 0.7
@@ -109,9 +111,7 @@ def library(monkeypatch: pytest.MonkeyPatch, ran: set[str]) -> Iterator[Any]:
 
 @pytest.mark.by_day(one_in=2, seed=52)
 @each_value(shape=steps.CASES, split_mixed={"two plans": True, "one plan": False})  # the double's test has the other pairs
-def test_steps_equal_the_reference_through_the_library(
-    shape: AttentionShape, split_mixed: bool, library: Any, ran: set[str]
-) -> None:
+def test_library_steps_equal_the_reference(shape: AttentionShape, split_mixed: bool, library: Any, ran: set[str]) -> None:
     steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
     decode = "fa2" if limits.tensor_cores(shape) else "decode"
     assert ran == {"fa3", decode, decode if split_mixed else "fa2"}
@@ -119,6 +119,6 @@ def test_steps_equal_the_reference_through_the_library(
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("shape", [steps.SHAPE, steps.PAIRED, replace(steps.PAIRED, windows=(0, 24))])
-def test_graphs_compute_the_current_plan_through_the_library(shape: AttentionShape, library: Any, ran: set[str]) -> None:
+def test_library_graphs_compute_the_current_plan(shape: AttentionShape, library: Any, ran: set[str]) -> None:
     steps.test_graphs_with_fixed_buffers_compute_the_current_plan(shape, CPU, library)
     assert ran == {"fa2"} | (set() if limits.tensor_cores(shape) else {"decode"})

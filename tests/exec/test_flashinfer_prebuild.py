@@ -20,7 +20,7 @@ from tests.exec import test_flashinfer_backend as steps
 from tests.exec import test_flashinfer_library as through_library
 
 INSTALLED = through_library.INSTALLED
-NO_GPU = pytest.mark.skipif(not INSTALLED or torch.cuda.is_available(), reason="flashinfer is not installed, or has a GPU")
+NO_GPU = pytest.mark.skipif(not INSTALLED or torch.cuda.is_available(), reason="flashinfer is not installed, or there is a GPU")
 CPU, HALF = torch.device("cpu"), torch.float16
 
 

@@ -106,7 +106,7 @@ class TestPrediction:
     def test_prediction_continues_when_a_request_is_resumed_with_output(self, output: list[int], expected: list[int]) -> None:
         assert guess(drafter_of(SAID, output)) == (expected, True)
 
-    def test_prediction_counts_tokens_of_a_grammar_instead_of_replaced_tokens(self) -> None:
+    def test_prediction_uses_the_new_tokens_when_a_grammar_replaces_sampled_tokens(self) -> None:
         drafter = drafter_of(SAID)
         drafter.sampled(0, [10, 11, 12])
         drafter.set_tokens(0, len(PROMPT) + 1, [11, 12, 13, 14])

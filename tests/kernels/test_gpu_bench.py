@@ -65,7 +65,7 @@ def test_layer_cases_run_with_kernels_and_plain_torch(device: torch.device) -> N
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_kernels_compile_for_hopper_at_bench_shapes(name: str) -> None:
     if name != "gpu_layers" and not NIGHTLY:
-        pytest.skip("takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+        pytest.skip("takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper", f"rootstock_llm.kernels.bench.{name}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -272,7 +272,7 @@ MANY_ROWS = pytest.param(
     270,
     33,
     0,
-    marks=pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1"),
+    marks=pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1"),
 )
 
 

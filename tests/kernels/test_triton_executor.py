@@ -67,7 +67,7 @@ def test_executor_completes_greedy_and_sampled_requests(tmp_path: Path, device: 
     torch.testing.assert_close(own, own_logprobs(model, prompts[1] + second.tokens).cpu(), atol=1e-3, rtol=0)
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1")
+@pytest.mark.skipif(not NIGHTLY, reason="takes minutes; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_executor_verifies_draft_tokens_of_an_mtp_layer(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

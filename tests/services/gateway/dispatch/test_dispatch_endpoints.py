@@ -76,7 +76,7 @@ def test_address_that_returns_after_the_link_is_closed_gets_a_new_link() -> None
         assert status_of(client) == 200
 
 
-def test_request_continues_at_a_returned_address_when_a_new_worker_there_has_the_model_version() -> None:
+def test_request_continues_on_a_new_worker_at_a_reused_address_when_the_model_version_is_equal() -> None:
     """A new pod with other weights can get the address of an old pod, as in a rollout."""
     with System(workers=2, configure=with_two_versions, queue_timeout_s=LONG_S) as system:
         first, second = system.workers

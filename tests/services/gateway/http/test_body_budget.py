@@ -21,7 +21,7 @@ from tests.services.gateway.gateway_process import Process
 from tests.services.gateway.system import WAIT_S, System, wait_until
 
 MIB = 1 << 20
-NIGHTLY_ONLY = pytest.mark.skipif(not NIGHTLY, reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1")
+NIGHTLY_ONLY = pytest.mark.skipif(not NIGHTLY, reason="takes minutes; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 SETTINGS = {"max_body_bytes": MIB, "body_budget_bytes": MIB}
 CHAT = "/v1/chat/completions"
 SMALL = {"model": MODEL, "prompt": [72, 105]}  # needs no tokenizer
