@@ -3,8 +3,9 @@
 The demo model runs as a whole system on this machine. Chats arrive as a Poisson process, in rounds without and with a batch that
 lasts as long as the round. The output has:
 
-- time to the first token and between tokens of chats with and without the batch, the ratio of both over all rounds with its 95 %
-  bootstrap interval over pairs of rounds, and the median of the ratios of single pairs;
+- of chats with and without the batch: the time to the first token and the time between tokens; the ratio of the time with the
+  batch to the time without it, over all rounds, with its 95 % bootstrap interval over pairs of rounds; and the median of the
+  ratios of single pairs;
 - the time to the first token of each round's first chat, which arrives while the batch runs at full speed;
 - lines of the batch per second, with chats and without them.
 """
@@ -38,7 +39,7 @@ LOGS = {"log_level": "warning"}
 PERCENTILES = (50, 90, 99)
 FIGURES = tuple(f"{what} p{at}" for what in ("TTFT", "ITL") for at in PERCENTILES)
 IN_FLIGHT = "rootstock_gateway_batch_lines_in_flight"
-LINES_AT_ONCE = 12  # lines in flight from which the batch is at full speed; it has 16 lanes, some of them between two lines
+LINES_AT_ONCE = 12  # lines in flight at full speed; some of the batch's 16 lanes are always between two lines
 DRAWS = 500  # bootstrap samples
 
 

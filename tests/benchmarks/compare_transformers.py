@@ -174,9 +174,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cores", type=int, default=2, help="number of cores for all processes, and of transformers' threads")
+    parser.add_argument(
+        "--cores", type=int, default=2, help="number of cores for all processes; also the number of transformers' threads"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--server-command", default=ROOTSTOCK, help="with {python}, {model} and {port}; default: %(default)s")
+    parser.add_argument(
+        "--server-command", default=ROOTSTOCK, help="server, with {python}, {model} and {port}; default: %(default)s"
+    )
     parser.add_argument(
         "--output-file",
         type=Path,

@@ -4,8 +4,10 @@ The whole system runs with the demo model and two API keys. Chats with one key a
 /health. The other key attacks. For each attack, the output has:
 
 - the responses to the attack, and the number of failed chats;
-- p99 of the chats' time to the first token and total time, and of /health, in quiet seconds just before the attack and during it;
-- each service's growth of memory since it was idle: the largest and the final one. The worker's KV pool is fully written before.
+- p99 of the chats' time to the first token, of their total time and of /health, in quiet seconds just before the attack and
+  during the attack;
+- each service's growth of memory since it was idle: the largest and the final one. The worker's KV pool is fully written before
+  the first attack.
 
 With --minutes, all attacks run at once, repeatedly, for this time. The memory is checked two minutes later. The exit status
 is 1 if a chat fails, a limit is exceeded, or the machine is too slow even in quiet seconds.
@@ -42,7 +44,7 @@ TOKENS = 8  # output tokens of a chat
 QUIET_S = 10.0  # seconds of chats without an attack
 SETTLE_S, LATER_S = 5.0, 120.0
 SAMPLE_S = 0.2
-KV_TOKENS = 1 << 17  # tokens; fewer than the prompts of one attack `batch`, so that the attack writes the whole pool
+KV_TOKENS = 1 << 17  # tokens; the prompts of one attack `batch` have more, so that they fill the whole pool
 PEAK_MIB, AFTER_MIB = 300, 50
 PROBER, STRANGER = "prober", "stranger"
 

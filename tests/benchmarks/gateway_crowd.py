@@ -2,8 +2,7 @@
 
 Connections stay idle after their first response while streams run. One more client reads one byte per second of a response that
 is larger than the socket buffers. Finally, each idle connection sends a second request. Prints the gateway's resident memory and
-the
-number of lost connections and streams.
+the number of lost connections and streams.
 """
 
 from __future__ import annotations

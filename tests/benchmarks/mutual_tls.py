@@ -1,9 +1,8 @@
 """python -m tests.benchmarks.mutual_tls: cost of TLS between services, in requests/s of whole systems.
 
 Two systems on this machine are measured in turns. One has no TLS. The other has mutual TLS with a token between services, and TLS
-to both Redis servers. Openssl and Debian's redis-server are needed. Workers compute nothing, so that only the work of the
-services
-is measured. Responses are streamed. Prints requests/s of each turn, and the mean ratio of the pairs with its range.
+to both Redis servers. openssl and Debian's redis-server are needed. Workers compute nothing, so that only the work of the
+services is measured. Responses are streamed. Prints requests/s of each turn, and the mean ratio of the pairs with its range.
 """
 
 from __future__ import annotations

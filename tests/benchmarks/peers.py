@@ -54,7 +54,7 @@ def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | N
 
 
 def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None) -> tuple[float, float]:
-    """Returns the GB per second, summed over all readers, and the median seconds of a read. Each reader has its connection."""
+    """Returns the GB per second, summed over all readers, and the median seconds of a read. Readers share no connection."""
     source, tls = KvSource(RESERVATION, address, POOL_PAGES), identity(asked.tls)
     readers, reads, at_once = asked.readers, asked.reads, asked.pages
     taken: list[float] = []
@@ -86,7 +86,11 @@ def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", nargs="?", choices=["read", "serve"], default="read", help="read: measure; serve: the server that read starts"
+        "what",
+        nargs="?",
+        choices=["read", "serve"],
+        default="read",
+        help="read: start a server and measure; serve: run only this server",
     )
     parser.add_argument("--pages", type=int, default=8, help="pages per read")
     parser.add_argument("--reads", type=int, default=100, help="reads per reader and round")

@@ -58,7 +58,7 @@ def main() -> None:
     counts = ProcessCounts(WindowFile(folder / WINDOW), ROOT)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(folder / SOCKET))
-    threading.Thread(target=_send_when_asked, args=(connection, counts, module), daemon=True).start()  # is not counted
+    threading.Thread(target=_send_when_asked, args=(connection, counts, module), daemon=True).start()  # not counted itself
     counts.start()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

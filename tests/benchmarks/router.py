@@ -5,8 +5,7 @@ and adds the blocks as speculative. Expired speculative blocks are removed befor
 blocks each time. A shape defines how many of a prompt's `--blocks` blocks each of the `--workers` workers has. For each shape the
 output has the median, the 99th percentile and the maximum of a decision in µs, and the medians of expire and of the decision's
 parts. The last lines have the cost of hashing a prompt. Times are CPU times of the thread, because other processes disturb them
-less
-than wall times; `--wall` measures wall times.
+less than wall times; `--wall` measures wall times.
 """
 
 from __future__ import annotations

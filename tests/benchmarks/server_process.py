@@ -35,7 +35,7 @@ def server_command(template: str, model: Path, port: int) -> list[str]:
 
 
 def module_of(checkout: Path, name: str) -> str:
-    """Returns the dotted name of a module of services in a checkout. Older checkouts have no package around services."""
+    """Returns the dotted name of a module of `services` in a checkout. Older checkouts lack the package rootstock_llm."""
     return f"rootstock_llm.services.{name}" if (checkout / "rootstock_llm").is_dir() else f"services.{name}"
 
 

@@ -2,8 +2,8 @@
 
 For each shape of make_model, the whole system serves a checkpoint with random weights. Each prompt of 256 tokens gets 64 output
 tokens; first one stream runs, then eight at once. Prints a row for each shape: bytes of the weights, the worker's largest
-resident
-memory, and output tokens per second as the median of the runs with the range. The row `demo` is the demo model, for comparison.
+resident memory, and the median and range over the runs of output tokens per second. The row `demo` is the demo model, for
+comparison.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 Streams run on random bf16 weights in the shape of Qwen3-0.6B, in two executors of one process, without and with draft tokens.
 Draft tokens are the true continuation with random errors, so that a step outputs --accept-length tokens on average. With
---drafter
-eagle3 (a vocabulary of 32,000) or mtp, a random draft head also computes draft tokens. Its time counts, and its tokens are
-ignored.
-All other work is real: each draft token is computed, sampled and verified, and the controller chooses their number, at most
---drafts. Two more measurements have only wrong draft tokens, or none; --only selects one of the three measurements. Prints the
-median of the time without drafting over the time with it, and its 95 % interval.
+--drafter eagle3 (a vocabulary of 32,000) or mtp, a random draft head also computes draft tokens. Its time counts, and its tokens
+are ignored. All other work is real: each draft token is computed, sampled and verified, and the controller chooses their number,
+at most --drafts. A second measurement has only wrong draft tokens, and a third has none; --only selects one of the three. Prints
+the median of the time without drafting over the time with it, and its 95 % interval.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class Side:
         self.seconds = 0.0
 
     def advance(self, turns: int) -> bool:
-        """Runs turns of the loop and returns whether requests are unfinished.
+        """Runs iterations of the loop and returns whether requests are unfinished.
 
         Waits for the step in flight, so that its time does not count for the other side.
         """
@@ -121,7 +119,7 @@ class Side:
 
 
 def run(sides: Sequence[Side], asked: Sequence[Asked], turns: int) -> None:
-    """Runs the same requests on each side. The sides alternate every few turns, so that other load affects both equally."""
+    """Runs the same requests on each side. The sides alternate every few iterations, so other load affects both equally."""
     for side in sides:
         side.begin(asked)
     more = True
@@ -141,7 +139,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--settled", type=int, default=0, help="unmeasured runs on the same scheduler before the first pair")
-    parser.add_argument("--turns", type=int, default=16, help="turns of one side before the other side runs as many")
+    parser.add_argument(
+        "--turns", type=int, default=16, help="iterations of the loop on one side before the other side runs as many"
+    )
     parser.add_argument("--only", choices=["guesses", "wrong guesses", "no guesses"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -53,7 +53,7 @@ def microseconds(executor: Executor, rows: int, runs: int, params: SamplingParam
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--runs", type=int, default=8, help="of 50 steps each")
+    parser.add_argument("--runs", type=int, default=8, help="runs of 50 steps each, per number of rows")
     parser.add_argument("--kind", choices=list(KINDS), default="greedy")
     options = parser.parse_args()
     slots = max(options.rows)

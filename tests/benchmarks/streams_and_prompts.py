@@ -1,4 +1,4 @@
-"""A load that several benchmarks use: one stream after the other, and long prompts at the same time."""
+"""A load for several benchmarks: lanes that each run one stream after another, and at the same time long prompts one by one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Run:
 
 
 async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> list[float]:
-    """Returns the clock times of the request and of each token."""
+    """Sends a streamed request. Returns the time at which it is sent and the time of each token, by time.perf_counter()."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     times = [time.perf_counter()]
     async with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -68,10 +68,10 @@ async def _load(system: System, args: argparse.Namespace, seed: int) -> Run:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pairs", type=int, default=9, metavar="N", help="of runs (default 9)")
-    parser.add_argument("--streams", type=int, default=4, metavar="N", help="at once (default 4)")
+    parser.add_argument("--pairs", type=int, default=9, metavar="N", help="pairs of runs (default 9)")
+    parser.add_argument("--streams", type=int, default=4, metavar="N", help="concurrent streams (default 4)")
     parser.add_argument("--prompts", type=int, default=6, metavar="N", help="long prompts per run, in sequence (default 6)")
-    parser.add_argument("--tokens", type=int, default=3500, metavar="N", help="of a prompt (default 3500)")
+    parser.add_argument("--tokens", type=int, default=3500, metavar="N", help="tokens of a long prompt (default 3500)")
 
 
 def compare(systems: Mapping[str, System], args: argparse.Namespace) -> dict[str, list[float]]:

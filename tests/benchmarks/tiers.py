@@ -2,7 +2,7 @@
 
 The model has random bf16 weights in the shape of Qwen3-0.6B, and the write policy is the default.
 
-cost: new prompts run with tiers (host and files) and without them in turns, in one process. Prints medians of the ratio of
+  cost: new prompts run in one process, alternately with tiers (host and files) and without them. Prints the median ratios of
     requests per second and of TTFT, with 95 % intervals. For TTFT, prompts run one after another.
 
   reuse: a process runs --prompts prompts of 1,024 tokens, four times as many as the pool can store, and is killed by SIGKILL.
@@ -35,10 +35,10 @@ from tests.exec.tiered import PAGE_SIZE, Served, build
 
 SECRET = bytes(range(SECRET_BYTES))
 REUSE_TOKENS, COST_TOKENS = 1024, 256
-FIRSTS = 4  # prompts in each turn for the median TTFT
+FIRSTS = 4  # prompts whose median TTFT is measured, for each side of a pair
 VOCAB = 100_000  # range of token ids in prompts
 HOST_BYTES, FILE_BYTES = 2 << 30, 24 << 30
-OPERATION_WAIT_S = 0.05  # longest wait of a turn for the end of a tier operation, in seconds
+OPERATION_WAIT_S = 0.05  # seconds; longest wait of a loop iteration for the end of a tier operation
 PAIRS_PER_REPORT = 20  # measured pairs between two printed results
 
 
@@ -78,7 +78,7 @@ def ttft(one: Served, ids: Sequence[int]) -> tuple[float, int]:
 
 
 def until_answered(one: Served, handles: Sequence[int]) -> None:
-    """Runs turns until all requests have ended. As in a worker's loop, a turn without a step waits for tier operations."""
+    """Runs the loop until all requests have ended. As in a worker, an iteration without a step waits for tier operations."""
     while any(one.answers[handle].finish is None for handle in handles):
         one.turn(wait_s=OPERATION_WAIT_S)
 

@@ -1,8 +1,7 @@
 """Runs transformers.generate on a batch, as a child process with a JSON job on stdin and {"seconds", "tokens"} on stdout.
 
-The job has the fields model (folder), prompts (lists of ids of equal length), output_len and threads. It runs in bf16 with sdpa
-and
-greedy sampling, and each prompt gets exactly output_len tokens.
+The job has the fields model (folder), prompts (lists of ids of equal length), output_len and threads. The model runs in bf16
+with sdpa and greedy sampling, and each prompt gets exactly output_len tokens.
 """
 
 from __future__ import annotations

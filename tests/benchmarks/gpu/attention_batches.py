@@ -1,4 +1,4 @@
-"""Random attention steps, and calls of each kernel for them: FlashInfer's FA2, FA3 and decode, and Triton's with some splits."""
+"""Makes random attention steps, and calls of kernels for a step: FlashInfer's FA2, FA3 and decode kernels, and Triton's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rootstock_llm.services.worker.exec.attention.flashinfer_staging import colu
 
 MULTIPROCESSORS = 132  # assumed if there is no GPU
 TRITON, FLASHINFER = "triton", "flashinfer"
-GRAPH_KINDS = {f"{FLASHINFER} fa2, graph": True, f"{FLASHINFER} decode, graph": False}  # kind to whether it uses tensor cores
-EAGER_KINDS = {f"{FLASHINFER} fa2": "fa2", f"{FLASHINFER} fa3": "fa3"}  # kind to the name that FlashInfer gives its backend
+GRAPH_KINDS = {f"{FLASHINFER} fa2, graph": True, f"{FLASHINFER} decode, graph": False}  # by kind: whether it uses tensor cores
+EAGER_KINDS = {f"{FLASHINFER} fa2": "fa2", f"{FLASHINFER} fa3": "fa3"}  # by kind: FlashInfer's name of the backend
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def output_of(rows: int, steps: int) -> int:
 
 
 class Decoding:
-    """Running requests whose prompts are computed. Each turn of the loop is a decode step of all of them.
+    """Running requests whose prompts are computed. Each iteration of the loop is a decode step of all requests.
 
     Args:
         rows: number of requests.

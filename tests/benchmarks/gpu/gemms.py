@@ -27,7 +27,7 @@ HOW = (
 )
 MODELS = ("qwen3-8b", "qwen3-0.6b")
 ROWS = (1, 2, 4, 8, 64, 128, 256)
-OURS = {"as_worker": False, "in_fixed_order": True}  # figure name to whether the product runs in deterministic mode
+OURS = {"as_worker": False, "in_fixed_order": True}  # by name of the figure: whether the product runs in deterministic mode
 COLUMNS = ("model", "matrix", "rows", "µs", "reduced µs", "worker µs", "fixed order µs", "GB/s", "TFLOP/s", "exact / reduced")
 
 

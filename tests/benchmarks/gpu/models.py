@@ -86,7 +86,7 @@ def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
         max_prefill_tokens=options.max_tokens,
         chunked_prefill_size=options.max_tokens,
         adaptive_chunk_s=0.0,
-        adaptive_chunk_rows=0,  # off: shorter chunks serve streaming clients, and here they would only cause more prefill steps
+        adaptive_chunk_rows=0,  # off: shorter chunks help only streaming clients; here they would cause more prefill steps
     )
     model = Model(Serving(config, executor, wanted.overlap), shape, weight_bytes, weight_bytes - embedding)
     del loaded

@@ -109,7 +109,7 @@ class Serving:
             self.turn()
 
     def turn(self) -> BatchPlan | None:
-        """Runs one turn of the loop and returns the launched plan, if any. Raises RuntimeError if no step can run."""
+        """Runs one iteration of the loop and returns the launched plan, if any. Raises RuntimeError if no step can run."""
         self._empty_turns = 0 if self._prev is not None else self._empty_turns + 1
         if self._empty_turns > 2:
             raise RuntimeError(f"no step can run: {self.core.stats()}")

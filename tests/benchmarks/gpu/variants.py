@@ -15,7 +15,7 @@ PROFILED_STEPS = 20
 
 
 def measure_variant(wanted: Wanted, name: str, rows: Sequence[int], setting: Setting, journal: Journal) -> dict[int, float]:
-    """Measures one variant. Stores a profile of the number of rows nearest to 64 in the journal under `name`.
+    """Measures one variant. The journal gets a profile under `name`, of decode steps with the number of rows nearest to 64.
 
     Returns:
         Mean seconds of a decode step by number of rows.

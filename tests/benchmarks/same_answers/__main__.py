@@ -1,8 +1,7 @@
 """Compares the HTTP responses of two checkouts: python -m tests.benchmarks.same_answers OTHER [--requests N] [--seed N]
 
 A server of each checkout gets the same random requests: first one at a time, then eight at a time with deterministic workers.
-Token
-ids, texts, log probabilities, usage and finish reasons must be equal. Random ids and times are not compared (`RANDOM` in
+Token ids, texts, log probabilities, usage and finish reasons must be equal. Random ids and times are not compared (`RANDOM` in
 answers.py). Each server also gets bodies that must be refused: status, code and param must be equal, messages may differ. Prints
 each difference with its request and both responses. The exit status is 1 if there is a difference.
 """
