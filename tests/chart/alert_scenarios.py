@@ -1,4 +1,4 @@
-"""Defines the series of a healthy system, and for each alert the changed series with which it must fire.
+"""Defines the series of a healthy system, and for each alert the changed series that must make the alert fire.
 
 Values are in promtool's notation: the series `a+bxn` begins at a and increases n times by b, once per minute.
 """

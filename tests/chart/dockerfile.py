@@ -60,7 +60,7 @@ class Dockerfile:
         return found
 
     def images(self) -> list[str]:
-        """Returns the bases of all stages that are images, not other stages."""
+        """Returns the stages' bases that are images. Bases that are earlier stages are left out."""
         names = {stage.name for stage in self.stages}
         return [stage.base for stage in self.stages if stage.base not in names]
 

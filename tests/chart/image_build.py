@@ -1,8 +1,7 @@
 """Builds the stages of a Dockerfile into folders without a container engine, by replaying COPY and RUN.
 
 The files of a stage are below one folder, and absolute paths in commands are rewritten to this folder. Commands that need root or
-a
-Linux distribution (packages, accounts, owners) are skipped; NOT_REPLAYED lists them.
+a Linux distribution (packages, accounts, owners) are skipped; NOT_REPLAYED lists them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class Builder:
     """Builds the stages of one Dockerfile.
 
     Args:
-        instead: executes the text of a RUN instruction for an image itself, or returns False; the instruction is then replayed.
+        instead: function that gets the text of each RUN instruction. It executes the instruction itself and returns True, or it
+            returns False; the instruction is then replayed.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "ScaledObject": ("spec.scaleTargetRef",),
 }
 Fixed = dict[str, dict[str, Any]]
-# Names of value sets whose releases are recorded. Their values stay as they are, unlike the examples of charts/rootstock/ci.
+# Names of value sets whose releases are recorded. Unlike the examples of charts/rootstock/ci, these value sets never change.
 NAMES = (
     "defaults",
     "two-models",
@@ -57,7 +57,7 @@ def fixed_fields(release: Release) -> Fixed:
 
 
 def replaced_at_upgrade(each: Object) -> bool:
-    """Returns whether Helm deletes and recreates the object at each upgrade. It does so for hooks with this deletion policy."""
+    """Returns whether Helm deletes and recreates the object at each upgrade, as it does for hooks with before-hook-creation."""
     annotations = each["metadata"].get("annotations") or {}
     return "helm.sh/hook" in annotations and "before-hook-creation" in annotations.get(
         "helm.sh/hook-delete-policy", "before-hook-creation"
@@ -101,7 +101,7 @@ def differences(old: dict[str, Fixed], new: dict[str, Fixed]) -> list[str]:
 def current() -> dict[str, Fixed]:
     """Returns the content of immutable.json for the present chart.
 
-    It omits Jobs, because a changed Job gets a new name, and objects that equal the object of the defaults.
+    The content omits Jobs, because a changed Job gets a new name. It also omits objects that are equal in the set `defaults`.
     """
     found = {name: fixed_fields(release) for name, release in releases().items()}
     usual = found[NAMES[0]]

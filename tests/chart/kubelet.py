@@ -46,7 +46,7 @@ Secrets = Mapping[str, Mapping[str, str]]
 
 
 def environment(release: Release, pod: PodTemplate, container: Container, secrets: Secrets) -> dict[str, str]:
-    """Returns a container's environment variables. A variable of `env` overrides one of `envFrom`, and its $(NAME) is replaced.
+    """Returns a container's environment variables. Variables of `env` override those of `envFrom`; $(NAME) is replaced.
 
     Raises:
         KeyError: a referenced ConfigMap, Secret or key does not exist.

@@ -1,4 +1,4 @@
-"""Renders the chart like `helm upgrade`. Its look-ups go to an API server on loopback that has only the given objects."""
+"""Renders the chart like `helm upgrade`. The chart's look-ups go to an API server on loopback with only the given objects."""
 
 from __future__ import annotations
 

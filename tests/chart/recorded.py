@@ -1,4 +1,4 @@
-"""Computes the chart's recording rules of the group rootstock.autoscaling in Python. A test compares it with Prometheus."""
+"""Computes the chart's recording rules of the group rootstock.autoscaling in Python. A test compares them with Prometheus."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Recorded:
     def _rate(self, samples: list[tuple[int, int]]) -> float:
         """Returns Prometheus's rate() of a counter's (time, value) samples.
 
-        The increase is extrapolated to an end of the window if the gap there is less than 1.1 sample intervals, and otherwise by
-        half an interval.
+        The increase is extrapolated at both ends of the window. If the gap between a sample and an end is less than 1.1 sample
+        intervals, it is extrapolated up to this end, and otherwise by half an interval.
         """
         if len(samples) < 2:
             return 0.0

@@ -191,7 +191,7 @@ GATEWAYS: dict[str, Case] = {
         balanced("nginx", annotations={NGINX + "proxy-send-timeout": "9"}),
         {
             f"Ingress/{FULL}-gateway": {
-                f"metadata annotations {NGINX}proxy-body-size": "67108864",  # the larger of bodies and files
+                f"metadata annotations {NGINX}proxy-body-size": "67108864",  # the larger of the limits for bodies and for files
                 f"metadata annotations {NGINX}proxy-buffering": "off",
                 f"metadata annotations {NGINX}proxy-read-timeout": "1830",
                 f"metadata annotations {NGINX}proxy-send-timeout": "9",
@@ -377,7 +377,7 @@ WORKERS: dict[str, Case] = {
         {},
         {
             WORKER: {
-                "spec progressDeadlineSeconds": 1620,  # loading, draining and ten minutes
+                "spec progressDeadlineSeconds": 1620,  # seconds for loading, for draining and ten minutes more
                 "spec strategy rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},  # there is no spare GPU
                 container("worker", "resources limits nvidia.com/gpu"): ABSENT,
                 container("worker", "livenessProbe failureThreshold"): 6,  # a long prefill may block the probe

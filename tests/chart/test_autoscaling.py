@@ -140,7 +140,7 @@ def test_prefill_and_decode_workers_scale_by_separate_queues(tmp_path: Path) -> 
 
     rootstock:enough_workers is then twice the number of workers. It bounds the backlog metric of the decode workers, which are
     two thirds of all workers. A role's metrics do not include requests and tokens of the other role. Running requests count as a
-    share of their worker's slots; the second decode worker has twice the slots.
+    share of their worker's slots; the second decode worker has twice as many slots as the first.
     """
     both = {"enabled": True}
     scaled = {"worker": {"autoscaling": both, "prefill": {"autoscaling": both}}}

@@ -1,4 +1,4 @@
-"""Tests that releases of tests/cluster can start on a local cluster: nodes have the resources, images the programs."""
+"""Tests that releases of tests/cluster can start on a local cluster: its nodes have the resources, its images the programs."""
 
 from __future__ import annotations
 

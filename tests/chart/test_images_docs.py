@@ -35,7 +35,7 @@ def rows() -> list[list[str]]:
 
 
 def computed(row: list[str]) -> list[str]:
-    """Returns the row with the sizes computed from the model's properties in it."""
+    """Returns the row with new sizes, computed from the model properties in the row."""
     layers, (heads, size) = int(row[1]), map(int, row[2].split("×"))
     kv = 2 * layers * heads * size * 2
     tokens = [(gpu * FRACTION - float(row[4]) - OVERHEAD_GB) * 1e9 / kv for gpu in GPUS_GB]

@@ -239,7 +239,7 @@ def test_images_have_no_cuda_compiler() -> None:
     assert [each.words[0] for each in copied if each.flags["from"] == "cuda-kernels"] == ["/opt/kernels"]
     assert {name for name in pins("worker-cuda.txt") if "nvcc" in name or "nvvm" in name} == set()
     assert "PYTHONPATH" in variables("cuda-libraries") and "PYTHONPATH" not in variables("cuda-compiler"), (
-        "with PYTHONPATH, pip would skip packages that the workers' libraries have, and nvcc does not search there"
+        "the compiler's stage must not set PYTHONPATH: pip would skip packages that are on it, and nvcc does not search it"
     )
 
 

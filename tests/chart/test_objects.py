@@ -397,10 +397,14 @@ def test_notes_after_an_installation_have_the_next_command() -> None:
 
 def test_notes_say_when_an_upgrade_replaces_all_workers_at_once() -> None:
     cold = {name: "An upgrade replaces all workers of" in rendered(name).notes for name in ALL}
-    assert cold["defaults"] and cold["one-gpu"] and cold["stateful-set"] is False, "the StatefulSet has two workers"
-    assert not cold["operators-overlay"], "the file's maxSurge starts the new worker first"
+    assert cold["defaults"] and cold["one-gpu"] and cold["stateful-set"] is False, (
+        "a StatefulSet with two workers replaces one worker at a time"
+    )
+    assert not cold["operators-overlay"], "with the file's maxSurge, the new worker starts before the old one ends"
     notes = rendered("claimed-devices").notes
-    assert "An upgrade replaces all workers of qwen3-8b at once" in notes, "the other model's strategy uses a spare slice"
+    assert "An upgrade replaces all workers of qwen3-8b at once" in notes, (
+        "only the other model has a spare slice, by its strategy"
+    )
     assert "qwen3-8b: 1 worker(s), on a GPU" in notes and "at most 60 s (gateway.queueTimeoutSeconds)" in notes
     apart = rendered("apart-in-one-of-two-models").notes
     assert "all workers of small at once" in apart, "the large model has three decode workers"

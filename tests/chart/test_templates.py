@@ -133,7 +133,7 @@ def test_prefill_and_decode_workers_use_the_kv_certificate(pool: str) -> None:
 
 
 def test_pods_of_jobs_and_tests_get_the_common_pod_values() -> None:
-    """The pods of Jobs and tests get the values of `pod`. Sidecars must end with them; a download's proxy overrides pod.env."""
+    """The pods of Jobs and tests get the values of `pod`. Sidecars end with these pods; a download's proxy overrides pod.env."""
     sidecar = {"name": "mesh", "image": "mesh:1"}
     variables = {"https_proxy": "http://all:1", "HTTP_PROXY": "http://all:1", "LANG": "C"}
     common = {"containers": [sidecar], "env": [{"name": name, "value": value} for name, value in variables.items()]}

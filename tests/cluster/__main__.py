@@ -4,7 +4,7 @@ Local cluster:
 
 - CLUSTER names a command that starts and stops it. tests/cluster/kubernetes.py lists the actions of the command.
 - CLUSTER_TEST_NODES is the number of nodes, by default 2. test_long_far_pools.py needs 3.
-- BASE_IMAGE names a command that makes the base image. It runs if the image is missing and is needed without an image registry.
+- BASE_IMAGE names a command that makes the base image and runs if the image is missing. Without an image registry, it is needed.
 - CLUSTER_TEST_UPGRADE_FROM names a commit, whose images are built too, for test_long_upgrade.py.
 
 Existing cluster:
@@ -15,7 +15,7 @@ Existing cluster:
 
 Buildah builds the images of docker/Dockerfile while the cluster starts. As root, apt-get installs missing Debian packages. A run
 without arguments has two passes. First, tests that use only their own namespaces run in parallel (CLUSTER_TEST_LANES, default 3).
-Then tests that disturb the cluster or measure run one by one. This run writes docs/reference/kubernetes/proof.md and proof.json.
+Then tests that disturb the cluster or measure run one by one. Then docs/reference/kubernetes gets proof.md and proof.json.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
         "asked",
         nargs=argparse.REMAINDER,
         metavar="ARGUMENT",
-        help="of pytest; without any: all but test_long_*",
+        help="arguments of pytest; without any, all tests run except test_long_*",
     )
     asked: list[str] = parser.parse_args().asked
     local, kubeconfig = os.environ.get("CLUSTER", ""), os.environ.get("CLUSTER_TEST_KUBECONFIG", "")

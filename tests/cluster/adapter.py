@@ -20,11 +20,11 @@ def by_adapter(cluster: Cluster) -> dict[str, Any]:
 
 
 def start_adapter(release: Release) -> None:
-    """Starts or restarts the adapter. A restart is needed because it reads its ConfigMap only at the start."""
+    """Starts or restarts the adapter. A restart is needed because the adapter reads its ConfigMap only at the start."""
     cluster = release.cluster
     config = yaml.safe_load(cluster.get("configmap", RULES, "-n", NAMESPACE)["data"]["config.yaml"])
     assert config["rules"] and config["externalRules"]
-    cluster.kubectl("delete", "apiservice", EXTERNAL, "--ignore-not-found")  # KEDA's, with KEDA's authority
+    cluster.kubectl("delete", "apiservice", EXTERNAL, "--ignore-not-found")  # the APIService of KEDA, which has KEDA's authority
     cluster.addon("prometheus-adapter")
     cluster.kubectl("-n", NAMESPACE, "rollout", "restart", "deployment/prometheus-adapter")
     cluster.kubectl("-n", NAMESPACE, "rollout", "status", "deployment/prometheus-adapter", "--timeout=120s")

@@ -25,7 +25,7 @@ if not os.environ.get(UPGRADE_FROM):
 DEMO = CHART / "ci" / "cpu-demo-values.yaml"
 BASE = (DEMO, Path(__file__).with_name("little-values.yaml"))
 LONGEST_FIRST = ("scaling", "nodes", "admission", "mtls", "diagnosis", "disruptions", "scaling_taken_over", "monitoring")  # files
-TEST_S = 900.0  # time limit of a test without its own; other tests may run in parallel
+TEST_S = 900.0  # time limit of a test without its own limit; other tests may run in parallel
 Install = Callable[..., Release]
 seconds = pytest.StashKey[float]()
 

@@ -1,4 +1,4 @@
-"""Overlays that make the values files of ci/ installable on this machine. An overlay replaces only values that do not fit it.
+"""Overlays that make the values files of ci/ installable on this machine. They replace only values that do not fit the machine.
 
 tests/chart/test_cluster_values.py checks that no installation waits for something that nodes of a local cluster lack.
 """

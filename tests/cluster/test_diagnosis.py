@@ -90,7 +90,7 @@ def other_ports(release: Release) -> None:
 
 
 def cut_off(release: Release) -> None:
-    """Blocks the tokenizers by a NetworkPolicy outside the chart, after deleting the chart's policy, which would allow them."""
+    """Blocks the tokenizers by a NetworkPolicy outside the chart. Deletes the chart's policy, which would allow connections."""
     release.kubectl("delete", "networkpolicy", release.object_name("tokenizer"))
     chosen = {"matchLabels": {"app.kubernetes.io/component": "tokenizer"}}
     apply(release, policy("somebody-elses", {"podSelector": chosen, "policyTypes": ["Ingress"]}))

@@ -1,8 +1,7 @@
 """Prefill workers on one node, decode workers on another and all other pods on a third: KV is read between nodes over TCP.
 
 Tests cut the network or the power of a node, roll out each pool, and let the HPA scale each pool by its own metrics. No request
-may
-fail, and equal prompts must give equal texts.
+may fail, and equal prompts must give equal texts.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def are_mounted(release: Release, trust: str) -> bool:
 
 
 def redis_has_loaded(release: Release) -> bool:
-    """Whether each Redis has loaded its current files. Its readiness probe loads them and then updates a marker file."""
+    """Whether each Redis has loaded its current files. The readiness probe loads the files and then updates a marker file."""
     newer = " || ".join(f"[ {MOUNT}/{file} -nt /tmp/tls-taken ]" for file in ("tls.crt", "ca.crt"))
     looks = f"if {newer}; then echo old; else echo new; fi"
     servers = [pod.name for component in ("redis", "state") for pod in release.ready(component)]
@@ -187,7 +187,7 @@ def _wait_for_more(load: Load, what: str) -> None:
 
 
 def prepared(install: Install, folder: Path, authority: Authority | None = None) -> Release:
-    """Installs a release with TLS. The first installation does not wait for its pods, which need the Secrets written after it."""
+    """Installs a release with TLS. The first installation does not wait for pods, which need Secrets that are written later."""
     release = install({**VALUES, **TLS}, False)
     signer = authority or Authority(folder / "authority")
     secret(release, "llm-services", {"token": "a token of the tests, thirty-two long".replace(" ", "-")})
