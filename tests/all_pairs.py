@@ -1,4 +1,4 @@
-"""Parametrizes a test with few cases that together contain every pair of values of any two axes, not with all combinations.
+"""Parametrizes a test with a few cases, which together contain every pair of values of any two axes, instead of the product.
 
 The choice is greedy over the whole product (Cohen, Dalal, Fredman, Patton: The AETG System, 1997). The next case is the one with
 the most pairs that no earlier case has; of several such cases, it is the first in the product's order. Equal axes always give

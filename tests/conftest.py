@@ -1,7 +1,7 @@
 """Configuration of all tests.
 
-- Without a GPU, Triton's interpreter runs the kernels. The variable must be set here, because Triton reads it at its first
-  import.
+- Without a GPU, Triton's interpreter runs the kernels. TRITON_INTERPRET must be set here, because Triton reads this variable when
+  it is first imported.
 - Long files run first. With several processes, a long file at the end would run while the other processes are idle.
 - A skip that tests/skips.py does not list is a failure. The summary at the end counts the listed skips.
 """

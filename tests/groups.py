@@ -46,9 +46,9 @@ def groups(processes: int, night: bool) -> dict[str, list[str]]:
 
     Args:
         processes: number of pytest processes. Each runs one file at a time (tests/spread.py), in the order of tests/conftest.py.
-        By
-            day, some groups get more processes, because waiting tests leave cores idle: with three processes on two cores, a
-            fifth of the time in tests of parts, and less than a tenth in end-to-end tests.
+            By day, some groups get one or two more processes, because waiting tests leave cores idle. On two cores with three
+            processes, cores are still idle for a fifth of the time in the group `by parts`, and for less than a tenth in
+            `end to end`.
         night: whether to return the groups of a nightly run.
     """
     side_by_side = _spread(processes)

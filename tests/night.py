@@ -1,9 +1,8 @@
 """Selects the cases that run by day. By night (`make nightly` sets ROOTSTOCK_TEST_NIGHTLY=1), all cases run.
 
 With `@pytest.mark.by_day(one_in=2)` on a function, a class or a module, one in two cases of each parametrized test runs by day.
-The
-choice depends only on the indices of the parameter sets and the seed. So it is the same in every run and process, and a test and
-its case ids can be renamed without changing it.
+The choice depends only on the indices of the parameter sets and the seed. So it is the same in every run and process, and does
+not change if a test or its case ids are renamed.
 
 | argument | meaning |
 | --- | --- |

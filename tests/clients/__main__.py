@@ -7,8 +7,7 @@
 | frameworks | agents of three public frameworks |
 
 The packages that a part's folder lists are installed into build/clients. Prints the result of each part. The exit status is 1 if
-a
-part fails or a needed program is not on PATH. Pictures of the gateway's pages are written to build/clients/pictures, or to the
+a part fails or a needed program is not on PATH. Pictures of the gateway's pages are written to build/clients/pictures, or to the
 folder in the variable PICTURES.
 """
 

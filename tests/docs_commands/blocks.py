@@ -3,9 +3,9 @@
 | mark | meaning |
 | --- | --- |
 | `<!-- run -->` | The block runs by day, in the order of its page. |
-`<!-- nightly -->` | The block runs only with `--nightly`: it takes minutes, or needs programs that README does not list. |
+| `<!-- nightly -->` | The block runs only with `--nightly`: it takes minutes, or needs programs that README does not list. |
 | `<!-- cluster -->` | The block is for a cluster. Only its shell or YAML syntax is checked; tests/cluster tests such steps. |
-`<!-- output -->` | The lines that the previous block prints. `…` matches any text. |
+| `<!-- output -->` | The lines that the previous block prints. `…` matches any text. |
 | `<!-- output: KIND -->` | A text that no block prints. KIND is one of KINDS. |
 | `<!-- skip: REASON -->` | The block cannot run. REASON is one of REASONS. |
 
@@ -43,7 +43,7 @@ class Block:
     text: str  # without indentation and fence
     mark: str  # one of MARKS; empty if the block has no mark
     detail: str  # text after the mark's colon
-    options: Mapping[str, str] = field(default_factory=dict)  # by the first words of an option: its remaining text
+    options: Mapping[str, str] = field(default_factory=dict)  # remaining text of each option, by its first words
 
     @property
     def place(self) -> str:

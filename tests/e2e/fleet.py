@@ -1,6 +1,6 @@
 """A fleet of real processes: several of each service, and Redis. A test can kill, stop or restart each process.
 
-Services reach Redis through a proxy that can add delay. Tests can cut the connection to the worker `far_worker`. It runs in a
+Services reach Redis through a proxy that can add delay. Tests can cut the connection to the worker `far_worker`, which runs in a
 network namespace if this process may create one, and otherwise behind a proxy.
 """
 

@@ -225,7 +225,7 @@ class Cases:
         return self._values[key]
 
     def _document_of_fields(self) -> dict[str, Any]:
-        """Returns an OpenAPI document with one operation per member of each body. The schema of its body is this member's."""
+        """Returns an OpenAPI document with one operation per member of each body. The operation's body has only this member."""
         paths: dict[str, Any] = {}
         for schema, definition in self._document["components"]["schemas"].items():
             for name, value in definition.get("properties", {}).items():
@@ -243,7 +243,7 @@ def _filled(path: str) -> str:
 
 
 def _member(body: Any, name: str) -> Any:
-    """Returns a member of the body. If an invalid body is no object, returns the body itself, or None if it is bytes."""
+    """Returns a member of the body. If the invalid body is bytes, returns None; if it is another non-object, the body."""
     return body[name] if isinstance(body, dict) and name in body else None if isinstance(body, bytes | NotSet) else body
 
 

@@ -26,9 +26,8 @@ OF_HEADS = {100, 200, 204, 400, 401, 404, 405, 408, 413, 431, 503}
 class Fuzzer:
     """Sends requests to one gateway from AT_ONCE threads.
 
-    `answered` counts responses by status. Its key "stream" counts streams that ended with an error, and "left" counts clients
-    that
-    disconnected.
+    `answered` counts responses by status. Its entry "stream" counts streams that ended with an error, and its entry "left" counts
+    clients that disconnected.
     """
 
     def __init__(self, url: str, key: str = "") -> None:

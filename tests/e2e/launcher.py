@@ -95,7 +95,7 @@ class Launcher:
         if "server" in " ".join(argv[:1]):
             return "state" if Path(process.cwd()).is_relative_to(self.folder / "state") or "--dir" in argv else "redis"
         service = next((word.removeprefix(SERVICES) for word in argv if word.startswith(SERVICES)), "")
-        return "" if service == "local" else service  # a forked process before its exec
+        return "" if service == "local" else service  # local: the fork has not started the service's program yet
 
     def wait_for(self, name: str, besides: int = 0) -> psutil.Process:
         """Waits until a process with this name runs, and returns it.

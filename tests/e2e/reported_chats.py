@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tests.e2e.reported_apis import CHAT, MESSAGES, RESPONSES, Json
 from tests.services.tokenizer.test_history import CHATS, NO_OBJECTS
 
-# A strict template. Content must be a string, except in user messages, where it may be parts. Arguments must be an object. It
-# allows one call per turn, and one system message at the beginning, followed by alternating user and assistant messages.
+# A strict template. Content must be a string, except in user messages, where it may be parts. Arguments must be an object. The
+# template allows one call per turn, and one system message at the beginning, followed by alternating user and assistant messages.
 STRICT = """{% if messages[0].role == 'system' %}<s>{{ messages[0].content + '|' }}{% set rest = messages[1:] %}{% else %}
 {% set rest = messages %}{% endif %}{% set ns = namespace(n=0) %}{% for m in rest %}
 {% if m.role not in ['user', 'assistant', 'tool'] %}{{ raise_exception('Unknown role ' + m.role) }}{% endif %}

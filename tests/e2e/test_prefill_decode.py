@@ -212,7 +212,7 @@ def is_idle(system: System) -> bool:
 def test_kv_reservation_expires_when_decode_workers_are_stopped(fleet: System) -> None:
     """If both decode workers are stopped, KV reservations expire, and the prefill worker completes the requests.
 
-    A request has no reservation if the gateway gives up its decode worker before the handover. The test then sends another one.
+    A request has no reservation if the gateway gives up the decode worker before the handover. The test then sends a new request.
     """
 
     def reservations(what: str) -> float:

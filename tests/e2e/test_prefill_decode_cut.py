@@ -20,12 +20,11 @@ from tests.night import NIGHTLY
 
 CUT_AFTER_S = 0.3  # seconds from sending the requests to the cut; requests are then in all states of prefill, read and decode
 # Number of requests after the repair of the cut. The failed reads make the gateway send only one prompt in 16 to the prefill
-# worker.
-# 64 requests contain four such prompts.
+# worker, so four of 64.
 AFTER = 64
 
 pytestmark = [
-    pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1"),
+    pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1"),
     pytest.mark.skipif(NIGHTLY and not fleet_namespace.is_permitted(), reason="no network namespace can be made here"),
 ]
 
@@ -35,10 +34,8 @@ def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
     """Starts a system whose decode worker is in a network namespace.
 
     The prefill worker listens on the address `other`, which the gateway reaches locally. The gateway connects to the decode
-    worker
-    from `near`. So the loss of `other` cuts only the decode worker's reads. The addresses are set by flags that are appended to
-    the
-    commands, because a service uses the last value of a flag.
+    worker from `near`. So the loss of `other` cuts only the decode worker's reads. The addresses are set by flags that are
+    appended to the commands, because a service uses the last value of a flag.
     """
     with Namespace() as namespace:
         system = separate_system(folder, worker_flags="--chunked-prefill-size 64 --disaggregation-shm-dir ''")

@@ -1,4 +1,4 @@
-"""Inputs that failed on other inference servers, by their issue reports. Each is sent to every API, whole and streamed.
+"""Inputs that failed on other inference servers, as issues report. Each is sent to every API, with and without streaming.
 
 A row is a kind of input. The ids of the test cases have the name of the row.
 
@@ -96,7 +96,7 @@ def of(row: str, paths: Sequence[str] = EVERY) -> Any:
 
 
 def faults_of(cases: Sequence[T], fault_of: Callable[[T], str]) -> list[str]:
-    """Runs `fault_of` for all cases in parallel and returns the faults. It returns "" for a case without a fault."""
+    """Runs `fault_of` for all cases in parallel and returns the faults. `fault_of` returns "" for no fault."""
     with ThreadPoolExecutor(PARALLEL) as pool:
         return [fault for fault in pool.map(fault_of, cases) if fault]
 
@@ -291,7 +291,7 @@ class TestSchemas:
     def test_forced_tool_call_has_no_arguments_when_the_function_has_no_parameters(
         self, system: System, path: str, stream: bool
     ) -> None:
-        """The function is strict or not. A schema that permits any object also gives an empty object."""
+        """Strict and other functions are tested. A schema that permits any object also gives an empty object."""
 
         def fault(case: tuple[Any, bool]) -> str:
             answer = ask(

@@ -1,4 +1,4 @@
-"""/v1/score equals transformers, samples no token, computes a shared query once, and frees all pages if it is aborted."""
+"""/v1/score equals transformers, samples no token, computes a shared query once, and frees all pages after an abort."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class TestGenerate:
 
         def ask() -> None:
             body = {"text": "Count", "rid": "endless", "sampling_params": {**GREEDY, "max_new_tokens": 3500}}
-            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:  # it may not listen yet
+            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:  # gateway-1 may not listen yet
                 answers.append(client.post(f"{system.parts['gateway-1'].url}/generate", json=body))
 
         thread = threading.Thread(target=ask)

@@ -22,7 +22,7 @@ LAST = "Ctrl-C stops everything."
 
 
 def wait_until_ready(launcher: Launcher, name: str) -> None:
-    """Waits until a process is ready. A stopped worker keeps the launcher waiting, so it prints nothing about later processes."""
+    """Waits until a process is ready. While it waits for a stopped worker, the launcher prints nothing about later processes."""
     if name in ("worker-1", "gateway"):
         line = "a step may take" if name == "worker-1" else '"listening"'
         wait_until(lambda: line in launcher.log(name), 120, f"{name} to be ready")

@@ -235,7 +235,7 @@ def environment(site: Path) -> dict[str, str]:
 
 
 def compilers() -> str:
-    """Returns the number of compilers per process, for as many processes as compile at the same time."""
+    """Returns the number of compilers that each of COMPILING processes may start, at most COMPILERS together."""
     return str(max(min(COMPILERS, os.cpu_count() or 1) // COMPILING, 1))
 
 

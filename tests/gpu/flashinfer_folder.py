@@ -3,8 +3,7 @@
     python -m tests.gpu.flashinfer_folder --out .fi --modules build/aot WHEEL...
 
 The sources of compiled kernels are omitted. Files that the library reads at its import, or when it searches for a compiled
-module,
-are copied. Other wheels are unpacked completely. The user puts the folder on PYTHONPATH.
+module, are copied. Other wheels are unpacked completely. The user puts the folder on PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class State:
         """Stores a result and writes the file atomically.
 
         Returns:
-            The stored result: `result` or the earlier one. The earlier one stays if it is PARTLY, `result` is not PASSED, both
-            are of the same code, packages and command, and the earlier one has more figures.
+            The stored result: `result` or the earlier one. The earlier one stays if all of this is true: it is PARTLY,
+            it has more figures, `result` is not PASSED, and both have the same code, packages and command.
         """
         earlier = self.results.get(result.key)
         if earlier is not None and earlier.status is Status.PARTLY and result.status is not Status.PASSED:

@@ -37,7 +37,7 @@ WAYS_TO_END = (
 class Ran:
     """The result of a part's process."""
 
-    status: Status | None  # None if a time limit ended the process; the caller knows whether it was the part's or the check's
+    status: Status | None  # None if a time limit ended the process; the caller knows which limit, the part's or the check's
     seconds: float  # wall time
     counts: dict[str, int]  # number of tests by outcome
     tail: str  # last lines of the output, after those of the first failed test

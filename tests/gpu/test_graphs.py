@@ -1,4 +1,4 @@
-"""Tests that decode steps give equal tokens with CUDA graphs and kernel by kernel, for any number of rows."""
+"""Tests that decode steps with CUDA graphs give the same tokens as decode steps without them, for any number of rows."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_graph_applies_sampling_parameters(executors: tuple[Any, Any]) -> None:
         assert set(said[row]) <= set(range(40, 90))
 
 
-def test_graph_applies_grammar_masks_to_one_step(executors: tuple[Any, Any]) -> None:
+def test_graph_applies_a_grammar_mask_only_in_the_step_of_the_mask(executors: tuple[Any, Any]) -> None:
     words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
     outputs = []

@@ -54,8 +54,7 @@ def test_largest_request_ends_when_one_token_does_not_fit(tmp_path: Path, device
     prompts = prompts_of(VOCAB, LENGTHS)
     want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
     # With overlap, the next step still has the row that has ended for lack of memory. The row has no sampled token, and its
-    # result
-    # is not used.
+    # result is not used.
     executor: Any = executor_of(tmp_path, device, cuda_graphs=False, check_relay=False)
     executor.runner.passes.model = Cramped(executor.runner.passes.model, max_tokens=64, max_context=120)
     answers = Served(config_for(VOCAB), executor).run([(prompt, greedy(NEW_TOKENS)) for prompt in prompts])

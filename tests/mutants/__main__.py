@@ -3,7 +3,8 @@
 The run uses a copy of the working tree. For each fault, it changes the code, runs the test files of the fault's area until a test
 fails, and restores the code. The exit status is 1 in two cases:
 
-- The tests do not find a fault. With --beside, the tests of this revision then run too, and the status is 1 only if they find it.
+- The tests do not find a fault. With --beside, the tests of REVISION then run too, and the status is 1 only if these tests find
+  the fault.
 - A fault cannot be tried. Either its text does not occur exactly once in the code, or the changed code does not compile.
 
 Two hundred faults take about forty minutes on two cores, so no other command runs this.

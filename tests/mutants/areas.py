@@ -1,4 +1,4 @@
-"""Collects all seeded faults, and defines the areas: for each, the test files that must find its faults."""
+"""Collects all seeded faults, and defines the areas, each with the test files that must find its faults."""
 
 from __future__ import annotations
 
