@@ -52,8 +52,8 @@ class GatewaySettings(ServiceSettings):
     state_records_per_key: int = Field(
         10_000,
         ge=1,
-        description="Largest number of stored responses and conversations per API key. The same limit applies to its files, and"
-        " to its batches.",
+        description="Largest number of stored responses and conversations per API key. The same limit applies to the number of"
+        " its files, and to the number of its batches.",
     )
     state_bytes_per_key: int = Field(256 << 20, ge=1, description="Bytes of stored responses and conversations per API key.")
     state_patience_s: float = Field(
@@ -100,8 +100,8 @@ class GatewaySettings(ServiceSettings):
     routing_imbalance_abs: float = Field(
         ROUTING.gate_abs,
         ge=0,
-        description="Load is imbalanced if a worker has more open requests than the least loaded worker by over this number and"
-        " over the factor --routing-imbalance-rel.",
+        description="If the least loaded worker has n open requests, load is imbalanced if another worker has more than"
+        " n + this number, and more than n x --routing-imbalance-rel.",
     )
     routing_imbalance_rel: float = Field(
         ROUTING.gate_rel,
@@ -131,11 +131,13 @@ class GatewaySettings(ServiceSettings):
     unreachable_s: float = Field(
         1.5,
         ge=0,
-        description="Seconds without an expected message, and without a new connection to the machine, after which a worker, a"
-        " tokenizer or a detokenizer counts as lost. 0: no connections are tried.",
+        description="Seconds without an expected message after which a worker, a tokenizer or a detokenizer counts as lost if"
+        " its machine also accepts no new connection. 0: no connections are tried.",
     )
     breaker_faults: int = Field(
-        5, ge=1, description="Consecutive faults after which a worker's circuit breaker opens: it gets no requests."
+        5,
+        ge=1,
+        description="Consecutive faults after which a circuit breaker opens. Its worker then gets no requests.",
     )
     breaker_cooldown_s: float = Field(
         5.0, gt=0, description="Seconds for which the circuit breaker stays open before a trial request."
@@ -146,8 +148,8 @@ class GatewaySettings(ServiceSettings):
     disaggregation_min_tokens: int = Field(
         512,
         ge=1,
-        description="Smallest number of prompt tokens not cached at the decode worker for which a prefill worker computes the"
-        " prompt.",
+        description="A prefill worker computes a prompt if at least this number of the prompt's tokens are not cached at the"
+        " decode worker.",
     )
     enable_priority_scheduling: bool = Field(False, description="Requests that wait in the gateway are sorted by priority.")
     schedule_low_priority_values_first: bool = Field(False, description="Lower priority values are more urgent.")

@@ -378,7 +378,7 @@ class Policy:
         return _by_routing_key(query.key, workers, rows, ready, over_gate(ready, ready, workers, self._config))
 
     def _prefix_aware(self, query: RoutingQuery, workers: WorkerColumns, rows: Rows, ready: Rows) -> tuple[int, str]:
-        """Chooses the worker with the highest score = saved / prompt tokens - load_weight x load in units of the mean load.
+        """Chooses the worker with the highest score: Hits.saved / prompt tokens - load_weight x load / mean load.
 
         - If the load is out of balance, chooses the least loaded worker.
         - If no worker has a match, _without_match() chooses.
