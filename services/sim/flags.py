@@ -1,6 +1,6 @@
 """Adds the arguments of `rootstock sim`.
 
-It imports the standard library only, because the client builds its parser on any machine.
+This module imports the standard library only, because the client builds its parser on any machine.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _measure_model(args: argparse.Namespace) -> list[StepTiming]:
 
 
 def _settings(args: argparse.Namespace) -> WorkerSettings:
-    """Returns the settings of a worker without a prefix cache that computes all prompts before it decodes them in one batch.
+    """Returns settings without a prefix cache, with which a worker computes all prompts and then decodes in one batch.
 
     Raises:
         ValueError: a setting is out of range; the message names it.

@@ -49,7 +49,7 @@ class Report:
     ttft: Quantiles  # time from sending to the first token
     tpot: Quantiles  # time from the first to the last token, per token after the first; for requests with two tokens or more
     itl: Quantiles  # time between two messages of a request, for requests without a grammar
-    e2e: Quantiles  # time from sending to the terminal output
+    e2e: Quantiles  # time from sending to the end of the request
     queue: Quantiles  # time from arrival at the scheduler to the first admission
     steps: dict[str, int]  # number of steps by ForwardMode
     mean_batch: float  # mean rows per step
@@ -172,7 +172,7 @@ def _steps_by_mode(steps: StepLog) -> dict[str, int]:
 
 
 def _over_time(steps: StepLog, values: F64) -> float:
-    """Returns the mean over time of a gauge, whose value of one step lasts until the next step is planned."""
+    """Returns the mean over time of a gauge. The value of each step lasts until the next step is planned."""
     if len(values) < 2:
         return float(values.mean()) if len(values) else 0.0
     lasted = np.diff(steps.column("planned"))

@@ -27,7 +27,7 @@ _MODE_COLOURS = {ForwardMode.DECODE: "#4878a8", ForwardMode.EXTEND: "#d98032", F
 
 
 class NoPicture(RuntimeError):
-    """The picture cannot be drawn: matplotlib is missing, or the file name has another suffix. The message names the remedy."""
+    """The picture cannot be drawn: matplotlib is missing, or the file's suffix is not in FORMATS. The message has a remedy."""
 
 
 def check_drawable(path: Path) -> None:

@@ -88,7 +88,7 @@ def add_setting_flag(flags: argparse._ActionsContainer, name: str) -> None:
 
 
 def settings_of(args: argparse.Namespace, **given: Any) -> WorkerSettings:
-    """Returns the settings of a worker on a device with --device-gib, without reading the environment.
+    """Returns the settings of a worker whose device has --device-gib of memory. Does not read the environment.
 
     Values in `given` take precedence over flags.
 

@@ -1,8 +1,8 @@
 """Simulates an executor: it advances the clock by the time model and reads tokens from the script, without KV.
 
 A row's token depends only on its request and its position, so a request continues at the same token after a retraction. The
-device has one stream: steps run in sequence. A draft token is accepted if the script's token at its position is even, which about
-half of the tokens are.
+device has one stream: steps run in sequence. A draft token is accepted if the script's token at its position is even. About
+half of the script's tokens are even.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SimRun:
 
 
 class SimExecutor:
-    """Implements Executor. A request's params.seed is its index in the trace, by which the script finds its tokens.
+    """Implements Executor. A request's params.seed is its index in the trace, by which the script finds the request's tokens.
 
     `reads` are the reads of other workers' KV, or None in a simulation of a single worker.
     """
@@ -100,7 +100,7 @@ class SimExecutor:
         return () if self._reads is None else self._reads.ended(self._clock.now)
 
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
-        """Does nothing: operations end by the clock."""
+        """Does nothing, because no thread waits: facts() returns the operations that have ended at the clock's virtual time."""
 
     def change_reservations(self, events: ReservationEvents) -> None:
         assert self._reads is not None, "only workers with remote reads have KV reservations"

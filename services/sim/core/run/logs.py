@@ -82,7 +82,7 @@ class RequestLog:
         self.queue = np.full(count, np.nan)
         self.prompt_tokens = np.zeros(count, dtype=np.int64)
         self.cached_tokens = np.zeros(count, dtype=np.int64)
-        self.output_tokens = np.zeros(count, dtype=np.int64)  # number of output tokens that the terminal output reports
+        self.output_tokens = np.zeros(count, dtype=np.int64)  # number of output tokens that the request's Finish reports
         self.streamed_tokens = np.zeros(count, dtype=np.int64)  # number of tokens in the request's messages
         self.reason = np.zeros(count, dtype=np.int8)  # a FinishReason; 0 before the end
         self.error = np.zeros(count, dtype=np.int8)  # an ErrorCode; 0 without an error
@@ -105,7 +105,7 @@ class RequestLog:
 
     def end(self, finish: Finish, now: float) -> None:
         index = finish.handle
-        assert not self.reason[index], f"request {index} has two terminal outputs"
+        assert not self.reason[index], f"request {index} finishes once"
         self.reason[index], self.error[index] = finish.reason, finish.error
         self.ended[index], self.queue[index] = now, finish.queue_s
         self.prompt_tokens[index], self.cached_tokens[index] = finish.prompt_tokens, finish.cached_tokens

@@ -112,8 +112,8 @@ class RemoteReads:
             wire: connection to any other worker.
             page_bytes: bytes of KV per page.
             page_size: tokens per page.
-            send_release: called with another worker's reservation that this worker has read, and the time at which the other
-                worker is told.
+            send_release: called with (source, time) when this worker no longer reads the source's reservation. The release
+                leaves this worker at `time`.
         """
         self._address, self._reservations, self._wire = address, reservations, wire
         self.page_bytes, self._page_size, self._send_release = page_bytes, page_size, send_release
@@ -137,7 +137,10 @@ class RemoteReads:
         return None if opened is None else ReservationReleased(reservation, opened.opening)
 
     def begin(self, operations: Sequence[PageOperation], at: float) -> None:
-        """Queues reads. A read begins at `at`, when all earlier steps have ended, or after earlier reads from its address."""
+        """Queues reads. All earlier steps have ended at `at`.
+
+        A read begins at `at`, or later if earlier reads from the same address have not ended by then.
+        """
         for operation in operations:
             assert operation.kind is OperationKind.PULL and operation.pull is not None, "the only tier is remote KV"
             lane = self._lanes.setdefault(operation.pull.source.address, deque())

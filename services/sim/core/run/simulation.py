@@ -144,6 +144,6 @@ class Simulation:
         if self._stuck_turns > MAX_STUCK_TURNS:
             stats = self._core.stats()
             raise SimulationError(
-                f"no step was planned in {MAX_STUCK_TURNS:,} turns; waiting: {stats.num_waiting}, running: {stats.num_running}"
+                f"no step in {MAX_STUCK_TURNS:,} loop iterations; waiting: {stats.num_waiting}, running: {stats.num_running}"
             )
         self._clock.pass_time(STUCK_WAIT_S)

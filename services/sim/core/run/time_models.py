@@ -27,10 +27,12 @@ from rootstock_llm.services.worker.exec.fake import TimeModel
 TYPES = get_type_hints(TimeModel)  # float or int by field name
 
 # h200-like is an assumption, not a measurement: an 8B model in bfloat16 on one H200. `base` is the time of reading 16 GB of
-# weights at 4 TB/s and of the kernel launches. A prefill token takes 16 GFLOP at 500 TFLOP/s. A row takes sampling and
-# bookkeeping. A token of context takes a read of 128 KiB of KV at 4 TB/s.  h200-8b assumes the best kernels: the data sheet's 4.8
-# TB/s, 800 of its 989 TFLOP/s, and 0.7 ms of launches. An eager step takes 297 - 116 us longer on the host, measured by
-# device_host_cost at 256 rows without launches. In this time, the device could read 6,700 tokens of context.
+# weights at 4 TB/s and of the kernel launches. A prefill token takes 16 GFLOP at 500 TFLOP/s. Each row adds time for
+# sampling and bookkeeping. A token of context takes a read of 128 KiB of KV at 4 TB/s.
+#
+# h200-8b assumes the best kernels: the data sheet's 4.8 TB/s, 800 of its 989 TFLOP/s, and 0.7 ms of launches. An eager step takes
+# 181 us longer on the host (297 us instead of 116 us, measured by device_host_cost at 256 rows without launches). In 181 us, the
+# device could read 6,700 tokens of context.
 PRESETS = {
     "h200-like": TimeModel(base=5e-3, per_prefill_token=32e-6, per_row=10e-6, per_context_token=33e-9),
     "h200-8b": TimeModel(
@@ -179,7 +181,7 @@ class MeasureShape:
 
 
 def measure(executor: Executor, config: SchedulerConfig, shape: MeasureShape, clock: Callable[[], float]) -> list[StepTiming]:
-    """Measures the wall time of each step from launch to result, one at a time, and drops the first steps.
+    """Runs steps one at a time, measures the wall time of each from launch to result, and drops the first steps.
 
     Raises:
         ValueError: no round fits the context and the KV pool.

@@ -92,7 +92,7 @@ class SimWorker:
         return run
 
     def commit_ends(self, run: SimRun) -> float:
-        """Returns the time at which commit() will end, if it is called by the time the run ends."""
+        """Returns the time at which commit() ends if it is called now or at any time up to the end of the run."""
         return max(run.end, self.clock.now) + self._host.commit_s
 
     def commit(self, run: SimRun) -> None:
@@ -102,7 +102,7 @@ class SimWorker:
         self.clock.pass_time(self._host.commit_s)
 
     def take_output(self) -> tuple[PeerOutput, ...]:
-        """Returns the outputs since the last call. KV reservations open before their outputs are taken."""
+        """Returns the outputs since the last call. The executor first opens the KV reservations that the outputs name."""
         self._pass_reservations()
         return self.core.take_output()
 
@@ -113,7 +113,7 @@ class SimWorker:
 
 
 def submit_message(trace: Trace, script: Script, index: int, peer: int = 0) -> Submit:
-    """Returns the request at an index of the trace, which is also its handle and the executor's seed."""
+    """Returns the message of a request. Its index in the trace is also its handle and its seed."""
     request = trace.requests[index]
     grammar = grammar_of(trace, index)
     return Submit(

@@ -17,11 +17,14 @@ class Arrivals(Protocol):
         ...
 
     def ended(self, index: int, now: float) -> None:
-        """Records that a sent request has its terminal output."""
+        """Records that a sent request has ended."""
         ...
 
     def next_at(self) -> float | None:
-        """Returns the time at which the next request is sent if no open request ends before; None if no request is left."""
+        """Returns the time at which the next request is sent if no open request ends before.
+
+        None: no request is left, or the next request is sent only after an open request has ended.
+        """
         ...
 
     @property

@@ -18,7 +18,8 @@ FIRST_ID = 2
 TOKEN_BITS = 30
 VOCAB_SIZE = FIRST_ID + (1 << TOKEN_BITS)  # large, so that unrelated tokens differ
 _DROPPED_BITS = np.uint64(64 - TOKEN_BITS)
-_LOOSE = np.uint64(0x5851F42D4C957F2D)  # makes tokens outside of blocks differ from those of the block with the request's index
+# Makes a request's tokens outside of blocks differ from the tokens of the block whose id is the request's index.
+_LOOSE = np.uint64(0x5851F42D4C957F2D)
 
 
 class Script:
@@ -73,7 +74,7 @@ def _mix(values: U64) -> U64:
 
 
 def grammar_of(trace: Trace, index: int) -> GrammarSpec | None:
-    """Returns the grammar of a request, which contains its index only, or None if no run is forced."""
+    """Returns a grammar whose source is the request's index, or None if no run of the request is forced."""
     return GrammarSpec(GrammarKind.EBNF, str(index)) if trace.requests[index].forced else None
 
 

@@ -39,7 +39,7 @@ class TraceRequest:
     routing_key: str = ""
     lora: str = ""
     session: str = ""  # requests of one session are sent in sequence; "": no session
-    # Smallest time from the end of the session's previous turn to this request. It is also not sent before its arrival.
+    # Smallest time from the end of the session's previous turn to this request, which is never sent before `arrival`.
     think_s: float = 0.0
     # (first, count) of the runs of output tokens that the grammar forces, in order and without overlap; empty: no grammar.
     forced: tuple[tuple[int, int], ...] = ()

@@ -40,7 +40,7 @@ def shared_prefix(
 def scores(queries: int, items: int, query: int, item: int, rate: float, seed: int) -> Trace:
     """Makes queries x items requests that end with their prompt.
 
-    The items of a query arrive together and begin with its tokens.
+    The requests of one query arrive together, and their prompts begin with the query's tokens.
     """
     if query % BLOCK_SIZE:
         raise ValueError(f"query must be a multiple of {BLOCK_SIZE}, the tokens of a block")
@@ -111,7 +111,7 @@ def two_lengths(
 
 
 def multi_turn(sessions: int, turns: int, system: int, user: int, output: int, think_s: float, rate: float, seed: int) -> Trace:
-    """Makes sessions that begin at `rate`.
+    """Makes sessions. `rate` is the mean number of sessions that begin per second.
 
     A turn's prompt is the common system prompt, all earlier turns and completions, and `user` new tokens. Completions are part
     of later prompts, so their KV is reused.
@@ -132,7 +132,7 @@ def multi_turn(sessions: int, turns: int, system: int, user: int, output: int, t
 
 
 def storm(requests: int, input_len: int, output: int, factor: int, begin: float, end: float, rate: float, seed: int) -> Trace:
-    """Makes requests with a limit of factor * output tokens, most of which end after `output` tokens.
+    """Makes requests whose limit is factor * output tokens. Most requests end after `output` tokens.
 
     Requests that arrive from `begin` to `end` (shares of the trace) use their whole limit. In this time, outputs are `factor`
     times as long as the scheduler has learned to expect.
@@ -167,7 +167,7 @@ def grammars(
 
 
 def _forced(output: int, between: int, runs: tuple[int, ...], rng: np.random.Generator) -> tuple[tuple[int, int], ...]:
-    """Returns the forced runs up to the last token, which is EOS."""
+    """Returns the forced runs. None of them includes the last token, which is EOS."""
     found, index = [], int(rng.integers(1, 2 * between))
     while index < output - 1:
         count = min(int(rng.choice(runs)), output - 1 - index)
