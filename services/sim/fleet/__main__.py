@@ -173,7 +173,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--window-s",
         type=float,
         default=5.0,
-        help="Length in seconds of the windows of which the worst balance is shown (default 5).",
+        help="Length of time windows in seconds; the report shows the worst balance of a window (default 5).",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     _add_fleet_flags(parser)

@@ -50,7 +50,7 @@ class FleetConfig:
     gateways: int = 2
     host: HostTimes = field(default_factory=HostTimes)
     overlap: bool = True
-    # Requests that a worker accepts beyond max_running_requests, as a share of max_running_requests. Gateways queue the others.
+    # Requests that a worker accepts beyond max_running_requests, as a share of it. Gateways queue further requests.
     slack: float = 0.25
     hop_s: float = 0.0005  # time of a message from a gateway to a worker, or from a worker to a gateway
     report_s: float = 0.1  # time between a worker's load reports, and between its event batches for the prefix index
@@ -74,7 +74,9 @@ class FleetConfig:
             )
         for kill in self.kills:
             if not 0 <= kill.worker < self.workers or not kill.at >= 0 or not kill.back_after_s >= 0:
-                raise ValueError(f"cannot kill worker {kill.worker} at {kill.at} s: no such worker or time")
+                raise ValueError(
+                    f"cannot kill worker {kill.worker} at {kill.at} s: the worker does not exist, or a time is negative"
+                )
             if 0 < kill.back_after_s <= self.detect_s + self.hop_s:
                 raise ValueError(
                     f"worker {kill.worker} must restart after gateways notice its death: more than detect_s + hop_s later"

@@ -17,7 +17,7 @@ class EventQueue:
         self._numbers = itertools.count()
 
     def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
-        """Adds an action. If `time` has passed, it runs at the current time."""
+        """Adds an action. If `time` has passed, the action runs at the current time."""
         heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), action, args))
 
     def after(self, seconds: float, action: Callable[..., None], *args: Any) -> None:

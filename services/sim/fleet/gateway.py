@@ -77,7 +77,8 @@ class LoadView:
     def reported(self, loads: Sequence[WorkerLoad]) -> None:
         """Updates the columns by load reports, one per row.
 
-        The tokens of other gateways' requests at a worker are estimated by the share of its requests that are theirs.
+        The tokens of other gateways' requests are estimated: the worker's used tokens times the share of these requests in all of
+        its open requests.
         """
         count = len(loads)
         opened = np.array([load.num_open for load in loads], np.int64)
@@ -95,7 +96,7 @@ SWEPT_BLOCKS = 4096  # number of index blocks that a sweep after a load report c
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request without its terminal output."""
+    """A request that has not ended."""
 
     message: Submit  # the message of the first send
     hashes: tuple[bytes, ...]  # block hashes of the prompt
@@ -240,7 +241,7 @@ class FleetGateway:
         self._move(request)
 
     def _more_ready(self, worker: FleetWorker, request: OpenRequest, ready: PagesReady) -> None:
-        """Reports further computed pages of a prompt to the worker that prefetches them. If there is none, picks a worker."""
+        """Reports further computed pages of a prompt to the prefetching worker. If no worker prefetches yet, picks one."""
         if request.reader is not None:
             self._send_prefetch(request.reader.row, PrefetchMore(self.number, ready))
             return

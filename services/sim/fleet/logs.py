@@ -75,7 +75,7 @@ class HandoverLog:
             self._gaps += [now - self._since.pop(handle) for handle in handles if handle in self._since]
 
     def whole(self, finish: Finish) -> Finish:
-        """Returns the terminal output with the cached tokens and the queue time of the first worker, as a client gets it."""
+        """Returns the Finish that a client gets, which has the cached tokens and the queue time of the first worker."""
         first = self._first.pop(finish.handle, None)
         return finish if first is None else replace(finish, cached_tokens=first.cached_tokens, queue_s=first.queue_s)
 

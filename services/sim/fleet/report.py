@@ -84,7 +84,7 @@ class FleetReport:
     total_tokens_per_s: float
     requests_per_s: float
     ttft: Quantiles  # time from arrival at the gateway to the first token, for finished requests
-    e2e: Quantiles  # time from arrival at the gateway to the terminal output, for finished requests
+    e2e: Quantiles  # time from arrival at the gateway to the end, for finished requests
     itl: Quantiles  # time between two messages of a request
     busy: float  # share of the time in which devices ran steps
     balance: Balance

@@ -5,7 +5,7 @@ The product's code makes the decisions; times and tokens are simulated.
 1. A request arrives at a gateway. The gateway searches the request's blocks in its own index, and picks a worker or queues the
    request.
 2. Each worker runs its loop with simulated steps.
-3. Load reports and batches of cache events leave every report_s, and arrive with the delays of FleetConfig.
+3. Every report_s, workers send load reports and batches of cache events, which arrive with the delays of FleetConfig.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def worker_name(row: int) -> str:
 class WorkerLoad:
     """A worker's load report to gateways."""
 
-    open_by_peer: Counter[int]  # requests without their terminal output, by gateway
+    open_by_peer: Counter[int]  # requests that have not ended, by gateway
     used_tokens: int  # tokens of KV that running requests use
 
     @property
@@ -128,7 +128,7 @@ class FleetWorker:
             self._wake_soon()
 
     def release_reservation(self, reservation: KvReservation) -> None:
-        """Receives the message that the reader of a KV reservation has read it; a dead worker loses it."""
+        """Receives the release of a KV reservation by its reader; a dead worker loses the message."""
         left = self._reads.release_here(reservation) if self.alive and self._reads is not None else None
         if left is not None:
             self._inbox.append(left)
@@ -183,7 +183,7 @@ class FleetWorker:
             self._turn()
 
     def _turn(self) -> None:
-        """Runs one turn of the worker's loop: messages, plan, commit; without overlap, messages, commit, plan."""
+        """Runs one iteration of the worker's loop: messages, plan, commit; without overlap, messages, commit, plan."""
         if not self.alive:
             return
         self._sim.clock.pass_until(self._clock.now)
@@ -221,7 +221,7 @@ class FleetWorker:
             self._rest()
 
     def _rest(self) -> None:
-        """Schedules the next turn if no step runs: at the end of a read, or after a short wait if there are requests.
+        """Schedules the next iteration if no step runs: at the end of a read, or after a short wait if there are requests.
 
         An idle worker without reads or reservations sleeps until a message arrives.
         """

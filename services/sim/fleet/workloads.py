@@ -16,7 +16,7 @@ def shared_prefix(size: int, rate: float, seed: int) -> Trace:
 
 
 def no_sharing(size: int, rate: float, seed: int) -> Trace:
-    """Makes 128 requests per worker without shared prefixes, with lengths within half of the mean."""
+    """Makes 128 requests per worker without shared prefixes, with lengths from 0.5 to 1.5 times the mean."""
     return workloads.random_lengths(128 * size, PREFIX + SUFFIX, OUTPUT, 0.5, rate, seed)
 
 
@@ -26,7 +26,10 @@ def hot_prefix(size: int, rate: float, seed: int) -> Trace:
 
 
 def multi_turn(size: int, rate: float, seed: int) -> Trace:
-    """Makes 32 conversations of 5 turns per worker with one system prompt. `rate` is the arrival rate of conversations."""
+    """Makes 32 conversations per worker, each of 5 turns and with the same system prompt.
+
+    `rate` is the mean number of conversations that begin per second.
+    """
     return workloads.multi_turn(32 * size, 5, 512, 256, OUTPUT, 5.0, rate, seed)
 
 
