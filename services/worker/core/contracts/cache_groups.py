@@ -28,5 +28,5 @@ SPARE_PAGES = 2  # pages at both ends of a window that are partly outside of it
 
 
 def window_pages(tokens: int, page_size: int, pages_per_slot: int) -> int:
-    """Returns the largest number of pages of a slot that `tokens` consecutive tokens are on."""
+    """Returns the largest number of a slot's pages that `tokens` consecutive tokens can be on."""
     return min(-(-tokens // page_size) + SPARE_PAGES, pages_per_slot)

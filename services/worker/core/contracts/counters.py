@@ -144,7 +144,7 @@ class StepStats:
         int,
         ExportedAs(
             "rootstock_worker_window_missed_tokens",
-            "Prompt tokens with cached KV after the last page end whose window was cached.",
+            "Prompt tokens with cached KV that were computed again, because no page end after them had a cached window.",
             True,
         ),
     ] = 0
@@ -152,7 +152,7 @@ class StepStats:
         int,
         ExportedAs(
             "rootstock_worker_state_missed_tokens",
-            "Prompt tokens with cached KV after the last page end whose state was cached.",
+            "Prompt tokens with cached KV that were computed again, because no page end after them had a cached state.",
             True,
         ),
     ] = 0

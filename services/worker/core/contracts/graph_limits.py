@@ -60,8 +60,8 @@ def strides(limits: GraphLimits, starts: Sequence[int], left: Sequence[int], num
 
     - `num_rows` is larger than the largest graph;
     - computing all known tokens in a graph would reread more than `limits.rereads` KV tokens; or
-    - the number of steps that one eager step saves, sum(ceil(left / stride) - 1), exceeds eager_cost * num_rows, which is the
-      delay of all sequences by the eager step, in decode steps.
+    - the number of steps that one eager step saves, sum(ceil(left / stride) - 1), exceeds eager_cost * num_rows. This product is
+      the delay that the eager step causes, summed over all sequences, in decode steps.
 
     Args:
         limits: limits of the executor's graphs.

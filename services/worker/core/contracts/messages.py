@@ -170,7 +170,7 @@ class Finish:
     matched_stop: str = ""  # the stop string or stop pattern that the output matches
     matched_token: int = -1  # the stop token that was sampled; -1 for none
     error: ErrorCode = ErrorCode.NONE
-    message: str = ""  # reason of an error, without the field's name, which the gRPC server puts before it
+    message: str = ""  # reason of an error; the gRPC server puts the name of `field` before the reason
     embedding: NDArray[np.float32] | None = None  # float32[dimensions]; set with EMBEDDED
     label_logprobs: NDArray[np.float32] | None = None  # float32[labels], see ScoreParams; set with SCORED
     field: str = ""  # with INVALID_ARGUMENT: the invalid field of the request; empty if the error concerns several fields

@@ -160,7 +160,7 @@ class BatchPlan:
     table_counts: I32  # [updates]
     table_pages: I32  # flat
     # [rows], largest number of draft tokens of a row; empty if the executor has no drafter. A decode row computes 1 + drafts
-    # positions. Only the executor knows the first of them, because it depends on the tokens that the previous step accepts.
+    # positions. Only the executor knows the first position, because it depends on the tokens that the previous step accepts.
     drafts: I32 = field(default_factory=no_tokens)
     # Updates of the window tables, in the form of the updates of the page tables. A slot's window table has the units of the
     # windowed layers, and is stale before the window of its rows. Empty if the model has no windowed layers.

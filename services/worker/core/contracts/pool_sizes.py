@@ -37,7 +37,7 @@ class CacheShape:
     """The bytes of a model's caches, and the settings by which memory is split between them."""
 
     page_bytes: int  # bytes of a page of tokens in the layers whose KV is in pages; 0 if there are none
-    least_pages: int = 0  # pages without bytes that a pool has at least; only with page_bytes 0
+    least_pages: int = 0  # smallest number of pages of a pool if pages take no bytes (page_bytes is 0)
     window_bytes: int = 0  # bytes of a window unit; 0 without a WINDOW group
     state_bytes: int = 0  # bytes of a state; 0 without recurrent layers
     scratch_states: int = 0  # states that a pool has in addition, for the executor's own use
@@ -90,12 +90,13 @@ class CacheShape:
             raise PoolTooSmall(
                 f"{self.slot_windows} window units of {_mib(self.window_bytes)} for one request do not fit into {_mib(budget)}"
             )
-        if taken + pages * self.page_bytes > budget and self.page_bytes:  # the least numbers of units exceed the ratios
+        # One request needs more units than the ratios give for this number of pages. Fewer pages fit beside these units.
+        if taken + pages * self.page_bytes > budget and self.page_bytes:
             pages = (budget - taken) // self.page_bytes
         return PoolSizes(max(pages, self.least_pages), sizes.windows, sizes.states)
 
     def with_units(self, pages: int) -> PoolSizes:
-        """Returns the numbers of units for a number of pages: those of the ratios, and at least those of one request."""
+        """Returns the numbers of units that the ratios give for a number of pages, but at least the units of one request."""
         windows = max(int(pages * self._windows_per_page), self.slot_windows) if self.window_bytes else 0
         if not self.state_bytes:
             return PoolSizes(pages, windows)
@@ -106,7 +107,8 @@ class CacheShape:
     def for_pages(self, pages: int, budget: int) -> PoolSizes:
         """Returns the numbers of units for a number of pages that a setting gives.
 
-        There are states for max_slots requests and one cached state for each of them, if all of it fits into `budget` bytes.
+        There are states for max_slots requests, and one cached state for each of these requests. If `budget` bytes do not
+        suffice, there are as many states as fit.
         """
         sizes = self.with_units(pages)
         if not self.state_bytes or self.max_mamba_cache_size:
