@@ -19,7 +19,7 @@ class BackupQueue:
         Args:
             unlocked: whether a node is offered when its last lock ends.
             appended: whether a new node is offered.
-            hits: number of admissions on its path after which a node is offered; 0: admissions offer no nodes.
+            hits: number of admissions on a node's path after which the node is offered; 0: admissions offer no nodes.
         """
         self._when_unlocked, self._when_appended, self._hits = unlocked, appended, hits
         self._nodes: deque[TreeNode] = deque()
@@ -40,7 +40,7 @@ class BackupQueue:
             self._offer(node)
 
     def hit(self, node: TreeNode) -> None:
-        """Offers a node if the admission of a request with this hit brings the node's hits to the limit.
+        """Offers the node at the end of a request's hit, if the request's admission brings the node's hits to the limit.
 
         Called before node.hits counts the admission.
         """

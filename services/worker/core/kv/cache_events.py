@@ -4,7 +4,8 @@ A block has BLOCK_TOKENS tokens. Its name is a hash over its tokens and the name
 the worker. On the device, a block belongs to the tree edge with its last token. It is removed with this edge, because eviction
 removes suffixes first. TierBlocks reports the blocks of the lower tiers.
 
-With cache groups, a prefix hit ends only at page ends that have the units of all groups. HitEnds reports them as marks of blocks.
+With cache groups, a prefix hit ends only at page ends that have the units of all groups. HitEnds reports such page ends as
+marks of blocks.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class CacheEventLog:
         self._block_hash = block_hash
         self._root_hash = root_hash
         self._cleared = False
-        # Number of tree edges with each device block, which can exceed 1 if pages are larger than blocks, and number of hit ends
-        # with each mark.
+        # For a device block: number of tree edges with the block, which can exceed 1 if pages are larger than blocks.
+        # For a mark: number of hit ends with the mark.
         self._num_edges: Counter[bytes] = Counter()
         self._below: dict[bytes, BlockTier] = {}  # slowest tier of each block that the lower tiers have completely
         # Changed blocks, each with the tier that the last message reported, or None if it reported no tier.

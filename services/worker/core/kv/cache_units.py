@@ -99,7 +99,7 @@ class CacheUnits:
             num_slots, dtype=np.bool_
         )  # whether a cached page owns the current state, which is pinned
         self._kept, self._kept_end = column(NO_UNIT), column(0)  # state at a page end that decoding has passed, and the page end
-        self._older, self._older_end = column(NO_UNIT), column(0)  # the same before the newer one is committed
+        self._older, self._older_end = column(NO_UNIT), column(0)  # the previous such pair, until the new state is committed
         self._last_end = column(0)  # last page end at which the slot keeps units for hits
         self._branch = column(0)  # page end after which the prompt differs from cached prompts; 0: none
         # Page ends of planned chunks, rising, with their states. publish() gives the units to the pages when they are computed.
@@ -125,13 +125,13 @@ class CacheUnits:
         return _last_end(fits)
 
     def count_misses(self, path: Sequence[tuple[TreeNode, int]]) -> None:
-        """Adds the pages of an admitted prompt after the last page end that has a group's units to the group's counter."""
+        """Counts, for each group, the cached pages of an admitted prompt after the last page end with the group's units."""
         total = sum(count for _, count in path)
         for pool in self.pools if total else ():
             pool.missed_pages_total += total - _last_end(self._has_units(pool, path, total))
 
     def _has_units(self, pool: UnitPool, path: Sequence[tuple[TreeNode, int]], total: int) -> NDArray[np.bool_]:
-        """Returns for each of the page ends 1 to `total` of a path whether the group has what the next token reads."""
+        """Returns for each page end of a path, from 1 to `total`, whether the group has the units that the next token reads."""
         missing: NDArray[np.bool_] = _along(path, pool.index)[:total] == NO_UNIT
         if pool is not self.windows:
             return ~missing
@@ -143,7 +143,7 @@ class CacheUnits:
         return found
 
     def is_reachable(self, node: TreeNode) -> bool:
-        """Whether a hit may end in the node, as far as its own units show."""
+        """Returns whether a hit may end in the node. Checks only the node's own units."""
         return bool(node.units) and bool((node.units[-1] != NO_UNIT).any())
 
     # Nodes
@@ -168,20 +168,20 @@ class CacheUnits:
     # Slots
 
     def can_reserve(self, num_extend: int) -> bool:
-        """Whether a further request that extends by `num_extend` tokens gets the window units that it may need at once."""
+        """Returns whether enough window units are unreserved for one more request, which extends by `num_extend` tokens."""
         return self.windows is None or self.num_reserved + self._extend_pages(num_extend) <= self.windows.num_units
 
     def _extend_pages(self, num_extend: int) -> int:
-        """Returns the pages of a window before a chunk, and of the chunk. They also suffice for decoding."""
+        """Returns the number of pages of a chunk and the window before it. This number of pages also suffices for decoding."""
         return window_pages(self._window + min(num_extend, self._max_chunk), self._page_size, self._pages_per_slot)
 
     def begin(self, slot: int, hit: TreeNode, branch: int, num_extend: int) -> tuple[int, I32]:
-        """Reserves units for a slot and pins those of its hit.
+        """Reserves window units for a slot, and pins the units of the slot's hit.
 
         Args:
             slot: a free slot.
             hit: end of the hit, which hit_end() has found.
-            branch: number of pages of the prompt that are cached, at least those of the hit.
+            branch: number of cached pages of the prompt, at least the pages of the hit.
             num_extend: number of tokens after the hit to which the request extends.
 
         Returns:
@@ -211,8 +211,8 @@ class CacheUnits:
 
         Args:
             slot: the slot.
-            num_shared: first pages of the slot that the tree owns.
-            num_pages: pages of the slot.
+            num_shared: number of the slot's first pages that the tree owns.
+            num_pages: number of the slot's pages.
         """
         self._leave(slot, num_pages, num_shared)
         self._reserve(slot, 0)
@@ -269,7 +269,7 @@ class CacheUnits:
         self._unpinning.clear()
 
     def chunk(self, slot: int, start: int, count: int, target: int) -> int:
-        """Returns the number of first tokens of a chunk of `count` tokens that need at most the slot's units.
+        """Shortens a chunk so that one step can store the states at the page ends inside it. Returns the chunk's tokens.
 
         Args:
             slot: the slot.
@@ -350,8 +350,8 @@ class CacheUnits:
         Args:
             slots: int64[n].
             positions: int64[n], number of planned tokens of each row.
-            num_pages: int32[slots], pages of all slots.
-            num_shared: int32[slots], first pages of all slots that the tree owns.
+            num_pages: int32[slots], number of each slot's pages.
+            num_shared: int32[slots], number of each slot's first pages that the tree owns.
 
         Returns:
             Whether fewer units are reserved than before, so that further requests may be admitted.
@@ -379,7 +379,7 @@ class CacheUnits:
             first: first newly published page.
 
         Returns:
-            The first page whose window unit has changed, and the slot's units from this page on to the end; empty if none has.
+            The first page whose window unit has changed, and the slot's units from this page on; empty if no unit has changed.
         """
         changed = end.depth
         if self.windows is not None:
@@ -397,7 +397,7 @@ class CacheUnits:
         return changed, self.window_table[slot, changed : end.depth].copy()
 
     def publish_last(self, slot: int, end: TreeNode) -> None:
-        """Gives the state at the slot's last page end to its page, before the slot ends.
+        """Gives the state at the slot's last page end to the page before this page end. Called before the slot ends.
 
         `end` is the end of the published pages.
         """
@@ -491,7 +491,7 @@ class CacheUnits:
         self._reserved[slot] = count
 
     def _leave(self, slot: int, first: int, num_shared: int) -> None:
-        """Frees the slot's window units before page `first`, and unpins those that the tree owns."""
+        """Gives up the slot's window units before page `first`: unpins the units that the tree owns, and frees the others."""
         begin = int(self._first[slot])
         if self.windows is None or first <= begin:
             return
@@ -540,7 +540,7 @@ class CacheUnits:
             self._older[slot] = NO_UNIT
 
     def _pass_end(self, slot: int, position: int, at_end: bool) -> None:
-        """Leaves the current state of a decode row. At a page end, it becomes the kept one."""
+        """Leaves the current state of a decode row. At a page end, this state becomes the kept state."""
         unit = int(self._current[slot])
         unpublished = any(unit == other for _, other in self._ends.get(slot, ()))
         if not at_end or self._current_is_cached[slot] or unpublished or unit == NO_UNIT:
@@ -584,7 +584,7 @@ def _backwards(end: TreeNode, first: int, stop: int | None = None) -> list[tuple
     Args:
         end: node at the end of the pages, or after it.
         first: first page.
-        stop: number of pages; None for those up to the end of the node.
+        stop: number of pages; None for all pages up to the end of the node.
     """
     found = []
     node = end

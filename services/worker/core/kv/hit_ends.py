@@ -19,7 +19,7 @@ Unit = tuple[int, int]
 class HitEnd:
     """A page end at which a hit can end."""
 
-    mark: bytes  # mark of the last block before it, see CacheEventLog.mark_of()
+    mark: bytes  # mark of the last block before the page end, see CacheEventLog.mark_of()
     units: tuple[Unit, ...]  # units that the next token reads
 
 
@@ -29,10 +29,10 @@ class HitEnds:
     def __init__(self, events: CacheEventLog) -> None:
         self._events = events
         self._ends: dict[Unit, HitEnd] = {}  # by the first unit of each end, which no other end has as its first unit
-        self._of_unit: dict[Unit, list[Unit]] = {}  # keys of the ends that need each unit
+        self._of_unit: dict[Unit, list[Unit]] = {}  # for each unit: keys in `_ends` of the page ends that need the unit
 
     def kept(self, mark: bytes, units: Sequence[Unit]) -> None:
-        """Records that the next token finds its units at a page end. The first unit belongs to the last page before the end."""
+        """Records a page end at which a hit can end. The first unit belongs to the last page before the page end."""
         key = units[0]
         if key in self._ends:
             return

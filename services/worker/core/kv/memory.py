@@ -1,4 +1,4 @@
-"""The KV memory of one cache group: pages, slots, the radix tree, and the leases of running requests.
+"""The KV memory of a worker: pages, slots, the radix tree, and the leases of running requests.
 
 Every page is free, leased by one slot, cached in the tree, or quarantined while an operation writes it; free + leased + cached +
 quarantined = total. A freed page may be allocated again at once, because one forward stream orders all steps
@@ -109,7 +109,7 @@ class TableWrites:
         self._updates: list[TableUpdates] = []
         self._runs: list[tuple[int, int, int]] = []  # (slot, first entry, number of entries) of writes after those in _updates
         self._run_entries: list[I32] = []
-        self._num_updates = 0  # number of writes in _updates and _runs; a write is of one slot
+        self._num_updates = 0  # number of writes in _updates and _runs; each write is to one slot's entries
         self._ended: dict[int, int] = {}  # slots that were freed since the last plan, with the number of writes at that time
 
     def add(self, slot: int, first: int, entries: I32) -> None:
@@ -234,7 +234,7 @@ class KVMemory:
         return node, num_pages * self.page_size
 
     def cached(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
-        """Returns the same as peek() for the cached pages of `key`, whose units may be missing."""
+        """Returns the same as peek(), but for all cached pages of `key`, even if their units are missing."""
         node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
 
@@ -242,7 +242,7 @@ class KVMemory:
         """Counts the cached pages of an admitted `key` that have to be computed again, because units are missing.
 
         Returns:
-            The number of its cached pages, whose units may be missing, within at most `limit` tokens.
+            The number of cached pages of `key` in its first `limit` tokens, including pages without units.
         """
         path = self.tree.path(namespace, key, self._usable(len(key), limit))
         if self.units is not None:

@@ -15,7 +15,7 @@ RequestKey = tuple[int, int]
 
 
 class PeerSource(Protocol):
-    """A reservation in another worker; KvSource implements it."""
+    """The interface of a KV reservation in another worker, as far as this package uses it. KvSource implements it."""
 
     @property
     def reservation(self) -> object:

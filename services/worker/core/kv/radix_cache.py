@@ -180,7 +180,7 @@ class RadixCache:
             walk = walk.parent
 
     def peek(self, namespace: str, key: bytes, end: int | None = None) -> tuple[TreeNode | None, int]:
-        """Returns the node in which match() would end, and the number of its pages. Changes nothing."""
+        """Returns the node in which match() would end, and the number of matching pages. Changes nothing."""
         node, num_pages, at = self._roots.get(namespace), 0, 0
         end = len(key) if end is None else min(end, len(key))
         while node is not None and at + self._page_bytes <= end and (child := node.children.get(key[at : at + self._page_bytes])):
@@ -192,7 +192,7 @@ class RadixCache:
         return node, num_pages
 
     def path(self, namespace: str, key: bytes, end: int) -> list[tuple[TreeNode, int]]:
-        """Returns the nodes with pages of the first `end` bytes of `key`, and the number of these pages. Changes nothing."""
+        """Returns the nodes with pages of the first `end` bytes of `key`, each with its number of such pages. Changes nothing."""
         node, at = self._roots.get(namespace), 0
         found: list[tuple[TreeNode, int]] = []
         while node is not None and at + self._page_bytes <= end and (child := node.children.get(key[at : at + self._page_bytes])):
