@@ -55,7 +55,8 @@ class Intake:
         Args:
             requests: the requests.
             tokens: int32[n], the next token of each request.
-            may_end: bool[n], whether the token may end the request or must advance a grammar. If False, it is only appended.
+            may_end: bool[n], whether the token may end the request or must advance a grammar. Otherwise, the token is only
+                appended.
             rows: int64[n], the request's index in the dictionaries of `result`.
             result: the step's result.
 
@@ -291,8 +292,8 @@ class Committer:
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
         """Adds the logprobs of prompt tokens to the outputs.
 
-        If the request was retracted since the plan, they are added only if its sampled token counts. If it does not, the request
-        will compute this chunk again.
+        If the request was retracted since the plan, the logprobs are added only if the row's sampled token counts. If the token
+        does not count, the request will compute this chunk again.
         """
         for row in step.plan.prompt_logprob_rows.tolist():
             request = step.requests[row]
@@ -306,7 +307,7 @@ class Committer:
                 self._outputs.add_prompt_logprobs(request, values)
 
     def _end_unsampled(self, step: Step, result: StepResult, rows: Mask, now: float) -> None:
-        """Ends the requests with a fault in a row that samples no token."""
+        """Ends each request whose row has a fault and samples no token."""
         for row, fault in result.faults.items():
             if rows[row] and (ending := check_fault(0, 1, fault)):
                 self._lifecycle.end(step.requests[row], ending, now)

@@ -32,11 +32,11 @@ PAYS = 1.1
 # limited because almost no draft token is accepted.
 PROBE_EVERY, PROBE_EVERY_FUTILE = 32, 80
 RARELY = 16  # factor of PROBE_EVERY if draft tokens do not pay
-# Number of choices for a bucket after which the costs of the numbers next to the chosen number are measured again.
+# After this number of choices for a bucket, the costs of the next smaller and the next larger choice are measured again.
 FORGET_AFTER = 1024
-# A step does not measure an unknown cost if the probability that the drafter proposes nothing for it is at least this.
+# An unknown cost is measured in a step only if the probability that the drafter proposes nothing is below this value.
 PROBABLY_EMPTY = 0.5
-FEW = 2  # smallest number of measurements of a cost or an acceptance that is used
+FEW = 2  # a mean cost or an acceptance is used from this number of measurements on
 # LATEST: smallest weight of a new cost in the mean. A cost above OUTLIER times the mean counts as OUTLIER times the mean.
 LATEST, OUTLIER = 0.05, 4.0
 # From this number of measurements without draft tokens on, a change of their mean scales the costs of steps with draft tokens.
@@ -50,9 +50,9 @@ BUCKETS = 32  # classes of steps, by the bit length of the number of rows
 # results.
 FIRSTS, FADE_OF_FIRSTS = 3, 0.95
 FUTILE = 1 / 8  # drafting is limited while a smaller share of the requests' first verifications has an accepted token
-WORTHWHILE = 1 / 2  # this share is set to at least this value after RIGHT_RUN accepted tokens in a row, which ends the limit
+WORTHWHILE = 1 / 2  # RIGHT_RUN accepted tokens in a row raise that share to at least this value, which ends the limit
 CROWDED = 256  # drafting is limited after this number of consecutive steps with too many rows for draft tokens
-MOST_LIMITED = 2  # number of requests with draft tokens and fewer than MISSES misses at which limited drafting adds no other
+MOST_LIMITED = 2  # limited drafting adds no request if this many requests with draft tokens have fewer than MISSES misses
 RIGHT_RUN = 3  # number of consecutive accepted draft tokens of one request that shows that drafting works
 
 
@@ -111,7 +111,7 @@ class DraftController:
         Both of these numbers must be below a limit:
 
         - running requests that get draft tokens: below 2 * MOST_LIMITED;
-        - those of them with an accepted token in their last MISSES verifications: below MOST_LIMITED.
+        - requests among these with an accepted token in their last MISSES verifications: below MOST_LIMITED.
 
         Args:
             drafting: slots of the running requests that get draft tokens.
@@ -128,7 +128,7 @@ class DraftController:
         self._crowded = 0
 
     def crowded(self, slots: I64) -> I64:
-        """Counts a step with too many rows for draft tokens, and returns the rows' number of draft tokens, which is 0."""
+        """Counts a step with too many rows for draft tokens. Returns 0 draft tokens for each row."""
         self._crowded += 1
         self._pauses[slots] -= self._pauses[slots] > 0
         return np.zeros(len(slots), dtype=np.int64)
@@ -242,8 +242,8 @@ class DraftController:
     def _record_cost(self, bucket: int, drafted: int, seconds: float) -> None:
         """Records the cost of a step.
 
-        If the cost of steps without draft tokens changes, because the machine slows down or contexts grow, the costs of steps
-        with draft tokens are multiplied by the same factor, because steps with draft tokens are rare then.
+        The cost of steps without draft tokens changes if the machine slows down or contexts grow. The costs of steps with draft
+        tokens are then multiplied by the same factor, because such steps are rare at that time.
         """
         index = next(index for index, choice in enumerate(self._choices) if choice >= drafted)
         self._drafted_steps[bucket] = self._drafted_steps[bucket] + 1 if index else 0

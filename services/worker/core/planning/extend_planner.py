@@ -228,7 +228,7 @@ class ExtendPlanner:
     # Waiting requests
 
     def preempt(self, ratio: float, flight: Step | None, step_id: int) -> None:
-        """Retracts less urgent running requests if the first waiting request that gates admit does not fit without this.
+        """Retracts less urgent running requests if the first waiting request that the gates admit does not fit.
 
         Called before any row of the step is planned.
         """
@@ -307,9 +307,9 @@ class ExtendPlanner:
     def _admit_before(self, started: list[Request], rows: StepRows, now: float, step_id: int) -> None:
         """Admits waiting requests before the next chunks of the started extends, which may have many chunks left.
 
-        These are more urgent requests, requests of flows with a lower sort key, and requests that arrived before a started extend
-        and whose wait for a prefix has ended. The KV that the started extends need stays free. If a request finds no KV,
-        batch_is_full stays False.
+        The admitted requests are more urgent requests, requests of flows with a lower sort key, and requests that arrived before
+        a started extend and whose wait for a prefix has ended. The KV that the started extends need stays free. If a request
+        finds no KV, batch_is_full stays False.
         """
         turn = max(map(_by_arrival, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _by_arrival(r) < turn]
@@ -329,7 +329,7 @@ class ExtendPlanner:
         return left
 
     def _admit_beside(self, order: Iterable[Request], started: list[Request], rows: StepRows, now: float, step_id: int) -> None:
-        """Admits requests to the KV that is left after the needs of the started extends."""
+        """Admits requests, and leaves free the KV that the started extends need."""
         self._adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
         self._admit_waiting(order, rows, now, step_id)
         self._adder.set_aside = 0

@@ -52,7 +52,7 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self._floor)
 
     def raise_on_retract(self, num_decoded: int, batch_size: int, sum_max_new: int) -> None:
-        """Sets the ratio after a retraction to the share that the rows that were not retracted need.
+        """Sets the ratio after a retraction to the share that the remaining rows need.
 
         Args:
             num_decoded: sum of these rows' output tokens.

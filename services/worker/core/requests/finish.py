@@ -57,7 +57,7 @@ _HANDED_OVER = Finish(FinishReason.HANDED_OVER)
 
 
 def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> Finish:
-    """Returns an ending with an error. If `message` is a Reason and `field` is set, it also names the invalid element."""
+    """Returns an ending with an error. If `message` is a Reason and `field` is set, the ending also names the invalid element."""
     element = message.part if isinstance(message, Reason) and field else None
     return Finish(FinishReason.ABORT, error=error, message=message, field=field, element=element)
 
@@ -153,7 +153,7 @@ def _check_text(request: Request, rules: TextRules) -> Finish | None:
     except StopRuleTooExpensive as error:
         return refused(str(error))
     except Exception as error:
-        message = f"the output could not be searched for stop strings: {type(error).__name__}"
+        message = f"the output could not be searched for stop strings or stop patterns: {type(error).__name__}"
         return Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
     return None if pattern is None else Finish(FinishReason.MATCHED_REGEX, matched_stop=pattern)
 
@@ -174,7 +174,9 @@ def _tail_text(request: Request, rules: TextRules) -> str:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> str | None:
-    """Returns the stop string that begins first in `text`, or None. Of those that begin together, returns the first in `stops`.
+    """Returns the stop string that begins first in `text`, or None.
+
+    If several stop strings begin at the same index, it returns the first of them in `stops`.
 
     This is SGLang's rule for the stop string that a response reports. The detokenizer's StopStringBuffer uses another rule. It
     cuts streamed text at the stop string that ends first, because it must not wait for longer stop strings.

@@ -26,7 +26,7 @@ from rootstock_llm.services.worker.core.requests.waiting_queue import IN_BATCH_D
 
 MAX_PASSES = 8  # admission passes without progress of an extend after which a request stops waiting for that extend
 RESUBMIT_S = 0.25  # seconds after which a grammar is submitted again if the compiler's queue was full
-# Limits of one call of GrammarGate.replay(), in which matchers accept given output. The loop calls it once per turn.
+# Limits of one call of GrammarGate.replay(), in which matchers accept given output. The loop calls it once per iteration.
 REPLAY_TOKENS = 1024  # tokens of all requests together
 REPLAY_S = 0.01  # CPU seconds of all requests together
 REPLAY_AT_ONCE = 32  # tokens between two checks of REPLAY_S
@@ -89,7 +89,7 @@ class _Lead:
 
 
 class PrefixGate:
-    """Holds a request while a running extend computes its uncached prefix, so that n choices of one prompt compute it once.
+    """Holds a request while a running extend computes the same prefix, so that n choices of one prompt compute the prefix once.
 
     A request waits for one extend, its lead. The wait ends when the lead has committed the shared tokens, when the lead ends or
     is retracted, or after MAX_PASSES passes in which the lead commits nothing. Waiting requests are listed by lead, so that a
@@ -99,7 +99,7 @@ class PrefixGate:
     def __init__(self, page_size: int, memory: KVMemory, columns: SlotColumns, waiting: WaitingQueue) -> None:
         self._memory, self._columns, self._waiting = memory, columns, waiting
         self._page_bytes = page_size * TOKEN_BYTES
-        # A request waits for an extend only if the extend's token key equals the request's for this many bytes after its hit.
+        # A request waits for an extend only if both token keys are equal in this number of bytes after the request's hit.
         self._cut = max(IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES, self._page_bytes)
         self._leads: dict[int, _Lead] = {}  # by seq of the extend
         # Extends by the node at the end of their lease, and by the next `_cut` bytes of their token key.
@@ -177,7 +177,7 @@ class PrefixGate:
         """Returns an extend whose token key begins with key[:end], or None if there is none.
 
         Args:
-            node: node in which the request's hit ends. Extends at the nodes of the path to it are compared.
+            node: node in which the request's hit ends. Extends at the nodes of the path to this node are compared.
             key: token key of the request.
             hit: length of the hit in bytes.
             end: number of first bytes in which both token keys must be equal.
@@ -269,8 +269,8 @@ class GrammarGate:
         """Sets the matcher of a request with a grammar.
 
         Returns:
-            Whether the request may enter the waiting queue. If its grammar is not compiled, or if its matcher must first accept
-            given output, it may not, and the caller calls wait().
+            Whether the request may enter the waiting queue. False if its grammar is not compiled, or if its matcher must first
+            accept given output. The caller then calls wait().
         """
         spec = request.params.grammar
         if spec is None:
@@ -319,7 +319,7 @@ class GrammarGate:
         return [request for request in waiting if not request.progress.num_given]
 
     def resubmit(self, now: float) -> list[Request]:
-        """Submits the postponed grammars again that have waited for RESUBMIT_S.
+        """Submits postponed grammars again when RESUBMIT_S has passed since they were postponed.
 
         Returns:
             The requests that may leave because their grammar is compiled. The caller calls leave() for each of them.

@@ -186,7 +186,7 @@ class RequestLifecycle:
         assert self._adds_up, "each request is in one queue"
 
     def release_pins(self) -> bool:
-        """Releases pins because running requests need pages: those of waiting requests, and of reservations in the state WAITING.
+        """Releases the pins of waiting requests and ends the reservations in the state WAITING. Running requests need the pages.
 
         Returns:
             Whether a pin was released.
@@ -195,7 +195,7 @@ class RequestLifecycle:
         return self._reservations.end_waiting() or imported
 
     def admit(self, request: Request, hit: TreeNode, now: float) -> Lease:
-        """Allocates a slot for a waiting request. The lease takes over the lock of `hit`, the end of its prefix hit."""
+        """Allocates a slot for a waiting request. The lease takes over the lock of `hit`, the end of the request's prefix hit."""
         kv, progress = request.kv, request.progress
         self._queues.admit(request)
         branch = 0
@@ -343,7 +343,7 @@ class RequestLifecycle:
             self._watch(request.deadline, request)
 
     def _cached_from(self, request: Request) -> dict[Tier, int]:
-        """Returns the number of tokens of the first prefix hit by the tier from which they were read."""
+        """Returns the number of tokens of the first prefix hit that were read from each tier."""
         left, found = request.progress.num_cached_tokens, {}
         for tier, pages in request.kv.imported.items():
             found[Tier(tier)] = min(left, pages * self.config.page_size)
@@ -376,8 +376,8 @@ class RequestLifecycle:
     def _context_end(self, request: Request, node: TreeNode | None) -> TreeNode:
         """Returns the node at the end of a finished turn's cached context.
 
-        This is `node`, the end of the lease. If the turn ended while it waited, it had no lease, and this is the end of its
-        prefix hit.
+        The result is `node`, the end of the lease. A turn that ended while it waited had no lease; the result is then the end of
+        the turn's prefix hit.
         """
         if node is not None:
             return node

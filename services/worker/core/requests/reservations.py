@@ -11,15 +11,15 @@ A reservation pins the pages of a prompt and has no slot. RequestLifecycle is th
   GROWING ──► WAITING    the request is retracted
   WAITING ──► GROWING    the request is admitted again
   GROWING ──► COMPLETE   the request is handed over
-  WAITING ──► COMPLETE   the same, after the retraction of a request whose last token was in flight
+  WAITING ──► COMPLETE   the request is handed over; it was retracted while its last token was in flight
   WAITING ──► ENDED      the time limit is reached, or running requests need pages
   COMPLETE ──► ENDED     the time limit is reached, or the reader releases the reservation
   ENDED ──► COMPLETE     the request is handed over after its reservation ended in the state WAITING
   any ──► ENDED          the request ends without a handover or is aborted later, its gateway stream ends, its salt is deleted,
                          or the device pages are reset
 
-Each addition of pages is an opening with a number. A reader's release names the opening that it has read. It has no effect if
-there was a later opening.
+Each addition of pages is an opening with a number. A reader's release names the opening that the reader has read. The
+release has no effect if there was a later opening.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class KvReservations:
     def _end(self, live: _Live) -> None:
         """Ends a reservation and unpins its pages.
 
-        Unpins them with used=True, so that the tree offers them for a backup. The pin may have prevented the backup when their
+        Unpins them with used=True, so that the tree offers them for a backup. The pin may have prevented the backup when the
         request ended.
         """
         self._freed = True

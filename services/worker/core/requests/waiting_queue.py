@@ -23,7 +23,7 @@ from rootstock_llm.services.worker.core.requests.request import Request
 from rootstock_llm.services.worker.core.requests.shares import Flow
 
 # Thresholds of in-batch prefix caching, in tokens; names and values as in SGLang.
-IN_BATCH_CHECK_THRESHOLD = 32  # only requests with at most this long a prefix hit are compared with other waiting requests
+IN_BATCH_CHECK_THRESHOLD = 32  # requests with a longer prefix hit are not compared with other waiting requests
 IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # a request that shares this many first tokens with an earlier one is served later
 
 
@@ -408,7 +408,7 @@ def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
 
 
 def _merged(flows: dict[Flow, list[Request]]) -> Iterator[Request]:
-    """Yields the requests of the flows that no gate blocks, each time from the flow with the lowest sort key.
+    """Yields the requests that no gate blocks, each time from the flow with the lowest sort key.
 
     Flows with equal sort keys keep their order.
     """
