@@ -228,7 +228,7 @@ class SchedulerControl:
         return self._scheduler.trace.of(request_id)
 
     def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """Returns the number of events since the start, and those after the first `count` that the trace log still has."""
+        """Returns the number of events since the start, and the events after the first `count` that the log still has."""
         return self._scheduler.trace.since(count)
 
     def self_check(self) -> list[str]:

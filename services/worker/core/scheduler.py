@@ -1,8 +1,8 @@
 """The scheduler core. It takes messages and step results, and returns plans and outputs.
 
 It has no clock, no I/O, no threads and no tensors, so that the same calls give the same plans. Its only caller is the worker's
-loop. In each turn, the loop passes messages, gets a plan, launches the plan, and then passes the result of the previous step. At
-most one step is uncommitted when a plan is made. docs/design/scheduler.md has the rules.
+loop. In each iteration, the loop passes messages, gets a plan, launches the plan, and then passes the result of the previous
+step. At most one step is uncommitted when a plan is made. docs/design/scheduler.md has the rules.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Scheduler:
     def prefetch(self, message: Prefetch, now: float) -> None:
         """Begins to read pages of a prefill worker for a request that will arrive later, if reading is faster than computing.
 
-        The message is ignored if it is for other weights or if a request has its handle already. A request never depends on it.
+        The message is ignored if it is for other weights or a request has its handle already. No request depends on a prefetch.
         """
         is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.queues.by_key
         if self.tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:

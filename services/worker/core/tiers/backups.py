@@ -21,8 +21,8 @@ from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, PageKey
 from rootstock_llm.services.worker.core.tiers.tier_blocks import TierBlocks
 
 MOST_EXAMINED = 16  # largest number of queued nodes that one call of plan() examines
-# Largest number of running copies to the host. Several run at a time, because new copies begin once per turn of the loop, and a
-# turn may take as long as a large step.
+# Largest number of running copies to the host. Several run at a time, because new copies begin once per loop iteration, and an
+# iteration may take as long as a large step.
 MOST_BACK_UPS = 8
 MOST_PATH_SHARE = 2  # one prompt has at most 1/2 of all host pages
 MOST_STORED_SHARE = 2  # at most 1/2 of all host pages wait for their write to the storage
@@ -285,7 +285,7 @@ class Backups:
         return keys
 
     def _name(self, path: list[TreeNode], keys: list[bytes]) -> None:
-        """Records the blocks of a path of which lower tiers have all pages.
+        """Records the blocks of a path. Lower tiers have all pages of the path.
 
         These blocks may be unknown, because other workers copied some of the pages, or because they end in pages that were
         computed after the copy.

@@ -50,7 +50,7 @@ class RunningImport:
 
 
 class Lanes:
-    """The running import operations. For each page that is being read, its operation."""
+    """The running import operations, and for each page that is being read, the operation that reads it."""
 
     def __init__(self, rates: Rates) -> None:
         """Starts without operations. Measured times are recorded in `rates`."""
@@ -106,7 +106,7 @@ class Lanes:
             self._free_at[HOST.lane] = now
 
     def void(self, is_of: Callable[[Wanted], bool]) -> None:
-        """Discards the results of operations that began for requests or prefetches with is_of(), and ends all waits for them."""
+        """Discards the results of operations whose request or prefetch fulfils is_of(). Ends the waits for these operations."""
         for running in self:
             if is_of(running.wanted):
                 running.counts, running.waits = False, []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rootstock_llm.services.worker.core.contracts.transfers import Tier
 
 FADES = 0.7  # weight of the earlier average when a new measurement is added
-# A source's rate is multiplied by this each time that reading from the source would not pay, so that the source is measured again
-# later.
+# A source's rate is multiplied by this factor each time that reading from the source would not pay, so that the source is
+# measured again later.
 FORGIVES = 1.05
 LARGE_TOKENS = 128  # the time of a step with fewer extended tokens is not used, because other work dominates it
 FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9, Tier.PEER: 1e10}  # assumed rates in bytes/s until a read was measured
@@ -101,8 +101,8 @@ class Rates:
     def is_over(self, source: Tier, pages: int, elapsed: float, rest: int, lane: str = "") -> bool:
         """Returns whether computing would now be faster than waiting for an operation that has not ended.
 
-        The comparison is for the operation's pages and the `rest` pages after them. The operation is assumed to need at least as
-        much time again as it has needed so far.
+        The comparison is for the operation's pages and the `rest` pages after them. If the operation has taken longer than
+        estimated, it is assumed to need as much time again as it has needed so far.
 
         Args:
             source: tier of the pages.

@@ -173,7 +173,10 @@ class Tiers:
         return self.num_running < before
 
     def replace_weights(self, revision: str) -> None:
-        """Forgets the host pages of the old weights. Requests do not find their pages in a storage, which evicts them in time."""
+        """Forgets the host pages of the old weights.
+
+        Later requests do not find pages of the old weights in a storage. The storage evicts such pages in time.
+        """
         self.clear((Tier.HOST,))
         if self._blocks is not None:
             self._blocks.replace_weights(revision)
