@@ -45,8 +45,8 @@ SERIES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "
 OF_SGLANG = """
 ## SGLang's metrics
 
-This table has all metrics of SGLang and their counterparts here. A worker exports the metrics of its own work, for any process
-that exports them in SGLang. Equal names have equal meanings; labels may differ.
+This table has all metrics of SGLang and their counterparts here. A worker exports the metrics of its own work, also those that
+another process exports in SGLang. Equal names have equal meanings; labels may differ.
 
 """
 UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # if a metric's name contains one of these words, it is the unit

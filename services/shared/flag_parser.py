@@ -44,7 +44,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the known name of which this one is a likely misspelling, or an empty string."""
+    """Returns the known name that `name` probably misspells, or an empty string."""
     by_word = {each.lstrip("-").replace("-", "_"): each for each in known}
     found = difflib.get_close_matches(name.lstrip("-").replace("-", "_").lower(), by_word, n=1, cutoff=LIKENESS)
     return by_word[found[0]] if found else ""

@@ -11,7 +11,8 @@ def map_large_blocks(threshold_bytes: int) -> None:
     """Makes malloc use a separate mapping for each block of at least this size, which free() returns to the operating system.
 
     By default, glibc raises this threshold to the size of the largest freed mapping, up to 32 MiB, and caches smaller freed
-    blocks. Call it before the first thread starts. The kernel zeroes each mapping, so frequent large allocations become slower.
+    blocks. The caller must call this function before the first thread starts. The kernel zeroes each mapping, so frequent large
+    allocations become slower.
     Source: mallopt(3).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

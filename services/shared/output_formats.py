@@ -67,7 +67,7 @@ class OutputFormats:
         return marks if len(marks) == 2 else ()
 
     def after(self, prompt: str) -> OutputFormats:
-        """Returns the formats of the output after a rendered prompt (or its end), which may already have opened the reasoning."""
+        """Returns the formats of the output. `prompt`: the rendered prompt or its end, which may have opened the reasoning."""
         if self.reasoning not in ("think", "think_open"):
             return self
         reasoning = "think_open" if prompt.rstrip().endswith(_THINK[0]) else "think"
@@ -125,7 +125,7 @@ def _between_call_marks(template: str) -> str:
 
 
 def _reasoning(template: str) -> str:
-    """Returns the reasoning format. If the generation prompt has both marks, the format depends on the request; it is `think`."""
+    """Returns the reasoning format: `think` if the generation prompt has both marks, because the request selects one of them."""
     if "[THINK]" in template:
         return "mistral_think"
     if _THINK[1] not in template:

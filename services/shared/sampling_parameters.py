@@ -79,7 +79,8 @@ class SamplingParameter:
     def resolved(self, value: Any) -> Any:
         """Converts a valid value to its form in the core and on the wire.
 
-        All neutral values become the first of them. If `low` is excluded, a value near 0 stays above 0 as float32.
+        Each neutral value becomes the first neutral value. If `low` is excluded, a smaller value becomes SMALLEST_POSITIVE, so
+        that it is not 0 as float32.
         """
         if value in self.neutral:
             return self.neutral[0]
@@ -351,7 +352,7 @@ def of_api(api: Api) -> Mapping[str, SamplingParameter]:
 
 
 def renamed(api: Api) -> Mapping[str, str]:
-    """Returns the API's name of each wire field whose name in the API differs; the first one if the API has several names."""
+    """Maps each wire field that has another name in the API to this name, or to the first name if the API has several."""
     rows = [row for row in reversed(PARAMETERS) if api in row.names and row.wire and "." not in row.wire]
     return {row.wire: row.names[api] for row in rows if row.wire != row.names[api]}
 

@@ -35,7 +35,7 @@ def unserved_layers(architecture: str, types: Iterable[str]) -> str:
 
 
 def fixed_attention(architecture: str) -> str:
-    return f"{architecture} has attention that transformers cannot replace by the server's"
+    return f"{architecture} has attention that transformers cannot replace by the server's attention"
 
 
 def encoder_with_decoder(architecture: str) -> str:

@@ -53,7 +53,7 @@ class TlsSettings(BaseSettings):
         missing = [name for name, path in files.items() if not path]
         if missing and (len(missing) < len(files) or self.mtls_token_file):
             raise ValueError(
-                f"{', '.join(files)} must be set together, also if mtls_token_file is set; not set: {', '.join(missing)}"
+                f"{', '.join(files)} must all be set if one of them or mtls_token_file is set; missing: {', '.join(missing)}"
             )
         return self
 

@@ -10,8 +10,8 @@ SOURCE is a hub id (with @REVISION if it is not main), s3://BUCKET/PREFIX, gs://
 
 Environment:
   MODEL_FILES      `tokenizer` downloads all files except the weights
-  MAKE_ROOM        if set, deletes the model in FOLDER before the download if the volume cannot hold it and the new model; no
-                   process may be reading it then
+  MAKE_ROOM        if set, and if the volume is too small for the old and the new model, the old model in FOLDER is deleted before
+                   the download; no process may be reading the old model then
   CA_FILE          PEM file with authorities to trust in addition to the system's
   HTTPS_PROXY, HTTP_PROXY, NO_PROXY
   HF_ENDPOINT, HF_TOKEN

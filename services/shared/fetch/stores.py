@@ -244,7 +244,7 @@ class S3:
             return _accept_unchecked(path)
         lengths = [int(first["Content-Length"])] * int(parts or 1)
         found = _sum(path, lengths, bool(parts))
-        if found != sums and parts:  # the parts may have other lengths than the first part
+        if found != sums and parts:  # the length of the first part may differ from the others
             lengths = [int(self._headers_of(f"{url}?partNumber={number + 1}")["Content-Length"]) for number in range(int(parts))]
             if sum(lengths) != path.stat().st_size:
                 return _accept_unchecked(path)

@@ -23,9 +23,10 @@ The events of a generation are numbered from 1 without gaps. Event 1 always has 
 of the generation. A reader that misses an event, or that starts in the middle of a generation, reads the own: sets. It then
 continues after the number of the event that it has just received.
 
-A worker with windowed or recurrent layers keeps what the next token reads at few page ends only, and a prefix hit ends at one of
-them. For each such page end, it also stores the mark of the last block before the end: a hash that is made from the block's hash
-(end_mark()) and handled like a block. Readers of older versions never look a mark up.
+With windowed or recurrent layers, a worker has the windows and states that the next token reads at few page ends only. A prefix
+hit can end only at these page ends. For each of them, the worker also publishes the mark of the last block before the page end.
+The mark is a hash made from the block's hash (end_mark()), and it is handled like a block. Readers of older versions never look
+up a mark.
 
 A reader of an older version that does not know tiers sees only blocks on devices. A block that moves to the host is in `removed`
 and in `host` of the same event. Entries of lower tiers have their own keys, which expire if an old sweeper does not delete them.
@@ -43,7 +44,7 @@ import xxhash
 
 INDEX_VERSION = "1"  # part of each root hash
 BLOCK_TOKENS = 64
-END_MARK = b"end"  # shorter than the tokens of a block, so that a mark is not the hash of a block
+END_MARK = b"end"  # hashed in place of tokens for a mark; shorter than the tokens of a block, so that no mark is a block hash
 HASH_BYTES = 8  # xxh3
 INDEX_FORMAT = "v1"  # part of the keys of blocks
 MODELS_KEY = "models"

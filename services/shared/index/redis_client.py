@@ -29,7 +29,7 @@ class TimedRedis(Redis):
     If the server is no longer the primary, the connections are closed, and the next call connects again.
 
     The library's time limit is not used, because it relies on asyncio.wait_for. Before Python 3.12, wait_for swallows a
-    cancellation that arrives when a send completes, so such a task could not be cancelled.
+    cancellation that arrives when a send completes, so a task in a call could not be cancelled.
     """
 
     limit_s: float  # seconds per command or pipeline
@@ -105,7 +105,7 @@ def reload_files(pool: Any, url: str, reloading: type[Any]) -> None:
     unknown = {name for name in given if name.startswith("ssl_")} - TLS_QUERY | given & RESERVED
     if unknown:
         raise ValueError(
-            f"its query has unsupported parameters: {', '.join(sorted(unknown))}; those of TLS are {', '.join(sorted(TLS_QUERY))}"
+            f"its query has unsupported parameters: {', '.join(sorted(unknown))}; for TLS, use {', '.join(sorted(TLS_QUERY))}"
         )
     try:
         pool.connection_class(**pool.connection_kwargs)  # the constructor does not connect

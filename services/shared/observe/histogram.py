@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 class Histogram:
     """The counts of one set of label values.
 
-    A scrape in another thread finds in the buckets all or none of the observations that one call adds. It reads the sum
-    separately, so the sum may lack that call or include later calls.
+    One call adds its observations to the buckets in one step, so a scrape in another thread reads all of them or none. The scrape
+    reads the sum separately. The sum may therefore lack the observations of this call, or include those of later calls.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")

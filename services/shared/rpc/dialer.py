@@ -1,8 +1,8 @@
 """Makes gRPC channels to other services, without TLS or with mutual TLS by the current certificate files.
 
 A gRPC channel reconnects with the credentials with which it was created. The owner of a LongLivedChannel therefore calls now()
-before each stream: it replaces the channel if the certificate files have changed. A call that still waits for a connection fails
-with StaleChannel after a change of the files. Streams over the replaced channel continue for at most CLOSE_S.
+before each stream: now() replaces the channel if the certificate files have changed. A call that still waits for a connection
+fails with StaleChannel after a change of the files. Streams over the replaced channel continue for at most CLOSE_S.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LongLivedChannel:
 
     @property
     def may_connect(self) -> bool:
-        """Whether a call that starts now uses the current files or an existing connection."""
+        """Whether a call may start: it would use the current files, or a connection that already exists."""
         return not self.is_stale or self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     def now(self) -> grpc.aio.Channel:

@@ -80,7 +80,7 @@ class CertificateFiles:
     def _reload_if_changed(self) -> None:
         try:
             if self._signature() == self._signature_read:
-                self.valid = True  # after a fault, the content in use may have been restored
+                self.valid = True  # after a fault, the files may again have the content in use
                 return
             self._signature_read, self._current = self._read(self._current.version + 1)
         except (OSError, ssl.SSLError, ValueError) as error:

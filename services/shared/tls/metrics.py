@@ -25,7 +25,7 @@ class TlsMetrics(Readings[MutualTls]):
         Reading(
             Counter,
             "rootstock_tls_refused_calls",
-            "Refused calls between services, by the wrong part (certificate or token).",
+            "Refused calls between services, by the credential that was missing or wrong (certificate or token).",
             _refused,
             ("reason",),
         ),
@@ -38,7 +38,7 @@ class TlsMetrics(Readings[MutualTls]):
         Reading(
             Gauge,
             "rootstock_tls_files_valid",
-            "1 if the current TLS files are in use; 0 if they are wrong and the earlier ones are in use.",
+            "1 if the current TLS files are in use; 0 if the files are wrong and the earlier files are in use.",
             lambda mtls: mtls.files.valid,
         ),
     )

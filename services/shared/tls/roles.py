@@ -1,8 +1,9 @@
 """The roles of processes in TLS between services.
 
-A role is a DNS name in a certificate that names the kind of service, not its host: addresses are pods, which a certificate cannot
-list. A client checks that the server's certificate names the role that it wants to reach. A server checks that the client's
-certificate names a role that may call it. A certificate that several services share has all their roles.
+A role is a DNS name in a certificate. It names the kind of a service and not a host, because services have the addresses of their
+pods, which a certificate cannot list. A client checks that the server's certificate names the role that it wants to reach. A
+server checks that the client's certificate names a role that may call it. A certificate that several services share has all their
+roles.
 """
 
 from __future__ import annotations
