@@ -1,7 +1,7 @@
 """The open requests of one Decode stream, and the metrics of all streams. No I/O. Calls of one session must not overlap.
 
-DecodeOpen creates the state of a request. The state is freed by the request's finished row, by its handle in `closes`, or at the
-end of the session.
+DecodeOpen creates the state of a request. The session frees the state after the request's finished row, when the
+request's handle is in `closes`, or when the session ends.
 """
 
 from __future__ import annotations

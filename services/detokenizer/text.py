@@ -185,8 +185,8 @@ class StopStringBuffer:
         """Returns the buffered text, cut at the stop string that ended the request.
 
         Args:
-            matched_stop: the stop string that the worker names; "" if no stop string ended the request. If a complete stop string
-                begins earlier, or the worker names no stop string, the text is cut at the complete stop string.
+            matched_stop: the stop string that the worker names; "" if no stop string ended the request. If the buffer has a
+                complete stop string that begins earlier, or lacks matched_stop, the text is cut at the complete stop string.
         """
         text, self._buffer = self._buffer, ""
         start = text.find(matched_stop) if matched_stop else -1

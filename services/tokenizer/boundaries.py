@@ -46,7 +46,7 @@ class Step:
 
     keeps: Allows = _always  # whether the step gives the same result for the parts as for the whole
     splits: Allows = _never  # whether the step splits the text at the cut
-    # Whether the step splits a run of spaces only before its last space, and each part of the run likewise.
+    # Whether the step splits a run of spaces, and each part of such a run, only before the last space.
     keeps_blanks: bool = True
 
 
@@ -139,7 +139,7 @@ class Boundaries:
                 yield normalizer.normalize_str(token.content).replace(METASPACE, " ")
 
     def _is_marked(self, text: str, at: int) -> bool:
-        """Whether an added token ends or begins at this position. Normalization then puts its blank elsewhere than at a cut."""
+        """Whether an added token ends or begins at this position. There, normalization puts its blank elsewhere than at a cut."""
         texts = self._added_texts
         return text.startswith(texts, at) or text.startswith(texts, at + 1) or text.endswith(texts, 0, at) or at + 1 >= len(text)
 

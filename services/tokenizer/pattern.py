@@ -6,8 +6,8 @@ superset of the true pairs. The reader refuses constructs that make a match depe
 back references).
 
 The worker's regex_syntax (services/worker/grammar/schema) cannot be used here. It reads the regular part of ECMA 262 into a tree
-for grammars. Pre-tokenizers use Oniguruma's dialect with `\p{…}`, `(?i:…)`, atomic
-groups and possessive quantifiers, which that module must refuse, and this module tests classes one character at a time.
+for grammars, and must refuse `\p{…}`, `(?i:…)`, atomic groups and possessive quantifiers, which Oniguruma's dialect of
+pre-tokenizers has. Besides, this module only tests single characters against classes.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class _Reader:
         least, most = self._counts()
         if (least, most) == (1, 1):
             return atom
-        is_possessive = self._takes("+") or (self._takes("?") and False)  # a lazy quantifier has the same neighbours
+        is_possessive = self._takes("+") or (self._takes("?") and False)  # lazy and greedy quantifiers have the same neighbours
         if most != 1:
             self.pattern.follows += [(a, b) for a in atom.last for b in atom.first]
         item = Item(atom.items[0].position, least, most, is_possessive)
@@ -232,7 +232,7 @@ class _Reader:
         return (self._folded(char), True) if self._folds else (functools.partial(_same, char), False)
 
     def _folded(self, char: str) -> Contains:
-        """Returns a class that is wider than needed: the library's case folding may have letters that Python's does not."""
+        """Returns a class with all non-ASCII characters, because the library may fold letters to `char` that Python does not."""
         return lambda one: one.casefold() == char.casefold() or not one.isascii()
 
     def _escape(self) -> Contains:

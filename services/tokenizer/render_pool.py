@@ -26,7 +26,7 @@ from rootstock_llm.services.tokenizer.refusal import Refusal, busy, invalid, too
 LARGE_BYTES = 1 << 18  # a process is ended after a larger request or output, to return its memory to the operating system
 WRITE_BYTES = 1 << 16  # largest write to a pipe; asyncio copies the part of a write that the pipe does not accept immediately
 NO_TEMPLATE = "this model has no chat template; use /v1/completions, or give the tokenizer a template with --chat-template FILE"
-RETRY_S = 30.0  # seconds from a failed start to the next one, if no process has started successfully before
+RETRY_S = 30.0  # seconds from a failed start to the next start, if no process has started successfully before
 START_FACTOR = 4.0  # time limit of a start, which compiles the templates, divided by the time limit of one rendering
 ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 

@@ -152,12 +152,12 @@ def short_id(given: str) -> str:
 class Shape(NamedTuple):
     """The properties of a message that determine its form and its position in the order of roles.
 
-    In an order, the arguments of calls are always objects, and two calls represent two or more.
+    In an order, the arguments of calls are always objects, and two calls represent two or more calls.
     """
 
     role: str
     content: ContentKind
-    calls: tuple[ArgumentsKind, ...]  # kind of each call's arguments; in a shape that selects a form, of only one call
+    calls: tuple[ArgumentsKind, ...]  # kind of each call's arguments; a shape that selects a form has at most one call
     reasons: bool  # whether the message has reasoning_content
 
     @property
@@ -281,7 +281,7 @@ class TemplateForms:
         return rendered or candidates[0]
 
     def _surroundings(self, shape: Shape, tools: bool) -> Iterator[tuple[list[Message], list[Message]]]:
-        """Yields lists of messages to put before and after a message of this shape, the usual ones first."""
+        """Yields pairs of message lists, the usual pairs first: messages to put before and after a message of this shape."""
         if shape.role == "user":
             yield [], []
         elif shape.role == "assistant":
@@ -331,7 +331,7 @@ class TemplateForms:
 
 
 def _choices(effective: Sequence[Repair]) -> Iterator[tuple[Repair, ...]]:
-    """Yields combinations of repairs: first those of at most two repairs, then from all repairs down to three."""
+    """Yields combinations of repairs: first all of at most two repairs, then larger ones, from all repairs down to three."""
     counts = [0, 1, 2, *range(len(effective), 2, -1)]
     for count in dict.fromkeys(count for count in counts if count <= len(effective)):
         yield from combinations(effective, count)

@@ -89,7 +89,7 @@ def systems_as_users(turns: Turns) -> Turns:
 
 
 def results_behind_calls(turns: Turns) -> Turns:
-    """Moves the results of tools directly after the turn with the calls, before user and system messages in between."""
+    """Moves the results of tools directly after the turn with the calls. User and system messages between them then follow."""
     found: list[Turn] = []
     position = 0  # index after the last call and its results; 0 if the last assistant turn has no call
     for turn in turns:
