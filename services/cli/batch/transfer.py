@@ -87,8 +87,8 @@ def with_progress(pieces: Iterable[bytes], title: str, total: int, err: Terminal
     """Yields the given pieces and shows on a terminal how many bytes have passed.
 
     Args:
-        total: bytes of all pieces; 0 if unknown. If it is 0, no progress is with_progress.
-        err: terminal; no progress is with_progress if it is a file or a pipe.
+        total: bytes of all pieces; 0 if unknown, so that no progress is shown.
+        err: stream for the progress, which is shown only on a terminal, not in a file or a pipe.
     """
     begun = updated_at = time.monotonic()
     done, is_shown = 0, err.is_tty and total > 0

@@ -126,7 +126,7 @@ class Observer:
         if before is None or count.tokens < before.tokens:  # a smaller counter belongs to a restarted worker
             self._counts[name] = count
             return None
-        # The response contains the same report as the one before. Network delays shift its time by less than 50 ms.
+        # This response repeats the report of the previous response. Network delays shift the report's time by less than 50 ms.
         if count.tokens == before.tokens and count.at - before.at < 0.05:
             return before.rate if now - before.at < RATE_VALID_S else None
         rate = (count.tokens - before.tokens) / max(count.at - before.at, 0.05)

@@ -9,7 +9,7 @@ from rootstock_llm.services.cli.status.gateway_state import GatewayState, Surrou
 
 SERVING = frozenset(("ready", "silent"))  # states in which a worker may serve requests
 FULL = 0.98  # used share of a KV pool from which the pool counts as full
-UNSCRAPED_S = 300.0  # seconds without a scrape of the metrics after which this is a fault
+UNSCRAPED_S = 300.0  # seconds without a scrape of the metrics after which a sentence reports it
 DAY_S = 86400.0
 EXPIRY_WARNING_S = 7 * 86400.0  # seconds before the expiry of the certificate from which a sentence warns of it
 
