@@ -112,7 +112,7 @@ OVERVIEW = Dashboard(
               {"{{key}}": quantile(0.9, f"{GATEWAY}time_to_first_token_seconds", KEYED, "key")}),
         Panel("Refused by a key's limit", "Requests per second that got 429, by the exceeded limit.", "reqps",
               {"{{limit}}": rate(f"{GATEWAY}rate_limited_total", NS, "limit")}, stack=True),
-        Panel("API key file and shared limits", "1: yes, 0: no, minimum of all gateways. Whether the file of API keys is valid, and whether limits are shared in Redis.", "short",
+        Panel("API key file and shared limits", "Whether the file of API keys is valid, and whether limits are shared in Redis. 1: in all gateways; 0: not in every gateway.", "short",
               {"file": f"min({GATEWAY}key_file_valid{{{NS}}})", "shares": f"min({GATEWAY}key_shares_up{{{NS}}})"}, most=1),
         Panel("Batches", "Running batches, and their lines in flight.", "short",
               {"batches": f"sum({GATEWAY}batches_running{{{NS}}})",

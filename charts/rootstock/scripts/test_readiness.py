@@ -31,7 +31,7 @@ def missing(url: str, wanted: set[str]) -> set[str]:
 
 url, wanted = sys.argv[1], set(sys.argv[2:])
 deadline = time.monotonic() + PATIENCE_S
-# Services that this test does not name are ignored. A text with a space is an error.
+# Ignores missing services that are not on the command line. A text with a space is the error of a failed request.
 while not_there := {one for one in missing(url, wanted) if one in wanted or one == "stopping" or " " in one}:
     print(f"missing: {', '.join(sorted(not_there))}", flush=True)
     if time.monotonic() > deadline:

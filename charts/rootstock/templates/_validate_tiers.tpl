@@ -35,7 +35,7 @@
     {{- $memory := dig $kind "memory" "" $values.resources -}}
     {{- $least := index $leasts $kind -}}
     {{- if and $memory (lt (include "rootstock.bytes" $memory | int64) $least) -}}
-      {{- fail (printf "%s.hostGB is %v, and resources.%s.memory is %v: hostGB, the worker itself and, in a limit, sharedMemory (%v) need at least %dMi. Raise it, or lower hostGB." $at $tiers.hostGB $kind (include "rootstock.setting" $memory) $values.sharedMemory (add1 (div $least 1048576))) -}}
+      {{- fail (printf "%s.hostGB is %v, and resources.%s.memory is %v: hostGB, the worker itself and, in a limit, sharedMemory (%v) need at least %dMi. Raise the memory, or lower hostGB." $at $tiers.hostGB $kind (include "rootstock.setting" $memory) $values.sharedMemory (add1 (div $least 1048576))) -}}
     {{- end -}}
   {{- end -}}
   {{- range $name := list "enable_hierarchical_cache" "hicache_ratio" "hicache_size" "hicache_storage_backend" "hicache_storage_dir" "hicache_storage_size" "hicache_storage_url" "hicache_storage_secret_file" -}}

@@ -9,7 +9,7 @@ from .findings import Finding, broken, ok, unknown, waiting
 from .install import COMPONENT, MODEL, UNRESOLVED, Facts, Install, Object, RedisState, is_ready, labels_of, name_of, pods_of
 
 NETWORK = "docs/reference/kubernetes/values.md#network"
-# Similarity of a text and its round trip below which the tokenizer counts as one of another model. Lossy tokenizers are above it.
+# If a text and its round trip are less similar, the tokenizer counts as one of another model. Lossy tokenizers are above this.
 LIKE = 0.5
 
 
