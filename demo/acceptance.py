@@ -6,7 +6,7 @@ make run RUN_FLAGS="--worker-flags='--speculative-algorithm eagle3 --speculative
 --speculative-num-steps 3 --no-speculative-adaptive'"
 python demo/acceptance.py --questions 20
 
-A step is any step that computes output tokens, including that of the prompt and steps without draft tokens. A round is a step
+A step is any step that computes output tokens, also the step of the prompt and steps without draft tokens. A round is a step
 that verifies draft tokens. The column "at most" has the tokens per round if all draft tokens were right, for outputs of equal
 length.
 """

@@ -160,7 +160,7 @@ def is_correct(task: str, question: str, answer_text: str) -> bool:
 
 
 def is_held_out(task: str, answer: str) -> bool:
-    """Whether training never shows this answer or an equation of it.
+    """Whether training never shows this answer, or one of the equations in it.
 
     The decision depends on the answer and not on the question, so that neither another wording nor a list of sums reveals a
     held-out answer. Words of ALL_WORDS are never held out, because the letters of a word that is a single token can only be

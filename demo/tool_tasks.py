@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """Parallel calls, and the text before them that names the looked-up values."""
+    """A message with parallel calls, and with a text before the calls that names the values to look up."""
 
     text: str
     calls: tuple[Call, ...]
@@ -140,7 +140,7 @@ class Words:
         return self._draw(("name", "query", "value", "key", "id", "x", "input", "text", "label", "code"), 0.4)
 
     def _draw(self, common: tuple[str, ...], share: float) -> str:
-        """Draws a word. Training uses more invented words, so that the model learns to find any word and not only these."""
+        """Draws a word. Training has more invented words, so that the model learns to find any word and not only common words."""
         while True:
             kind = 1.0 if not self.held_out and self.rng.random() < 0.4 else self.rng.random()
             word = self.rng.choice(common) if kind < share else self.rng.choice(WORDS) if kind < 0.8 else pseudo_word(self.rng)

@@ -194,9 +194,9 @@ class Teacher:
 
 
 def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor, float]:
-    """Returns the cross entropy to the teacher's probabilities, and the share of positions with the teacher's most likely token.
+    """Returns the cross entropy to the teacher's probabilities, and the share of positions with the same likeliest token.
 
-    With `ids`, only the teacher's probabilities of these tokens count, so that little is learnt where it prefers other tokens.
+    With `ids`, only the teacher's probabilities of these tokens count, so that little is learnt where the teacher prefers others.
     """
     likely = said.argmax(-1)
     if ids is not None:
@@ -367,10 +367,10 @@ def task_shares(text: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=MODEL.parent, help="the folder of their folders")
-    parser.add_argument("--start", type=Path, help="such a folder, with weights to begin with")
+    parser.add_argument("--out", type=Path, default=MODEL.parent, help="folder with a subfolder for each drafter")
+    parser.add_argument("--start", type=Path, help="folder like --out with the weights to start from")
     parser.add_argument("--only", nargs="+", choices=list(FOLDERS), default=list(FOLDERS), help="models to train (all)")
-    parser.add_argument("--tasks", type=task_shares, default={}, help="shares of three rows in four: copy=4,json=1")
+    parser.add_argument("--tasks", type=task_shares, default={}, help="weights of tasks in three of four rows: copy=4,json=1")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--threads", type=int, default=2)
