@@ -290,8 +290,8 @@ def test_tokens_can_be_replaced_without_a_refused_call(pki: Pki) -> None:
 
 INCOMPLETE = {
     "only a key": ({"mtls_key_file": "k"}, "must all be set if one of them"),
-    "only a token": ({"mtls_token_file": "t"}, "also if mtls_token_file is set"),
-    "no authority": ({"mtls_cert_file": "c", "mtls_key_file": "k"}, "not set: mtls_ca_file"),
+    "only a token": ({"mtls_token_file": "t"}, "or mtls_token_file is set; missing: mtls_cert_file"),
+    "no authority": ({"mtls_cert_file": "c", "mtls_key_file": "k"}, "is set; missing: mtls_ca_file"),
 }
 
 
