@@ -57,7 +57,7 @@ class LetterDecoder:
 
 
 class Engine:
-    """A core and a fake executor. The test calls turn() for each turn of their loop.
+    """A core and a fake executor. The test calls turn() for each iteration of the worker's loop.
 
     `outputs` and `finishes` have the data that a gateway would get, by handle.
     """
@@ -108,7 +108,7 @@ class Engine:
         self.latest: dict[str, str] = {}
         self.turns_of_open_session: set[int] = set()
         self.idle_turns = 0
-        self.looked_ahead = 0  # masks for positions after draft tokens
+        self.looked_ahead = 0  # number of masks for positions after draft tokens
 
     def _poison_freed_pages(self) -> None:
         """Overwrites the KV of free pages, so that a row that wrongly reads a free page computes a wrong token."""
@@ -159,7 +159,7 @@ class Engine:
         self.check()
 
     def _whole(self, message: Submit) -> Submit:
-        """Returns the message with the whole prompt of a session's turn, by the contexts that the harness records."""
+        """Returns the message of a session's turn with the whole prompt, made from the recorded contexts."""
         turn = message.session
         if turn is None:
             return message
@@ -194,7 +194,7 @@ class Engine:
         self.check()
 
     def turn(self) -> bool:
-        """Runs one turn of the worker's loop. Returns False if it planned no step and no step was in flight."""
+        """Runs one iteration of the worker's loop. Returns False if it planned no step and no step was in flight."""
         self.now += 0.01
         if not self.overlap:
             self._commit()
@@ -354,7 +354,10 @@ class Engine:
         self._check_end_marks(self.index - blocks, nodes)
 
     def _check_end_marks(self, marks: set[bytes], nodes: Sequence[TreeNode]) -> None:
-        """Checks that a hit can end after each marked block, before the next one. With states alone, all such ends are marked."""
+        """Checks that a hit can end in the block after each marked block, or at its beginning.
+
+        With states alone, every block for which this holds is marked.
+        """
         units, size = self.core.memory.units, self.config.page_size
         possible: set[bytes] = set()
         for node in nodes if units is not None else ():
@@ -390,7 +393,7 @@ class Engine:
             at = 0
             self.ready += peer.ready
             for handle, count in zip(peer.handles, peer.counts, strict=True):
-                assert handle not in self.finishes, "no token follows the terminal output"
+                assert handle not in self.finishes, "no token follows the finish of a request"
                 self.outputs.setdefault(handle, []).extend(peer.tokens[at : at + count])
                 at += count
             assert at == len(peer.tokens)
@@ -405,7 +408,7 @@ class Engine:
             for handle, values in peer.prompt_logprobs:
                 self.prompt_logprobs.setdefault(handle, []).extend(values.values.tolist())
             for finish in peer.finishes:
-                assert finish.handle not in self.finishes, "a request has one terminal output"
+                assert finish.handle not in self.finishes, "a request has one finish"
                 self.finishes[finish.handle] = finish
                 self._remember_turn(finish)
 

@@ -60,7 +60,7 @@ class Pair:
         self.second.turn()
 
     def release_of(self, reservation: KvReservation) -> ReservationReleased:
-        """Returns a reader's release of a reservation after it has read the latest opening."""
+        """Returns the release that a reader sends if it knows the latest version of the reservation."""
         opened = self.first.executor.open_reservations.get(reservation.number)
         return ReservationReleased(reservation, 0 if opened is None else opened.opening)
 

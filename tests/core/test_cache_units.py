@@ -61,7 +61,9 @@ class PrefixOracle:
             if CacheKind.STATE in groups and pages[-1].state < 0:  # type: ignore[union-attr]
                 continue
             if CacheKind.WINDOW in groups:
-                first_seen = end * size - groups[CacheKind.WINDOW].window + 1  # by the token behind the hit
+                first_seen = (
+                    end * size - groups[CacheKind.WINDOW].window + 1
+                )  # first token that the token after the hit attends to
                 seen = [page for at, page in enumerate(pages) if (at + 1) * size > first_seen]
                 if any(page.window < 0 for page in seen):  # type: ignore[union-attr]
                     continue
@@ -73,7 +75,7 @@ class PrefixOracle:
         executor, size = engine.executor, self._config.page_size
         for (_, prefix), page in self.pages.items():
             if page.state >= 0:
-                assert executor.states[page.state] == zlib.crc32(prefix), "a cached state is that of its prefix"
+                assert executor.states[page.state] == zlib.crc32(prefix), "a cached state is the state after the whole prefix"
             if page.window >= 0:
                 assert executor.window_kv[page.window].tobytes() == prefix[-size * TOKEN :], "a window unit has its page's tokens"
 
@@ -93,7 +95,7 @@ def check_hits(engine: Engine, rng: random.Random) -> None:
 
 
 def groups_of(config: SchedulerConfig, window: int, spare_windows: int, spare_states: int) -> tuple[CacheGroup, ...]:
-    """Returns groups with the units that all slots need at once, and some more.
+    """Returns groups with the window units of one prompt, the states of all slots, and spare units.
 
     Args:
         window: tokens of the window; 0 for no windows.
@@ -272,7 +274,7 @@ def test_slot_of_a_prompt_of_32768_tokens_holds_a_window_and_a_chunk_and_three_s
     assert most_pages > length // page and most_states <= STATES_PER_SLOT
     assert window // page < most_windows <= (window + chunk) // page + 2
     of_all_layers = 26 * most_pages
-    assert 4 * most_pages + 22 * most_windows <= 0.25 * of_all_layers, "in pages of one layer"
+    assert 4 * most_pages + 22 * most_windows <= 0.25 * of_all_layers, "windows reduce the KV of the slot to a quarter"
 
 
 def test_no_slot_holds_a_unit_after_random_submits_and_aborts() -> None:
@@ -326,7 +328,7 @@ def test_pages_are_evicted_first_when_the_state_of_the_prompt_was_evicted() -> N
         eviction_policy=EvictionPolicy.FIFO,
     )
     prompts = [[100 * number + each for each in range(20)] for number in range(4)]
-    order = [1, 0, 2, 1, 3]  # the second prompt is the oldest, and its state the second newest
+    order = [1, 0, 2, 1, 3]  # prompt 1 was cached first, and its state was used next to last
     for handle, number in enumerate(order):
         served(engine, handle, prompts[number], max_new_tokens=1)
 
@@ -334,7 +336,9 @@ def test_pages_are_evicted_first_when_the_state_of_the_prompt_was_evicted() -> N
         return engine.core.memory.cached("", np.array(prompts[number], dtype=np.int32).tobytes(), 1 << 30)[1] // 4
 
     assert [num_cached(number) for number in range(4)] == [4, 4, 4, 4]
-    assert engine.core.memory.peek("", np.array(prompts[0], dtype=np.int32).tobytes(), 1 << 30)[1] == 0, "its state was evicted"
+    assert engine.core.memory.peek("", np.array(prompts[0], dtype=np.int32).tobytes(), 1 << 30)[1] == 0, (
+        "the state of the prompt was evicted"
+    )
     served(engine, 9, [*range(500, 600)], max_new_tokens=1)
     assert num_cached(0) == 0 and num_cached(1) == 4
 

@@ -54,8 +54,8 @@ class World:
             cost: seconds of a step.
             most: largest number of draft tokens of a row.
             seed: seed of the random draws.
-            asking: factor of the cost of a step for which the drafter ran and proposed nothing.
-            by_model: whether a draft model drafts, which computes every token.
+            asking: factor by which a step costs more if the drafter ran for it and proposed nothing.
+            by_model: whether the drafter is a draft model, which computes every token.
         """
         self.chances, self._cost, self._rng, self._asking = chances, cost, random.Random(seed), asking
         self.controller = DraftController(len(chances), most, by_model=by_model)
@@ -65,7 +65,7 @@ class World:
         self.admit(self._most.tolist())
 
     def admit(self, most: list[int]) -> None:
-        """Begins another request in each slot, with its largest number of draft tokens."""
+        """Begins another request in each slot. `most` has the largest number of draft tokens of each request."""
         self._most = np.array(most)
         for slot in self.slots.tolist():
             self.controller.begin(slot)

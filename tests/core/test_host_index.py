@@ -46,7 +46,7 @@ def test_host_index_evicts_a_page_of_the_same_salt_when_the_salt_is_at_its_quota
     index.touch(one[2:3])
     index.put(one[3:], index.take(1, tag_of(one[0])))
     assert [key in index for key in one] == [True, False, True, True], (
-        "of the pages that were not touched, the one at the end of the prompt is evicted"
+        "the last page of the prompt that was not touched is evicted"
     )
     assert all(key in index for key in other[:3]) and (index.over_quota_total, index.evicted_total) == (1, 1)
 
@@ -182,7 +182,7 @@ TestUnderAQuota = UnderAQuota.TestCase
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """The index next to a model with an ordered list of its keys."""
+    """An index, and a model of the index: a list of the cached keys in the order of their eviction."""
 
     def __init__(self) -> None:
         super().__init__()

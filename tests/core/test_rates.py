@@ -1,4 +1,4 @@
-"""Estimates of reading and computing KV, by measurements and by assumptions before the first measurement."""
+"""Estimated times of reading and of computing KV: assumed before the first measurement, then measured."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_computing_time_is_a_moving_average() -> None:
     ("tokens", "rows", "seconds"), [(LARGE_TOKENS - 1, 0, 1.0), (1000, 1, 2.0), (0, 0, 1.0), (1000, 0, 0.0), (1000, 0, -1.0)]
 )
 def test_rates_ignore_small_and_mixed_steps(tokens: int, rows: int, seconds: float) -> None:
-    """A few tokens after a cached prefix cost a whole step, and decode rows cost a part of it."""
+    """In a step of few tokens, the constant time of a step counts most. In a mixed step, decode rows take a part of the time."""
     known = rates(1e-3)
     known.computed(tokens, rows, seconds)
     assert known.computing_s(1) == pytest.approx(PAGE_SIZE * 1e-3)

@@ -252,7 +252,10 @@ class TestNamespaces:
         assert not engine.core.memory.tree._roots
 
     def test_namespace_is_not_forgotten_while_a_root_is_in_use(self) -> None:
-        """If a root is used between match and lock, or before a late unhold, a second root for the namespace would lose pages."""
+        """A root is in use between match and lock, and before a late unhold.
+
+        If its namespace were forgotten, a second root would be made, and the pages below the first root would be lost.
+        """
         tree = RadixCache(1)
         empty = tree.match("", b"")
         tree.lock(empty)

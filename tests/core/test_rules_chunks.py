@@ -90,7 +90,7 @@ def preempting(hold_s: float = 10.0, num_pages: int = 32, before: list[int] | No
     Args:
         hold_s: lifetime of a reservation.
         num_pages: pages of the prefill worker.
-        before: prompt that is computed and reserved before.
+        before: prompt of an earlier request, whose reservation is still open; None for no earlier request.
     """
     first = {"enable_priority_scheduling": True, "max_running_requests": 1, "disaggregation_hold_s": hold_s}
     pair = Relayed(first={**first, "num_pages": num_pages})
@@ -107,7 +107,7 @@ def preempting(hold_s: float = 10.0, num_pages: int = 32, before: list[int] | No
 class TestPreemptedPrompts:
     def test_reservation_stays_open_while_the_request_is_preempted(self) -> None:
         pair = preempting()
-        pair.second.executor.peers.clear()  # no page can be read before the request returns
+        pair.second.executor.peers.clear()  # no page can be read while request 1 runs
         reservations = pair.first.core.reservations
         assert len(reservations) == 1 and reservations.may_end
         pair.until(lambda: 1 in pair.first.finishes)

@@ -1,4 +1,4 @@
-"""Rules for host loads whose fact arrives before their last bytes (docs/design/scheduler.md#operations-and-facts)."""
+"""Rules for host loads whose completion report arrives before the last bytes (docs/design/scheduler.md#operations-and-facts)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_pages_of_an_early_load_are_awaited_when_reused() -> None:
 
 @pytest.mark.parametrize("later", [False, True], ids=["immediately", "during the first load"])
 def test_next_load_begins_when_the_early_load_is_complete(later: bool) -> None:
-    """Each load takes 1.8 s, and its fact comes 1.7 s before its end. Computing would be faster after 0.2 s."""
+    """Each load takes 1.8 s, and its completion report comes 1.7 s before its end. Computing would be faster after 0.2 s."""
     engine = early(1.7, 0.2, numbers=2)
     began = engine.now
     begin(engine, 0, prompt(0))

@@ -27,7 +27,7 @@ def ending(outputs: list[int], grammar_done: bool = False, **params: Any) -> Fin
     return check_finished(request, LetterDecoder(), grammar_done)
 
 
-# In the order of the reference; each holds for the output "cab" whose last token is B.
+# The finish rules in order of precedence. Each rule ends a request with the output "cab", whose last token is B.
 RULES: list[tuple[FinishReason, dict[str, Any]]] = [
     (FinishReason.LENGTH, {"max_new_tokens": 3}),
     (FinishReason.MATCHED_TOKEN, {"grammar_done": True, "min_new_tokens": 50}),

@@ -85,7 +85,7 @@ class TestPrefixGate:
             engine.check_answer(handle)
 
     def test_prefix_gate_ends_the_wait_when_the_shared_prefix_is_computed(self) -> None:
-        """A prompt of 160 tokens has chunks of 64. The second request shares 112 tokens, which are all but the last chunk."""
+        """A prompt of 160 tokens has chunks of 64. The second prompt shares 112 tokens, which are in the first two chunks."""
         engine = wide(chunked_prefill_size=64, max_extend_steps=0)
         engine.submit(0, [1] * 112 + [2] * 47 + [500], max_new_tokens=4, ignore_eos=True)
         engine.turn()
@@ -271,7 +271,7 @@ def watch(engine: Engine) -> None:
     A turn may have two passes.
     """
     core, gate = engine.core, engine.core.planner.extends._prefixes
-    ended, seen = gate.end_pass, dict[int, tuple[int, int]]()  # by request: longest hit in tokens, passes since then
+    ended, seen = gate.end_pass, dict[int, tuple[int, int]]()  # by request: longest hit in tokens, passes since the hit
 
     def look() -> None:
         ended()

@@ -151,7 +151,7 @@ def answers(overlap: bool, jump: bool, config: dict[str, Any], **params: Any) ->
 
 
 # In spec(0, 40), output positions 0 to 3 are forced, the next four are sampled, and so on; in spec(1, n), 8 to 15 are forced.
-# All other positions run the same code.
+# Positions that are not in this list run the same code.
 IN_AND_AROUND_RUNS = [1, 4, 5, 7, 8, 12]
 OVERLAP = [True, False]
 

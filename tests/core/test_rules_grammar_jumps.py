@@ -57,7 +57,7 @@ def test_forced_tokens_are_computed_in_one_graph_step_when_the_graph_has_enough_
 @pytest.mark.parametrize("overlap", [True, False])
 def test_forced_tokens_use_an_eager_step_only_when_the_eager_step_saves_time(overlap: bool) -> None:
     narrow = {"graph_rows": 3, "graph_rereads": 10_000}
-    cheap = run({**narrow, "eager_step_cost": 4.0}, overlap)  # 15 steps saved, 3 rows that each lose 4
+    cheap = run({**narrow, "eager_step_cost": 4.0}, overlap)  # saves one row 15 steps, and costs each of 3 rows 4 steps
     dear = run({**narrow, "eager_step_cost": 6.0}, overlap)
     assert [plan.num_extend for plan in forced_steps(cheap)] == [plan.num_extend for plan in forced_steps(run({}, overlap))]
     assert not all(replayed(cheap)) and all(replayed(dear))

@@ -86,7 +86,7 @@ def test_draft_model_drafts_for_few_requests_when_drafts_are_rejected() -> None:
         engine = always_wrong(small(True, max_drafts=3, num_pages=64, drafts_by_model=by_model))
         handles = range(80)
         for handle in handles:
-            tokens = NEW_TOKENS - handle % 5  # so that they do not begin at once
+            tokens = NEW_TOKENS - handle % 5  # unequal lengths, so that later requests begin in different steps
             engine.submit(handle, [*PROMPT, handle], max_new_tokens=tokens, ignore_eos=True, stream=False)
         engine.drain()
         for handle in handles:

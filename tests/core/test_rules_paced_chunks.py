@@ -127,7 +127,7 @@ class Timed:
         return self._step_s + TOKEN_S * tokens + self._row_s * rows
 
     def beside(self, decoding: int, turns: int = 40) -> list[tuple[BatchPlan, float]]:
-        """Returns the steps with chunks of a long prompt, which arrives after `decoding` rows decode."""
+        """Returns the steps with chunks of a long prompt that arrives while `decoding` rows decode."""
         for handle in range(decoding):
             self.engine.submit(handle, [handle] * 4, max_new_tokens=500, ignore_eos=True)
         self.run(8)
@@ -209,7 +209,7 @@ def test_chunks_have_full_size_for_requests_that_are_handed_over() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_prompts_advance_when_decode_rows_need_most_of_the_time_limit(mixed: bool) -> None:
-    """A step of 4 rows alone takes 0.83 s. The prompt gets as much time, not a single page."""
+    """A step of 4 rows alone takes 0.83 s. A chunk of the prompt gets as much time, so that it is much longer than a page."""
     steps = Timed(row_s=0.2, adaptive_chunk_s=0.9, enable_mixed_chunk=mixed).beside(4, turns=60)
     assert len(steps) > 10 and all(300 < extended(plan) <= SIZE for plan, _ in steps[-6:-1])
 

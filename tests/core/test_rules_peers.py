@@ -47,7 +47,7 @@ class TestHandover:
         assert turns[2] == turns[200]
 
     def test_prefill_worker_allocates_no_page_after_the_prompt(self) -> None:
-        """If it needed such a page, it would be retracted, because it has the fewest output tokens."""
+        """If request 9 needed such a page, it would be retracted, because it has the fewest output tokens."""
         engine = worker(num_pages=13, context_len=120, chunked_prefill_size=96, schedule_conservativeness=0.1, max_extend_steps=0)
         for handle in range(3):
             engine.submit(handle, [handle + 1] * 4, max_new_tokens=12)
@@ -341,7 +341,7 @@ class TestReservation:
 
 class TestPull:
     def test_pull_gets_no_page_when_the_secret_or_the_salt_differs(self) -> None:
-        """The secret of another reservation and another salt are refused, and the prompt is computed."""
+        """The prefill worker refuses both reads. The decode worker then computes the prompt."""
         pair = Pair()
         mine = pair.compute(0, PROMPT, max_new_tokens=4)
         other = pair.compute(1, [9] * 40, max_new_tokens=4)

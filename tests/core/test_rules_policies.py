@@ -151,11 +151,11 @@ class TestDfsWeight:
         line = Line(SchedulePolicy.DFS_WEIGHT)
         for tokens in ([1] * 8, [1] * 8 + [2] * 8, [1] * 8 + [3] * 8, [4] * 8):
             line.cache(tokens)
-        line.wait([4] * 8 + [50])  # 0: the light branch
-        line.wait([1] * 8 + [51])  # 1: the heavy branch's own
-        line.wait([1] * 8 + [2] * 8 + [52])  # 2: below it, one request
-        line.wait([1] * 8 + [3] * 8 + [53])  # 3: below it, two
-        line.wait([1] * 8 + [3] * 8 + [54])  # 4
+        line.wait([4] * 8 + [50])  # 0: on the light branch
+        line.wait([1] * 8 + [51])  # 1: on the heavy branch
+        line.wait([1] * 8 + [2] * 8 + [52])  # 2: the only request on a sub-branch of the heavy branch
+        line.wait([1] * 8 + [3] * 8 + [53])  # 3: on a sub-branch with two requests
+        line.wait([1] * 8 + [3] * 8 + [54])  # 4: on the same sub-branch
         assert line.order() == [3, 4, 2, 1, 0]
 
     def test_dfs_weight_serves_requests_without_a_hit_last(self) -> None:

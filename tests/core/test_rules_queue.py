@@ -98,7 +98,7 @@ class TestBoundedQueue:
         engine.check_answer(0)
 
     def test_full_queue_replaces_a_request_that_waits_for_a_grammar_by_a_more_urgent_one(self) -> None:
-        """A gated request counts like a waiting one, and requests that are more urgent than it stay."""
+        """A gated request counts as waiting. Waiting requests that are more urgent than the gated request stay."""
         engine = make(
             max_running_requests=1, max_queued_requests=2, enable_priority_scheduling=True, priority_preemption_threshold=9
         )

@@ -132,7 +132,7 @@ def test_retracted_request_of_a_deleted_salt_finishes_and_leaves_no_page() -> No
 @settings(max_examples=15, deadline=None)
 @given(turns=st.integers(1, 14))
 def test_running_page_operations_of_a_deleted_salt_publish_no_page(turns: int) -> None:
-    """Copies to host and storage and imports are discarded, in whichever turn the salt is deleted."""
+    """Running imports, and running copies to the host or the storage, are discarded in whichever step the salt is deleted."""
     engine = slow(tiered(page_moved_s=0.01, chunked_prefill_size=64))
     ask(engine, 0, prompt(0), "a")
     engine.control.flush_cache()
@@ -145,7 +145,7 @@ def test_running_page_operations_of_a_deleted_salt_publish_no_page(turns: int) -
     engine.turn()
     stats = engine.core.stats()
     assert (engine.core.memory.tree.num_pages, stats.host_pages_used, stats.num_importing) == (0, 0, 0)
-    delete(engine, "a")  # after the operations that were begun before, as in the executor
+    delete(engine, "a")  # the executor, too, deletes stored pages after all earlier operations
     assert kept(engine, "a") == 0 and engine.core.settled
     engine.check_answer(1)
     engine.check_answer(2)

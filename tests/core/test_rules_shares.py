@@ -135,7 +135,7 @@ class TestOrder:
         engine.drain()
 
     def test_unused_rest_of_a_step_goes_to_the_next_flow(self) -> None:
-        """A tenant has many prompts of little more than a chunk, each of which leaves a rest of a step."""
+        """A tenant has many prompts of a chunk and four tokens. The second step of each prompt has space for the next flow."""
         engine = Engine(config_of(), checked=False)
         shares = engine.core.queues.shares
         for handle in range(30):

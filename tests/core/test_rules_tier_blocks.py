@@ -30,7 +30,7 @@ PAGE_SIZES = pytest.mark.parametrize("page_size", [4, 16, 64, 128, 48])
 
 
 def tiered(page_size: int = 16, **changes: Any) -> Engine:
-    """Returns an engine with a pool of 512 tokens, in which one prompt of 256 tokens fits with little else."""
+    """Returns an engine with a pool of 512 tokens, which is too small for two prompts of 257 tokens."""
     values: dict[str, Any] = {"num_pages": 512 // page_size, "page_size": page_size, "context_len": 384}
     values |= {"chunked_prefill_size": 128, "host_pages": 4096 // page_size, "page_bytes": 16 * page_size}
     return slow(small(**{**values, **changes}))
@@ -126,7 +126,7 @@ def test_block_is_in_no_tier_when_a_page_is_lost() -> None:
 
 
 def test_block_is_not_in_the_host_when_the_last_page_is_missing() -> None:
-    """A prompt may have 15 pages of the host, and the fourth block ends with the 16th page."""
+    """A prompt may use 15 of the 30 host pages. The fourth block ends with the prompt's 16th page."""
     engine = tiered(host_pages=30)
     ask(engine, 0, prompt(0))
     engine.control.flush_cache()

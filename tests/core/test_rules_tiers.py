@@ -234,7 +234,10 @@ class TestCopies:
         assert ask(engine, 2, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
 
     def test_waiting_copies_precede_copies_of_a_later_request(self) -> None:
-        """An operation has one page, and eight operations run. Pages of the first prompt wait when the second request ends."""
+        """Each operation copies one page, and eight operations run at once.
+
+        Some pages of the first prompt still wait when the second request ends.
+        """
         engine = tiered(page_bytes=16 * MIB, page_moved_s=0.2, num_pages=64, chunked_prefill_size=64)
         for handle in range(2):
             engine.submit(handle, prompt(handle), max_new_tokens=4, ignore_eos=True)
@@ -386,7 +389,7 @@ class TestForgetting:
             engine.turn()
         engine.control.flush_tiers((Tier.STORAGE,))
         engine.drain()
-        engine.executor.apply(DeleteStored(ALL, Future()))  # as in the executor, after the operations that were begun before
+        engine.executor.apply(DeleteStored(ALL, Future()))  # the executor, too, deletes stored pages after all earlier operations
         assert engine.core.stats().storage_pages == 0
         ask(engine, 1, prompt(0))
         assert engine.core.stats().storage_pages == 10, "the pages are stored at their next use"

@@ -108,7 +108,7 @@ def drive(
             if rng.random() < 0.2:
                 more["prediction"] = [rng.randrange(50) for _ in range(rng.randrange(30))]
             turn = random_turn(rng, engine)
-            for _ in range(rng.choice((1, 1, 1, 3)) if turn is None else 1):  # n > 1: the same prompt at once
+            for _ in range(rng.choice((1, 1, 1, 3)) if turn is None else 1):  # 3: requests with equal prompts arrive at once
                 stream = rng.random() < 0.8
                 engine.submit(handle, prompt, stream=stream, salt=salt, timeout_s=timeout_s, session=turn, **more, **params)
                 handle += 1

@@ -1,4 +1,4 @@
-"""Tests the texts that each supported keyword allows and refuses, and that unsupported keywords are refused with their path."""
+"""Tests the texts that each supported keyword allows and refuses, and the refusals of unsupported keywords by their path."""
 
 # ruff: noqa: E501 (one case a line)
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names the folder of libraries that tests prebuild as images do. One build serves all tests of the same sources."""
+"""Names the folder of libraries that tests prebuild like the images do. All tests of the same sources use one build."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class HopperCompiler:
     """Compiles kernels in place of launches."""
 
     def __init__(self) -> None:
-        # By kernel, with one entry per variant: fused multiply-adds if the variant forbids them; bytes of shared memory.
+        # By kernel: fused multiply-adds of each variant that forbids fusion, and bytes of shared memory of each variant.
         self.fused: dict[str, list[int]] = defaultdict(list)
         self.shared: dict[str, list[int]] = defaultdict(list)
         self._known: set[str] = set()

@@ -1,4 +1,4 @@
-"""Replaces the matrix product of Triton's interpreter by a sum in a fixed order, as tensor cores make it.
+"""Replaces the matrix product of Triton's interpreter by a sum in a fixed order, as in tensor cores.
 
 The interpreter multiplies with numpy, which adds the products of an element in an order that depends on the row in the tile.
 """

@@ -51,7 +51,7 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fixed:
-    """Kernels with attention only, by plans with fixed splits."""
+    """Kernels that compute attention only, with plans that have fixed splits."""
 
     def __init__(self, split: bool, strided: bool = False) -> None:
         self._split, self._strided = split, strided
@@ -81,7 +81,7 @@ def test_linear_layer_gives_the_same_bits_for_any_rows_and_blocks(
     dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outs, ins = weights
-    monkeypatch.setattr(linear, "PROGRAMS", programs)  # with 1, every weight has enough programs for long segments
+    monkeypatch.setattr(linear, "PROGRAMS", programs)  # with 1, all weights are computed in long segments
     kernels, added = TritonLayers(CPU, deterministic=True), random(outs, dtype=dtype, seed=2) if bias else None
     packed = kernels.pack_linear(random(outs, ins, dtype=dtype, seed=1), added)
 

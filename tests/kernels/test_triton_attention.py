@@ -240,7 +240,7 @@ UNEVEN: Shapes = [(SHORT + row % 7, 1) for row in range(20)] + [(LONG - 1, 1)] +
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("kind", ["plain", "all"])
 def test_decode_plan_splits_a_long_row_among_short_rows(kind: str, device: torch.device) -> None:
-    """A captured step has only the number of rows when it is planned. The short rows are not split."""
+    """When a captured step is planned, only its number of rows is known. The short rows are not split."""
     call = case(UNEVEN, (4, 1), (16, 16), 4, device, **KINDS.get(kind, {}))  # type: ignore[arg-type]
     call.rows.slots[3], call.rows.slots[30] = -1, -1  # padding
     shape = head_shape(call.q, call.k_pool, call.v_pool)
@@ -430,7 +430,7 @@ def test_attention_rejects_tensors_that_do_not_fit(device: torch.device) -> None
 def test_plans_have_enough_programs_to_fill_the_device() -> None:
     shape = HeadShape(num_kv_heads=8, group=4, head_dim=128, value_dim=128, itemsize=2)
     many = plan_decode(shape, 0, 256, 40960, 132)
-    assert (many.splits, many.extra, many.programs) == (1, 132, 388 * 8)  # splits are dealt by the rows' lengths
+    assert (many.splits, many.extra, many.programs) == (1, 132, 388 * 8)  # rows get splits in proportion to their lengths
     assert plan_decode(shape, 0, 2, 40960, 132).extra == 126, "a row has at most 64 splits"
     assert plan_decode(shape, 0, 64, 200, 132).extra == 1, "one kernel serves all lengths"
     assert retiled(shape, many, many.blocks, 2, 256).programs == 256 * 8

@@ -73,7 +73,7 @@ def test_executor_verifies_draft_tokens_of_an_mtp_layer(
 ) -> None:
     """The model's MTP layer drafts two tokens per step with the same kernels.
 
-    With draft tokens, the columns of a sampling call are slices that begin within larger tensors, as the kernels must accept.
+    With draft tokens, each column of a sampling call is a slice of a larger tensor. The kernels must accept such slices.
     """
     model = MODEL.build(tmp_path).to(device)
     add_mtp(tmp_path, deepseek=False)

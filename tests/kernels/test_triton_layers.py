@@ -188,7 +188,7 @@ def placed(locations: list[int], positions: list[int], device: torch.device) -> 
 
 
 def scattered(tokens: int, cells: int, device: torch.device) -> RaggedRows:
-    """Returns tokens at random locations; every third one has none."""
+    """Returns tokens at random locations. Every third token has no location."""
     order = torch.randperm(cells, generator=torch.Generator().manual_seed(5)).tolist()
     locations = [-1 if token % 3 == 2 else order[token] for token in range(tokens)]
     return placed(locations, [(7 * token) % 20 for token in range(tokens)], device)

@@ -165,7 +165,7 @@ def test_token_selection_can_draw_the_first_and_the_last_kept_token(
 def test_token_selection_does_not_depend_on_the_number_of_programs(
     case: SlotCase, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single program then reads all tiles of its row. There are two values, so equals lie in several tiles."""
+    """A single program then reads all tiles of its row. The logits have two values, so that equal logits are in several tiles."""
     rows, slots = same_slots(case, 2)
     logits = noise(2, WIDE, 13).sign()
     many = assert_as_reference(logits, rows, slots, device)

@@ -53,8 +53,8 @@ CASES: dict[str, list[tuple[int, int, list[int]]]] = {
 }
 
 
-# Cases for the reference only: instead of a skipped entry, it writes the table's first entry. Each case has skipped entries, and
-# checks that the first entry gets its new value or keeps its old one.
+# Cases for the reference only, which cannot skip an entry and writes the table's first entry instead. Each case has skipped
+# entries, and checks that the first entry gets its new value or keeps its old one.
 REFERENCE_CASES = ("the first entry among others", "the first entry left alone", "outside alone")
 UPDATES = [(name, case) for name in NAMES for case in CASES if name == "torch" or case not in REFERENCE_CASES]
 

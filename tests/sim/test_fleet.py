@@ -50,7 +50,7 @@ def check_outputs(trace: Trace, outcome: FleetOutcome) -> None:
     log = outcome.log.requests
     assert log.finished.all(), log.errors()
     assert log.output_tokens.tolist() == [min(r.output_len, r.max_new_tokens) for r in trace.requests]
-    assert (log.streamed_tokens == log.output_tokens).all(), "the steps' outputs add up to the terminal count"
+    assert (log.streamed_tokens == log.output_tokens).all(), "the tokens in the steps' outputs add up to the number in the finish"
     assert (log.sent <= log.first_token).all() and (log.first_token <= log.ended).all()
 
 

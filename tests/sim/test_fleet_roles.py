@@ -65,7 +65,7 @@ def check_outputs(trace: Trace, fleet: RecordingFleet, outcome: FleetOutcome) ->
     assert log.finished.all(), log.errors()
     for index, request in enumerate(trace.requests):
         assert fleet.received[index] == script.output(index)[: request.max_new_tokens].tolist()
-    assert (log.streamed_tokens == log.output_tokens).all(), "the steps' outputs add up to the terminal count"
+    assert (log.streamed_tokens == log.output_tokens).all(), "the tokens in the steps' outputs add up to the number in the finish"
     assert not fleet._log.handovers._since and not fleet._log.handovers._first, "every handover continued"
 
 

@@ -20,7 +20,7 @@ from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, 
 from tests.night import NIGHTLY
 
 ROUNDS = range(20) if NIGHTLY else range(1)
-PATIENCE = 4 if NIGHTLY else 15  # a run that has not met every event ends after this multiple of its share of the steps
+PATIENCE = 4 if NIGHTLY else 15  # multiple of its share of the steps after which a run ends even if an event is missing
 STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 4_500
 TURNS_OF_A_DRIVE = 250 if NIGHTLY else 60  # turns of the workload per seed
 

@@ -57,7 +57,7 @@ def check_outputs(trace: Trace, outcome: Outcome) -> None:
     log = outcome.requests
     assert log.finished.all(), log.errors()
     assert (log.output_tokens == scripted(trace)).all()
-    assert (log.streamed_tokens == log.output_tokens).all(), "the steps' outputs add up to the terminal count"
+    assert (log.streamed_tokens == log.output_tokens).all(), "the tokens in the steps' outputs add up to the number in the finish"
     assert (log.sent <= log.first_token).all() and (log.first_token <= log.ended).all()
 
 

@@ -70,7 +70,9 @@ def test_model_with_recurrent_states_hits_only_prefixes_with_a_stored_state(
         assert report["finished"] == 16
         rates[states] = report["hit_rate"]
         assert (report["counters"].get("state_missed_pages", 0) > 0) == (states > 0)
-    assert 0 < rates[48] <= rates[400] < rates[0], "a prefix gets its state with the second prompt that leaves it"
+    assert 0 < rates[48] <= rates[400] < rates[0], (
+        "the state of a prefix is stored when a second prompt branches off after the prefix"
+    )
 
 
 def test_window_flags_simulate_a_model_with_window_attention(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
