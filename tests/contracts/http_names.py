@@ -33,8 +33,8 @@ from tests.contracts.schema_names import Schema, names_of
 METHODS = frozenset(("delete", "get", "patch", "post", "put"))
 WITHIN: Mapping[type[BaseModel], str] = {
     NativeSampling: "sampling_params"
-}  # by a type that `within` of an operation names: the path of the values with this type
-MAPS = {"tunables": tuple(RANGES), "stats": tuple(field.name for field in fields(StepStats))}  # keys of messages' maps
+}  # by type of a part of a body: the path of this part in bodies that refer to the type
+MAPS = {"tunables": tuple(RANGES), "stats": tuple(field.name for field in fields(StepStats))}  # keys of the maps in messages
 
 
 class ExampleFleet:

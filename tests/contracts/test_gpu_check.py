@@ -79,7 +79,7 @@ def outcome_script(figures: dict[str, Any], more: str = "") -> str:
 
 @dataclass
 class Reached:
-    """A fake clock for tests of time limits. A wait for a part exceeds its limit as soon as the part has created `file`."""
+    """A fake clock for tests of time limits. A wait for a part exceeds its time limit as soon as the part has created `file`."""
 
     file: Path
     now: float = 0.0  # seconds that the clock shows

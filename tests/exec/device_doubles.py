@@ -44,7 +44,7 @@ class Watch:
     def _seen(self, value: Any) -> Any:
         """Returns a comparable form of an argument.
 
-        For a tensor, it has shape, strides, dtype and, unless the recorded work has allocated the tensor, its address.
+        The form of a tensor has shape, strides and dtype, and the address unless the recorded work has allocated the tensor.
         """
         if isinstance(value, Tensor):
             made = value.untyped_storage().data_ptr() in self.made
@@ -123,7 +123,7 @@ class WatchedKernels:
 
 
 class ReplayedOtherwise(AssertionError):
-    """Raised if the code launches other kernels or arguments at a replay than were captured."""
+    """Raised if a replay launches other kernels than the capture, or passes other arguments to them."""
 
 
 class GraphDouble:
@@ -174,7 +174,7 @@ class ForgetfulGraph:
 
 
 class ForgetfulMemory:
-    """Replaces graph memory whose captures reference only addresses, like real graphs, and do not keep the memory allocated."""
+    """Replaces graph memory. Like real graphs, its captures have only addresses, and do not keep the memory allocated."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -63,7 +63,10 @@ def _prompt_scores(row: int, sequence: Sequence, count: int) -> tuple[int, int, 
 
 
 class Driver:
-    """Gives each page the window unit of the same number, and each slot two states, which its steps read and write in turn."""
+    """Runs steps of an executor.
+
+    The window unit of a page has the number of the page. A slot has two states: a step reads one of them and writes the other.
+    """
 
     def __init__(self, executor: Executor, page_size: int) -> None:
         self.executor = executor

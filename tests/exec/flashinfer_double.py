@@ -3,9 +3,8 @@
 It has the signatures and checks of the library's wrappers, detects host waits, and computes attention in plain torch from the
 device buffers that a kernel would read.
 
-Memory that is allocated with a device argument counts as device memory, and memory that is allocated with pin_memory as pinned
-host
-memory. All other memory counts as pageable.
+Memory that is allocated with a device argument counts as device memory. Memory that is allocated with pin_memory counts as pinned
+host memory. All other memory counts as pageable.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ class Wrapper:
     def _schedule(self, needed: tuple[int, int]) -> None:
         """Copies a plan's schedule to the device, after checking that the workspaces are large enough.
 
-        The schedule is only the number of the plan.
+        The double's schedule is only the number of the plan.
 
         Args:
             needed: (float bytes, int bytes) of workspace that the plan needs.

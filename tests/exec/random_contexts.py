@@ -122,7 +122,7 @@ class Context:
 
 
 class Turned:
-    """A new scheduler on an executor, which may have served other schedulers before. The test runs each turn of the loop.
+    """A new scheduler on an executor that may have served other schedulers before. The test runs each turn of the loop.
 
     A grammar's masks after draft tokens are filled only for a random number of positions, as if the step's time were limited.
     """
@@ -208,7 +208,7 @@ def random_context(world: World, seed: int, target: Asked, output: Sequence[int]
         world: limits of the context.
         seed: seed of the random choices.
         target: the tested request.
-        output: the target's output without other requests. The context may give a part of it to an earlier worker.
+        output: the target's output without other requests. The context may use a part of it as the output of an earlier worker.
     """
     rng = random.Random(seed)
     config = world.config(

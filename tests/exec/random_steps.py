@@ -1,8 +1,7 @@
 """Runs random requests through the scheduler, with a real executor and then with the fake one.
 
 The real executor's results are recorded, and the fake executor repeats them. Both runs must have equal plans, and results of
-equal
-shapes.
+equal shapes.
 """
 
 from __future__ import annotations

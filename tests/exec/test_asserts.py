@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(_: Path) -> bool:
-    """Serves requests with chunked prompts by the core and the fake executor."""
+    """Serves requests with chunked prompts, with the core and the fake executor."""
     engine = make()
     engine.checked = False
     for handle in range(6):
@@ -49,7 +49,7 @@ def served(_: Path) -> bool:
 
 
 def computed(folder: Path) -> bool:
-    """Computes five tokens of one sequence by a decoder that is loaded like in a worker."""
+    """Computes five tokens of one sequence with a decoder that is loaded as in a worker."""
     loaded = load_model(load_request(folder, "float32", PAGE, 32))
     pool = allocate(loaded.layers, PoolSizes(2), PAGE, loaded.dtype, loaded.kernels)
     positions = torch.arange(5, dtype=torch.int32)

@@ -82,7 +82,7 @@ def test_result_of_a_model_with_windows_or_states_has_the_same_bits_in_any_conte
 
 
 def test_result_has_different_bits_without_deterministic_mode(folder: Path) -> None:
-    """Uses torch's linear layers, whose sums depend on the number of rows on every CPU. Those of our kernels do on some CPUs."""
+    """Uses torch's linear layers. Their sums depend on the number of rows on every CPU, the sums of our kernels only on some."""
     executor = made_of(folder, "float32", deterministic=False, kernels="torch")
     *_, target = targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
     assert any(len(strings(WORLD, executor, target, range(seed, seed + 1))) > 1 for seed in range(40))

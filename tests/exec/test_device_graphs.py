@@ -329,7 +329,7 @@ def test_forced_tokens_replace_sampled_tokens_in_penalties(device: Device, cpu: 
 def with_forced_tokens(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]:
     """Decodes rows of different kinds of sampling, the first of which gets six forced tokens after three tokens.
 
-    Then each row decodes until it has six output tokens; those of the first row count from the forced tokens on.
+    Then the first row decodes six tokens after the forced ones, and each other row decodes until it has six output tokens.
 
     Args:
         chunks: numbers of forced tokens that the next steps compute.

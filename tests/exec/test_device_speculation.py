@@ -109,7 +109,7 @@ def test_drafting_changes_no_bit_of_an_answer_on_a_late_device(plain: DeviceExec
 def test_no_drafter_changes_a_bit_of_an_answer(
     folder: Path, plain: DeviceExecutor, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Includes a draft model that is the target itself. All its draft tokens must be accepted, or its KV lacks a token."""
+    """Includes the target as its own draft model. If one of its draft tokens is rejected, the draft KV lacks a token."""
     target = asked(0)
     executor = made_of(folder, algorithm)
     assert strings(WORLD, executor, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
@@ -207,7 +207,7 @@ def test_verification_of_draft_tokens_uses_graphs(folder: Path, monkeypatch: pyt
     crowd = [turned.submit(target) for _ in range(3)]
     turned.finish()
     assert [answer.tokens for answer in crowd] == [expected.tokens] * 3
-    assert executor.runner.attention.most > 8, "a step must have more rows than slots and a graph have"  # type: ignore[attr-defined]
+    assert executor.runner.attention.most > 8, "a step must have more rows than there are slots, and more than a graph has"  # type: ignore[attr-defined]
     torch_alone.close()
 
 

@@ -53,13 +53,13 @@ def write_toy(folder: Path) -> None:
         model.model.embed_tokens.weight.zero_()[:, 0] = 1.0
         for linear in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
             linear.weight.zero_()
-        model.lm_head.weight.zero_()[:, 0] = torch.tensor(LOGITS) / 4  # RMS norm makes the only non-zero number of the 16 a 4
+        model.lm_head.weight.zero_()[:, 0] = torch.tensor(LOGITS) / 4  # RMS norm turns the one non-zero number of 16 into 4
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def probabilities(top_p: float) -> np.ndarray:
-    """Returns the expected probabilities: those of the fewest most likely tokens whose sum reaches top_p, renormalized."""
+    """Returns the expected probabilities. Top-p keeps the most likely tokens until their sum reaches top_p, and renormalizes."""
     chances = np.exp(np.array(LOGITS))
     chances /= chances.sum()
     kept = np.cumsum(chances) - chances < top_p

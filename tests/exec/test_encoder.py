@@ -51,7 +51,7 @@ def texts() -> list[list[int]]:
 
 
 def pooled(model: Any, ids: list[int], pooling: str, normalize: bool) -> np.ndarray:
-    """Returns the vector of a text that transformers' model gives."""
+    """Returns the vector that transformers' model gives for a text."""
     with torch.inference_mode():
         states = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
     vector = {"cls": states[0], "mean": states.mean(0), "lasttoken": states[-1]}[pooling]

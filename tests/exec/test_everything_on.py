@@ -31,7 +31,7 @@ GRAMMAR_LENGTH = 20
 
 
 class Reference:
-    """Computes requests by transformers, one at a time, in float32."""
+    """Computes requests with transformers, one at a time, in float32."""
 
     def __init__(self, folder: Path) -> None:
         self.model = MODELS["qwen3"].build(folder).eval()

@@ -1,4 +1,4 @@
-"""The FlashInfer backend compared with reference attention: by flashinfer_double.py, and on a GPU by FlashInfer itself."""
+"""The FlashInfer backend compared with reference attention: with flashinfer_double.py, and on a GPU with FlashInfer itself."""
 
 from __future__ import annotations
 

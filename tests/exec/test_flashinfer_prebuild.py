@@ -180,7 +180,7 @@ def test_library_requests_only_known_modules(library: Any, asked: set[Module]) -
 
 @NO_GPU
 def test_library_loads_a_prebuilt_module_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer's own code finds the prebuilt file. The file is empty, so only loading it is replaced."""
+    """FlashInfer's own code finds the prebuilt file. The file is empty, so the test replaces the call that loads it."""
     module = importlib.import_module("flashinfer")
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     monkeypatch.setattr(module.jit.env, "FLASHINFER_AOT_DIR", tmp_path)

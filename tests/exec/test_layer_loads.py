@@ -198,7 +198,7 @@ def test_backup_does_not_wait_for_an_unreported_load(loading: Loading) -> None:
 
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])
 def test_operation_waits_for_a_reported_load(loading: Loading, kind: OperationKind) -> None:
-    """Without a wait, a backup could overwrite a host row that the load still reads, or copy a page that it still writes."""
+    """Without a wait, a backup could overwrite a host row that the load still reads, or copy a page before it is loaded."""
     loading.begin(host_pages=np.array([0], dtype=np.int32))
     loading.fact()
     loading.begin(kind, ONE, np.array([1], dtype=np.int32))

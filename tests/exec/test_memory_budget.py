@@ -80,7 +80,7 @@ HYBRID = CacheShape(page_bytes=MIB, state_bytes=20 * MIB, scratch_states=2, max_
 
 def test_memory_is_divided_between_pages_and_states() -> None:
     found = fitting_sizes(ALONE, 0.9, HYBRID, 16, 16, 0)
-    assert found == PoolSizes(225, 0, 11)  # of 490 MiB, 40 for scratch states
+    assert found == PoolSizes(225, 0, 11)  # scratch states take 40 of the 490 MiB
     assert HYBRID.bytes_of(found) <= 490 * MIB
 
 

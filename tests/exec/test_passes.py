@@ -20,8 +20,7 @@ def plan_of(rows: list[tuple[int, bool, int, bool]], num_decode: int) -> BatchPl
 
     Args:
         rows: extend rows as (number of tokens, whether the row is sampled, index of the first scored token or -1, whether the
-        token
-            after the row is scored).
+            token after the row is scored).
         num_decode: number of decode rows.
     """
     counts = [count for count, *_ in rows] + [1] * num_decode

@@ -47,7 +47,7 @@ class Engine:
     jump: bool = True
     prev: Run | None = None
     rest: dict[int, list[int]] = field(default_factory=dict)  # by handle: tokens that this engine has output
-    logprobs: dict[int, list[float]] = field(default_factory=dict)  # by handle: their log probabilities
+    logprobs: dict[int, list[float]] = field(default_factory=dict)  # by handle: log probabilities of the tokens in `rest`
     finishes: dict[int, Finish] = field(default_factory=dict)  # by handle
 
     def __post_init__(self) -> None:

@@ -143,7 +143,7 @@ def test_step_runs_while_later_layers_are_loaded(
     if drafts == "eagle3":
         write_eagle3(tmp_path / "head", folder, 90)
         more["draft_model"] = str(tmp_path / "head")
-    served = Served(*build(folder, 40, options(), **more))  # 40 pages suffice for all loads together and the cached pages
+    served = Served(*build(folder, 40, options(), **more))  # 40 pages suffice for the cached pages and all loads together
     for number in range(4):
         served.ask(prompt(number), seed=number)
     mover, arrivals = served.executor._mover, served.executor.runner._arrivals

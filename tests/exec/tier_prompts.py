@@ -1,4 +1,4 @@
-"""Prompts that exceed a small KV pool together, and options of the tiers below this pool."""
+"""Prompts that together exceed a small KV pool, and options of the tiers below this pool."""
 
 from __future__ import annotations
 

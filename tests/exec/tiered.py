@@ -84,9 +84,8 @@ class Served:
         Args:
             executor: the executor.
             core: the scheduler.
-            prefers_reading: whether reading pages always counts as faster than computing them, so that tests of reads do not
-            depend
-                on the machine's speed.
+            prefers_reading: whether reading pages always counts as faster than computing them, so that tests of reads do
+                not depend on the machine's speed.
             poisoned: whether free pages are filled with NaN after each step, so that reading one changes the result.
         """
         self.executor, self.core = executor, core
@@ -192,9 +191,8 @@ class Served:
         pool = self.executor.runner.passes.pool
         with torch.inference_mode():
             for each in (*pool.keys, *pool.values):
-                # FlashInfer multiplies masked values by 0, which leaves NaN as NaN. A large number also changes the result of a
-                # step
-                # that reads beyond its context.
+                # FlashInfer multiplies masked values by 0, and 0 times NaN is NaN. A GPU's free pages therefore get a large
+                # number, which also changes the result of a step that reads beyond its context.
                 each[free.to(each.device)] = torch.nan if each.device.type == "cpu" else 1e4
 
     def _take(self) -> None:

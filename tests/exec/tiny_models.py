@@ -129,8 +129,8 @@ def greedy_answers(model: Any, prompts: list[list[int]], num_new: int) -> list[l
 def recurrent_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """Returns transformers' logits, float32[tokens, V], computed token by token.
 
-    For a recurrent layer, transformers computes a whole prompt in chunks, whose rounding differs more than this order from the
-    exact result.
+    transformers computes a whole prompt of a recurrent layer in chunks. The rounding of chunks is further from the exact result
+    than the rounding of single tokens.
     """
     cache, rows = None, []
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The log of a store's block names does not return torn names, names of other identities and names without pages."""
+"""The log of a store's block names returns no torn names, no names of other identities, and no names without pages."""
 
 from __future__ import annotations
 

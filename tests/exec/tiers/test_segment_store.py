@@ -369,7 +369,7 @@ class TestFiles:
     def test_store_drops_written_bytes_from_the_page_cache(self, tmp_path: Path) -> None:
         """Each append drops its own bytes and those of the append before it. Finishing the segment drops all its bytes.
 
-        If the file system does not support it, no page is lost.
+        If the file system cannot drop bytes from the page cache, no page is lost.
         """
         disk = DiaryDisk()
         write_each(store(tmp_path / "advised", disk=disk))

@@ -187,7 +187,7 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.open: dict[int, Row] = {}  # rows of the newest stream
-        self.forget = 0  # number of next batches before each of which all handles are forgotten
+        self.forget = 0  # number of coming batches; before each of them, all handles are forgotten
         self.contexts: list[Any] = []
         self.text_gate = asyncio.Event()
         self.text_gate.set()
@@ -269,7 +269,7 @@ class Running:
         return token, self._finish(token)
 
     def ended(self) -> worker_pb2.Finish | None:
-        """Returns the Finish of a request that ends with its prompt, if it ends."""
+        """Returns the Finish of a request that ends with its prompt; None if no finish rule holds."""
         return self._finish(EOS)
 
     def _finish(self, token: int) -> worker_pb2.Finish | None:

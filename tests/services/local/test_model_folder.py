@@ -172,7 +172,7 @@ def test_error_names_the_path_when_a_permission_is_missing(locked: str, folder: 
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers every request with the status and the headers of the server that it belongs to."""
+    """Answers every request with the status and the headers of its HubServer."""
 
     server: HubServer
 

@@ -95,7 +95,7 @@ def test_piece_encoder_passes_short_pieces_to_the_tokenizer(tokenizers: dict[str
     if kind not in UNCUT_KINDS:
         assert max(counting.chars) <= 1000
         counting.chars.clear()
-        # The first 10 tokens are in the first piece, so that no other is encoded.
+        # The first 10 tokens are in the first piece, so that no other piece is encoded.
         first = encode(encoder, text, max_tokens=10, truncates=True)
         assert list(first.ids) == list(result.ids)[:10] and sum(counting.chars) <= 1000
 

@@ -205,7 +205,7 @@ def test_repeated_cancellation_of_a_background_response_returns_the_same_respons
 
 
 def streamed_so_far(system: System, response: Response) -> list[Any]:
-    """Returns the events in the store. Opens a stream and closes it after 0.5 seconds of silence."""
+    """Opens a stream of the response, and closes it after 0.5 seconds of silence. Returns the events, which are in the store."""
     found = []
     url = system.url(f"/v1/responses/{response.id}?stream=true")
     try:

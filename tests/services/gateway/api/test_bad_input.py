@@ -249,7 +249,7 @@ def levels_of(value: Any) -> int:
 
 
 def test_body_with_too_many_nested_levels_is_refused(shared: System) -> None:
-    """The body's own object counts as one level. Brackets in a string and sibling objects add none."""
+    """The body's own object counts as one level. Brackets in a string add no level, and sibling objects add none."""
     most = limits.MAX_JSON_DEPTH
     assert shared.chat(metadata=nested(most - 1)).status_code == 200
     assert shared.chat(metadata={"a": [{}] * 2 * most, "b": "[{" * most}).status_code == 200

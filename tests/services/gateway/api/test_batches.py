@@ -326,7 +326,7 @@ def test_gateway_takes_a_batch_only_after_the_api_key_is_known(monkeypatch: pyte
         monkeypatch.setattr(Leases, "take", record_take)
         with System(state_redis_url=state.url, keys=["bob"]) as second:
             wait_until(lambda: len(lookups) > 4, "lookups of the API key")
-            assert len(taken) == 1, "the gateway takes no lease, and displaces no batch for it"
+            assert len(taken) == 1, "the gateway does not take the lease at every lookup, and displaces no other batch"
             assert second.metric("rootstock_gateway_batches_running") == 0 and not second.worker.submits
             second.write_keys("alice", "bob")
             wait_until(

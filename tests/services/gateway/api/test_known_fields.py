@@ -146,7 +146,7 @@ def test_every_known_field_is_served_or_ignored_or_refused(path: str) -> None:
     dropped = [name for name in known_to(path) if not (name in fields or name in known.unused or name in known.neutral)]
     assert not dropped, f"{path} drops {dropped}"
     assert not known.unused & known.neutral.keys()
-    assert not set(served_at(path)) - SERVED.keys(), "SERVED has no value for them"
+    assert not set(served_at(path)) - SERVED.keys(), "SERVED has a value for every served field"
 
 
 @pytest.mark.parametrize("path", BODIES)

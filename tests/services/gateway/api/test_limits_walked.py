@@ -1,4 +1,4 @@
-"""Tests every limit of a request over HTTP: a value at the limit passes, and a larger value is refused by field."""
+"""Tests every limit of a request over HTTP: a value at the limit passes, and a larger value is refused with its field."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_address_that_returns_after_the_link_is_closed_gets_a_new_link() -> None
 
 
 def test_request_continues_on_a_new_worker_at_a_reused_address_when_the_model_version_is_equal() -> None:
-    """A new pod with other weights can get the address of an old pod, as in a rollout."""
+    """The earlier worker at the address had another model version. In a rollout, a new pod can get the address of an old pod."""
     with System(workers=2, configure=with_two_versions, queue_timeout_s=LONG_S) as system:
         first, second = system.workers
         fleet = system.gateway.dispatcher.fleet

@@ -134,7 +134,7 @@ class TestUseOfPrefillWorkers:
     def test_prefill_worker_is_tried_sometimes_when_decode_workers_report_no_saved_time(self) -> None:
         with system_of() as system:
             system.workers[1].servicer.report_load(pulls_lose=True)
-            wait_until(lambda: system.links[1].load is not None, "its word")
+            wait_until(lambda: system.links[1].load is not None, "the load report")
             for _ in range(2 * TRIES_ONE_IN):
                 assert text_of_answer(ask(system)) == ANSWER
             assert len(submits(system, 0)) == 2
@@ -243,7 +243,7 @@ class TestLostWorkers:
             handle = next(iter(first.running))
             second.info.role = ""
             second.renew("")
-            wait_until(lambda: system.links[1].info is not None and not system.links[1].info.role, "its word")
+            wait_until(lambda: system.links[1].info is not None and not system.links[1].info.role, "the new hello")
             first.allow(None)
             wait_until(lambda: first.aborted == [handle], "the abort at the prefill worker")
             assert pending.result().status_code == 200

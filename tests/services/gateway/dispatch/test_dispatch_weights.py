@@ -183,7 +183,7 @@ def test_second_hello_message_with_another_worker_id_breaks_the_stream() -> None
 def test_submit_is_sent_again_when_the_model_version_changes_in_transit() -> None:
     with System(configure=with_revisions("old")) as system:
         system.allow(None)
-        system.do(lambda: setattr(system.worker.info, "revision", "new"))  # the worker sends its hello before the refusal
+        system.do(lambda: setattr(system.worker.info, "revision", "new"))  # the worker sends a new hello and then refuses
         assert system.chat().json()["choices"][0]["message"]["content"] == ANSWER
         assert [submit.revision for submit in system.worker.submits] == ["old", "new"]
         assert system.metric("rootstock_gateway_moves_total", cause="weights", state="new") == 1

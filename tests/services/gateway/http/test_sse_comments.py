@@ -168,7 +168,8 @@ def test_request_is_released_when_the_client_leaves_between_comments(system: Sys
     client.read_until(b": waiting")
     client.vanish()
     wait_until(
-        lambda: system.metric("rootstock_gateway_aborts_total", phase="submitted") == before + 1 and idle(system), "its end"
+        lambda: system.metric("rootstock_gateway_aborts_total", phase="submitted") == before + 1 and idle(system),
+        "the end of the request",
     )
     wait_until(lambda: not system.worker.running, "the abort")
     system.allow(None)

@@ -144,7 +144,7 @@ def test_prefix_match_has_depth_0_when_the_prompt_is_empty() -> None:
 def test_hit_ends_after_the_last_marked_block_of_the_leading_blocks(
     blocks: list[tuple[int, set[int]]], prompt_blocks: int
 ) -> None:
-    """For each owner, the blocks are the number of its leading blocks and the marked ones, which may come later."""
+    """`blocks` has for each owner the number of its leading blocks, and the marked blocks, some of which may come later."""
     index, chain = PrefixIndex(), CHAINS[0]
     for name, (length, marked) in enumerate(blocks):
         index.stored(index.owner(str(name), 0), [*chain[:length], *(end_mark(chain[at]) for at in marked)])

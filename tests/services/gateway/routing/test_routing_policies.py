@@ -287,7 +287,10 @@ def test_cache_hits_are_device_matches_when_the_index_has_no_lower_tiers() -> No
     ],
 )
 def test_routed_prompt_counts_up_to_the_ends_that_its_worker_will_mark(cached: int, num_tokens: int, ends: int) -> None:
-    """A second, other prompt also counts at the branch. `num_tokens` includes the output of a request that has begun."""
+    """Another prompt that shares only the `cached` tokens counts up to the branch.
+
+    `num_tokens` includes the output of a request that has begun.
+    """
     workers, index = fleet([0, 0]), PrefixIndex()
     workers.owner[:2] = [index.owner("marks", 0), index.owner("plain", 0)]
     workers.end_pages[0] = 16

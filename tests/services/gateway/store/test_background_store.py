@@ -218,7 +218,7 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
 
 @pytest.mark.by_day(one_in=2)
 def test_number_of_takeovers_counts_gateways_that_lost_the_response_without_release(server: RedisServer) -> None:
-    """release() subtracts the take, and a long run resets the count."""
+    """release() subtracts the takeover from the count, and a long run resets the count."""
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         takes, lease = [], await begin(store)

@@ -86,7 +86,7 @@ class FakeGateway:
             assert handle not in self.finishes
             self.tokens[handle] += [next(tokens) for _ in range(count)]
         for finish in step.finishes:
-            assert finish.handle not in self.finishes, "two terminal outputs"
+            assert finish.handle not in self.finishes, "a request has one finish"
             self.finishes[finish.handle] = finish
 
 
