@@ -1,7 +1,7 @@
 """Evaluates NetworkPolicies like a network plugin: which pods may open connections to each other, on which ports.
 
-A connection passes if the source's egress policies and the target's ingress policies both allow it. A pod that no policy of one
-direction selects is open in this direction.
+A connection passes if the source's egress policies and the target's ingress policies both allow it. If no policy
+of a direction selects a pod, the pod is open in this direction.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def test_pod_monitor_scrapes_only_running_pods(tmp_path: Path) -> None:
     assert discovered.pop("kubernetes_sd_configs") == [{"role": "pod"}]
     scrapes = [{"job_name": "pods", "relabel_configs": relabel}, discovered]
     with Prometheus(tmp_path, [{**each, "static_configs": targets} for each in scrapes]) as prometheus:
-        wait_until(lambda: len(prometheus.query("up")) == 2, 30, "a scrape of both")
+        wait_until(lambda: len(prometheus.query("up")) == 2, 30, "a scrape by each of both jobs")
         found = {labels.pop("job"): labels for labels, value in prometheus.query("up") if value == 0}
     seen = {"phase": "Running", "component": "rootstock-worker"}
     assert {job: {key: labels.get(key) for key in seen} for job, labels in found.items()} == {"pods": seen, "rootstock": seen}

@@ -46,7 +46,7 @@ METRICS = {(source, name, port) for name, port in MEASURED.items() for source in
 
 
 def names(*sources: str) -> set[tuple[str, str, int]]:
-    """Returns edges to any DNS server: it may be in kube-system, on the node (NodeLocal DNSCache) or on port 5353 (OpenShift)."""
+    """Returns edges to DNS servers. They may be in kube-system, on the node (NodeLocal DNSCache) or on port 5353 (OpenShift)."""
     return {(source, ANY, port) for source in sources for port in (53, 5353)}
 
 

@@ -407,7 +407,9 @@ def test_notes_say_when_an_upgrade_replaces_all_workers_at_once() -> None:
     )
     assert "qwen3-8b: 1 worker(s), on a GPU" in notes and "at most 60 s (gateway.queueTimeoutSeconds)" in notes
     apart = rendered("apart-in-one-of-two-models").notes
-    assert "all workers of small at once" in apart, "the large model has three decode workers"
+    assert "all workers of small at once" in apart, (
+        "only small is replaced at once, because the large model has three decode workers"
+    )
 
 
 def test_rendered_objects_contain_no_placeholder_for_a_missing_value() -> None:

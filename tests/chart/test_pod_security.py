@@ -45,7 +45,7 @@ BAD = {
     "run_as_root_user": with_pod(runAsUser=0),
     "seccomp": with_pod(seccompProfile={"type": "Unconfined"}),
 }
-# Value sets that break the standard: it does not allow hostPath volumes and volumes of OCI images.
+# Value sets that break the standard, which allows neither hostPath volumes nor volumes of OCI images.
 BEYOND = {
     "node-cache": {"volume_types"},
     "host-path-cache": {"volume_types"},

@@ -80,7 +80,7 @@ def test_readiness_probe_makes_redis_load_new_certificates(server: tuple[Server,
     The server loads the files only when the readiness probe tells it to.
     """
     running, mounted, authority = server
-    wait_until(running.is_ready, 30, "the server")
+    wait_until(running.is_ready, 30, "the server to be ready")
     first = running.server_certificate()
     assert running.is_ready() and running.server_certificate() == first
     following, last = Authority(tmp_path / "following"), Authority(tmp_path / "last")
@@ -100,7 +100,7 @@ def test_redis_stays_ready_with_bad_certificates(tmp_path: Path) -> None:
     mounted = Mounted(tmp_path / "mounted", authority.signed(*NAMES, expired=True), authority)
     running = Server("redis", tmp_path, mounted)
     try:
-        wait_until(running.is_ready, 30, "the server")
+        wait_until(running.is_ready, 30, "the server to be ready")
         with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
             running.server_certificate(caller)
         mounted.put(good, authority)

@@ -69,8 +69,8 @@ def test_comparison_reports_a_changed_selector() -> None:
 def test_gateway_role_exists_with_every_kind_of_discovery() -> None:
     """The Role exists even if the chosen discovery does not need it.
 
-    A rollback deletes objects that its manifest lacks, while pods of the newer release, which need the Role, complete their
-    streams.
+    A rollback deletes all objects that are not in the older manifest. The pods of the newer release still need the Role, until
+    they have completed their streams.
     """
     watching, naming = render({"gateway": {"discovery": "k8s"}}), render({})
     for kind in ("Role", "RoleBinding"):

@@ -135,7 +135,7 @@ class Release:
     """A Helm release of the chart in its own namespace."""
 
     cluster: Cluster
-    name: str  # the names of all objects begin with it; it must contain "rootstock"
+    name: str  # beginning of the names of all objects; must contain "rootstock"
     namespace: str
     base: tuple[Path, ...]  # values files
     chart: Path = CHART

@@ -34,11 +34,11 @@ def test_queue_refused_alert_fires_and_clears(install: Install, cluster: Cluster
     }
     release = install(values)
     prometheus, space = Prometheus(cluster), release.namespace
-    until(lambda: prometheus.all_up(space), "every target", SOON_S)
+    until(lambda: prometheus.all_up(space), "all targets to respond", SOON_S)
     shorten_delays(release)
     fired = "RootstockQueueRefused"
     with load_on(release, 12) as load:
-        fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
+        fires = until(lambda: fired in prometheus.firing(space), "the alert to fire", SOON_S)
     assert load.failures and all(failure.startswith("ValueError: 503") for failure in load.failures), load.failures
     clears = until(lambda: fired not in prometheus.firing(space), "the alert to clear", 2 * SOON_S)
     proved(f"a full queue: {fired} fired after {fires:.0f} s and cleared {clears:.0f} s after the last request (`for` of 5 s)")
@@ -58,7 +58,7 @@ def test_keda_keeps_workers_when_scraping_stops(install: Install, cluster: Clust
         until(lambda: len(release.ready("worker", "demo")) == 3, "three workers", SOON_S)
         shorten_delays(release)
         release.kubectl("delete", "podmonitor", "--all")
-        fires = until(lambda: fired in prometheus.alerts(), "the alert", SOON_S)
+        fires = until(lambda: fired in prometheus.alerts(), "the alert to fire", SOON_S)
         for _ in range(BLIND_CHECKS):
             seen.add(release.replicas("worker", "demo"))
             time.sleep(5)

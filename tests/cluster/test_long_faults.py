@@ -57,7 +57,7 @@ def test_streams_survive_random_faults(
     until(lambda: known(release), "all gateways to be connected to all services")
     done: list[str] = []
     with load_on(release, STREAMS, lambda: urls) as load:
-        until(lambda: load.ended >= 2 * STREAMS, "the quiet run")
+        until(lambda: load.ended >= 2 * STREAMS, "the completed requests of the quiet run")
         quiet, until_s = load.longest_pause_s, time.monotonic() + MINUTES * 60
         while time.monotonic() < until_s:
             fault = rng.choice([each for each in FAULTS if each not in ("power", "network") or on_both_nodes(release)])

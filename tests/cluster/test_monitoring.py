@@ -33,7 +33,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
         patient = {"replicas": 1, "queueTimeoutSeconds": 300}
         monitoring = {**MONITORED, "dashboards": {"enabled": True}}
         made.install({"worker": {"replicas": 1, "settings": FAKE}, "gateway": patient, "monitoring": monitoring})
-        until(lambda: Prometheus(cluster).all_up(space), "every target", SOON_S)
+        until(lambda: Prometheus(cluster).all_up(space), "all targets to respond", SOON_S)
         yield made
 
 
@@ -93,7 +93,7 @@ def test_prometheus_accepts_monitors_rules_and_dashboards(
 ) -> None:
     prometheus, space = Prometheus(cluster), release.namespace
     with load_on(release, 2) as load:
-        until(lambda: prometheus.rules(space), "the rules", SOON_S)
+        until(lambda: prometheus.rules(space), "the rules to be loaded", SOON_S)
         until(lambda: all(rule["lastEvaluation"] > "2" for rule in prometheus.rules(space)), "all rules to be evaluated", SOON_S)
     load.check()
     rules = prometheus.rules(space)
@@ -113,9 +113,9 @@ def test_no_ready_worker_alert_fires_and_clears(release: Release, cluster: Clust
     fired = "RootstockNoReadyWorker"
     with load_on(release, 2) as load:
         until(lambda: load.ended >= 2, "the first completed requests")
-        until(lambda: fired not in prometheus.firing(space), "no alert", SOON_S)
+        until(lambda: fired not in prometheus.firing(space), "an earlier alert to clear", SOON_S)
         release.kubectl("scale", name, "--replicas=0")
-        fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
+        fires = until(lambda: fired in prometheus.firing(space), "the alert to fire", SOON_S)
         release.kubectl("scale", name, "--replicas=1")
         clears = until(lambda: fired not in prometheus.firing(space), "the alert to clear", SOON_S)
     proved(f"no worker: {fired} fired after {fires:.0f} s, cleared {clears:.0f} s after scaling up (`for`: 5 s); {load.check()}")
@@ -130,7 +130,7 @@ def test_target_down_alert_fires_and_clears(release: Release, cluster: Cluster, 
     policy = release.get("networkpolicy", release.object_name("tokenizer"))
     name, ingress = policy["metadata"]["name"], policy["spec"]["ingress"]
     release.kubectl("patch", "networkpolicy", name, "--type=merge", "-p", json.dumps({"spec": {"ingress": []}}))
-    fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
+    fires = until(lambda: fired in prometheus.firing(space), "the alert to fire", SOON_S)
     release.kubectl("patch", "networkpolicy", name, "--type=merge", "-p", json.dumps({"spec": {"ingress": ingress}}))
     clears = until(lambda: fired not in prometheus.firing(space), "the alert to clear", SOON_S)
     assert prometheus.all_up(space), "the alert must clear only when all targets respond again"

@@ -183,7 +183,7 @@ def test_certificates_and_authority_are_replaced_while_requests_run(
 
 def _wait_for_more(load: Load, what: str) -> None:
     before = load.ended
-    until(lambda: load.ended >= before + STREAMS, f"completed requests {what}")
+    until(lambda: load.ended >= before + STREAMS, f"more completed requests {what}")
 
 
 def prepared(install: Install, folder: Path, authority: Authority | None = None) -> Release:

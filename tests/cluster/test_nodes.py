@@ -65,7 +65,7 @@ def test_requests_wait_for_the_only_tokenizer_and_detokenizer(install: Install, 
         for component in ("tokenizer", "detokenizer"):
             (old,) = release.ready(component, "demo")
             release.kubectl("delete", "pod", old.name, "--grace-period=0", "--force")
-            until(lambda: [pod for pod in release.ready(component, "demo") if pod.name != old.name], "the new pod")  # noqa: B023
+            until(lambda: [pod for pod in release.ready(component, "demo") if pod.name != old.name], "the new pod to be ready")  # noqa: B023
             before = load.ended
             until(lambda: load.ended > before + 6, "completed requests after the kill")  # noqa: B023
     proved(f"the only tokenizer and the only detokenizer killed by force under 6 streams: {load.check()}")
@@ -87,13 +87,13 @@ def test_streams_survive_loss_of_a_node(
     # This takes longer if the node that an earlier test broke ran the DNS server.
     until(lambda: known(release), "all gateways to be connected to all services")
     with load_on(release, STREAMS, lambda: [f"http://{gateway.ip}:8000"]) as load:
-        until(lambda: load.ended >= 3 * STREAMS, "the quiet run")
+        until(lambda: load.ended >= 3 * STREAMS, "the completed requests of the quiet run")
         quiet_s, load.longest_pause_s = load.longest_pause_s, 0.0
         broken_nodes.take(action, node, remedy)
         before = load.ended
         until(lambda: load.ended >= before + 3 * STREAMS, "completed requests after the loss")
     line = load.check()
-    until(lambda: len(release.ready("tokenizer", "demo")) == 2, "replacements", 180)
+    until(lambda: len(release.ready("tokenizer", "demo")) == 2, "a replacement of the lost tokenizer", 180)
     assert load.longest_pause_s <= quiet_s + BEYOND_QUIET_S, f"{line} (undisturbed {quiet_s:.1f} s)"
     what = "power" if action == "stop" else "network"
     proved(f"a node's {what} gone under {STREAMS} streams: {line} (undisturbed {quiet_s:.1f} s)")

@@ -42,7 +42,7 @@ def release(installed: Release) -> Release:
         pods = [installed.pods(component, model) for component, model in (*SERVICES, ("redis", ""))]
         return all(pod.ready for several in pods for pod in several) and [len(each) for each in pods] == [2, 2, 2, 2, 1]
 
-    until(is_whole, "all pods")
+    until(is_whole, "all pods to be ready")
     return installed
 
 
@@ -74,10 +74,10 @@ def process_of(release: Release, component: str, model: str) -> psutil.Process:
 def test_streams_survive_the_kill_of_redis(release: Release, proved: Callable[[str], None]) -> None:
     (old,) = release.ready("redis")
     with load_on(release, STREAMS) as load:
-        until(lambda: load.ended >= 2 * STREAMS, "the quiet run")
+        until(lambda: load.ended >= 2 * STREAMS, "the completed requests of the quiet run")
         quiet_s, load.longest_pause_s = load.longest_pause_s, 0.0
         release.kubectl("delete", "pod", old.name, "--grace-period=0", "--force")
-        until(lambda: [pod for pod in release.ready("redis") if pod.name != old.name], "the new pod")
+        until(lambda: [pod for pod in release.ready("redis") if pod.name != old.name], "the new pod to be ready")
         before = load.ended
         until(lambda: load.ended >= before + STREAMS, "completed requests afterwards")
     line = load.check()

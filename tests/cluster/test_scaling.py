@@ -54,7 +54,7 @@ def engine(cluster: Cluster) -> None:
 
 def test_keda_starts_only_the_requested_model_from_zero(install: Install, proved: Callable[[str], None]) -> None:
     release = install({**keda(), "models": two_models()})
-    until(lambda: not release.pods("worker", leaving=True), "no worker", WITHIN_S)
+    until(lambda: not release.pods("worker", leaving=True), "the end of all workers", WITHIN_S)
     (url, *_) = release.urls()
     assert [card["id"] for card in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]] == ["one", "two"]
     begun = time.monotonic()
@@ -63,7 +63,7 @@ def test_keda_starts_only_the_requested_model_from_zero(install: Install, proved
     assert answer.json()["choices"][0]["message"]["content"] == "17 + 25 = 42."
     woken_s = time.monotonic() - begun
     assert (release.replicas("worker", "one"), release.replicas("worker", "two")) == (0, 1)
-    asleep_s = until(lambda: release.replicas("worker", "two") == 0, "the alert to clear", WITHIN_S)
+    asleep_s = until(lambda: release.replicas("worker", "two") == 0, "the end of the workers of model two", WITHIN_S)
     proved(f"from zero: response after {woken_s:.0f} s, the other model stayed at 0 workers; back at zero {asleep_s:.0f} s later")
 
 
@@ -72,11 +72,11 @@ def test_keda_scales_from_zero_to_four_workers_and_back_to_zero(install: Install
     values = keda(coldStartSeconds=15)
     values["worker"] |= {"settings": SLOW, "resources": LITTLE}
     release = install(values)
-    until(lambda: not release.pods("worker", leaving=True), "no worker", WITHIN_S)
+    until(lambda: not release.pods("worker", leaving=True), "the end of all workers", WITHIN_S)
     with load_on(release, CLIENTS, max_tokens=ANSWER_TOKENS) as load:
         first_s = until(lambda: release.ready("worker", "demo"), "a first worker", WITHIN_S)
         four_s = until(lambda: len(release.ready("worker", "demo")) == 4, "four workers", WITHIN_S)
         load.leave()
-    none_s = until(lambda: release.replicas("worker", "demo") == 0, "no worker", WITHIN_S)
+    none_s = until(lambda: release.replicas("worker", "demo") == 0, "the scale-down to zero workers", WITHIN_S)
     line = f"KEDA: a first worker after {first_s:.0f} s, four {four_s:.0f} s later, none {none_s:.0f} s after the last request"
     proved(f"{line}; {load.check()}")
