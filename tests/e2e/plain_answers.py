@@ -1,4 +1,4 @@
-"""Responses of a deterministic system to mixed requests. Several test files compare other systems with them bitwise.
+"""Responses of a deterministic system to mixed requests. Several test files compare responses of other systems bitwise.
 
 The first pytest process that needs the responses computes them and writes a file, which the other processes read.
 """

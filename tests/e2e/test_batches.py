@@ -62,7 +62,7 @@ def test_batch_has_one_result_per_line_when_processes_are_killed(tmp_path: Path)
 
         for step, victim in enumerate(VICTIMS, 1):
             goal = step * LINES // (len(VICTIMS) + 1)
-            wait_until(lambda: done() >= goal, PATIENCE_S, f"{goal} results")  # noqa: B023
+            wait_until(lambda: done() >= goal, PATIENCE_S, f"{goal} completed lines")  # noqa: B023
             assert state_of(both, batch).status == "in_progress", f"the batch must still run when {victim} is killed"
             system.kill(victim)
             time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Mixed requests with all features in a tiny KV pool get the same results as one at a time in a system without flags."""
+"""Mixed requests in a tiny KV pool with all features get the results of requests that run singly in a system without flags."""
 
 from __future__ import annotations
 

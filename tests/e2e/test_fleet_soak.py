@@ -101,7 +101,7 @@ def test_fleet_does_not_leak_under_random_faults(fleet: Fleet) -> None:
 def warm_up_survivors(fleet: Fleet, clients: Clients, cases: list[Case]) -> None:
     """Sends all requests while the second tokenizer and detokenizer are down, so that the survivors serve all of them.
 
-    The survivors then have the memory for this load before the soak, and it does not count as growth.
+    So the survivors allocate the memory for this load before the soak, and this memory does not count as growth.
     """
     twins = ("tokenizer-1", "detokenizer-1")
     for name in twins:

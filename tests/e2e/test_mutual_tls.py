@@ -68,7 +68,7 @@ class Streams:
     def wait_for_more(self, count: int, what: str) -> None:
         """Waits until `count` more requests have completed. `what` describes the state, for the message."""
         enough = self.ended + count
-        wait_until(lambda: self.ended >= enough or bool(self.failed), 90, f"{count} answers {what}")
+        wait_until(lambda: self.ended >= enough or bool(self.failed), 90, f"{count} more completed requests {what}")
         assert not self.failed, self.failed[:3]
 
     def _ask(self, number: int) -> None:
@@ -133,7 +133,7 @@ def served_over_tls(system: SecuredSystem) -> dict[str, tuple[int, str]]:
 
 
 def test_connections_without_a_certificate_or_without_a_token_are_refused(system: SecuredSystem, tmp_path: Path) -> None:
-    wait_until(lambda: connected(system), 60, "all connections")
+    wait_until(lambda: connected(system), 60, "both gateways to be connected")
     code, _ = system.post("/v1/completions", {"model": "demo", "prompt": "3 4 5", "max_tokens": 4})
     assert code == 200
     tls, health = served_over_tls(system), set(system.health_ports.values())
@@ -193,19 +193,21 @@ def test_certificates_and_authority_are_replaced_while_requests_run(system: Secu
     No request may fail.
     """
     new = Authority(tmp_path / "new")
-    wait_until(lambda: connected(system), 60, "all connections")
+    wait_until(lambda: connected(system), 60, "both gateways to be connected")
     with Streams(system) as streams:
         streams.wait_for_more(STREAMS, "with the first certificates")
         for signer, trusted in ((system.authority, (system.authority, new)), (new, (system.authority, new)), (new, (new,))):
             system.renew(signer, *trusted)
             time.sleep(CHECK_S + 0.2)
-            streams.wait_for_more(STREAMS, "meanwhile")
+            streams.wait_for_more(STREAMS, "after the renewal of certificates")
         for name in ("redis", "tokenizer", "detokenizer", "prefill-0"):
             system.kill(name)
             system.start(name)
-            wait_until(lambda: connected(system), START_S, f"connections to {name}")
+            wait_until(lambda: connected(system), START_S, f"both gateways to be connected again after the restart of {name}")
             streams.wait_for_more(STREAMS, f"after a restart of {name}")
-        wait_until(lambda: system.metric("gateway-0", "rootstock_gateway_index_up") == 1, 60, "the index")
+        wait_until(
+            lambda: system.metric("gateway-0", "rootstock_gateway_index_up") == 1, 60, "gateway-0 to be connected to the index"
+        )
     assert not streams.failed, streams.failed[:3]
     for name in PARTS:
         assert "TLS handshake failed" not in system.log(name) and "cannot be used" not in system.log(name), name

@@ -50,7 +50,7 @@ def test_mixed_requests_get_the_results_of_one_worker(tmp_path: Path, plain_answ
     assert WorkerSettings.model_fields["page_size"].default == PAGE, "PAGE must be the default page size"
     expected = plain_answers.of(ASKS)
     with separate_system(tmp_path, worker_flags=CROWD) as system:
-        wait_until(lambda: workers(system) == 2, 120, "both workers")
+        wait_until(lambda: workers(system) == 2, 120, "both workers to be connected")
         order = random.Random(7).sample(range(len(ASKS)), len(ASKS))
         answers = asyncio.run(ask_all(system, [ASKS[index] for index in order], 10))
         wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
@@ -100,7 +100,7 @@ def test_decode_worker_reads_each_whole_page_once_over_tls(tmp_path: Path) -> No
     tls += f" --disaggregation-tls-ca-file {authority} --disaggregation-shm-dir ''"
     asked = bodies(12, 1)
     with separate_system(tmp_path / "apart", worker_flags=f"--chunked-prefill-size 64 {tls}") as system:
-        wait_until(lambda: workers(system) == 2, 120, "both workers")
+        wait_until(lambda: workers(system) == 2, 120, "both workers to be connected")
         for body in asked:
             status, answer = system.post("/v1/completions", body)
             assert status == 200, answer
@@ -119,7 +119,7 @@ def test_decode_worker_reads_each_whole_page_once_over_tls(tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with separate_system(tmp_path_factory.mktemp("fleet"), 1, 2, "--disaggregation-hold-s 2", gateways=2) as system:
-        wait_until(lambda: workers(system) == 3, 120, "all workers")
+        wait_until(lambda: workers(system) == 3, 120, "all workers to be connected")
         yield system
 
 
@@ -160,7 +160,7 @@ def test_results_stay_equal_when_a_worker_is_lost(fleet: System, who: str, how: 
             fleet.children[who].signal(signal.SIGCONT)
         else:
             fleet.start(who)
-        wait_until(lambda: workers(fleet) == 3, 120, "all workers")
+        wait_until(lambda: workers(fleet) == 3, 120, "all workers to be connected")
         wait_until(lambda: is_idle(fleet), 60, "all pages to be free")
 
 

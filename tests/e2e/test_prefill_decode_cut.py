@@ -51,7 +51,7 @@ def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
         addresses = ",".join(f"{host}:{system.parts[name].health}" for name, host in at.items())
         system.parts["gateway"].command.argv.extend(["--workers", addresses])
         with system:
-            wait_until(lambda: workers(system) == 2, 120, "both workers")
+            wait_until(lambda: workers(system) == 2, 120, "both workers to be connected")
             yield system, namespace
 
 

@@ -167,7 +167,7 @@ class Case:
             waits = of(name, "rootstock_worker_importing_requests") + of(name, "sglang:num_queue_reqs")
             return waits > 0 or self.pulled(name) > 0 or self._runs(name) > 1
 
-        wait_until(lambda: any(map(has_it, DECODE)), 60, "a reader")
+        wait_until(lambda: any(map(has_it, DECODE)), 60, "a decode worker to get the request")
         return next(filter(has_it, DECODE))
 
     def reach(self, state: str) -> str:
@@ -185,7 +185,7 @@ class Case:
             if state == "queued":
                 self.begin_beside(2)
                 self.begin()
-                wait_until(lambda: of("prefill-0", "sglang:num_queue_reqs") >= 1, 60, "the queue")
+                wait_until(lambda: of("prefill-0", "sglang:num_queue_reqs") >= 1, 60, "the request to be queued")
                 return DECODE[0]
             self.begin()
             self._wait_for_its_first_chunk()
@@ -194,12 +194,12 @@ class Case:
         fleet.slow(DECODE, SLOW_S if state != "decoding" else 0.2)
         self.begin_beside(0, 1)
         self.begin()
-        wait_until(self._is_handed_over, 60, "the handover")
+        wait_until(self._is_handed_over, 60, "the handover to the decode worker")
         if state == "held":
             return self.reader()
         if state == "pulling":
             return self._stop_prefill_worker_during_a_read()
-        wait_until(self._is_pulled, 60, "the pages")
+        wait_until(self._is_pulled, 60, "the decode worker to read the pages")
         reader = self.reader()
         if state == "decoding":
             wait_until(lambda: self._runs(reader) >= 2, 60, "the request to decode")
@@ -250,12 +250,12 @@ class Case:
 
         for _ in range(TRIES):
             fleet.signal("prefill-0", STOP)
-            wait_until(lambda: bool(readers()) or self._is_pulled(), 60, "a read")
+            wait_until(lambda: bool(readers()) or self._is_pulled(), 60, "a KV read to begin")
             if found := readers():
                 return found[0]
             fleet.signal("prefill-0", signal.SIGCONT)
             self._repeat()
-            wait_until(self._is_handed_over, 60, "the handover")
+            wait_until(self._is_handed_over, 60, "the handover to the decode worker")
         raise AssertionError(f"all {TRIES} reads ended before the prefill worker stopped")
 
     def end(self, lost_gateway: str = "") -> None:
@@ -285,7 +285,7 @@ def test_results_stay_equal_when_a_process_is_lost_in_each_state(fleet: Fleet, s
     case.end(lost_gateway)
     assert_free(fleet, {victim, still}, lost_at)
     if how is KILL:
-        wait_until(lambda: fleet.system.children[victim].exit_code is not None, 60, "its end")
+        wait_until(lambda: fleet.system.children[victim].exit_code is not None, 60, f"{victim} to end")
     fleet.restore()
 
 
@@ -310,7 +310,11 @@ def test_expired_kv_reservation_is_refused_once_and_the_prompt_is_computed(fleet
     case.begin_beside(0, 1)
     case.begin()
     reader = case.reader()
-    wait_until(lambda: fleet.of("prefill-0", "rootstock_worker_rooms_expired_total") == expired + 1, HOLD_S + 10, "its end")
+    wait_until(
+        lambda: fleet.of("prefill-0", "rootstock_worker_rooms_expired_total") == expired + 1,
+        HOLD_S + 10,
+        "the KV reservation to expire",
+    )
     fleet.slow(DECODE, 0.0)
     case.end()
     assert fleet.of(reader, "rootstock_worker_refused_pulls_total") == refused[reader] + 1

@@ -68,7 +68,7 @@ def test_stored_responses_are_not_lost_when_processes_are_killed(tmp_path: Path)
         running = [pool.submit(continue_chain, both, number, chain) for number, chain in enumerate(chains)]
         for step, victim in enumerate(VICTIMS, 1):
             goal = step * TURNS // (len(VICTIMS) + 1)
-            wait_until(lambda: min(len(chain.stored) for chain in chains) >= goal, PATIENCE_S, f"{goal} turns")  # noqa: B023
+            wait_until(lambda: min(len(chain.stored) for chain in chains) >= goal, PATIENCE_S, f"{goal} responses")  # noqa: B023
             system.kill(victim)
             time.sleep(0.3)
             system.start(victim)

@@ -124,7 +124,9 @@ def test_abort_frees_the_pages_of_a_score(scorer: Scorer) -> None:
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(scorer.post, query=query, items=items, item_first=True, rid="long")
         wait_until(lambda: scorer.num_used > 0, 60, "the worker to compute the request")
-        wait_until(lambda: scorer.system.post("/abort_request", {"rid": "long"})[1]["aborted"] > 0, 60, "the abort")
+        wait_until(
+            lambda: scorer.system.post("/abort_request", {"rid": "long"})[1]["aborted"] > 0, 60, "the abort to find the request"
+        )
         status, answer = pending.result(60)
     assert (status, answer["error"]["code"]) == (400, "aborted")
     wait_until(lambda: scorer.num_used == 0, 60, "the pages to be free")

@@ -104,7 +104,9 @@ class TestGenerate:
         thread.start()
         wait_until(lambda: system.metric("worker-0", "sglang:num_running_reqs") == 1, 60, "the request to run")
         before = system.metric("worker-0", "sglang:generation_tokens_total")
-        wait_until(lambda: system.metric("worker-0", "sglang:generation_tokens_total") > before, 60, "tokens")
+        wait_until(
+            lambda: system.metric("worker-0", "sglang:generation_tokens_total") > before, 60, "the request to output a token"
+        )
         assert http.post("/abort_request", json={"rid": "other"}).json() == {"aborted": 0, "gateways": 2, "unreached": 0}
         assert http.post("/abort_request", json={"rid": "endless"}).json() == {"aborted": 1, "gateways": 2, "unreached": 0}
         thread.join(60)

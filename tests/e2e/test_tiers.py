@@ -33,10 +33,10 @@ def test_mixed_requests_get_bitwise_equal_results_from_every_tier(tmp_path: Path
             order = random.Random(turn).sample(range(len(ASKS)), len(ASKS))
             answers = asyncio.run(ask_all(system, [ASKS[index] for index in order], 20))
             wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
-            assert wrong == [], f"in turn {turn}"
+            assert wrong == [], f"wrong results in round {turn}, by kind of request"
             host, files = read_from(system)
-            read = (1, host, files)[turn]  # tokens that the turn has read from its tier; in turn 0, the tiers are empty
-            assert read > 0, "turn 1 must read KV from host memory, and turn 2, after the worker's restart, from files"
+            read = (1, host, files)[turn]  # tokens that the round has read from its tier; in round 0, the tiers are empty
+            assert read > 0, "round 1 must read KV from host memory, and round 2, after the worker's restart, from files"
             assert '"level":"error"' not in system.log("worker-0"), "the worker must log no failed step and no broken invariant"
             if turn == 1:
                 system.kill("worker-0")

@@ -136,7 +136,7 @@ class Check:
         return int(not all(self._state.is_done(p, self._source, self._facts, keep) for p in wanted))
 
     def _run_beside(self, parts: Sequence[Part], at_once: int, run: Callable[[Part], None]) -> None:
-        """Runs parts in `at_once` threads. An error ends all of them."""
+        """Runs parts in `at_once` threads. An error ends all parts."""
         if not parts:
             return
         pool = ThreadPoolExecutor(at_once)

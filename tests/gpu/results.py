@@ -48,7 +48,7 @@ class Result:
     device: str  # name of the GPU
     ended: str  # time of the end in ISO 8601, UTC
     counts: dict[str, int] = field(default_factory=dict)  # number of tests by outcome
-    tail: str = ""  # last lines of the output, after those of the first failed test; "" if the part passed
+    tail: str = ""  # last lines of the first failed test, then last lines of the output; "" if the part passed
     outcome: dict[str, Any] = field(default_factory=dict)  # JSON of a benchmark
     command: str = ""  # command of the part
     versions: dict[str, str] = field(default_factory=dict)  # installed packages

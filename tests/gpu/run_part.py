@@ -40,7 +40,7 @@ class Ran:
     status: Status | None  # None if a time limit ended the process; the caller knows which limit, the part's or the check's
     seconds: float  # wall time
     counts: dict[str, int]  # number of tests by outcome
-    tail: str  # last lines of the output, after those of the first failed test
+    tail: str  # last lines of the first failed test, then last lines of the output
     outcome: dict[str, Any]  # JSON of a benchmark
 
 

@@ -65,7 +65,7 @@ class Served:
             prev = self._turn(prev)
             if prev is None and self.core.idle:
                 return [self._answers[handle] for handle in range(first, first + len(requests))]
-        raise AssertionError("the requests have not ended after the largest number of turns")
+        raise AssertionError("the requests have not ended after the largest number of loop iterations")
 
     def _turn(self, prev: Run | None) -> Run | None:
         if not self._overlap:

@@ -20,7 +20,7 @@ LENGTHS = (3, 20, 40, 90, 150)
 
 
 class Cramped:
-    """A model that raises OutOfMemoryError for passes of more than max_tokens tokens and for rows of more than max_context."""
+    """A model that raises OutOfMemoryError for passes with more than max_tokens tokens and rows with more than max_context."""
 
     def __init__(self, model: Any, max_tokens: int, max_context: int = 1 << 30) -> None:
         self._model, self._max_tokens, self._max_context = model, max_tokens, max_context
