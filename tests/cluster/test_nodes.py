@@ -65,7 +65,7 @@ def test_requests_wait_for_the_only_tokenizer_and_detokenizer(install: Install, 
         for component in ("tokenizer", "detokenizer"):
             (old,) = release.ready(component, "demo")
             release.kubectl("delete", "pod", old.name, "--grace-period=0", "--force")
-            until(lambda: [pod for pod in release.ready(component, "demo") if pod.name != old.name], "a ready new pod")  # noqa: B023
+            until(lambda: [pod for pod in release.ready(component, "demo") if pod.name != old.name], "a ready pod")  # noqa: B023
             before = load.ended
             until(lambda: load.ended > before + 6, "completed requests after the kill")  # noqa: B023
     proved(f"the only tokenizer and the only detokenizer killed by force under 6 streams: {load.check()}")
