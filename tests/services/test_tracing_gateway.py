@@ -161,7 +161,7 @@ def test_hedged_request_has_a_second_attempt_and_the_slower_attempt_is_aborted(c
         for host in system.workers:
             system.do(lambda host=host: host.servicer.allow(0))  # type: ignore[misc]
         waiting = in_background(system, TRACED)
-        wait_until(lambda: all(host.servicer.submits for host in system.workers), "the copy")
+        wait_until(lambda: all(host.servicer.submits for host in system.workers), "the hedge copy")
         system.do(lambda: system.workers[1].servicer.allow(None))
         waiting.join(60)
         tries = collector.wait_for("attempt", 2)

@@ -94,7 +94,7 @@ class System:
         if not self._down:
             for gateway in range(self._num_gateways):
                 wait_until(lambda: self._is_ready(gateway), "readiness")  # noqa: B023
-            wait_until(lambda: all(link.info is not None for link in self.links), "every worker")
+            wait_until(lambda: all(link.info is not None for link in self.links), "the connections of all workers")
         return self
 
     def _is_ready(self, gateway: int) -> bool:

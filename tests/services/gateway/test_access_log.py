@@ -223,7 +223,7 @@ def test_access_log_omits_health_checks_and_metrics_requests(logged: Logged) -> 
 def test_access_log_writes_text_lines(tmp_path: Path) -> None:
     with Logged(tmp_path, access_log="text") as logged:
         logged.system.chat()
-        wait_until(lambda: bool(logged.path.read_text()), "a line")
+        wait_until(lambda: bool(logged.path.read_text()), "a line in the access log")
         line = logged.path.read_text()
     assert " POST /v1/chat/completions 200 complete " in line
     assert " output_tokens=" in line and " ttft_ms=" in line and line.count("\n") == 1
@@ -244,7 +244,7 @@ def test_access_log_makes_a_new_file_when_the_old_file_was_renamed(logged: Logge
         logged.system.chat()
         return bool(logged.lines())
 
-    wait_until(has_lines, "a new file")
+    wait_until(has_lines, "a line in the new file")
     assert logged.lines()[0]["end"] == "complete"
 
 

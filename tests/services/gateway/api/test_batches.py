@@ -348,7 +348,7 @@ def test_other_gateway_continues_a_batch_from_the_store() -> None:
             wait_until(lambda: first.running() == [16], "the lines at the worker")
             first.allow(1)
             # Type: ignore[union-attr].
-            wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "results")
+            wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "three results")
         with System(state_redis_url=state.url) as second:
             done = wait_for_end(second.openai(), batch)
             found = results(second.openai(), done.output_file_id)

@@ -123,7 +123,7 @@ def system_with_sessions(**settings: Any) -> Iterator[System]:
     with System(down=("worker",), **settings) as system:
         system.workers[0].servicer = SessionWorker("worker-0")
         system.call(system.workers[0].start())
-        wait_until(lambda: system.get("/readiness").status_code == 200, "the worker")
+        wait_until(lambda: system.get("/readiness").status_code == 200, "readiness")
         yield system
 
 
@@ -218,7 +218,7 @@ def batch_calls(system: System) -> list[Answered]:
         batch = f"{BATCHES}/{json.loads(found[-1].body)['id']}"
         found.append(ask(system, "DELETE", f"{FILES}/{file_id}"))
         assert found[-1].status == 409
-        wait_until(lambda: system.get(batch).json()["status"] in ("completed", "failed"), "the batch")  # noqa: B023
+        wait_until(lambda: system.get(batch).json()["status"] in ("completed", "failed"), "the end of the batch")  # noqa: B023
         found += [ask(system, method, path) for path in (*LISTS, batch, f"{FILES}/{file_id}") for method in ("GET", "HEAD")]
         found += [ask(system, method, f"{FILES}/{file_id}/content") for method in ("GET", "HEAD")]
         found += [ask(system, "POST", f"{batch}/cancel"), ask(system, "DELETE", f"{FILES}/{file_id}")]

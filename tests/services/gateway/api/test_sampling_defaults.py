@@ -90,7 +90,7 @@ def test_hedged_request_uses_the_sampling_defaults_of_the_first_worker() -> None
     with System(workers=2, configure=differ, hedge_after_s=0.05) as system:
         system.allow(0)
         client = RawClient(system, "/v1/completions", {"prompt": "Hi", "stream": True})
-        wait_until(lambda: system.submits() == [1, 1], "the copy")
+        wait_until(lambda: system.submits() == [1, 1], "the hedge copy")
         first, second = (host.servicer.submits[0].sampling for host in system.workers)
         assert first == second and first.temperature in (0.25, 0.75)
         system.allow(None)

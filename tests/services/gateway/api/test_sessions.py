@@ -104,7 +104,7 @@ def make_system() -> Iterator[Callable[[int], System]]:
         for index, host in enumerate(system.workers):
             host.servicer = SessionWorker(f"worker-{index}")
             system.call(host.start())
-        wait_until(lambda: system.gateway.dispatcher.connected() == workers, "the workers")
+        wait_until(lambda: system.gateway.dispatcher.connected() == workers, "the connections of the workers")
         wait_until(lambda: system.get("/readiness").status_code == 200, "readiness")
         return system
 
@@ -116,7 +116,7 @@ def make_system() -> Iterator[Callable[[int], System]]:
 def pause(system: System, worker: int, paused: bool) -> None:
     servicer = system.workers[worker].servicer
     system.do(lambda: servicer.report_load(paused=paused))
-    wait_until(lambda: system.links[worker].paused is paused, "the load")
+    wait_until(lambda: system.links[worker].paused is paused, "the load report")
 
 
 def open_session(system: System, **body: Any) -> httpx.Response:
@@ -307,7 +307,7 @@ class TestTurns:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "session_unavailable")
         assert close_session(system, session_id).status_code == 503
         system.call(host.start())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the worker")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the connection of the worker")
         assert turn(system, session_id).status_code == 200
 
     def test_turn_is_refused_when_the_text_fills_the_whole_context(self, shared: System) -> None:

@@ -279,7 +279,9 @@ class TestAbort:
         wait_until(lambda: len(system.worker.running) == texts, "the worker's requests")
         system.do(lambda: system.worker.allow(tokens))
         placements = system.gateway.dispatcher._placements
-        wait_until(lambda: [len(choice.output_ids) for choice in list(placements)] == [tokens] * texts, "the ids")
+        wait_until(
+            lambda: [len(choice.output_ids) for choice in list(placements)] == [tokens] * texts, "the tokens at the gateway"
+        )
         return waiting
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -338,7 +340,7 @@ class TestAbort:
         system.call(system.workers[0].stop())
         wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the disconnection")
         waiting = Waiting(system, GENERATE, {"text": "Hi", "rid": "r1"})
-        wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
+        wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queued request")
         abort(system, rid="r1")
         answer = waiting.result().json()
         assert (answer["text"], answer["meta_info"]["finish_reason"]["type"]) == ("", "abort")

@@ -38,7 +38,7 @@ def announced(system: System, worker: int) -> list[tuple[int, int]]:
 
 def announce(system: System, pages: int, worker: int = 0) -> None:
     servicer = system.workers[worker].servicer
-    wait_until(lambda: bool(servicer.running), "the prompt")
+    wait_until(lambda: bool(servicer.running), "the prompt at the prefill worker")
     system.do(lambda: servicer.announce(pages))
 
 
@@ -149,7 +149,7 @@ def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
         pending = []
         for count in (1, 2, 3):
             pending.append(Pending(system, stream=False))
-            wait_until(lambda count=count: len(submits(system, 0)) == count, "the prompt")  # type: ignore[misc]
+            wait_until(lambda count=count: len(submits(system, 0)) == count, "the prompt at the prefill worker")  # type: ignore[misc]
             announce(system, 2)
             wait_until(lambda count=count: load_of(system, 1) == (count, count), "the prefetch")  # type: ignore[misc]
         system.do(lambda: system.workers[1].servicer.report_load(paused=True))
@@ -202,7 +202,7 @@ def test_worker_that_cannot_continue_the_request_does_not_prefetch() -> None:
 
     with system_of(workers=4, then=configure, routing_policy="round_robin") as system:
         pending = [Pending(system, stream=False) for _ in range(9)]
-        wait_until(lambda: len(system.workers[0].servicer.running) >= 2, "prompts")
+        wait_until(lambda: len(system.workers[0].servicer.running) >= 2, "two prompts at the prefill worker")
         announce(system, 2)
         wait_until(lambda: bool(prefetches(system, 1)), "a prefetch")
         system.allow(None)
@@ -215,7 +215,7 @@ def test_prefetch_of_the_losing_hedge_copy_is_released_before_the_request_ends(h
     """The request and its hedge copy have different prefill workers and KV reservations. One of the workers is slow, or lost."""
     with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **with_stopped(0, 1, 2, 3)) as system:
         pending = Pending(system, stream=False)
-        wait_until(lambda: all(submits(system, at) for at in (0, 1)), "the copy")
+        wait_until(lambda: all(submits(system, at) for at in (0, 1)), "the hedge copy")
         (original,), (copy,) = submits(system, 0), submits(system, 1)
         assert original.hand_over and copy.hand_over and original.handle != copy.handle
         for at in (0, 1):

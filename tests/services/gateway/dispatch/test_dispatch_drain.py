@@ -54,7 +54,7 @@ def test_choice_moves_any_number_of_times_when_workers_drain() -> None:
             here = next(host.servicer for host in system.workers if host.servicer.running)
             other = next(host.servicer for host in system.workers if host.servicer is not here)
             system.do(lambda here=here: here.allow(1))
-            wait_until(lambda here=here: here.steps_left == 0, "the token")
+            wait_until(lambda here=here: here.steps_left == 0, "the token of the worker")
             system.do(lambda other=other: other.report_load(draining=False))
             wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the reconnection of the other worker")
             system.do(lambda here=here: here.end_running(pb.ERROR_CODE_UNAVAILABLE, "draining"))

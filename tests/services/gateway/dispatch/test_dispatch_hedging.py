@@ -22,7 +22,7 @@ def hedged(system: System) -> tuple[Host, Host]:
     """Returns the worker with the request and the worker with the copy."""
     wait_until(lambda: sum(system.submits()) == 1, "the submit")
     first = next(host for host in system.workers if host.servicer.submits)
-    wait_until(lambda: sum(system.submits()) == 2, "the copy")
+    wait_until(lambda: sum(system.submits()) == 2, "the hedge copy")
     return first, next(host for host in system.workers if host is not first)
 
 

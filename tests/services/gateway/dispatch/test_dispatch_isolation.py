@@ -82,11 +82,13 @@ def test_token_ids_of_one_model_do_not_reach_another_model() -> None:
         body = {"model": "m", "prompt": "Hi", "max_tokens": 3}
         client = threading.Thread(target=lambda: answers.append(system.post(COMPLETIONS, body)))
         client.start()
-        wait_until(lambda: len(system.tokenizer.calls) == 1, "the tokenizer")
+        wait_until(lambda: len(system.tokenizer.calls) == 1, "the tokenizer's call")
         system.call(system.workers[0].stop())
         system.worker.info.model, system.worker.info.worker_id = "another", "worker-9"
         system.call(system.workers[0].start())
-        wait_until(lambda: (info := system.links[0].info) is not None and info.model == "another", "the other model")
+        wait_until(
+            lambda: (info := system.links[0].info) is not None and info.model == "another", "the hello with the other model"
+        )
         system.do(system.tokenizer.gate.set)
         client.join(60)
         assert [list(submit.prompt_ids) for submit in system.worker.submits] != [ids_of("Hi")], answers[0].text
@@ -119,7 +121,7 @@ def test_session_turn_at_a_drained_worker_ends_with_a_documented_error() -> None
         body = {**turn("x"), "session_params": {"id": "abc"}}
         client = threading.Thread(target=lambda: answers.append(system.post(GENERATE, body)))
         client.start()
-        wait_until(lambda: system.running() == [1], "the turn")
+        wait_until(lambda: system.running() == [1], "the turn at the worker")
         system.do(lambda: system.worker.end_running(pb.ERROR_CODE_UNAVAILABLE))
         client.join(60)
         assert answers[0].json()["error"]["code"] == "session_unavailable"

@@ -74,7 +74,7 @@ def test_worker_without_a_lease_is_used_when_the_load_report_confirms_the_missin
 def test_leases_are_ignored_when_redis_is_down(server: RedisServer) -> None:
     take(server, "worker-0", "worker-1")
     with System(workers=2, configure=leased, redis_url=server.url) as system:
-        wait_until(lambda: system.metric("rootstock_gateway_index_up") == 1, "Redis")
+        wait_until(lambda: system.metric("rootstock_gateway_index_up") == 1, "the connection to Redis")
         server.kill()
         wait_until(lambda: system.metric("rootstock_gateway_index_up") == 0, "the detected outage")
         assert [system.chat().status_code for _ in range(4)] == [200] * 4

@@ -23,7 +23,7 @@ def begun(system: System, steps: int) -> Host:
     wait_until(lambda: sum(system.running()) > 0, "the submits")
     system.allow(steps)
     first = max(system.workers, key=lambda host: len(host.servicer.running))
-    wait_until(lambda: first.servicer.steps_left == 0, "tokens")
+    wait_until(lambda: first.servicer.steps_left == 0, "the tokens of the worker")
     return first
 
 
@@ -125,9 +125,9 @@ def test_waiting_request_of_a_lost_worker_is_released_when_the_client_leaves() -
         system.call(system.workers[0].stop())
         wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         client.vanish()
-        wait_until(lambda: system.num_waiting == 0, "the end")
+        wait_until(lambda: system.num_waiting == 0, "the release of the request")
         system.call(system.workers[0].start())
-        wait_until(lambda: system.links[0].info is not None, "the worker")
+        wait_until(lambda: system.links[0].info is not None, "the hello of the worker")
         assert system.submits() == [1]
 
 

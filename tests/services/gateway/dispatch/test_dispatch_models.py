@@ -126,12 +126,15 @@ def test_model_name_refers_to_another_model_when_the_old_workers_have_left() -> 
     with System(workers=2, down=("worker",), configure=serving("a", "b"), model_name="ours") as system:
         for host in system.workers:
             system.call(host.start())
-            wait_until(lambda host=host: len(host.servicer.contexts) == 1, "a worker")
+            wait_until(lambda host=host: len(host.servicer.contexts) == 1, "the stream to a worker")
         wait_until(lambda: all(link.info is not None for link in system.links), "the hellos")
         assert [answer_of(system, "ours") for _ in range(3)] == ["I am a"] * 3
         system.call(system.workers[0].stop())
         lost, other = system.links
-        wait_until(lambda: lost.info is None and system.gateway.dispatcher.fleet.pool_of(other) is not None, "the other model")
+        wait_until(
+            lambda: lost.info is None and system.gateway.dispatcher.fleet.pool_of(other) is not None,
+            "the hello with the other model",
+        )
         assert answer_of(system, "ours") == "I am b"
         assert system.get("/readiness").status_code == 200
         system.call(system.workers[0].start())

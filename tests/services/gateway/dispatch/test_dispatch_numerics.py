@@ -38,7 +38,7 @@ def test_request_with_output_moves_to_a_worker_with_equal_numerics(index: int) -
         system.allow(5)
         wait_until(lambda: all(host.servicer.steps_left == 0 for host in system.workers), "five tokens")
         system.call(system.workers[0].stop())
-        wait_until(lambda: len(system.workers[index].servicer.submits) == 2, "the move")
+        wait_until(lambda: len(system.workers[index].servicer.submits) == 2, "the submit to the other worker")
         system.allow(None)
         assert [content_of(one.result().text) for one in pending] == [ANSWER] * 3
         assert len(system.workers[3 - index].servicer.submits) == 1 and moves_to_other_numerics(system) == 0

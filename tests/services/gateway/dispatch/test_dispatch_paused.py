@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 def report_load(system: System, worker: int = 0, **load: Any) -> None:
     servicer = system.workers[worker].servicer
     system.do(lambda: servicer.report_load(**load))
-    wait_until(lambda: system.links[worker].load == servicer.load, "the load")
+    wait_until(lambda: system.links[worker].load == servicer.load, "the load report")
 
 
 def test_requests_stay_at_a_paused_worker_and_new_requests_go_to_another_worker() -> None:

@@ -192,7 +192,7 @@ class TestLostWorkers:
     def test_request_restarts_when_the_prefill_worker_is_lost(self) -> None:
         with system_of(then=lambda workers: workers[0].allow(0)) as system:
             pending = Pending(system, stream=True)
-            wait_until(lambda: bool(system.workers[0].servicer.running), "the prompt")
+            wait_until(lambda: bool(system.workers[0].servicer.running), "the prompt at the prefill worker")
             system.call(system.workers[0].stop())
             text = "".join(c["delta"].get("content", "") for chunk in events(pending.result().text) for c in chunk["choices"])
             assert text == ANSWER and not submits(system, 1)[0].output_ids
@@ -204,7 +204,7 @@ class TestLostWorkers:
             wait_until(lambda: any(len(host.servicer.running) for host in system.workers[1:]), "the hand-over")
             at = next(i for i in (1, 2) if system.workers[i].servicer.running)
             system.workers[at].servicer.allow(3)
-            wait_until(lambda: system.workers[at].servicer.steps_left == 0, "tokens")
+            wait_until(lambda: system.workers[at].servicer.steps_left == 0, "the tokens of the worker")
             wait_until(lambda: sum(sum(batch.counts) for batch in system.detokenizer.batches) >= 4, "the tokens at the gateway")
             system.workers[3 - at].servicer.allow(None)
             system.call(system.workers[at].stop())
@@ -225,7 +225,7 @@ class TestLostWorkers:
         with system_of(then=configure, worker_queue_slack=0.0) as system:
             first, second = system.workers[0].servicer, system.workers[1].servicer
             client = RawClient(system, COMPLETIONS, {"prompt": "a long enough prompt"})
-            wait_until(lambda: len(first.running) == 1, "the prompt")
+            wait_until(lambda: len(first.running) == 1, "the prompt at the prefill worker")
             handle = next(iter(first.running))
             full = [RawClient(system, COMPLETIONS, {"prompt": "ab"}) for _ in range(LIMIT)]
             wait_until(lambda: len(second.running) == len(full), "a decode worker without free slots")
@@ -239,7 +239,7 @@ class TestLostWorkers:
         with system_of(then=lambda workers: workers[0].allow(0)) as system:
             first, second = system.workers[0].servicer, system.workers[1].servicer
             pending = Pending(system, stream=True)
-            wait_until(lambda: len(first.running) == 1, "the prompt")
+            wait_until(lambda: len(first.running) == 1, "the prompt at the prefill worker")
             handle = next(iter(first.running))
             second.info.role = ""
             second.renew("")

@@ -172,7 +172,7 @@ def test_request_is_refused_when_the_choices_exceed_the_capacity_of_the_queue() 
 def test_requests_of_other_gateways_use_slots_of_a_worker() -> None:
     with System(configure=with_one_slot) as system:
         system.do(lambda: system.worker.report_load(num_open=LIMIT, used_tokens=100))
-        wait_until(lambda: system.links[0].load is not None, "the load")
+        wait_until(lambda: system.links[0].load is not None, "the load report")
         client = send(system, "0")
         assert system.num_waiting == 1 and system.submits() == [0]
         system.do(lambda: system.worker.report_load(num_open=LIMIT - 1))

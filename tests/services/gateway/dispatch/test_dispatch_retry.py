@@ -52,7 +52,7 @@ def test_refusal_by_a_full_worker_does_not_count_as_a_retry() -> None:
     with System(workers=3, configure=configure, routing_policy="least_requests") as system:
         for load, host in enumerate(system.workers):  # workers are tried in the order of their load
             system.do(lambda host=host, load=load: host.servicer.report_load(num_open=load))
-        wait_until(lambda: all(link.load is not None for link in system.links), "the loads")
+        wait_until(lambda: all(link.load is not None for link in system.links), "the load reports")
         assert system.chat().status_code == 200
         assert system.submits() == [1, 1, 1]
 
@@ -79,7 +79,7 @@ def test_request_returns_to_a_worker_that_refused_when_no_other_worker_is_left()
 
     with System(workers=2, configure=configure, routing_policy="least_requests") as system:
         first, second = system.workers
-        wait_until(lambda: system.links[0].load is not None, "the load")
+        wait_until(lambda: system.links[0].load is not None, "the load report")
         clients = [send(system, str(i)) for i in range(LIMIT)]
         assert system.submits() == [0, LIMIT]
         system.do(lambda: first.servicer.refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full")))

@@ -107,7 +107,7 @@ def test_blocks_of_a_worker_are_removed_from_the_prefix_index_after_a_flush() ->
         for generation in range(1, 6):
             for host in system.workers:
                 system.do(lambda host=host, generation=generation: host.servicer.report_load(index_generation=generation))
-            wait_until(lambda g=generation: index.find("worker-0", g) >= 0 and index.find("worker-1", g) >= 0, "the loads")
+            wait_until(lambda g=generation: index.find("worker-0", g) >= 0 and index.find("worker-1", g) >= 0, "the load reports")
             complete(system, SHARED_PREFIX)
             assert decisions(system, "prefix") == 0
         wait_until(lambda: index.num_retired == 0, "the sweep")
@@ -131,7 +131,7 @@ def test_hits_in_lower_cache_tiers_are_weighted_by_the_savings_that_workers_repo
                 load = {} if share < 0 else {"host_saves": share}
                 system.do(lambda host=host, load=load: host.servicer.report_load(index_generation=generation, **load))
             owners = [lambda name=f"worker-{number}": index.find(name, generation) for number in range(2)]
-            wait_until(lambda: all(owner() >= 0 for owner in owners), "the loads")
+            wait_until(lambda: all(owner() >= 0 for owner in owners), "the load reports")
             for owner in owners:
                 system.do(lambda owner=owner: index.stored(owner(), names, BlockTier.HOST))
             complete(system, SHARED_PREFIX)

@@ -18,7 +18,7 @@ def test_silent_worker_is_lost() -> None:
         first = begun(system, 3)
         system.do(lambda: first.servicer.report_load(num_open=1))
         other = next(host for host in system.workers if host is not first)
-        wait_until(lambda: len(other.servicer.submits) == 1, "the move")
+        wait_until(lambda: len(other.servicer.submits) == 1, "the submit to the other worker")
         system.allow(None)
         assert content_of(pending.result().text) == ANSWER
         assert len(other.servicer.submits[0].output_ids) == 3

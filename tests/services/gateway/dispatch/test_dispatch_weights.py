@@ -51,7 +51,7 @@ def test_request_with_output_moves_to_a_worker_of_the_same_model_version() -> No
         system.allow(5)
         wait_until(lambda: system.has_tokens(5), "five tokens of each")
         system.call(system.workers[0].stop())
-        wait_until(lambda: len(system.workers[2].servicer.submits) == 2, "the move")
+        wait_until(lambda: len(system.workers[2].servicer.submits) == 2, "the submit to the other worker")
         system.allow(None)
         assert [content_of(one.result().text) for one in pending] == [ANSWER] * 3
         moved = system.workers[2].servicer.submits[1]
@@ -224,5 +224,5 @@ def test_waiting_request_with_output_is_released_when_the_client_leaves() -> Non
         system.call(first.stop())
         wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         client.vanish()
-        wait_until(lambda: system.num_waiting == 0, "the end")
+        wait_until(lambda: system.num_waiting == 0, "the release of the request")
         assert refusals(system) == 0

@@ -107,7 +107,7 @@ class TestWorker:
 
     def test_request_fails_with_503_without_a_worker(self) -> None:
         with System(down=("worker",), queue_timeout_s=1.0) as system:
-            wait_until(lambda: system.gateway.tokenizer.connected() == 1, "the tokenizer")
+            wait_until(lambda: system.gateway.tokenizer.connected() == 1, "the connection of the tokenizer")
             answer = system.chat()
             assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "no_worker"
@@ -115,14 +115,14 @@ class TestWorker:
     def test_request_waits_for_a_worker(self) -> None:
         with System(down=("worker",)) as system:
             pending = Pending(system)
-            wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
+            wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queued request")
             system.call(system.workers[0].start())
             assert pending.result().json()["choices"][0]["message"]["content"] == ANSWER
 
     def test_request_is_refused_when_the_queue_is_full(self) -> None:
         with System(down=("worker",), max_waiting_requests=1) as system:
             first = RawClient(system, CHAT, chat_body())
-            wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
+            wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queued request")
             answer = system.chat()
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "queue_full" and "retry-after" in answer.headers
@@ -151,7 +151,7 @@ class TestWorker:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.refuse.append((pb.ERROR_CODE_UNAVAILABLE, "draining")))
             pending = Pending(system)
-            wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
+            wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queued request")
             system.call(system.workers[0].stop())
             system.call(system.workers[0].start())
             assert pending.result().status_code == 200
@@ -188,7 +188,7 @@ class TestWorker:
             system.call(system.workers[0].start())
             wait_until(lambda: system.get("/readiness").status_code == 200, "readiness")
             system.call(system.workers[1].start())
-            wait_until(lambda: len(system.workers[1].servicer.contexts) == 1, "the second worker")
+            wait_until(lambda: len(system.workers[1].servicer.contexts) == 1, "the stream to the second worker")
             assert [system.chat().status_code for _ in range(4)] == [200] * 4
             assert system.workers[1].servicer.submits == []
 
@@ -277,7 +277,7 @@ class TestTokenizer:
             system.call(system.tokenizers[0].stop())
             wait_until(lambda: system.gateway.tokenizer.connected() == 0, "the disconnection")
             pending = Pending(system)
-            wait_until(lambda: system.metric("rootstock_gateway_requests_in_flight") == 1, "the request")
+            wait_until(lambda: system.metric("rootstock_gateway_requests_in_flight") == 1, "the request in flight")
             time.sleep(0.6)
             assert pending.answer is None
             system.call(system.tokenizers[0].start())
@@ -312,7 +312,9 @@ class TestTokenizer:
 
 def test_readiness_names_missing_services() -> None:
     with System(down=("worker", "detokenizer")) as system:
-        wait_until(lambda: system.get("/readiness").json()["missing"] == ["worker", "detokenizer"], "the tokenizer")
+        wait_until(
+            lambda: system.get("/readiness").json()["missing"] == ["worker", "detokenizer"], "the connection of the tokenizer"
+        )
         assert system.get("/readiness").status_code == 503
         assert system.get("/health").status_code == 200
         system.call(system.workers[0].start())

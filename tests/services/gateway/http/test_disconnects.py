@@ -72,7 +72,7 @@ def test_request_without_generation_is_cancelled_when_the_client_leaves(path: st
         for client in clients:
             client.vanish()
         wait_until(lambda: system.tokenizer.cancelled == 2, "the calls' cancellation")
-        wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="small") == 0, "the bodies")
+        wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="small") == 0, "the release of the bodies")
 
 
 @pytest.mark.by_day(one_in=2)
@@ -81,11 +81,11 @@ def test_request_is_released_when_the_client_leaves_the_queue(system: System, st
     system.call(system.workers[0].stop())
     wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the worker's end")
     client = RawClient(system, CHAT, chat_body(stream=stream, n=2))
-    wait_until(lambda: system.total("rootstock_gateway_queue_length") == 2, "the queue")
+    wait_until(lambda: system.total("rootstock_gateway_queue_length") == 2, "2 queued choices")
     client.vanish()
     assert has_ended(system, "tokenized")
     system.call(system.workers[0].start())
-    wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the worker")
+    wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the connection of the worker")
     assert system.chat().status_code == 200
     assert len(system.worker.submits) == 1
 
@@ -93,7 +93,7 @@ def test_request_is_released_when_the_client_leaves_the_queue(system: System, st
 def test_request_is_released_when_the_client_leaves_while_no_worker_is_connected() -> None:
     with System(down=("worker",)) as system:
         client = RawClient(system, CHAT, chat_body())
-        wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
+        wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queued request")
         client.vanish()
         assert has_ended(system, "accepted")
 
@@ -118,8 +118,8 @@ def test_request_is_released_when_the_client_leaves_during_decoding(system: Syst
     client = RawClient(system, CHAT, chat_body(stream=stream, n=2))
     if stream:
         client.read_until(b'l"}')  # the end of an event, which has more letters if the detokenizer was late
-        wait_until(lambda: len(system.detokenizer.open) == 2, "the decoding")
-    wait_until(lambda: system.has_tokens(4), "the steps")
+        wait_until(lambda: len(system.detokenizer.open) == 2, "both choices at the detokenizer")
+    wait_until(lambda: system.has_tokens(4), "four tokens of each choice")
     client.vanish()
     assert has_ended(system, "streaming")
     wait_until(lambda: not system.worker.running and not system.detokenizer.open, "the aborts")
@@ -129,7 +129,7 @@ def test_request_is_released_when_the_client_leaves_during_decoding(system: Syst
 def test_request_is_released_when_the_client_leaves_during_an_echo(system: System) -> None:
     system.do(system.detokenizer.gate.clear)
     client = RawClient(system, "/v1/completions", {"prompt": [65, 66], "echo": True})
-    wait_until(lambda: len(system.detokenizer.batches) == 1, "the decoding")
+    wait_until(lambda: len(system.detokenizer.batches) == 1, "the batch at the detokenizer")
     client.vanish()
     assert has_ended(system, "accepted")
     system.do(system.detokenizer.gate.set)

@@ -49,7 +49,7 @@ def open_request(port: int) -> Iterator[socket.socket]:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         in_flight = "rootstock_gateway_requests_in_flight 1.0"
-        wait_until(lambda: in_flight in httpx.get(f"http://{HOST}:{port}/metrics").text, "the request")
+        wait_until(lambda: in_flight in httpx.get(f"http://{HOST}:{port}/metrics").text, "the request in flight")
         yield client
 
 

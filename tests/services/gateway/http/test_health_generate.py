@@ -15,7 +15,7 @@ def report_load(system: System, worker: int = 0, **load: Any) -> None:
     """Sends a load report of the worker, and waits until the gateway has it."""
     servicer = system.workers[worker].servicer
     system.do(lambda: servicer.report_load(**load))
-    wait_until(lambda: system.links[worker].load == servicer.load, "the load")
+    wait_until(lambda: system.links[worker].load == servicer.load, "the load report")
 
 
 PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 4}}

@@ -85,7 +85,7 @@ def test_gateway_applies_changed_keys_and_completes_running_requests(monkeypatch
         assert b"[DONE]" in running.read_to_end_of_stream()
         assert system.metric("rootstock_gateway_key_file_valid") == 1
         system.key_file.write_bytes(b"{")
-        wait_until(lambda: system.metric("rootstock_gateway_key_file_valid") == 0, "the metric")
+        wait_until(lambda: system.metric("rootstock_gateway_key_file_valid") == 0, "the metric of the invalid file")
         assert system.get(MODELS, headers=BOB).status_code == 200
 
 
@@ -218,7 +218,7 @@ class TestLimits:
         with redis_server() as server:
             keys = [limited("team", requests_per_minute=12)]
             with System(gateways=3, keys=keys, redis_url=server.url) as system:
-                wait_until(lambda: system.metric("rootstock_gateway_key_shares_up") == 1, "shares")
+                wait_until(lambda: system.metric("rootstock_gateway_key_shares_up") == 1, "the exchange of key shares")
                 statuses: list[int] = []
 
                 def ask(gateway: int) -> int:

@@ -121,7 +121,7 @@ def test_report_lists_a_lost_worker_before_the_next_worker() -> None:
         wait_until(lambda: sum(system.running()) == 1, "the submit")
         first = next(host for host in system.workers if host.servicer.running)
         system.allow(5)
-        wait_until(lambda: first.servicer.steps_left == 0, "tokens")
+        wait_until(lambda: first.servicer.steps_left == 0, "the tokens of the worker")
         system.call(first.stop())
         system.allow(None)
         other = next(host for host in system.workers if host is not first)
