@@ -45,8 +45,8 @@ _KINDS: Mapping[type, str] = {bool: "true or false", int: "an integer", float: "
 COUNT = Range()
 POSITIVE = Range(above=True)
 
-# The settings that may change, each with its range, or None if it is not a number. The worker's flags of the same names have the
-# same ranges.
+# The settings that may change, each with its range. None: the values are not numbers. The worker's flags of the same names have
+# the same ranges.
 RANGES: Mapping[str, Range | None] = {
     "schedule_policy": None,
     "lpm_fallback_threshold": COUNT,
@@ -209,7 +209,7 @@ class SchedulerControl:
         """Changes settings from the next plan on.
 
         Raises:
-            ValueError: a setting is unknown or its value is invalid; the message names it. Then no setting changes.
+            ValueError: a setting is unknown or its value is invalid; the message names the setting. No setting changes then.
         """
         scheduler, planner = self._scheduler, self._scheduler.planner
         changes = dict(changes)

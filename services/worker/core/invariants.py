@@ -102,7 +102,7 @@ def _leases(queues: RequestQueues, memory: KVMemory) -> list[str]:
                 f"request {request.request_id} in the phase {request.phase.name}: its lease does not fit its phase or its queue"
             )
     if len(running) + queues.num_waiting != len(queues.by_key):
-        out.append("the queues together do not have each request once")
+        out.append("the queues together do not contain each request exactly once")
     if queues.waiting_tokens != sum(r.queued_tokens for r in queues.by_key.values() if r.kv.lease is None):
         out.append("waiting_tokens is not the sum over the requests without a lease")
     for slot in slots:

@@ -57,7 +57,7 @@ class BackupQueue:
 
         Args:
             node: the node.
-            needed: whether it was evicted because other data needs its pages. Its pages then count as lost if they have no copy.
+            needed: whether the node was evicted because other data needs its pages. Pages without a copy then count as lost.
         """
         if node.page_keys and self.backed.get(node.page_keys[-1]) is node:
             del self.backed[node.page_keys[-1]]

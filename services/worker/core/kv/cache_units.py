@@ -345,7 +345,7 @@ class CacheUnits:
     def leave_decode(self, slots: I64, positions: I64, num_pages: I32, num_shared: I32) -> bool:
         """Frees and unpins the window units that decode rows no longer need.
 
-        A row keeps the window of its last committed page end. Its position may be one token after that end.
+        A row keeps the window of its last committed page end. The row's position may be one token after this page end.
 
         Args:
             slots: int64[n].
@@ -483,7 +483,7 @@ class CacheUnits:
         return max((end * self._page_size - self._window + 1) // self._page_size, 0) if self.windows is not None else 0
 
     def _first_needed(self, slot: int, end: int) -> int:
-        """Returns the first page that the slot needs at the page end `end`, and at the page ends that are not published."""
+        """Returns the first page that the slot needs after the page end `end` or after one of its unpublished page ends."""
         return min([self._first_page(end), *(self._first_page(at) for at, _ in self._ends.get(slot, ()))])
 
     def _reserve(self, slot: int, count: int) -> None:

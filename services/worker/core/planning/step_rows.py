@@ -473,7 +473,7 @@ class ChunkPace:
         """Returns the number of tokens per extend step with which `steps` extend steps and one decode step take `within_s`.
 
         The extended tokens get at least as much time as the decode step, or `within_s` if that is shorter, because smaller extend
-        steps would only add steps. The steps may therefore take longer. The time per token must be known.
+        steps would only be more numerous. The steps may therefore take longer. The time per token must be known.
 
         Args:
             within_s: time limit in seconds.
