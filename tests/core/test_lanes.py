@@ -14,9 +14,9 @@ READ_S, COMPUTE_S = 3.0, 4.0  # seconds per page
 
 class TestLate:
     def test_late_import_is_given_up_despite_following_pages_when_the_request_no_longer_waits(self) -> None:
-        """The second operation is late if it is judged without the following pages of its request.
+        """The second operation is late if the following pages of its request do not count.
 
-        The late first operation ends the request's wait in the same call, so these pages do not count.
+        They do not count, because the first operation is late in the same call and ends the wait of the request.
         """
         rates = Rates(PAGE_BYTES, PAGE_SIZE)
         for tier in (Tier.HOST, Tier.STORAGE):

@@ -364,8 +364,8 @@ def test_forced_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, ch
 def test_cost_of_a_step_without_a_graph_is_measured_at_the_start(folder: Path) -> None:
     """The cost is measured as a share of the step's time.
 
-    A graph has a row for each forced token, so it reads the KV of a request once per forced token. This share and the bytes of
-    weights and KV limit these rereads.
+    A graph has a row for each forced token, so it reads the KV of a request once per forced token. The limit of these rereads
+    follows from the measured share and the bytes of weights and KV.
     """
     runner = Device(folder, eager_cost=None, max_graph_rows=3).executor.runner
     found = runner.graph_limits

@@ -279,7 +279,7 @@ MANY_ROWS = pytest.param(
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("rows", "extra", "window"), [(1, 1, 0), (5, 3, 0), (5, 40, 0), MANY_ROWS, (9, 30, 100)])
 def test_each_split_is_assigned_to_one_program(rows: int, extra: int, window: int, device: torch.device) -> None:
-    """Rows from row 1 on have blocks of 16 positions: at least two per split, at most eight splits per row."""
+    """The rows begin at row 1. A block has 16 positions, a split has two or more blocks, and a row has at most eight splits."""
     rng = torch.Generator().manual_seed(rows + extra)
     starts = (torch.rand(rows + 1, generator=rng) ** 6 * 3000).int()
     slots = torch.where(torch.rand(rows + 1, generator=rng) < 0.2, -1, 0).int()

@@ -29,7 +29,7 @@ def values(count: int) -> dict[str, Any]:
 
 
 def parts(count: int) -> dict[str, Any]:
-    """Returns a document of `count` nodes, of which one is the array and one the document."""
+    """Returns a document of `count` nodes: the document itself, an array, and the items of the array."""
     return {"examples": [0] * (count - 2)}
 
 

@@ -155,7 +155,7 @@ def ask(system: System, method: str, path: str, body: Any = None, **headers: str
 
 
 def ask_all(system: System, bodies: dict[str, Any], **headers: str) -> list[Answered]:
-    """Sends every request with a body, each with its body from `bodies`."""
+    """Sends a request to every path in `bodies`, with the body of the path."""
     methods = [("POST", path) for path in bodies] + ([("PUT", "/generate")] if "/generate" in bodies else [])
     return [ask(system, method, path, bodies[path], **headers) for method, path in methods]
 

@@ -97,8 +97,8 @@ def test_redis_store_repeats_calls_without_a_second_effect_when_replies_are_lost
 def test_redis_store_refuses_records_above_the_quota(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"x" * 60) and await store.put(ALICE, "b", b"x" * 30)
-        assert not await store.put(ALICE, "c", b"x"), "three records"
-        assert not await store.put(ALICE, "b", b"x" * 41), "bytes"
+        assert not await store.put(ALICE, "c", b"x"), "a third record exceeds the quota"
+        assert not await store.put(ALICE, "b", b"x" * 41), "101 bytes exceed the quota"
         assert await store.put(ALICE, "b", b"x" * 40) and await store.put(BOB, "c", b"x" * 100)
         assert await store.delete(ALICE, "a") and await store.put(ALICE, "c", b"x" * 60)
         assert not await store.put(ALICE, "d", b"x" * (MAX_RECORD_BYTES + 1))

@@ -124,7 +124,9 @@ def test_finish_message_has_the_matched_regex_and_the_counts_of_retractions_and_
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, pb.matched_stop) == (common_pb2.FINISH_REASON_MATCHED_REGEX, "a+")
     assert (pb.retractions, pb.queue_ms, pb.completion_tokens) == (2, 250, 9)
-    assert not (pb.cached_device_tokens or pb.cached_host_tokens or pb.cached_storage_tokens), "only one tier"
+    assert not (pb.cached_device_tokens or pb.cached_host_tokens or pb.cached_storage_tokens), (
+        "a worker with one tier reports no cached tokens by tier"
+    )
     assert (pb.verified_rows, pb.drafted_tokens, pb.accepted_tokens) == (2, 4, 2)
     assert not pb.HasField("matched_token") and not pb.embedding
 

@@ -139,7 +139,7 @@ def replayed(server: RedisServer, generation: int) -> list[set[bytes]]:
 
 
 def moved(names: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> list[BlockMove]:
-    """Returns moves into the tier of blocks that were in no tier before."""
+    """Returns a move of each block into this tier. The blocks were in no tier before."""
     return [BlockMove(name, None, tier) for name in names]
 
 
@@ -278,7 +278,7 @@ def test_cache_flush_starts_one_new_generation(server: RedisServer) -> None:
             publisher.cached(CacheEvents(True, blocks(9), ()))
             await until(lambda: publisher.counts.generations == 2 and in_agreement(server, publisher))
             assert publisher.blocks.in_tier() == {block(9)}
-            assert server.client.smembers(own_key(WORKER, 1)) == set(blocks(1, 2, 3)), "left for the sweeper"
+            assert server.client.smembers(own_key(WORKER, 1)) == set(blocks(1, 2, 3)), "the blocks are left for the sweeper"
 
     run(body)
 
@@ -521,7 +521,7 @@ def test_sweeper_keeps_blocks_when_the_lease_returns(server: RedisServer) -> Non
         server.client.delete(lease_key("late"))
         now += 1
         await sweeper.sweep()
-        assert server.client.scard(own_key("late", 5)) == 10, "two sweeps in a row did not miss the lease"
+        assert server.client.scard(own_key("late", 5)) == 10, "no two sweeps in a row have missed the lease"
         await client.aclose()
 
     run(body)

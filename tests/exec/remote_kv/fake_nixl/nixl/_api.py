@@ -1,4 +1,4 @@
-"""A double of NIXL's agent: memory of another process is read over loopback with the metadata of that memory.
+"""A double of NIXL's agent. It reads memory of another process over loopback, with the metadata of that memory.
 
 The environment variable NIXL_FAKE of the process selects a fault:
 
