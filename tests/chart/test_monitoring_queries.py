@@ -145,6 +145,7 @@ def limit_store(system: System) -> None:
 KEY = "rsk-alice"
 LOAD_S = 120.0
 WANTED = (  # expressions that have results only after two scrapes, or after one or two evaluations of rules
+    "rootstock_worker_cold_start_seconds",
     "rate(sglang:e2e_request_latency_seconds_count[1m]) > 0",
     "rate(rootstock_gateway_inter_token_latency_seconds_count[1m]) > 0",
     "rate(rootstock_tokenizer_requests_total[1m]) > 0",
