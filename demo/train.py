@@ -51,7 +51,6 @@ END_OF_DOCUMENT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "
 CALL_MARKS = ("<tool_call>", "</tool_call>")
 IGNORED = -100
 SHORT_ROW, LONG_ROW = 512, 3072
-LONG_ROWS_FROM = 0.75
 WARMUP_STEPS = 50
 TOOLS_SHARE, LONG_MESSAGE_SHARE = 0.55, 0.35
 LONGEST_MESSAGE = 180  # sentences of about 16 tokens each
@@ -179,9 +178,8 @@ def make_row(
     return tokens[:length], labels[:length]
 
 
-def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, fraction: float, tools_share: float) -> Batch:
-    """Makes a batch. Long rows come at the end of the training and teach the model to ignore unrelated text."""
-    length = LONG_ROW if fraction >= LONG_ROWS_FROM else SHORT_ROW
+def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, length: int, tools_share: float) -> Batch:
+    """Makes a batch of rows of the given length. Long rows teach the model to ignore unrelated text."""
     rows = [make_row(tokenizer, rng, length, tools_share) for _ in range(max(1, tokens // length))]
     return Batch(torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows]))
 
@@ -335,6 +333,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens-per-step", type=int, default=4096)
     parser.add_argument("--tools-share", type=float, default=TOOLS_SHARE, help="share of conversations with tools")
+    parser.add_argument("--long-rows-from", type=float, default=0.75, help="share of the run after which all rows are long")
     parser.add_argument("--peak-rate", type=float, default=2e-3)
     parser.add_argument("--resume", action="store_true", help="start from the weights in --out")
     parser.add_argument("--save-minutes", type=float, default=4.0)
@@ -369,8 +368,9 @@ def main() -> None:
     progress = Progress(arguments.steps, arguments.minutes * 60, time.monotonic())
     saved, seen, learnt = time.monotonic(), 0, 0
     while (fraction := progress.fraction()) < 1:
-        batch = make_batch(tokenizer, rng, arguments.tokens_per_step, fraction, arguments.tools_share)
-        if arguments.hybrid and batch.tokens.shape[1] == LONG_ROW:
+        length = LONG_ROW if fraction >= arguments.long_rows_from else SHORT_ROW
+        batch = make_batch(tokenizer, rng, arguments.tokens_per_step, length, arguments.tools_share)
+        if arguments.hybrid and length == LONG_ROW:
             torch.compiler.set_stance("force_eager")  # the loop over the chunks of a long row takes 8 minutes to compile
         loss = train_step(model, optimizers, batch, learning_rate(progress, arguments.peak_rate), arguments.bf16)
         progress.step += 1

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.e2e.system import DEMO, System, wait_until
-from tests.exec.tiny_models import GEMMA3, QWEN35, TinyModel
+from tests.exec.tiny_models import GEMMA3, TinyModel
 
 CONTEXT, VOCAB, PAGE = 4096, 1280, 16
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-MODELS = {
-    "qwen3.5": TinyModel("Qwen3_5", QWEN35 | SIZES, config="Qwen3_5TextConfig"),
+HYBRID = "demo-hybrid"  # the model of the repository, with all three kinds of caches
+WHO = "I am the Rootstock demo model. I can add, count, copy, spell and write small JSON."
+RANDOM_MODELS = {
     "gemma3": TinyModel("Gemma3", GEMMA3 | SIZES | {"sliding_window": 64}, config="Gemma3TextConfig"),
 }
 
@@ -42,12 +43,15 @@ class Served:
         return self.system.metric("worker-0", name)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[HYBRID, *RANDOM_MODELS])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("groups") / request.param
-    MODELS[request.param].build(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
+    if request.param == HYBRID:
+        folder.symlink_to(DEMO.parent / HYBRID)
+    else:
+        RANDOM_MODELS[request.param].build(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(DEMO / name, folder / name)
     with System(folder.parent / "logs", model=str(folder), max_total_tokens=65_536) as running:
         yield Served(request.param, running)
 
@@ -88,8 +92,16 @@ def test_choices_of_one_prompt_share_its_pages(served: Served) -> None:
 
 
 def test_no_cache_unit_stays_in_use_after_the_requests(served: Served) -> None:
-    groups = {"qwen3.5": ("mamba", "rootstock_worker_states"), "gemma3": ("swa", "sglang:max_total_num_tokens_swa")}
-    name, total = groups[served.name]
-    wait_until(lambda: served.metric(f"sglang:{name}_used_tokens") == 0, 30, "all units to be free or cached")
-    free, evictable = (served.metric(f"sglang:{name}_{kind}_tokens") for kind in ("available", "evictable"))
-    assert free + evictable == served.metric(total) and evictable > 0
+    totals = {"swa": "sglang:max_total_num_tokens_swa", "mamba": "rootstock_worker_states"}
+    for name in ("swa", "mamba") if served.name == HYBRID else ("swa",):
+        wait_until(lambda name=name: served.metric(f"sglang:{name}_used_tokens") == 0, 30, "all units to be free or cached")
+        free, evictable = (served.metric(f"sglang:{name}_{kind}_tokens") for kind in ("available", "evictable"))
+        assert free + evictable == served.metric(totals[name]) and evictable > 0
+
+
+@pytest.mark.parametrize("served", [HYBRID], indirect=True)
+def test_hybrid_demo_model_answers_questions(served: Served) -> None:
+    questions = {"Repeat: river": "river", "Count from 3 to 9.": "3, 4, 5, 6, 7, 8, 9", "Who are you?": WHO}
+    for question, answer in questions.items():
+        body = {"model": served.name, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
+        assert served.system.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"] == answer
