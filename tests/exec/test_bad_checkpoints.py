@@ -88,7 +88,10 @@ HYBRID_CASES: dict[str, tuple[dict[str, Any], str]] = {
     "nine taps": ({"linear_conv_kernel_dim": 9}, "has 9 taps; at most 8"),
     "no rotation": ({"rope_parameters": HALF_ROTATED | {"partial_rotary_factor": 0.0}}, "its rotated part 0"),
     "more rotation than the head": ({"rope_parameters": HALF_ROTATED | {"partial_rotary_factor": 1.5}}, "its rotated part 48"),
-    "windows beside recurrent layers": ({"layer_types": ["linear_attention", "sliding_attention"] * 2}, "linear_attention"),
+    "windows without a size": (
+        {"layer_types": ["linear_attention", "sliding_attention"] * 2},
+        "need sliding_window, which is not",
+    ),
 }
 
 

@@ -273,6 +273,8 @@ class Qwen3_5(DenseModel):
             raise UnsupportedModel(
                 f"the convolution of recurrent layers has {delta.taps} taps; at most {MOST_TAPS} are supported"
             )
+        if "sliding_attention" in given.layer_types and not getattr(given, "sliding_window", None):
+            raise UnsupportedModel("layers of type sliding_attention need sliding_window, which is not set")
         bias = bool(given.attention_bias)
         config = dense_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
         recurrent = tuple(index for index, kind in enumerate(given.layer_types) if kind == RECURRENT)
