@@ -19,8 +19,8 @@ import httpx
 import torch
 from tasks import TASKS, conversation, is_correct, sample_held_out
 from tool_tasks import Message, Scene, as_tool_call, long_message, scene
-from train import add_window_masks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from window_masks import add_window_masks
 
 Messages = list[Message]
 Answer = Callable[..., list[str]]

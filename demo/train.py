@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from tasks import SCRIPTS, TASKS, conversation, sample_training
@@ -27,7 +26,6 @@ from tool_tasks import Message, Tool, long_message, scene, turns_of
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -36,11 +34,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_recurrent_attention_mask,
-    create_sliding_window_causal_mask,
-)
+from window_masks import add_window_masks
 
 MODEL = Path(__file__).resolve().parents[1] / "models/demo"
 HYBRID = MODEL.with_name("demo-hybrid")
@@ -233,34 +227,6 @@ def new_hybrid_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5ForCausalLM:
     demo = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     model.model.embed_tokens.load_state_dict(demo.model.embed_tokens.state_dict())
     return model
-
-
-def add_window_masks(model: PreTrainedModel) -> None:
-    """Changes transformers' model so that it computes layers with windows. Models without such layers stay as they are.
-
-    transformers' code of Qwen3.5 makes no masks for windows, and takes masks by layer type instead of a padding mask.
-    """
-
-    def with_masks(decoder: Any, args: tuple[()], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        cache = given.get("cache")
-        if cache is None and given.get("use_cache"):
-            cache = DynamicCache(config=decoder.config)
-        common = {
-            "config": decoder.config,
-            "inputs_embeds": decoder.embed_tokens(given["input_ids"]),
-            "attention_mask": given.get("attention_mask"),
-            "cache": cache,
-            "position_ids": given.get("position_ids"),
-        }
-        masks = {
-            "full_attention": create_causal_mask(**common),
-            "sliding_attention": create_sliding_window_causal_mask(**common),
-            "linear_attention": create_recurrent_attention_mask(**common),
-        }
-        return args, given | {"attention_mask": masks, "cache": cache}
-
-    if model.config.model_type == "qwen3_5_text" and "sliding_attention" in model.config.layer_types:
-        model.model.register_forward_pre_hook(with_masks, with_kwargs=True)
 
 
 def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:

@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_recurrent_attention_mask,
-    create_sliding_window_causal_mask,
-)
+
+from demo.window_masks import add_window_masks
 
 SHAPE = {
     "vocab_size": 257,
@@ -80,30 +76,8 @@ class TinyModel:
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 torch.nn.init.normal_(parameter.data, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
         model.save_pretrained(folder, max_shard_size=self.shard_size)
-        if config.model_type == "qwen3_5_text" and "sliding_attention" in config.layer_types:
-            model.model.register_forward_pre_hook(with_masks, with_kwargs=True)
+        add_window_masks(model)
         return model.eval()
-
-
-def with_masks(decoder: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Adds the attention masks by layer type to a call of transformers' Qwen3.5, which makes no masks for windows itself."""
-    assert not args
-    cache = arguments.get("cache")
-    if cache is None and arguments.get("use_cache"):
-        cache = DynamicCache(config=decoder.config)
-    common = {
-        "config": decoder.config,
-        "inputs_embeds": decoder.embed_tokens(arguments["input_ids"]),
-        "attention_mask": arguments.get("attention_mask"),
-        "cache": cache,
-        "position_ids": arguments.get("position_ids"),
-    }
-    masks = {
-        "full_attention": create_causal_mask(**common),
-        "sliding_attention": create_sliding_window_causal_mask(**common),
-        "linear_attention": create_recurrent_attention_mask(**common),
-    }
-    return args, arguments | {"attention_mask": masks, "cache": cache}
 
 
 def greedy_answers(model: Any, prompts: list[list[int]], num_new: int) -> list[list[int]]:

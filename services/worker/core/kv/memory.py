@@ -234,7 +234,7 @@ class KVMemory:
         return node, num_pages * self.page_size
 
     def cached(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
-        """Returns the same as peek(), but for all cached pages of `key`, even if their units are missing."""
+        """Returns what peek() would return if no cached page of `key` lacked a unit."""
         node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
 
