@@ -126,7 +126,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
         )
         settings = settings.model_copy(update={"max_running_requests": info.max_running_requests})
     if unused := _unused(settings, info):
-        logger.info("settings without effect, because the model's caches have no such layers: %s", ", ".join(unused))
+        logger.info("settings without effect, because no layer of the model has such a cache: %s", ", ".join(unused))
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
     logger.info("model ready", extra=fields(**asdict(info) | {"load_seconds": dict(info.load_seconds)}))
     tokens, size = info.num_pages * info.page_size, info.pool_bytes / 1e9
