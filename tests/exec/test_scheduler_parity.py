@@ -21,11 +21,12 @@ from rootstock_llm.services.worker.exec.fake import FakeExecutor
 from tests.core.deployed_config import deployed_config
 from tests.exec.host_executors import build_host_executor, on_both_kernels
 from tests.exec.tiny_models import MODELS, greedy_answers
+from tests.exec.transformers_families import SERVED
 
 NEW_TOKENS = 64
 PAGE_SIZE = 4
 COLUMNS = ("mode", "num_extend", "slots", "starts", "num_tokens", "sample", "table_slots", "table_firsts", "table_pages")
-FAMILIES = ("llama-untied", "mistral-window", "qwen2", "qwen3", "qwen3.5-window", "gemma3")
+FAMILIES = ("llama-untied", "mistral-window", "qwen2", "qwen3", "qwen3.5-window", "gemma3", "gpt-oss")
 RNG = random.Random(11)
 pytestmark = on_both_kernels
 PROMPTS = [[RNG.randrange(6, 257) for _ in range(length)] for length in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 33, 48, 61, 80)]
@@ -60,7 +61,7 @@ def checkpoint(
     name = request.param
     if name not in checkpoints:
         folder = tmp_path_factory.mktemp("model")
-        checkpoints[name] = Checkpoint(folder, greedy_answers(MODELS[name].build(folder), PROMPTS, NEW_TOKENS))
+        checkpoints[name] = Checkpoint(folder, greedy_answers((MODELS | SERVED)[name].build(folder), PROMPTS, NEW_TOKENS))
     return replace(checkpoints[name], kernels=kernel_name)
 
 

@@ -28,7 +28,7 @@ PAGE_SIZE = 4
 NUM_NEW = 12
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 REASONS = {
-    "diffllama": "not compute one attention over one sequence",
+    "diffllama": "does not compute exactly one attention per layer",
     "xglm": "has attention that transformers cannot replace",
     "bloom": "has attention that transformers cannot replace",
     "falcon": "has attention that transformers cannot replace",
@@ -188,8 +188,8 @@ def test_check_of_a_model_finds_one_layer_with_a_halved_window(
     def halved(probe: Probe, module: Any, *others: Any) -> None:
         whole(probe, module, *others)
         if module.layer_idx == 2:
-            assert probe.layers[2].window == 128
-            probe.layers[2] = replace(probe.layers[2], window=64)
+            assert probe.layers[2].kv.window == 128
+            probe.layers[2] = replace(probe.layers[2], kv=replace(probe.layers[2].kv, window=64))
 
     monkeypatch.setattr(Probe, "record", halved)
     TinyModel("GptOss", DEEP).build(tmp_path, dtype)
@@ -272,7 +272,8 @@ def test_executor_info_describes_a_transformers_model(tmp_path: Path) -> None:
     with serving(tmp_path, context_len=100) as (_, info):
         pass
     assert (info.architecture, info.vocab_size, info.context_len, info.dtype) == ("Gemma2ForCausalLM", 257, 100, "float32")
-    assert (info.kv_bytes_per_token, info.generates, info.embedding_size) == (3 * 2 * (16 + 16) * 4, True, 64)
+    # Only the second of the three layers has its KV in pages; the others have windows.
+    assert (info.kv_bytes_per_token, info.generates, info.embedding_size) == (2 * (16 + 16) * 4, True, 64)
     assert not info.needs_whole_prompt and info.pooling_reuses_prefix
     assert info.weight_bytes >= (tmp_path / "model.safetensors").stat().st_size * 0.99
 

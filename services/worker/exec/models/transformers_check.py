@@ -197,8 +197,9 @@ class Probe:
             raise UnsupportedModel(
                 f"{name} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, which do not match"
             )
-        kv = LayerKV(key.shape[1], key.shape[3], value.shape[3])
-        self.layers[number] = AttentionLayer(len(self.layers), kv, self._window(name, mask, window))
+        width = self._window(name, mask, window)
+        kv = LayerKV(key.shape[1], key.shape[3], value.shape[3], width if width < self.context_len else 0)
+        self.layers[number] = AttentionLayer(len(self.layers), kv)
         self.modules[number] = module
 
     def _window(self, name: str, mask: Any, window: int | None) -> int:
@@ -397,7 +398,7 @@ def _layers_of_each_kind(probe: Probe, types: Sequence[str]) -> int:
     """Returns the smallest number n of layers so that the first n layers include every kind of attention."""
     kinds: dict[object, int] = {}
     for number, layer in sorted(probe.layers.items()):
-        kinds.setdefault((types[number] if number < len(types) else "", layer.window, layer.kv), number)
+        kinds.setdefault((types[number] if number < len(types) else "", layer.kv), number)
     return max(*kinds.values(), 1) + 1
 
 

@@ -109,7 +109,7 @@ class PagedLayers:
     def begin(self, rows: RaggedRows, pool: KVPool) -> None:
         """Sets the step of the holder: the layers attend to these rows and use this pool until the next call."""
         assert len(pool.keys) == len(self.layers), "each layer has keys and values in the pool"
-        self.holder.step = PagedStep(rows, pool, self.layers, self.kernels)
+        self.holder.step = PagedStep(rows, rows.in_windows(), pool, self.layers, self.kernels)
 
     def using(self, kernels: Kernels) -> PagedLayers:
         """Returns the same layers with other kernels."""
@@ -121,6 +121,7 @@ class PagedStep:
     """The inputs of attention in a forward pass over T tokens."""
 
     rows: RaggedRows
+    window_rows: RaggedRows  # the rows with the page table of windowed layers
     pool: KVPool
     layers: Mapping[int, AttentionLayer]  # by layer_idx of the attention module
     kernels: Kernels
@@ -129,8 +130,7 @@ class PagedStep:
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     index: int  # index of the layer in the pool
-    kv: LayerKV  # size of a token's KV
-    window: int  # number of last tokens, itself included, to which a token attends; 0 for all
+    kv: LayerKV  # size of a token's KV, and the layer's window
 
 
 @dataclass(slots=True)
@@ -183,7 +183,9 @@ def attend(
     """
     number, step = module.layer_idx, step_of(module)
     assert isinstance(number, int) and isinstance(step, PagedStep)
-    layer, rows = step.layers[number], step.rows
+    layer = step.layers[number]
+    window = layer.kv.window
+    rows = step.window_rows if window else step.rows
     assert query.shape[2] == key.shape[2] == value.shape[2] == len(rows.positions), (
         "the layer computes exactly the tokens of the step"
     )
@@ -196,9 +198,9 @@ def attend(
     out = q.new_empty(q.shape[0], q.shape[1], layer.kv.value_dim)
     scale = q.shape[2] ** -0.5 if scaling is None else float(scaling)
     if softcap or s_aux is not None or layer.kv.key_dim != layer.kv.value_dim:
-        step.kernels.general_attention(out, q, keys, values, rows, scale, layer.window, softcap or 0.0, s_aux)
+        step.kernels.general_attention(out, q, keys, values, rows, scale, window, softcap or 0.0, s_aux)
     else:
-        _through_kernel(step.kernels, out, q, keys, values, rows, scale, layer.window)
+        _through_kernel(step.kernels, out, q, keys, values, rows, scale, window)
     return out[None], None
 
 
