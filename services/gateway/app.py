@@ -44,7 +44,7 @@ _EXPOSED = ("x-request-id", "retry-after", "x-rootstock-omitted-tools", "x-roots
 
 
 class ApiRoutes(Protocol):
-    """The routes of an HTTP API. Not for OpenAI's chat, completions and embeddings, which build() adds itself."""
+    """The routes of an HTTP API, except OpenAI's chat, completions and embeddings, which generating_operations() adds."""
 
     forms: Mapping[str, AnswerForm]  # form of errors by path, if it differs from OpenAI's
 
@@ -60,7 +60,7 @@ class ApiRoutes(Protocol):
 
 
 def generating_operations(preparer: Preparer, apis: Sequence[ApiRoutes]) -> dict[str, MakeOperation]:
-    """Returns the generating operations of OpenAI's API and of the given ones, by path."""
+    """Returns the generating operations of OpenAI's API and of `apis`, by path."""
     operations: dict[str, MakeOperation] = {
         openai.CHAT: stateless(Operation(preparer.chat, ChatRenderer)),
         openai.COMPLETIONS: stateless(Operation(preparer.completion, CompletionRenderer)),
@@ -220,7 +220,7 @@ def _page_route(path: str, page: Response) -> Route:
 
 
 def _document_route(make_document: Callable[[], Mapping[str, Any]]) -> Route:
-    """Returns the route of the OpenAPI document, which is made at its first request."""
+    """Returns the route of the OpenAPI document. The first request makes the document."""
 
     @cache
     def response() -> Response:

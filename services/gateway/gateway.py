@@ -2,8 +2,8 @@
 
 1. The constructor makes all parts. It opens no port.
 2. `run` starts the ports and the background tasks, and serves until the stop event is set.
-3. The drain rejects new connections, releases batches and background responses to other gateways, and waits for all other
-   requests.
+3. The drain accepts no new connections and starts no batch lines. It releases background responses to other gateways, and waits
+   for the running requests and batch lines.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ from rootstock_llm.services.shared.tls.roles import Role
 logger = logging.getLogger(__name__)
 
 SERVICE = "gateway"
-CLOSE_S = 0.4  # seconds after the grace period to send the last errors, and then again to close the remaining connections
+CLOSE_S = 0.4  # after the grace period: seconds for sending the last errors, then as many for closing the remaining connections
 
 
 class Gateway:
@@ -91,7 +91,7 @@ class Gateway:
         """Makes all parts. Must be called inside the event loop that will run the gateway.
 
         Raises:
-            CannotListen: The token, a TLS file, the access log or the file of API keys is unusable.
+            CannotListen: The token, a TLS file, the access log, the file of API keys or the store's URL is unusable.
         """
         self._settings = settings
         self.token = _token(settings)
@@ -250,7 +250,7 @@ class Gateway:
             self.access.close()
 
     async def _start_peer(self) -> list[grpc.aio.Server]:
-        """Starts the peer port, on which other gateways abort requests of this one. Returns no server if the port is 0.
+        """Starts the peer port, on which other gateways abort requests of this gateway. Returns no server if the port is 0.
 
         Operators' aborts are accepted only if the port is on loopback or needs a token.
         """
@@ -281,7 +281,8 @@ class Gateway:
     async def _wait_for_stop(stop: asyncio.Event, endless: list[asyncio.Task[None]]) -> None:
         """Returns when `stop` is set.
 
-        If one of the endless tasks ends before, raises its exception. The process then exits, and Kubernetes restarts it.
+        If one of the endless tasks ends first, raises the task's exception, or a RuntimeError if the task has none. The process
+        then exits, and Kubernetes restarts it.
         """
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([stopped, *endless], return_when=asyncio.FIRST_COMPLETED)
@@ -304,7 +305,7 @@ class Gateway:
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """Ends all requests.
 
-        1. The gateway accepts no new connections, and releases its background responses to other gateways.
+        1. The gateway accepts no new connections, starts no batch lines, and releases its background responses to other gateways.
         2. Requests in flight and batch lines have grace_s to end.
         3. The remaining requests end with an error. Other gateways continue the remaining batch lines.
         """

@@ -188,7 +188,8 @@ def _too_large(where: str) -> ApiError:
     return bad_request(where, f"'{where}' may have at most {limits.MAX_GRAMMAR_BYTES} bytes.")
 
 
-Maker = Callable[[Any, str], pb.Grammar]  # makes the grammar of a value; the text is the client's path of the value
+# Makes the grammar of a field's value. The second argument is the field's path in the client's body, for errors.
+Maker = Callable[[Any, str], pb.Grammar]
 _MAKERS: Mapping[str, Maker] = {
     "guided_json": json_schema,
     "guided_regex": regex,

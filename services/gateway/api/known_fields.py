@@ -223,10 +223,10 @@ _OF_CHAT_ANSWERS: Neutral = {
 
 
 def of_chats_alone(served: Collection[str]) -> Neutral:
-    """Returns the neutral values of the fields that only chats support, for an API that does not support them.
+    """Returns the neutral values of OpenAI's chat fields that another API lacks.
 
     Args:
-        served: Names of the fields that the other API supports. They are left out.
+        served: Names of the fields that the other API supports. They are not in the result.
     """
     sampling = {name: (*row.neutral, [], {}) for name, row in of_api(Api.CHAT).items()}
     return {name: neutral for name, neutral in {**_OF_CHAT_ANSWERS, **sampling}.items() if name not in served}

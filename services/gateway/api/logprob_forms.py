@@ -18,7 +18,7 @@ from rootstock_llm.services.gateway.remote.token_texts import ModelTexts
 SLICE_VALUES = 4096  # log probabilities per slice, which take some milliseconds to render
 LOWEST = -9999.0  # JSON has no infinity; OpenAI sends this value for a very unlikely token
 
-Entry = tuple[int, LogprobRow | None]  # token id and its log probabilities, or None for a prompt's first token, which has none
+Entry = tuple[int, LogprobRow | None]  # token id, and log probabilities or None; a prompt's first token has none
 Texts = Mapping[int, bytes]  # text of each token, by token id
 
 
@@ -32,7 +32,8 @@ def extend(array: bytearray, values: Sequence[Any]) -> None:
 class LogprobSlices:
     """Cuts a sequence of tokens with log probabilities into slices.
 
-    Slices bound the time without other tasks on the event loop, and the memory: only one slice exists as Python objects.
+    A slice limits the time for which other tasks of the event loop wait. It also limits memory, because only one slice at a time
+    exists as Python objects.
     """
 
     def __init__(self, top: int, chosen: Sequence[int], token_texts: ModelTexts | None) -> None:

@@ -1,4 +1,4 @@
-"""Turns the prompts of all APIs into token ids, with the tokenizer service for texts, and checks their lengths.
+"""Turns the prompts of all APIs into token ids and checks their lengths. The tokenizer service encodes texts.
 
 All errors are ApiError. The argument `param` or `where` of a function is the client's field that errors name.
 """
@@ -74,7 +74,7 @@ class ContextBudget:
         return replace(prompt, ids=ids, text=None, block_hashes=hashes, num_cut=tokens - most, at_least=0)
 
 
-UNBOUNDED = ContextBudget((1 << 31) - 1, 0, False)  # for prompts that are tokenized but not generated from
+UNBOUNDED = ContextBudget((1 << 31) - 1, 0, False)  # for prompts that are only tokenized, or cut after their tokenization
 
 
 def budget_with_output(model: ModelInfo, in_session: bool = False) -> ContextBudget:

@@ -203,9 +203,7 @@ class PlacedBody(Body):
         None,
         min_length=1,
         max_length=limits.MAX_CACHE_SALT_CHARS,
-        description=(
-            "Only requests with the same extra_key share cached prefixes. With a cache_salt, both values must be the same."
-        ),
+        description="Only requests with the same extra_key, and with the same cache_salt if it is sent, share cached prefixes.",
     )
     priority: int | None = Field(
         None, ge=INT32[0], le=INT32[1], description="Default 0. No effect unless priority scheduling is on."
@@ -275,7 +273,7 @@ def session_turn(given: SessionParams | None) -> worker_pb2.SessionTurn | None:
 def starts_context(given: SessionParams | None) -> bool:
     """Returns whether a prompt starts a context, so that the tokenizer adds a beginning-of-sequence token.
 
-    A turn that names an earlier turn continues that turn's context, unless it keeps 0 tokens of it.
+    A turn that names an earlier turn continues the context of the earlier turn, unless `offset` is 0.
     """
     return given is None or not given.rid or given.offset == 0
 

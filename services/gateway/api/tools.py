@@ -72,7 +72,7 @@ class ToolUse:
             field: The client's field that constrains the text.
 
         Returns:
-            None if the output has no such choice: calls are not allowed, or are required.
+            None if calls are not allowed, are required, or have no known format.
         """
         if not self.callable or self.forced or formats.tools == NONE:
             return None
@@ -249,7 +249,10 @@ class ToolChoice:
         return self._use(found, forced)
 
     def unknown(self, choice: Any = None) -> ApiError:
-        """Returns the error for a tool choice that has no known form. If it names a hosted tool, the error says so."""
+        """Returns the error for a tool choice that has no known form.
+
+        If the choice names an omitted hosted tool, the error names this tool.
+        """
         kind = hosted_type(choice)
         if kind and any(kind == hosted_type(tool) for tool in self._hosted):
             return _hosted_choice("tool_choice", kind)

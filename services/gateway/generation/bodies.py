@@ -38,14 +38,14 @@ class Stuck(Exception):
 
 
 class BodyReservation:
-    """The request of a waiting body for bytes of a pool, in the pool's queue."""
+    """An entry in a pool's queue: the bytes that a waiting body needs."""
 
     __slots__ = ("granted", "owned", "size")
 
     def __init__(self, size: int, owned: int) -> None:
         self.size = size  # bytes that the body waits for
         self.owned = owned  # bytes of the pool that the body has already reserved
-        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when the bytes are taken
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when the bytes are reserved
 
 
 class BodyPool:
@@ -80,7 +80,7 @@ class BodyPool:
         return True
 
     def enqueue(self, size: int, owned: int = 0) -> BodyReservation:
-        """Joins the end of the queue. `owned` is the number of bytes that the body already has. Raises Stuck."""
+        """Adds a reservation to the end of the queue. `owned` is the number of bytes that the body already has. Raises Stuck."""
         if owned and self.reserved == owned + sum(reservation.owned for reservation in self._growing):
             raise Stuck
         reservation = BodyReservation(size, owned)

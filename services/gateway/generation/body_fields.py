@@ -1,7 +1,7 @@
 """The base class of request bodies, and the names of fields in errors.
 
-Workers name a refused field by its path in their messages, such as `max_new_tokens`. The gateway names a field of a chat by its
-path in ChatRequest, such as `messages`. The table of an API maps these paths to the API's own names.
+A worker names a refused field by the field's path in the protobuf messages, such as `max_new_tokens`. The gateway names a field
+of a chat by the field's path in ChatRequest, such as `messages`. The table of an API maps these paths to the API's own names.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AnswerBody(Body):
     )
 
     def shown(self) -> AnswerBody:
-        """Returns an AnswerBody with these fields of a larger body. Returns TEXT_ALONE if no field is set."""
+        """Returns the fields of AnswerBody without the other fields of a subclass. Returns TEXT_ALONE if all are unset."""
         given = {name: value for name in _SHOWN if (value := getattr(self, name)) is not None}
         return AnswerBody(**given) if given else TEXT_ALONE
 

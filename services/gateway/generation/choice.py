@@ -88,8 +88,8 @@ class Ending:
     verified_rows: int = 0  # see Finish in worker.proto
     drafted_tokens: int = 0  # see Finish in worker.proto
     accepted_tokens: int = 0  # see Finish in worker.proto
-    accepted_prediction_tokens: int = 0  # tokens of the client's prediction, over all workers of the choice
-    rejected_prediction_tokens: int = 0  # tokens of the client's prediction, over all workers of the choice
+    accepted_prediction_tokens: int = 0  # accepted tokens of the client's prediction, over all workers of the choice
+    rejected_prediction_tokens: int = 0  # rejected tokens of the client's prediction, over all workers of the choice
     cached_by_tier: Mapping[str, int] | None = None  # cached tokens by tier, or None if no tier has any
 
 
@@ -102,8 +102,8 @@ class EarlierOutput:
     chars: int = 0  # number of characters of that text
     shown: int = 0  # number of ids whose text the client has received
     logprobs: Sequence[worker_pb2.LogprobRows] = ()  # log probabilities of all ids, if requested
-    version: ModelVersion | None = None  # model version of the workers, or None if it is unknown
-    numerics: str = ""  # WorkerInfo.numerics of the workers; "" if it is unknown
+    version: ModelVersion | None = None  # model version that computed the ids, or None if it is unknown
+    numerics: str = ""  # WorkerInfo.numerics of the workers that computed the ids; "" if it is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class Choice:
         # Text of the detokenizer.
         self.ending: Ending | None = None  # set when the last text has arrived
         self._pieces = [prompt.prefix] if prompt.prefix else []  # text that take() has not returned
-        self._shown_ids = 0  # number of ids whose text the detokenizer has returned
+        self._shown_ids = 0  # number of ids that were decoded when the last text that is not empty arrived
         self._delivered_ids = 0  # number of ids whose text take() has returned
         self._delivered = False  # whether take() has returned a delta
         self._last_at = 0.0  # loop time of the last token; 0.0 before the first
@@ -272,7 +272,7 @@ class Choice:
     # Output of the worker
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Adds output ids. Metrics take the time of the ids now; in a stream, they take it when the text arrives."""
+        """Adds output ids. Metrics record the time of the ids now or, in a stream, when their text arrives."""
         self.output_ids += ids
         if ids and self.decoding.patient:
             self._time(len(ids))

@@ -24,7 +24,7 @@ class Caller:
     """The rights and the weight of the API key of a request."""
 
     key: str = ""  # name of the API key; "" if the gateway has no API keys
-    priority: int | None = None  # default priority, and most urgent priority of a request, or None for no limit
+    priority: int | None = None  # default and most urgent priority of the API key's requests; None: the default is 0, no limit
     low_first: bool = False  # whether lower priority values are more urgent
     salts_cache: bool = False  # whether the API key shares no cached prefixes with other API keys
     weight: float = 1.0  # share of the fleet that the API key gets while requests wait, relative to other API keys
@@ -120,12 +120,12 @@ class Origin:
         self.routing_key = routing_key
         self.trace_headers = trace_headers or {}
         self.is_counted = is_counted
-        self.trace: RequestTrace | None = None  # unset if the request is not traced
+        self.trace: RequestTrace | None = None  # None if the request is not traced
         self.names: list[str] = []  # the client's names for the whole request, besides the request id
         self.part_names: list[str] = []  # the client's names for single prompts of the request
         self.wants_stream = False  # the client requests a stream
-        # Names of hosted tools that were left out of the request. The list must be complete before wants_stream is set, because a
-        # comment may then send the head of the response, which has these names.
+        # Names of hosted tools that were left out of the request. The list must be complete before wants_stream is set: from then
+        # on, a keep-alive comment may send the head of the response, and the head has these names.
         self.omitted_tools: list[str] = [] if omitted_tools is None else omitted_tools
 
     def begin_trace(self, tracing: Tracing) -> None:
@@ -139,7 +139,7 @@ class Origin:
         self.part_names.extend(part_names)
 
     def stream(self) -> None:
-        """Records that the client requests a stream. From now on, comments may be sent."""
+        """Records that the client requests a stream. From now on, keep-alive comments may be sent."""
         self.wants_stream = True
 
     def omit(self, tools: Sequence[str]) -> None:

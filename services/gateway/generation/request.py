@@ -24,7 +24,7 @@ from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, Samp
 
 _UINT64_MASK = (1 << 64) - 1
 
-UNLIMITED_ANSWER_TOKENS = 16384  # output tokens per choice that budgets assume at most for a request without max_tokens
+UNLIMITED_ANSWER_TOKENS = 16384  # maximum output tokens per choice that budgets assume if max_tokens is not set
 
 
 class ModelVersion(NamedTuple):
@@ -125,7 +125,7 @@ class GenerationParams:
     answer: AnswerBody = TEXT_ALONE  # optional fields of the response
     stream_repeats: bool = False  # each event of a stream has all output so far
     parsing: Parsing | None = None  # formats of tool calls and reasoning in the output, or None if all output is text
-    best: int = 0  # number of the n choices that are returned, those with the highest mean log probability; 0: all choices
+    best: int = 0  # number of the `n` choices to return: those with the highest mean log probability; 0: all choices
     shows_logprobs: bool = True  # False if log probabilities are only used to rank the choices
 
     @property
@@ -145,7 +145,8 @@ class GenerationParams:
     def most_tokens(self, prompt_tokens: int, context_len: int) -> int:
         """Returns the limit of output tokens of a choice.
 
-        In a session, the context may not be free. Only the worker knows its free part, so the limit is the whole context.
+        In a session, earlier turns may use a part of the context. Only the worker has the size of the free part, so this method
+        assumes that the whole context is free.
         """
         free = context_len if self.session is not None else context_len - prompt_tokens
         return free if self.max_tokens is None else min(self.max_tokens, free)
@@ -224,7 +225,7 @@ def check_logprobs(request: GenerationRequest) -> None:
     """Checks the number of log probability values of all choices, with the output tokens that likely_tokens() estimates.
 
     Raises:
-        ApiError: the number exceeds the limit.
+        ApiError: The number exceeds the limit.
     """
     total = 0
     for prompt, params in zip(request.prompts, request.params, strict=True):

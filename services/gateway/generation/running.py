@@ -33,7 +33,7 @@ class Phase(Enum):
 
 class Measures(Protocol):
     def series(self, model: str, key: str) -> Series:
-        """Returns the metrics of a model and the name of an API key; "" if the gateway has no API keys."""
+        """Returns the metrics of a model and an API key. `key` is the API key's name; "" if the gateway has no API keys."""
 
 
 class Releaser(Protocol):

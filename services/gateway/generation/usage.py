@@ -30,7 +30,7 @@ def usage_of(request: RunningRequest) -> dict[str, Any]:
 def report_of(request: RunningRequest) -> dict[str, Any]:
     """Returns the request's waiting times, workers and counts, for a client that requests a report.
 
-    Times are the longest of all choices, and counts are sums over all choices.
+    Each time is the longest of any choice. Counts are sums over all choices, except the cached tokens, which usage_of() counts.
     """
     endings = [choice.ending for choice in request.choices if choice.ending is not None]
     return {
@@ -64,7 +64,7 @@ def access_state(running: RunningRequest, code: str, *, interrupted: bool) -> di
 def generation_state(running: RunningRequest) -> dict[str, Any]:
     """Returns the entries of the argument `state` of AccessLog.ended() that describe the output of a request.
 
-    For an incomplete response, they count the output that has arrived.
+    For an incomplete response, the entries count the output that has arrived.
     """
     ended = [ending for choice in running.choices if (ending := choice.ending) is not None]
     first_s = running.first_output_s if running.choices and running.choices[0].generates else None

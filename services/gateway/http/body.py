@@ -1,6 +1,6 @@
 """Reads the bodies of HTTP requests, and watches whether their clients are connected.
 
-The limits on size and time are enforced while a body is read, whatever its Content-Length says.
+The limits on size and time are enforced while a body is read, because its Content-Length may be missing or wrong.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class BodyReader:
 
 
 async def read_body(scope: Scope, receive: Receive, body: RequestBody, max_bytes: int, timeout_s: float) -> None:
-    """Reads the content of a body, and reserves memory for its bytes and for the values of its later parsing.
+    """Reads the content of a body, and reserves memory for its bytes and for its parsed values.
 
     Args:
         body: Receives the content and grows with it. The caller closes it.

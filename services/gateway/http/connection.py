@@ -33,8 +33,9 @@ from rootstock_llm.services.gateway.http.connection_table import ConnectionTable
 from rootstock_llm.services.shared.limits import MAX_HEAD_BYTES
 
 CHUNKED_BYTES = 4096  # bytes of a chunked body that are parsed at once; few, because pipelined requests may follow
-# Largest number of requests that are parsed while an earlier request waits for its response. They are in the same piece as the
-# end of a chunked body, or as the late end of a head.
+# Largest number of requests that are parsed while an earlier request waits for its response. Usually, parsing stops at the end of
+# a request. It continues if the next requests are in the same piece as the end of a chunked body, or as the end of a head whose
+# end mark arrived in two reads.
 MOST_PIPELINED = 64
 HEAD_ENDS = (b"\n\r\n", b"\n\n")
 LINGER_S = 2.0  # seconds between the last response and the close; a client that still sends can then read the response
@@ -272,8 +273,8 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Closes the connection after its current response.
 
-        If that response has sent its head without `connection: close` and a pipelined request is buffered, the connection
-        serves this request, too. The head of its response then has `connection: close`.
+        If the head of that response was sent without `connection: close` and a pipelined request is buffered, the connection
+        serves the buffered request, too, and closes after the response to it. The head of this response has `connection: close`.
         """
         if self._buffered_bytes and self._is_responding() and self.cycle.response_started:
             self._next_is_last = True
@@ -423,7 +424,7 @@ def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
     """Wraps `app` so that a response without Content-Length is sent without chunks. Closing the connection ends its body.
 
     uvicorn's RequestResponseCycle sends chunks unless `chunked_encoding` is False. Without chunks, it checks the body against
-    `expected_content_length`. The wrapper therefore sets this attribute to the size of each body message before it is sent.
+    `expected_content_length`. Before each body message, the wrapper therefore sets this attribute to the size of the message.
     """
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,7 +16,7 @@ RESERVE = 32  # connections above the limit, for health checks only
 
 class Closable(Protocol):
     def close_idle(self) -> None:
-        """Closes the connection. Called only while it has no request without a response."""
+        """Closes the connection. Called only while no request of the connection waits for its response."""
 
     def close_after_answer(self) -> None:
         """Closes the connection after the response to its newest request. No effect if the head of that response is sent."""

@@ -28,7 +28,7 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # seconds between two checks of the files
-REREAD_POLLS = 4  # checks between two readings of unchanged-looking files, because a change may leave the stamp the same
+REREAD_POLLS = 4  # number of checks after which files with an unchanged stamp are read, because a change may keep the stamp
 DIGEST_BYTES = 32  # bytes of a SHA-256 digest
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
 FIELDS = frozenset(("name", "sha256", "key", "weight", "priority", "models", "expires", *_LIMITS))

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from rootstock_llm.services.gateway.keys.usage import BUCKET_S, WINDOW_S, Usage, seconds_until
 
 ALONE_S = WINDOW_S + 2 * BUCKET_S  # seconds for which amounts used before the loss of the connection to Redis may still count
-YIELD_S = 6.0  # seconds without a request for a reserve after the share has given up held amounts for other gateways
-PATIENCE_S = 5.0  # seconds for which reports request the amount of a refused request, from its refusal
+YIELD_S = 6.0  # seconds for which a share requests no reserve after it has given up held amounts for other gateways
+PATIENCE_S = 5.0  # seconds after a refusal for which reports request the amount of the refused request
 GATHER_S = 5.0  # seconds for which a share that is too small keeps requesting after a gateway has joined
 
 
@@ -160,7 +160,8 @@ class Share:
     def report(self, now: float, gateways: int) -> ShareReport:
         """Returns the report for Redis.
 
-        If other gateways are in need, the held amount shrinks to a quarter of the recently used amount.
+        If other gateways are in need and this gateway has refused no request since its last report, the held amount shrinks to
+        at most a quarter of the recently used amount.
         """
         self.dirty = False
         least, unmet = self._largest_unmet, self._unmet

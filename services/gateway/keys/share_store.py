@@ -240,7 +240,7 @@ class ShareRefill:
         self._store = store
         self._budgets = budgets
         self._clock = clock
-        self._requested: set[str] = set()  # digests of the API keys whose shares other gateways need reported
+        self._requested: set[str] = set()  # digests of the API keys in rl:need: another gateway needs a part of their shares
         self._low = asyncio.Event()
         self._num_postponed = 0  # API keys that exceeded KEYS_A_TURN in the last turn
         self._num_gateways = 0  # 0 until Redis is reached for the first time
@@ -295,7 +295,7 @@ class ShareRefill:
     def _due(self, now: float) -> Iterator[KeyBudget]:
         """Yields the budgets that must be reported.
 
-        Budgets that have changed, or that other gateways need reported, come first.
+        Budgets that have changed, or whose API keys were in rl:need at the last turn, come first.
         """
         found = self._budgets.values()
         late: list[KeyBudget] = []

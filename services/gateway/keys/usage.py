@@ -12,7 +12,7 @@ from typing import Protocol
 
 WINDOW_S = 60  # seconds of a limit per minute
 BUCKET_S = 6  # seconds of a sub-bucket
-BUCKETS = WINDOW_S // BUCKET_S + 1  # number of sub-buckets; one more than WINDOW_S has, because the newest one is incomplete
+BUCKETS = WINDOW_S // BUCKET_S + 1  # number of sub-buckets; one more than fit into WINDOW_S, because the newest one is incomplete
 
 
 def bucket_of(now: float) -> int:

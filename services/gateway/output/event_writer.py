@@ -98,7 +98,7 @@ class EventWriter:
     A call is open from start() to end() or abandon(). The caller writes no text while a call is open.
 
     Removing a mark or a call from text joins the text before and after it, which could form a new mark. The writer inserts a
-    blank in this case. The place of the removal is the seam.
+    blank in this case. The position of the removal is the seam.
     """
 
     def __init__(self, setup: ParserSetup, marks: Marks) -> None:

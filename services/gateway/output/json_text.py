@@ -177,7 +177,7 @@ class _JsonRepairer:
         return (yield from self._skip(closers))
 
     def _next(self) -> Steps[None]:
-        """Reads the next element: a closing bracket, a comma, or a value, in an object with its key."""
+        """Reads the next element: a closing bracket, a comma, or a value (in an object, with its key)."""
         source, out = self._source, self._out
         char = yield from source.peek()
         if char in _BLANKS:

@@ -68,8 +68,8 @@ Schema = Mapping[str, Any] | bool
 class OutputParser(Protocol):
     """Parses the output of one choice. One thread calls it.
 
-    The methods raise no exception for any text of a model. If the text arrives in other pieces, the events differ only in the
-    number of pieces of text, reasoning and arguments.
+    The methods raise no exception for any text of a model. If the same text arrives in different pieces, the events differ only
+    in the number of pieces of text, reasoning and arguments.
     """
 
     def feed(self, text: str) -> Sequence[Event]:
@@ -89,7 +89,7 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParserSetup:
-    """The tools of a request, and the number of calls that it may get."""
+    """The tools of a request, and the number of calls that the client may get."""
 
     # JSON schema of each tool's parameters, by the tool's name, or None for a tool without a schema.
     tools: Mapping[str, Schema | None]

@@ -42,7 +42,7 @@ def keywords_of(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def referred(reference: Any, root: Any) -> Any:
-    """Returns the target of a reference within `root`, or None if the reference has no target."""
+    """Returns the target of a reference within `root`. None if there is no target, or if the reference leads into an array."""
     found = root
     for part in str(reference).removeprefix("#").split("/")[1:]:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None

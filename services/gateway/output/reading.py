@@ -34,7 +34,7 @@ class OutputReading:
         """Makes the reading.
 
         Args:
-            setup: The request's tools, and the number of calls that it may get.
+            setup: The request's tools, and the number of calls that the client may get.
             marks: The marks of the format, which are removed from text.
         """
         self.source = source
@@ -54,8 +54,8 @@ class OutputReading:
     def attempt(self, opening: str, call: Steps[None]) -> Steps[Outcome]:
         """Reads a call with the coroutine `call`.
 
-        If the text is malformed before begin(), it is no call. The opening is then written as text without marks. The text
-        after the opening becomes unread again. If it is longer than MAX_REREAD_CHARS, it is also written as text without marks.
+        If the text is malformed before begin(), it is no call. The opening is then written as text without marks. If the text
+        after the opening has at most MAX_REREAD_CHARS, it becomes unread again. Otherwise, it is also written without marks.
 
         Args:
             opening: The opening mark of the call, which has been read.
@@ -166,15 +166,15 @@ Reader = Callable[[OutputReading], Steps[None]]
 
 
 class ReadingParser:
-    """An OutputParser that runs a format's coroutine, which reads the source until it ends."""
+    """An OutputParser that runs a format's coroutine, which reads the source to its end."""
 
     def __init__(self, read: Reader, marks: Sequence[str], setup: ParserSetup) -> None:
         """Starts the coroutine.
 
         Args:
             read: Makes the coroutine.
-            marks: The marks of its format.
-            setup: The request's tools, and the number of calls that it may get.
+            marks: The marks of the format.
+            setup: The request's tools, and the number of calls that the client may get.
         """
         self._source = Source()
         reading = OutputReading(self._source, setup, Marks(*marks))

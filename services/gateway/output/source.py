@@ -121,7 +121,7 @@ class Source:
         self._settle()
 
     def hold(self, text: str) -> None:
-        """Starts a second record, which begins with `text`. Reading raises Malformed if it exceeds MAX_HELD_CALL_CHARS."""
+        """Starts a second record, which begins with `text`. A read raises Malformed if the record exceeds MAX_HELD_CALL_CHARS."""
         self._held = TextRecord(MAX_HELD_CALL_CHARS, text)
         self._list_records()
 

@@ -8,7 +8,7 @@ The receiver is an HTTP response, a batch line, a background response or a healt
                                       ▼ ApiError
                                     fail                    released, last, on every path
 
-It calls one method at a time, from the request's task. A method that waits delays only its own request.
+The service calls one method at a time, from the request's task. A method that waits delays only its own request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def no_body(_body: RequestBody) -> None:
 
 
 async def wait_forever() -> None:
-    """Waits until cancelled, as `gone` of a call without a client connection."""
+    """Waits until cancelled. Calls without a client connection use it as `gone`."""
     await asyncio.Event().wait()
 
 
@@ -53,7 +53,7 @@ class GenerationCall:
     gone: Gone = wait_forever  # returns when the client has closed its connection
     admission: KeyAdmission | None = None  # admission by the API key's limits; None: the service admits the call
     wants_report: bool = False  # whether the client requests a report; see report_of()
-    avoid: Collection[str] = ()  # addresses of workers that must not get the request
+    avoid: Collection[str] = ()  # addresses of workers that get the request only if no other worker takes requests
 
 
 class Sink(ABC):
@@ -121,7 +121,7 @@ class HeaderRenderer(ABC):
     @property
     @abstractmethod
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """Headers of the response. Read before the first chunk of a stream, or after document() of a whole response."""
+        """Headers of the response. The sink reads them before the first chunk of a stream, or after document()."""
 
 
 @runtime_checkable
@@ -203,7 +203,7 @@ class CollectedAnswer(Sink):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The functions of a generating operation. Requests share it if its functions have no state of a request."""
+    """The functions of a generating operation. Requests share an operation if its functions have no state of a request."""
 
     prepare: Prepare
     make_renderer: MakeRenderer

@@ -29,7 +29,7 @@ class MessageRenderer:
         """Makes the renderer.
 
         Args:
-            shows_thinking: Whether thinking blocks have the reasoning or are empty. None for no thinking blocks.
+            shows_thinking: True if thinking blocks have the reasoning, False if they are empty. None for no thinking blocks.
             max_tokens: The client's limit of output tokens.
         """
         self._request = request

@@ -213,7 +213,10 @@ def _is_hosted_call(block: Any) -> bool:
 
 
 def _joined(messages: Sequence[Json]) -> list[Json]:
-    """Joins consecutive user messages, and consecutive assistant messages. Chat templates expect the roles to alternate."""
+    """Joins consecutive user messages, and consecutive assistant messages. Chat templates expect the roles to alternate.
+
+    An assistant message with calls is not joined with the next message.
+    """
     found: list[Json] = []
     for message in messages:
         last = found[-1] if found else {}

@@ -10,7 +10,7 @@ from rootstock_llm.services.gateway.store.stored_files import StoredFile
 
 Json = dict[str, Any]
 
-_TIMES = (  # statuses for which a batch has a field with the time of their begin
+_TIMES = (  # statuses with a time field in the batch: the time at which the batch reached the status
     BatchStatus.IN_PROGRESS,
     BatchStatus.FINALIZING,
     BatchStatus.COMPLETED,
@@ -38,7 +38,7 @@ def file_card(file: StoredFile) -> Json:
 def batch_card(record: BatchRecord) -> Json:
     """Returns the JSON object of a batch.
 
-    It names the output and error files only if they are not empty and the batch has ended.
+    The object names the output and error files only if they are not empty and the batch has ended.
     """
     order, used = record.order, record.usage
     return {

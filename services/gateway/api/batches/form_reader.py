@@ -1,7 +1,7 @@
 """Parses a form with files (multipart/form-data, RFC 7578) while its bytes arrive in pieces of any size. Pure.
 
-The parser refuses text before the first boundary, and headers that continue on a second line. Its buffer holds at most the head
-of a part, or a boundary.
+The parser refuses text before the first boundary. It does not join a header that continues on a second line. Between two pieces,
+its buffer holds at most the head of a part, or a boundary.
 """
 
 from __future__ import annotations

@@ -141,9 +141,10 @@ class BatchRecords:
                 raise _no_such_place() from None
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
-        """Cancels a batch that has not ended.
+        """Cancels a batch that has not ended. A batch that is `cancelling` or `cancelled` does not change.
 
-        A batch that is already being cancelled stays so. Raises ApiError for any other batch.
+        Raises:
+            ApiError: The batch does not exist, or has ended without a cancellation.
         """
         await self.batch(owner, batch_id)
         async with self.connected_stores() as stores:

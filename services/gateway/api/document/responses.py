@@ -101,8 +101,8 @@ def shared(keys: bool, schema: dict[str, Any], family: ErrorFamily | None = None
         keys: Whether the gateway checks API keys.
         schema: Schema of an error body.
         family: Form of the errors; None for OpenAI's.
-        plain: Schema of OpenAI's error body, which the HTTP connection sends if it fails before the path is known. Only with
-            `family`.
+        plain: Schema of OpenAI's error body, which the HTTP connection sends if a request fails before its path is known. Used
+            only with `family`.
     """
     either = schema if family is None else {"anyOf": [schema, plain]}
     return {

@@ -52,7 +52,7 @@ class CompletionUsage(ResponseModel):
 
 
 class RequestTimeline(ResponseModel):
-    """Timeline of the request. Times are those of the choice that waited longest. Counts are sums over all choices."""
+    """Timeline of the request. Each time is the longest of any choice. Counts are sums over all choices, except cached_tokens."""
 
     gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Seconds until a worker had free capacity.")
     worker_queue_s: Annotated[float, Field(ge=0)] = Field(

@@ -222,7 +222,7 @@ def _with_request_ids(
 async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], skip_special_tokens: bool, model: str) -> str:
     """Returns the text of a complete sequence of token ids.
 
-    If it is cancelled, the detokenizer frees its state. Raises ApiError.
+    If the call is cancelled, the detokenizer frees the state of the sequence. Raises ApiError.
     """
     sink = _WholeText()
     decoding = Decoding(

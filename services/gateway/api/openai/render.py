@@ -168,7 +168,7 @@ def _message_deltas(events: Iterable[Event]) -> Iterable[dict[str, Any]]:
 
 
 def _chat_finish_reason(reader: ChoiceReader, delta: Delta) -> str:
-    """Returns the finish reason of a choice that has ended: "tool_calls" if it stopped by itself and has calls.
+    """Returns the finish reason of a choice that has ended. "tool_calls" replaces "stop" if the choice has calls.
 
     The reader must have read the choice's last delta.
     """

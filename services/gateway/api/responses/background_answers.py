@@ -1,6 +1,6 @@
 """Renders background responses: their events, their final records, and responses that end with the output stored so far.
 
-A gateway may render a response whose request another gateway received. It then has only the stored prompt and events.
+If another gateway received the request, the gateway that renders the response has only the stored prompt and events.
 """
 
 from __future__ import annotations

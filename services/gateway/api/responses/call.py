@@ -184,10 +184,10 @@ class ResponsesCall:
 
 
 def _without_oldest(items: Sequence[Json]) -> list[Json]:
-    """Returns the items without the oldest quarter of those that may be removed, at least one.
+    """Returns the items without the oldest quarter of the removable items, at least one item.
 
-    System messages, developer messages and the last item stay. If the last item is a tool result, its call also stays. Every
-    other tool result is removed together with its call.
+    System messages, developer messages and the last item stay. If the last item is a tool result, its call also stays. If the
+    call of another tool result is removed, the result is removed, too.
     """
     if not items:
         return []

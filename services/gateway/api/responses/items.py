@@ -36,8 +36,9 @@ _HOSTED_CALLS = frozenset(
         *("mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call"),
     )
 )
-# Types of items that are refused, unless the gateway omits the hosted calls. The types added here are calls that the client has
-# run itself, and a compacted history that only the vendor can read. Without these items, the conversation would lose content.
+# Types of items that are refused. Hosted calls are refused only if the gateway does not omit them. The types added here are
+# always refused, because without these items the conversation would lose content: calls that the client has run itself, and a
+# compacted history that only the vendor can read.
 _UNSERVED = _HOSTED_CALLS | frozenset(
     (
         *("apply_patch_call", "apply_patch_call_output", "compaction", "computer_call", "computer_call_output"),
@@ -89,7 +90,8 @@ def response_of(item_id: str) -> str | None:
 def messages_of(items: Iterable[Json]) -> list[Json]:
     """Returns the chat messages for the items.
 
-    Consecutive items that the model wrote (reasoning, text, calls) become one assistant message.
+    Consecutive items that the model wrote become one assistant message: first reasoning and text, then calls. Reasoning or text
+    after a call begins a new message.
     """
     messages: list[Json] = []
     open_turn: Json | None = None
@@ -263,7 +265,7 @@ def _string(item: Json, name: str, where: str) -> str:
 
 
 def check_tool_types(tools: Sequence[Json] | None, omits_hosted: bool) -> None:
-    """Checks that each tool is a function or an omitted hosted tool. The ApiError names the first other tool."""
+    """Checks that each tool is a function or an omitted hosted tool. The ApiError names the first tool that is neither."""
     for index, tool in enumerate(tools or ()):
         kind = hosted_type(tool)
         if tool.get("type") != "function" and not (kind and omits_hosted):

@@ -31,7 +31,7 @@ class OutputItems:
         """Begins with an empty output.
 
         Args:
-            owner: The response's id without its prefix. The ids of its items contain it.
+            owner: The response's id without its prefix. The ids of the items contain it.
             has_encrypted: Whether reasoning items have `encrypted_content`.
         """
         self._owner = owner
@@ -39,7 +39,7 @@ class OutputItems:
         self._texts: list[str] = []  # pieces of the open item's text or arguments
         self._is_open = False
         self._logprobs: list[Json] = []  # log probabilities of the open item's text
-        self._pending_logprobs: list[Json] = []  # log probabilities of tokens whose text no event has had yet
+        self._pending_logprobs: list[Json] = []  # log probabilities of tokens whose text is in no event yet
         self.items: list[Json] = []
 
     def restore(self, events: Iterable[Json]) -> None:

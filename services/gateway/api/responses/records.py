@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 NOT_FINISHED = "previous_response_not_finished"
 MAX_ATTEMPTS = 16  # attempts to write a conversation that other requests change at the same time
-PAUSE_S = 0.01  # seconds; a pause between two attempts is a random multiple of it, at most MAX_ATTEMPTS times
+PAUSE_S = 0.01  # seconds; the pause between two attempts is this time multiplied by a random number from 1 to MAX_ATTEMPTS
 RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"  # prefixes of the ids of responses and conversations
 
 Json = dict[str, Any]

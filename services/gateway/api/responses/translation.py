@@ -56,7 +56,7 @@ def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
     """Returns the validated body. Raises ApiError. Checks that need stored items follow later.
 
     Args:
-        omits_hosted: Whether hosted tools are accepted. The functions of this module then omit them.
+        omits_hosted: Whether hosted tools are accepted. If so, the functions of this module omit them.
     """
     refuse_unserved(body, KNOWN)
     try:
@@ -137,7 +137,10 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
 
 
 def _tool_use(request: ResponsesRequest) -> ToolUse:
-    """Returns the calls that the output may have."""
+    """Returns the tool calls that `tools` and `tool_choice` allow or require in the output.
+
+    Raises ApiError if `tools` or `tool_choice` is invalid.
+    """
     tools, choice, parallel = request.tools or (), request.tool_choice, request.parallel_tool_calls is not False
     _check_choice(choice)
     if not tools and choice in (None, "auto", "none"):

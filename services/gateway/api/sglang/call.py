@@ -35,7 +35,7 @@ from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClie
 
 
 class PromptSource:
-    """Turns the inputs of requests into prompts of token ids, with the tokenizer for texts. Raises ApiError."""
+    """Turns the inputs of requests into prompts of token ids. The tokenizer encodes texts. Raises ApiError."""
 
     def __init__(self, tokenizer: TokenizerClient) -> None:
         self._tokenizer = tokenizer

@@ -1,7 +1,9 @@
 """Reads harmony (gpt-oss): messages whose headers name a channel and a recipient.
 
-A message in the channel `analysis` is reasoning. A message to `functions.NAME` is a call. Any other message is text. The header
-`<|start|>assistant` of the first message is in the prompt. Source: https://github.com/openai/harmony/blob/main/docs/format.md
+A message in the channel `analysis` is reasoning. A message to `functions.NAME` is a call. Any other message is text. The prompt
+ends with `<|start|>assistant`, with which the header of the first message begins.
+
+Source: https://github.com/openai/harmony/blob/main/docs/format.md
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class JsonCall:
             self._write_arguments("{}")
 
     def _text_of_arguments(self) -> Steps[None]:
-        """Reads arguments that are a string, after its opening quote.
+        """Reads arguments that are written as a string, after the opening quote of the string.
 
         Decodes the string and reads the object in it piece by piece.
         """
@@ -202,7 +202,7 @@ _LLAMA3_KEYS = tuple(f'"{key}"' for key in JsonCall.MEMBERS)
 def _read_llama3(reading: OutputReading, mark: str) -> Steps[None]:
     """Reads a call, or a list of calls. Without the mark `<|python_tag|>`, any `{` may begin a call.
 
-    Such an object stays text if it has a member that calls do not have.
+    An object without this mark stays text if it has a member that calls do not have.
     """
     outcome = yield from reading.attempt(mark, _llama3_call(reading) if mark == "{" else _call_behind_mark(reading, mark))
     if outcome is not Outcome.COMPLETE:
@@ -234,7 +234,7 @@ def _call_behind_mark(reading: OutputReading, mark: str) -> Steps[None]:
 
 
 def _llama3_call(reading: OutputReading, marked: bool = False) -> Steps[None]:
-    """Reads a call after its opening brace. A call after a mark may omit its parameters."""
+    """Reads a call after its opening brace. A call after `<|python_tag|>` may omit its parameters."""
     yield from reading.source.space()
     key = yield from reading.source.choose(_LLAMA3_KEYS)
     if not key:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Layout = Mapping[str, Any]
-ORIGIN = "origin"  # member of a part with its LayoutOrigin; the gateway removes it before it sends the tag
+# Name of the member that has the LayoutOrigin of a part. The gateway removes this member before it sends the tag.
+ORIGIN = "origin"
 
 LINES = r"\n{0,2}"  # pattern of the line ends that models write between reasoning and text
 
@@ -22,7 +23,7 @@ def any_text(*excludes: str) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutOrigin:
-    """The part of a request from which a part of a layout was built, for the errors of workers."""
+    """The request field from which a part of a layout was built. If a worker refuses the part, the error names this field."""
 
     field: str  # field of the request, such as tools[0].function.parameters
     within: str = ""  # JSON pointer into the schema in `field`, without the #

@@ -46,8 +46,8 @@ def _any_call(demand: CallDemand) -> Layout:
 def _keywords(demand: CallDemand, tool: ToolSpec) -> Layout:
     """Returns the layout of the keyword arguments between a call's brackets.
 
-    An optional parameter before the first required parameter is followed by its comma. For all later parameters, the comma
-    comes first.
+    A comma follows each optional parameter before the first required parameter, and precedes each parameter after the first
+    required parameter.
     """
     listed = parameters(demand, tool)
     if listed is None:

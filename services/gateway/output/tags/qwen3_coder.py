@@ -1,4 +1,4 @@
-"""Builds the layout of Qwen3-Coder's calls, which write each parameter between its own marks and strings without quotes."""
+"""Builds the layout of Qwen3-Coder's calls. Each parameter is between its own marks, and strings have no quotes."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _reasoned(formats: OutputFormats, then: Layout) -> Layout:
 
 
 def _tag(layout: Layout) -> Tag:
-    """Returns the tag of a layout. Recursive, because the layouts of this package have only a few levels."""
+    """Returns the tag of a layout. The recursion is short, because the layouts of this package have only a few levels."""
     origins: dict[str, LayoutOrigin] = {}
     whole = {"type": "structural_tag", "format": _without_origins(layout, "#/format", origins)}
     return Tag(orjson.dumps(whole).decode(), origins)
