@@ -1,7 +1,7 @@
 """Sphinx configuration of `make docs-site`, which builds the Markdown pages as a static site.
 
 The site loads no font, script or style from a network. The sidebar is made from the links of index.md, so that no page needs a
-directive of Sphinx. A link to a file or folder outside docs/ becomes text with its path, because the site does not hold it.
+directive of Sphinx. A link to a file or folder outside docs/ becomes text with the path, because the site has only docs/.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ html_title = "Rootstock"
 html_show_copyright = False
 html_copy_source = False
 myst_heading_anchors = 4  # levels of headings that get GitHub's anchors
-suppress_warnings = ["misc.highlighting_failure"]  # examples have "…", and Pygments knows no names with colons in PromQL
+suppress_warnings = ["misc.highlighting_failure"]  # Pygments accepts neither "…" nor PromQL names with colons
 
 SECTION = re.compile(r"^## (.+)\n([\s\S]*?)(?=^## |\Z)", re.MULTILINE)
 PAGE = re.compile(r"\]\(([\w/-]+)\.md\)")
@@ -29,7 +29,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[\w-]
 
 
 def adapt_links(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Turns links that leave docs/ into text, and appends the sidebar to index.md: a caption and the pages of each section."""
+    """Turns links to files outside docs/ into text. Appends the sidebar to index.md: a caption and the pages of each section."""
     folder = (DOCS / docname).parent
 
     def kept_or_text(link: re.Match[str]) -> str:
