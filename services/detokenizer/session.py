@@ -37,7 +37,7 @@ class DetokenizerMetrics:
         self.chars = Counter(prefix + "chars", "Characters of decoded text sent to gateways.", registry=registry)
         self.held_rows = Counter(
             prefix + "held_rows",
-            "Rows with token ids that gave no text yet, because it may belong to a stop string or an incomplete character.",
+            "Rows with token ids but no text yet, because the text may belong to a stop string or an incomplete character.",
             registry=registry,
         )
         self.replayed_tokens = Counter(

@@ -24,7 +24,7 @@ from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8  # text tokens that are decoded before the new tokens; most decoders need one to keep a leading space
-MAX_PENDING_TOKENS = 4  # a character has at most 4 bytes, so 4 tokens that still end in U+FFFD never become a character
+MAX_PENDING_TOKENS = 4  # a character has at most 4 bytes, so U+FFFD at the end of the text of 4 tokens never becomes a character
 ONE_PER_BYTE = "rootstock-replace-each-byte"  # name of the codec error handler below
 
 
@@ -221,7 +221,7 @@ class TokenTexts:
         self._anchor_chars = len(tokenizer.decode(self._anchor, False))
 
     def of(self, token_id: int) -> bytes:
-        """Returns the UTF-8 bytes that the token adds to a text, which may be part of a character.
+        """Returns the UTF-8 bytes that the token adds to a text. They may be only a part of a character.
 
         A special token gives its name. An id outside the vocabulary gives b"".
         """

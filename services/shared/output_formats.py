@@ -125,7 +125,11 @@ def _between_call_marks(template: str) -> str:
 
 
 def _reasoning(template: str) -> str:
-    """Returns the reasoning format: `think` if the generation prompt has both marks, because the request selects one of them."""
+    """Returns the reasoning format.
+
+    If the template's generation prompt has both marks, the format is `think`, because the request decides whether the rendered
+    prompt opens the reasoning.
+    """
     if "[THINK]" in template:
         return "mistral_think"
     if _THINK[1] not in template:

@@ -1,7 +1,7 @@
 """The table of sampling parameters: names, ranges, defaults and neutral values. Plain data; standard library only.
 
 The gateway's body types, the checks of gateway and worker, the wire values, the model's defaults, and the tables in
-docs/reference/api.md and docs/reference/sglang-api.md are derived from it. Limits of entries and characters are in
+docs/reference/api.md and docs/reference/sglang-api.md are derived from this table. Limits of entries and characters are in
 services/shared/limits.py.
 """
 
@@ -79,8 +79,8 @@ class SamplingParameter:
     def resolved(self, value: Any) -> Any:
         """Converts a valid value to its form in the core and on the wire.
 
-        Each neutral value becomes the first neutral value. If `low` is excluded, a smaller value becomes SMALLEST_POSITIVE, so
-        that it is not 0 as float32.
+        Each neutral value becomes the first neutral value. If `low` is excluded, a value below SMALLEST_POSITIVE becomes
+        SMALLEST_POSITIVE, so that it is not 0 as float32.
         """
         if value in self.neutral:
             return self.neutral[0]

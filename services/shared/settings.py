@@ -187,7 +187,7 @@ def _config_value(node: yaml.Node, key: str) -> str | list[str]:
 
 
 def _text(node: yaml.ScalarNode) -> str:
-    """Returns a value as it is written in the file: 1.10 stays 1.10, and no stays no. null becomes empty text."""
+    """Returns the value's text as in the file. `1.10` stays "1.10", `no` stays "no", and `null` becomes ""."""
     return "" if node.tag == NULL else str(node.value)
 
 

@@ -16,7 +16,7 @@ actions, each with its own --help:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the action.
+    """Adds the argument `action`.
 
     All later arguments go to the action's own parser, because most of its flags are the worker's settings.
     """

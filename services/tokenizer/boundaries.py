@@ -94,7 +94,7 @@ class Boundaries:
         return self._normal.drops_blank
 
     def allows(self, text: str, at: int) -> bool:
-        """Whether the ids of text[:at] and text[at:] are the ids of the text. Needs 0 < at < len(text)."""
+        """Whether the ids of `text[:at]` and `text[at:]`, joined, are the ids of the text. Needs `0 < at < len(text)`."""
         pair = text[at - 1 : at + 1]
         found = self._allowed.get(pair)
         if found is None:
@@ -115,8 +115,8 @@ class Boundaries:
     def stitches(self, last: int, first: int) -> bool:
         """Whether the model encodes the joined text of two tokens as exactly these two tokens.
 
-        If that is true for all neighbouring tokens of a word, byte-pair encoding gives exactly these tokens for the word, because
-        the first merge across a border between two tokens would also happen in the joined text of these two tokens.
+        If that is true for all neighbouring tokens of a word, byte-pair encoding gives exactly these tokens for the word.
+        Otherwise, the first merge across a border between two tokens would also happen in the joined text of these two tokens.
         """
         texts = (self._tokenizer.id_to_token(last) or "", self._tokenizer.id_to_token(first) or "")
         return [token.id for token in self._model.tokenize("".join(texts))] == [last, first]
@@ -139,7 +139,10 @@ class Boundaries:
                 yield normalizer.normalize_str(token.content).replace(METASPACE, " ")
 
     def _is_marked(self, text: str, at: int) -> bool:
-        """Whether an added token ends or begins at this position. There, normalization puts its blank elsewhere than at a cut."""
+        """Whether normalization would put its blank elsewhere than at a cut at this position.
+
+        This may be so if an added token ends here, or if an added token begins or the text ends here or one character later.
+        """
         texts = self._added_texts
         return text.startswith(texts, at) or text.startswith(texts, at + 1) or text.endswith(texts, 0, at) or at + 1 >= len(text)
 

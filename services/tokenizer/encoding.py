@@ -89,7 +89,7 @@ class EncodeQueue:
         self._observe_texts = observe_texts
         self._waiting: deque[Waiting] = deque()
         self._working = 0  # number of running lanes
-        self._tasks: set[asyncio.Task[None]] = set()  # keeps running lanes from being garbage-collected
+        self._tasks: set[asyncio.Task[None]] = set()  # references to running lanes, which prevent their garbage collection
 
     async def encode(self, job: EncodeJob) -> list[EncodedText]:
         """Encodes the texts of a job. Raises the tokenizer's exception if it fails."""
@@ -266,8 +266,8 @@ class PieceEncoder:
         """Checks that the ids of two pieces, cut among blanks, are the ids of their joined text.
 
         Returns:
-            0 if they are. Otherwise, the last token of `before` is removed. The result is its length in characters, by which
-            the next piece must begin earlier.
+            0 if they are. Otherwise, the last token of `before` is removed. The result is the token's length in characters, by
+            which the next piece must begin earlier.
 
         Raises:
             _NoStitch: the run of blanks cannot be cut here.
@@ -325,8 +325,8 @@ def _special_ids(tokenizer: HfTokenizer) -> tuple[list[int], list[int]]:
 class TokenLowerBound:
     """Computes a lower bound of a text's token count without encoding the text.
 
-    Every byte is in a token. Let L(b) be the length of the longest token of the vocabulary that contains byte b. Then each byte b
-    adds at least 1 / L(b) tokens. The bound is 0 if normalization or the model may drop characters.
+    Every byte is in a token. Let `L(b)` be the length of the longest token of the vocabulary that contains the byte `b`. Then
+    each byte `b` adds at least `1 / L(b)` tokens. The bound is 0 if normalization or the model may drop characters.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:

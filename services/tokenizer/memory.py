@@ -81,7 +81,7 @@ class ByteBudget:
 
 
 class HeapTrimmer:
-    """Returns the memory that large requests have freed to the operating system."""
+    """Returns memory to the operating system after large requests have freed it."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

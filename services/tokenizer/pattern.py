@@ -232,7 +232,10 @@ class _Reader:
         return (self._folded(char), True) if self._folds else (functools.partial(_same, char), False)
 
     def _folded(self, char: str) -> Contains:
-        """Returns a class with all non-ASCII characters, because the library may fold letters to `char` that Python does not."""
+        """Returns a class of `char` in both cases and of all non-ASCII characters.
+
+        The library may fold non-ASCII letters to `char` that Python does not.
+        """
         return lambda one: one.casefold() == char.casefold() or not one.isascii()
 
     def _escape(self) -> Contains:

@@ -57,7 +57,7 @@ class BrokenTemplate(Exception):
 class NotStarted(Exception):
     """A rendering process did not become ready in time or died.
 
-    Compiling the template takes too long or too much memory, or the machine lacks resources.
+    Compiling the template may take too long or too much memory, or the machine may lack resources.
     """
 
 

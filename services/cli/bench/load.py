@@ -66,7 +66,7 @@ class Player:
         self.outcomes: list[Outcome] = []
 
     async def play(self, session: Session, scheduled_at: float | None) -> None:
-        """Sends the turns in order. Turns after a failed turn are not sent, because their prompts would lack its completion."""
+        """Sends the turns in order. After a failed turn, no turn is sent, because its prompt would lack the failed completion."""
         dialogue = open_dialogue(session, self._endpoint.chat)
         for turn in session.turns:
             body = self._endpoint.body(dialogue.next_prompt(turn.content), turn.max_tokens)

@@ -1,4 +1,4 @@
-"""The state of a gateway and its workers, from successive responses of its /server_info, between which rates are measured."""
+"""The state of a gateway and its workers, from responses of the gateway's /server_info. Rates compare successive responses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class GatewayState:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """The value of a worker's counter of generated tokens, as one report has it."""
+    """The value of a worker's counter of generated tokens in one report."""
 
     at: float  # time of the report on the client's monotonic clock
     tokens: int

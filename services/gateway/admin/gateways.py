@@ -133,7 +133,7 @@ class PeerGateways:
         self._discovery = Discovery(targets, self._set_endpoints, dns_refresh_s=dns_refresh_s)
 
     async def run(self) -> None:
-        """Opens and closes channels as discovery reports gateways, until it is cancelled. It then closes all channels."""
+        """Opens and closes channels as discovery reports gateways, until cancelled, and then closes all channels."""
         try:
             await self._discovery.run()
         finally:

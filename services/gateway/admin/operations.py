@@ -106,7 +106,7 @@ class AdminOperations:
     def _check_key(self, body: SelectedPages) -> None:
         """Checks that `api_key` fits the setting salt_cache_by_key. Raises ApiError.
 
-        Without the setting, `api_key` is not allowed. With it, a salt requires `api_key`.
+        Without the setting, `api_key` is not allowed. With the setting, a salt requires `api_key`.
         """
         if body.api_key is not None and not self._salts_by_key:
             raise bad_request(

@@ -5,8 +5,8 @@
                 ▼
               failed
 
-The state of a response is only in the store. A gateway that takes over a response resumes after the stored tokens, in the same
-way as a request whose worker was lost. The events continue with the next sequence number.
+The state of a response is only in the store. A gateway that takes over a response continues it after the stored tokens,
+as after the loss of a worker. The events continue with the next sequence number.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 15.0)  # pause after the first failed attempt, and the longest pause, in seconds; pauses double
 TRIES = 4  # the response fails after this many failures that the request may have caused
-MAX_TAKES = 4  # the response fails if more gateways in a row are lost soon after they took it
+MAX_TAKES = 4  # the response fails if more than this number of gateways in a row are lost soon after they took it
 ROUTE = "/v1/responses"
 _FINAL = frozenset(  # codes of errors after which a retry cannot succeed
     ("weights_not_served", "lease_lost", STORE_AWAY)
@@ -104,7 +104,7 @@ class BackgroundRun:
         return self._last_journal is not None and self._last_journal.is_finishing
 
     async def begin(self) -> None:
-        """Runs a client's request until its response is complete. If cancelled, another gateway continues the response.
+        """Runs a client's request until its response is complete. After a cancellation, another gateway continues the response.
 
         Raises:
             LeaseLost: Another gateway has the lease, or the response has been deleted.
@@ -118,7 +118,7 @@ class BackgroundRun:
         await self._within_time_limit(self._resume_until_complete(0, None))
 
     def close(self) -> None:
-        """Cancels `opened` if it is pending, and ends the admission if begin() has not run. Called after begin() or resume()."""
+        """Cancels `opened` if it is pending. Ends the admission if begin() was cancelled before its first step."""
         if not self.opened.done():
             self.opened.cancel()
         if self._first is not None and self._first.admission is not None and not self._begun:
@@ -275,7 +275,7 @@ class BackgroundRun:
         return replace(stored, order=self.order)  # an order may have 8 MiB; the copy that was read is dropped
 
     async def _conclude(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> None:
-        """Stores the end of the response, whose output is the stored one."""
+        """Ends the response with the output that is already stored."""
         ports = self._ports
         response, events = await with_store_retries(lambda: ports.answers.concluded(stored, status, error))
         await self._new_journal(stored).finish(status, lambda: ports.answers.record(self.order, response), events)

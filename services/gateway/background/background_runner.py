@@ -39,7 +39,7 @@ class Run(Protocol):
     lease: Lease
     order: BackgroundOrder
     opened: asyncio.Future[None]  # result when the response is stored; ApiError if it was not stored; cancelled by close()
-    may_be_stored: bool  # the write of the new response had no reply, so it is unknown whether the store has the response
+    may_be_stored: bool  # the write of the new response has no reply, so it is unknown whether the store has the response
 
     @property
     def is_stored(self) -> bool:
@@ -88,7 +88,7 @@ class BackgroundRunner:
         self._retry_after_s = retry_after_s
         self._metrics = metrics
         self._runs: dict[Run, asyncio.Task[None]] = {}
-        # The next call of _release_and_delete() sends these commands to the store. Values and keys are (owner, id) of a response.
+        # The next _release_and_delete() sends both to the store. Each tuple is the owner and the id of a response.
         self._to_release: dict[Lease, tuple[str, str]] = {}  # leases to release to other gateways
         self._to_delete: dict[tuple[str, str], None] = {}  # responses that may be stored although their clients got an error
         self._stopping = False

@@ -73,7 +73,7 @@ class BackgroundWork:
         self._answers = answers
         self._streams = Streams(self._store, settings.sse_comment_s)
         self._most_streams, self._most_own_streams = MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
-        self._anonymous_owner = owner_of("")  # owner of all responses if the gateway has no API keys; has no limit of streams
+        self._anonymous_owner = owner_of("")  # owner of all responses if there are no API keys; has no limit of streams
         self._ports = RunPorts(self._store, answers, run, callers, computed_by, self._streams.wrote, metrics, access)
         most = settings.background_responses
         self._metrics = metrics
@@ -139,7 +139,7 @@ class BackgroundWork:
             raise ApiError(429, "The store limit of this API key is reached. Delete stored data.", code="store_full")
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
-        """Returns the status of a background response. None if its state is not stored, although its record may be stored."""
+        """Returns the status of a background response. None if the state is not stored; the record may still be."""
         try:
             return await self._store.status(owner, response_id)
         except StoreAway:

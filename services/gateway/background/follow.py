@@ -1,4 +1,4 @@
-"""Streams the events of a background response: first the stored events, then the new events of the gateway that runs it."""
+"""Streams the events of a background response: first the stored events, then each new event after a gateway has stored it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class _StreamedResponse:
 
     def __init__(self) -> None:
         self.streams = 0  # number of open streams of the response
-        self.num_writes = 0  # pieces of the response that this gateway has written since the first stream opened
+        # Number of times that this gateway has stored new events of the response since its first stream opened.
+        self.num_writes = 0
         # Running reads, by the sequence number of their first event and by `num_writes` at their start.
         self.reads: dict[tuple[int, int], asyncio.Task[Page | None]] = {}
         self._waiting: list[asyncio.Future[None]] = []  # one for each stream in wait()
@@ -153,7 +154,7 @@ class Streams:
         return None
 
     def _read_once(self, followed: _StreamedResponse, of: tuple[str, str], first: int) -> asyncio.Task[Page | None]:
-        """Returns the running read of this page, and starts it unless another stream has started it.
+        """Returns the running read of this page. Starts the read unless another stream has started it.
 
         The read continues if its streams end.
         """

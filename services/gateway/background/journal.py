@@ -67,7 +67,8 @@ class NewOutput:
 class Journal:
     """The writer of one response's pieces during one attempt.
 
-    Every method that writes raises LeaseLost, and raises ApiError if the store refuses the piece or is unreachable.
+    Every method that writes raises LeaseLost if another gateway has the lease or the response was deleted, and ApiError if the
+    store refuses the piece or is unreachable.
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class JournalSink(Sink):
             self._renderer.restore((), texts)
 
     async def _begin_events(self) -> None:
-        """Writes the first events when the request has been sent to a worker, once."""
+        """Writes the first events if the request has been sent to a worker and they are not written yet."""
         assert self.running is not None and self._renderer is not None
         if not self._has_begun and self.running.phase is not Phase.TOKENIZED:
             self._has_begun = True
@@ -269,7 +270,7 @@ class JournalSink(Sink):
 
     @contextmanager
     def _lease(self) -> Iterator[None]:
-        """Converts a LeaseLost that the body of the `with` statement raises to an ApiError, which ends the request."""
+        """If the body of the `with` statement raises LeaseLost, raises an ApiError instead, which ends the request."""
         try:
             yield
         except LeaseLost:

@@ -97,7 +97,7 @@ class BatchRun:
         await self._all_recorded.wait()
 
     async def run(self) -> None:
-        """Runs until the batch has ended. If cancelled, another gateway continues the batch. Raises LeaseLost."""
+        """Runs until the batch has ended. After a cancellation, another gateway continues the batch. Raises LeaseLost."""
         record = await self._read_record()
         if record is None or not record.is_open:
             await with_store_retries(lambda: self._batches.forget(self.order.owner, self.order.id))
@@ -199,7 +199,7 @@ class BatchRun:
                 break
             self._metrics.batch_retries.inc()
             await asyncio.sleep(max(next(pauses), attempt.retry_after_s))
-        # No await follows the release of the lane, so drain() finds each line either in a lane or in _recording.
+        # No await lies between the release of the lane and this increment, so drain() finds each line in a lane or in _recording.
         self._recording += 1
         self._all_recorded.clear()
         try:
@@ -259,7 +259,7 @@ class BatchRun:
             await self._record_results([not_executed(each, why) for each in lines.values()], lines)
 
     async def _record_results(self, results: list[LineResult], lines: dict[int, Line]) -> None:
-        """Stores results of lines. Replaces a result that exceeds the owner's quota by the error `store_full`. Raises LeaseLost.
+        """Stores results of lines. If a result exceeds the owner's quota, stores the error `store_full`. Raises LeaseLost.
 
         Args:
             lines: The lines of the results, by number.

@@ -72,7 +72,7 @@ class BatchRunner:
         self._runs: dict[BatchRun, asyncio.Task[None]] = {}  # in the order of their start
         # Runs of cancelled or expired batches. They compute no lines, and count against MAX_ENDING instead of AT_ONCE.
         self._ending: set[BatchRun] = set()
-        # One batch of each owner whose API key this gateway does not have yet. Other batches of these owners are not taken.
+        # By owner: a batch whose API key this gateway lacks so far. This gateway takes batches of these owners only to end them.
         self._without_key: dict[str, BatchOrder] = {}
         self._stopping = False
         self._is_away = False  # whether the last round found the store unreachable; an outage is logged once

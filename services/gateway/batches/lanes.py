@@ -58,7 +58,7 @@ class Lanes:
         self._lines: dict[asyncio.Task[Any], float] = {}  # start of each line; -inf if it may not be cancelled again
         self._displaced: set[asyncio.Task[Any]] = set()  # lines that displace_young_lines() has cancelled and that have not ended
         self._closed = False
-        self.used = 0  # lanes with a line
+        self.used = 0  # number of lanes in which a line is computed
 
     async def run_line(self, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Waits for a lane in order of arrival, calls `compute` in it and returns the result.

@@ -44,7 +44,7 @@ class LineCalls:
         self._max_body_bytes = max_body_bytes
 
     async def call(self, path: str, body: bytes, caller: Caller, request_id: str) -> LineAttempt:
-        """Computes a line and returns the result. If cancelled, the request is aborted and its resources are released."""
+        """Computes a line and returns the result. A cancellation aborts the request and releases its resources."""
 
         async def read(line: RequestBody) -> None:
             await line.reserve_and_receive(body, self._max_body_bytes)
@@ -59,5 +59,5 @@ class LineCalls:
                 state, seconds = access_state(sink.running, sink.code, interrupted=not sink.status), time.monotonic() - began
                 self._access.ended("batch", "POST", path, state, sink.status, len(sink.body), seconds)
         retry_after_s = int(dict(sink.headers).get(b"retry-after", b"0"))
-        body = sink.body[: MAX_BATCH_RESULT_BYTES + 1]  # answered() replaces a longer body by an error
+        body = sink.body[: MAX_BATCH_RESULT_BYTES + 1]  # answered() replaces a longer body with an error
         return LineAttempt(LineResponse(sink.status or 500, body, request_id), retry_after_s, sink.code)

@@ -36,7 +36,7 @@ class LineResponse:
 def answered(line: Line, answer: LineResponse) -> LineResult:
     """Returns the result of a computed line. Status 200 goes to the output file, and every other status to the error file.
 
-    Replaces a response with more than MAX_BATCH_RESULT_BYTES by the error `result_too_large`.
+    A response of more than MAX_BATCH_RESULT_BYTES becomes the error `result_too_large`.
     """
     if len(answer.body) > MAX_BATCH_RESULT_BYTES:
         return not_executed(line, "result_too_large")

@@ -52,8 +52,8 @@ class GatewaySettings(ServiceSettings):
     state_records_per_key: int = Field(
         10_000,
         ge=1,
-        description="Largest number of stored responses and conversations per API key. The same limit applies to the number of"
-        " its files, and to the number of its batches.",
+        description="Largest number of stored responses and conversations per API key. The same limit applies to an API key's"
+        " files, and to its batches.",
     )
     state_bytes_per_key: int = Field(256 << 20, ge=1, description="Bytes of stored responses and conversations per API key.")
     state_patience_s: float = Field(
@@ -119,7 +119,10 @@ class GatewaySettings(ServiceSettings):
         description="Seconds for which a routed prompt counts as cached at its worker before the worker reports the blocks.",
     )
     max_speculative_blocks: int = Field(
-        1 << 18, ge=0, description="Blocks of 64 tokens that may count as cached without a report."
+        1 << 18,
+        ge=0,
+        description="Largest number of 64-token blocks, over all workers, that count as cached after a routing decision before"
+        " the worker reports them. Above it, the oldest are dropped.",
     )
     worker_queue_slack: float = Field(
         0.25,
@@ -188,7 +191,8 @@ class GatewaySettings(ServiceSettings):
     max_concurrent_requests: int = Field(
         2048,
         ge=1,
-        description="Largest number of open generation requests, and of other requests with a body. Further requests get 503.",
+        description="Largest number of open generation requests. Other requests with a body have a separate limit of the same"
+        " size. Further requests get 503.",
     )
     max_waiting_requests: int = Field(
         1024,

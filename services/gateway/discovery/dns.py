@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.25  # seconds between two look-ups before the first result; doubles with every attempt
 LONGEST_PAUSE_S = 30.0  # longest pause after failed look-ups
-# Number of empty results in a row after which the name counts as without addresses. A single empty result may come from a DNS
+# Number of empty results in a row after which the gateway drops the name's addresses. A single empty result may come from a DNS
 # server that has just restarted and has not loaded its names.
 EMPTY_RESULTS = 2
 

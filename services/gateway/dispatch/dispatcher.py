@@ -181,7 +181,7 @@ class Dispatcher:
         return (None, "") if placement is None else (placement.model_version, placement.numerics)
 
     def worker_ids(self, choice: Choice) -> list[str]:
-        """Returns the ids of the workers that compute the choice. They are two if it has a hedge copy."""
+        """Returns the ids of the workers that compute the choice: two if the choice has a hedge copy."""
         placement = self._placements.get(choice)
         return placement.worker_ids() if placement is not None else []
 
@@ -489,7 +489,11 @@ class Dispatcher:
 
     @staticmethod
     def _may_retry(link: Link, placement: Placement) -> bool:
-        """Returns whether a choice is retried after a worker's fault: once, without output, and if there is another worker."""
+        """Returns whether a choice is retried after a fault of its worker.
+
+        A choice without output is retried once, if another usable worker has not refused it. The faulty worker then counts as
+        refusing.
+        """
         if placement.has_begun or placement.retried or not placement.choice.can_move:
             return False
         placement.refused(link.address)
@@ -505,7 +509,7 @@ class Dispatcher:
             placement.leave()
             placement.forget_refusals()
         for placement in orphans:
-            if placement.request.error is None:  # an earlier iteration may have failed the request by another of its choices
+            if placement.request.error is None:  # an earlier iteration may have failed the request because of another choice
                 self._move_or_fail(placement, link)
             self._waiting.pump(placement.pool)  # the released prefetch of a choice may have freed a slot on a decode worker
         for other in self.fleet.refused_links(link):

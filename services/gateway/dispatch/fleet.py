@@ -102,7 +102,7 @@ class Fleet:
             pool.refresh(link, asyncio.get_running_loop().time())
 
     def may_grow(self) -> bool:
-        """Returns whether a new model may still appear: YOUNG_S has not passed, and a worker has not connected yet."""
+        """Returns whether a new model may still appear: YOUNG_S has not passed, and some worker has never connected."""
         return asyncio.get_running_loop().time() < self._young_until and not all(
             link.was_connected for link in self.links.values()
         )
@@ -225,7 +225,7 @@ class Fleet:
         _set_common_model(pool)
 
     def refused_links(self, lost: AnyLink) -> list[Link]:
-        """Returns connected links that join() has refused, if the model with their model name now has no worker.
+        """Returns the connected links that join() has refused, if the pool of the setting model_name now has no worker.
 
         Args:
             lost: Link of the worker that was lost.
@@ -238,7 +238,8 @@ class Fleet:
     def set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
         """Applies the endpoints from discovery.
 
-        Closes idle links of dropped addresses first, because an address that appears again may belong to another worker.
+        First closes idle links of addresses that were dropped earlier, because an address that appears again may belong to a new
+        worker.
 
         Args:
             endpoints: Whether each address is ready.
@@ -280,7 +281,7 @@ def _set_common_model(pool: Pool) -> None:
     """Sets the model of a pool to values that hold for all its workers, because any worker may get any request.
 
     - The context length is the shortest of all workers. Prompts are truncated if all workers truncate them.
-    - The model version is the version of most workers. In a tie, the current version stays. Block hashes depend on it.
+    - The model version is the version of most workers. In a tie, the current version stays. Block hashes depend on the version.
     - The sampling defaults are those of the worker with the lowest id that has this version. So all gateways use the same ones.
     - The model is deterministic if all workers report the same model version and the same numerics.
     """

@@ -1,4 +1,7 @@
-"""The workers of one model, and the choices that wait for them. It copies the state of the links to WorkerColumns for routing."""
+"""Groups the workers of one model with the choices that wait for them.
+
+A pool copies the state of each worker's link to WorkerColumns, which routing reads.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,7 @@ class ModelPool(Generic[C]):
         self._lease_alive = lease_alive
         self._owner_of = owner_of
         self._slack = slack
-        self._uses_leases = True  # False while no worker has a lease: Redis has then failed, not all workers
+        self._uses_leases = True  # False while no worker has a lease; Redis has then failed rather than all workers
         self._uses_breakers = True  # False while the breakers would exclude all workers
         self._slow_pulls = 0  # number of requests whose decode worker reports that reading pages saves no time
         self._slow_tier_hits = 0  # number of requests with blocks in a tier that saves no time
@@ -162,7 +165,7 @@ class ModelPool(Generic[C]):
 
     @property
     def refuses_new(self) -> bool:
-        """Whether all workers that serve whole requests refuse new requests now. Paused workers count."""
+        """Whether all workers that serve whole requests (prompt and output) refuse new requests now. Paused workers count."""
         links = [link for row, link in self.links.items() if self.columns.serves[row] and link.ready and not link.draining]
         return bool(links) and all(link.refuses_new for link in links)
 
@@ -316,7 +319,7 @@ class ModelPool(Generic[C]):
         return self._policy.pick(self._query(choice, now, allowed), self.columns)
 
     def takes(self, link: WorkerLink[C], choice: C) -> bool:
-        """Returns whether a worker may continue a request whose pages it has prefetched, and still has the slot for it."""
+        """Returns whether a worker may continue a request whose pages it has prefetched, and has a slot for this request."""
         row = self._rows.get(link)
         if row is None or not self.columns.takes[row] or not self._same_weights(choice)[row]:
             return False
@@ -387,8 +390,8 @@ class ModelPool(Generic[C]):
     def _hits(self, reach: NDArray[np.int64], decides: bool) -> Hits:
         """Returns the prefix hits of each worker.
 
-        If reading a tier saves no time, one request in TRIES_ONE_IN still counts its hits, because workers measure the saving
-        only while they read.
+        If reading a tier saves no time, one request in TRIES_ONE_IN still counts the hits in this tier, because workers measure
+        the saving only while they read.
         """
         columns = self.columns
         hits = hits_of(reach, columns)

@@ -164,7 +164,7 @@ class Placement:
         self.model_version: ModelVersion | None = None  # model version of the output, or None before the first worker
         self.numerics = ""  # numerics_of() the worker that computed the first output
         self.placed_at = 0.0  # loop time of the last submit; 0.0 before the first worker
-        self.predicted_tokens = 0  # prompt tokens that its worker probably had cached
+        self.predicted_tokens = 0  # prompt tokens that the worker probably had cached at the last submit
         self.crashes = 0  # workers lost in a row, each soon after its submit
         self.refused_by = set(refused_by)  # addresses of workers that have refused or failed the choice
         self.retried = False  # the choice has used its only retry after a worker's fault
@@ -178,7 +178,7 @@ class Placement:
         self.charged = 0  # weighted prompt and output tokens that have been charged to the API key
         # Copies and pages on other workers.
         self.hedge: HedgeCopy | None = None  # copy of the choice on a second worker
-        self._hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made
+        self._hedge_timer: asyncio.TimerHandle | None = None  # timer after which a copy may be made
         # Prefetches by the handle of the submit to the prefill worker. The handle is 0 after the prefill worker has finished.
         self._prefetched: dict[int, PrefetchedPages] = {}
         self._reservation: KvReservation | None = None  # reservation that the next submit will name
@@ -313,7 +313,7 @@ class Placement:
         return [each for each in (copy, link, *readers) if each is not None]
 
     def count_crash(self, survived: bool) -> None:
-        """Counts a lost worker. `survived` restarts the count at 1, because the choice had run on this worker for a long time."""
+        """Counts a lost worker. If the choice had run on this worker for a long time (`survived`), the count restarts at 1."""
         self.crashes = 1 if survived else self.crashes + 1
 
     def count_retry(self) -> None:
@@ -401,7 +401,7 @@ class Placement:
         return loser
 
     def continues_without(self, link: Link) -> bool:
-        """Drops the submit to `link`, whose worker has ended it or is lost. Returns whether another submit continues."""
+        """Drops the submit to `link`, whose worker has ended the submit or is lost. Returns whether another submit remains."""
         hedge, self.hedge = self.hedge, None
         if hedge is None:
             return False
@@ -453,7 +453,7 @@ class Placement:
         """Removes the reservation and returns its KV source, for the submit with this handle. Reserved pages are read once.
 
         Returns:
-            None without a reservation, or if the worker of `link` cannot read pages of its layout.
+            None without a reservation, or if the worker of `link` cannot read pages of the reservation's layout.
         """
         reservation, self._reservation, self.prefilled, self._submitted_reservation = self._reservation, None, False, None
         if reservation is None:
@@ -502,7 +502,7 @@ class Placement:
         return self.prefetched_of(0)
 
     def handle_at(self, link: Link) -> int | None:
-        """Removes the prefetch of this link's worker, and returns its handle for the submit.
+        """Removes the prefetch at this link's worker, and returns the prefetch's handle for the submit.
 
         Returns:
             None if this worker has prefetched no pages. Prefetches of other workers are then released.

@@ -1,7 +1,7 @@
 """Requests that wait for the first worker of their model, choices that wait for a free slot, and the rate of completion.
 
-ModelCatalog finds the model of a request. The request waits in the catalog if no worker of the model has connected yet. Waiting
-moves choices into and out of three containers of their pool:
+ModelCatalog finds the model of a request. The request waits in the catalog if no worker of the model has connected yet. The
+class Waiting moves choices into and out of three containers of their pool:
 
 - `queue`: choices that wait for their first worker;
 - `moved`: choices that have lost their worker; they are placed before the queue;
@@ -40,7 +40,8 @@ Place = Callable[[Placement], bool]  # submits a choice to a worker; returns Fal
 class ModelCatalog:
     """The models that clients may name: the models of connected workers, and the models that the settings expect.
 
-    A request of a model without a worker waits until the first worker of the model connects.
+    A request whose model has no worker yet waits for up to queue_timeout_s. If workers serve other models and the settings do not
+    expect this model, the request waits only while a worker may still add the model.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class ModelCatalog:
     def default(self) -> ModelInfo | None:
         """The model of requests without a model name. None before the first worker.
 
-        It is the first model of the setting `models` that has a pool. If there is none, it is the first pool's model by name.
+        It is the first model of the setting `models` that has a pool. If there is none, it is the model of the alphabetically
+        first pool.
         """
         name = self._first_known(self._pools)
         return self._pools[name].model if name else None
@@ -81,7 +83,7 @@ class ModelCatalog:
         return [self._pools[name].model if name in self._pools else ModelInfo(name, 0, 0) for name in self.names()]
 
     def waiting(self) -> dict[str, int]:
-        """Returns the number of waiting choices by name of names(). The entry "" counts requests with other names."""
+        """Returns the number of waiting choices for each name of names(). The entry "" counts requests with other names."""
         waiting = {name: self.num_unplaced[name] for name in ("", *self.names())}
         for name, pool in self._pools.items():
             waiting[name] += pool.num_waiting
@@ -211,7 +213,7 @@ class Waiting:
         self._begin(placement, moved=False)
 
     def wake_parked(self, pool: Pool) -> None:
-        """Places parked choices after a worker has connected or has ended a pause."""
+        """Places parked choices after a worker has connected or its pause has ended."""
         for placement in list(pool.parked):
             if placement in pool.parked and self._place(placement):
                 self._end(placement)
@@ -252,7 +254,7 @@ class Waiting:
         pool.queue.remove(placement)
 
     def pump(self, pool: Pool) -> None:
-        """Schedules _pump() for the next iteration of the event loop, which places waiting choices."""
+        """Schedules _pump(), which places waiting choices, for the next iteration of the event loop."""
         if pool.num_waiting and not pool.pumping:
             pool.pumping = True
             asyncio.get_running_loop().call_soon(self._pump, pool)

@@ -47,13 +47,13 @@ EVENTS_READ = 100  # largest number of entries per model and call
 BLOCKS_READ = 1000  # approximate number of blocks per call
 START = b"0-0"  # id before the first entry of a stream
 _MAX_DIGITS = 20  # largest number of digits of a generation; longer values count as no lease
-MAX_GONE = 4096  # stored workers without a lease; above it, the worker whose lease ended first is dropped
+MAX_GONE = 4096  # largest number of stored workers without a lease; beyond it, the worker lost first is dropped
 POLL_S = 1.0  # seconds between two readings of the leases
 STALE_S = POLL_S + 2 * TIMEOUT_S  # age in seconds of the last reading at which leases count as unknown
 BLOCK_MS = 200  # longest wait for events
 FIRST_PAUSE_S = 0.1  # pause after a failure; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 2.0
-BLOCKS_PER_TURN = 2000  # blocks that are written to the index before the event loop may run other tasks
+BLOCKS_PER_TURN = 2000  # number of blocks written to the index before the event loop may run other tasks
 SWEEP_BLOCKS = 1000  # blocks of one sweep
 SWEEP_PAUSE_S = 0.005
 SWEEP_IDLE_S = 0.5  # pause after a sweep without blocks
@@ -75,7 +75,7 @@ class IndexReader:
         await self._client.aclose()
 
     async def members(self, models: Iterable[str]) -> tuple[str, set[str]]:
-        """Returns the server's run id, which changes at its restart, and the registered workers of the models."""
+        """Returns (run id of the server, registered workers of the models). The run id changes when the server restarts."""
         pipe = self._client.pipeline(transaction=False)
         pipe.info("server")
         for model in models:
@@ -134,7 +134,7 @@ class LeaseTable:
 
     def __init__(self) -> None:
         self.current: dict[str, int] = {}  # worker → generation of its lease
-        self._ended: dict[str, int] = {}  # workers without a lease → generation of their last lease; first lost first
+        self._ended: dict[str, int] = {}  # workers without a lease → generation of their last lease; in order of loss
         self._back_at = 0.0  # time at which Redis last became reachable
 
     def note_recovery(self, now: float) -> None:
@@ -187,7 +187,7 @@ class MirrorCounts:
     events: int = 0  # valid events
     bad_events: int = 0  # entries that could not be parsed
     loads: int = 0  # readings of all blocks of a generation
-    gaps: int = 0  # times that events were missed, after which all blocks are read
+    gaps: int = 0  # number of times that events were missed; all blocks are then read
     retired: int = 0  # owners whose lease has ended or changed
 
 
@@ -215,7 +215,7 @@ class IndexMirror:
         self._to_load: dict[str, int] = {}  # worker → generation whose blocks must be read
         self._to_verify: set[str] = set()  # workers whose blocks must be read, because Redis was restarted
         self._run_id: str | None = None  # run id of the Redis server, or None before the first reading
-        self._polled_at = self._caught_up_at = clock()  # times of the last reading of the leases, and of the last complete copy
+        self._polled_at = self._caught_up_at = clock()  # last reading of the leases; last complete copy
         self._pause = FIRST_PAUSE_S
         self._loss_logged = False  # the current outage of Redis has been logged
 

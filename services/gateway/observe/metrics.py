@@ -237,7 +237,7 @@ class GatewayMetrics:
         for outcome in BATCH_OUTCOMES:
             self.batch_lines.labels(outcome)
         self.batch_retries = self._counter(
-            "batch_retries", "Attempts at batch lines that failed because no worker was connected or had a free slot."
+            "batch_retries", "Failed attempts at batch lines that are repeated, for example after a full queue or a lost worker."
         )
         self.batches_running = self._gauge("batches_running", "Batches that this gateway runs.")
         self.batch_lines_in_flight = self._gauge("batch_lines_in_flight", "Batch lines that this gateway computes.")
@@ -266,12 +266,12 @@ class GatewayMetrics:
         self.bodies_waiting.labels(pool).set_function(lambda: float(waiting()))
 
     def watch_batches(self, running: Callable[[], int], lines: Callable[[], int]) -> None:
-        """Sets the sources of the gauges of batches and of their open lines."""
+        """Sets the functions that the gauges of batches and of their open lines read."""
         self.batches_running.set_function(lambda: float(running()))
         self.batch_lines_in_flight.set_function(lambda: float(lines()))
 
     def watch_background(self, running: Callable[[], int]) -> None:
-        """Sets the source of the gauge of open background responses."""
+        """Sets the function that the gauge of open background responses reads."""
         self.background_running.set_function(lambda: float(running()))
 
     def watch_store(self, signs: StoreSigns) -> None:

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.1  # seconds between two sessions; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 2.0
 LOG_AGAIN_S = 60.0  # seconds between two log lines about the same refusal
-REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)  # reasons that begin so are refusals
+# A reason that begins with one of these names is a refusal.
+REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)
 # Number of checks for a new message within the limit of silence. The service is lost if all of them fail. Several checks are
 # necessary because this process may be suspended, for any time: only one check then fails.
 NUM_CHECKS = 5
@@ -168,7 +169,7 @@ async def until_lost(address: str, patience: Patience, count: CountMessages, cou
         for task in tasks:
             task.cancel()
     for task in done:
-        task.result()  # if a check has raised, raises its exception: the service is not lost
+        task.result()  # raises the exception of a check that has failed itself, because the service is then not lost
     if silent in done:
         return f"silent for {patience.silence:g} s"
     return f"silent for {patience.unreachable:g} s, and accepts no connection"
@@ -251,7 +252,7 @@ async def request_info(info: Callable[[], Awaitable[Answer]], address: str) -> A
         None if the replica does not report its model.
 
     Raises:
-        StreamBroken: The call has failed for a time. The caller tries again.
+        StreamBroken: The call has failed with a temporary error. The caller tries again.
     """
     try:
         return await response_of(info)

@@ -303,7 +303,7 @@ class DetokLink:
 
     @staticmethod
     def _helper(call: Call, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        """Starts a task of the session whose end cancels the call."""
+        """Starts a task of the session. The end of the task cancels the call."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: call.cancel())
         return task
@@ -426,7 +426,7 @@ class DetokPool:
         decoding.link_timer = loop.call_later(self._wait_s, self._fail_waiting, decoding)
 
     def _place_waiting(self) -> None:
-        """Pins waiting decodings to usable links. Other decodings continue to wait for the rest of wait_s."""
+        """Pins waiting decodings to usable links. Decodings without a usable link continue to wait for the rest of wait_s."""
         for decoding in list(self._waiting):
             link = self._link_for(decoding)
             if link is not None:

@@ -36,7 +36,7 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-HUGE_AT_ONCE = 2  # large requests in flight per tokenizer: it tokenizes one while it already has the next one
+HUGE_AT_ONCE = 2  # large requests in flight per tokenizer: while one is tokenized, the next one already waits there
 PAUSE_S = 0.25  # seconds between two Info calls to a tokenizer that does not respond
 HANDLE_BYTES = 32  # upper limit of the bytes that an EncodeOpen adds to its request
 
@@ -244,7 +244,7 @@ class TokenizerReplica:
 
         Args:
             limit_s: Time limit in seconds.
-            alone: Sends a short request in a unary call, too, because this request may have caused the end of a stream.
+            alone: Whether to send even a short request in a unary call, because the request may have ended an earlier stream.
 
         Raises:
             EncodeFailed: The request has failed or was refused.

@@ -156,7 +156,7 @@ class WorkerLink(Generic[Open]):
         """Queues a submit.
 
         Args:
-            submit: The message without prompt, prediction and sampling parameters, which are added when it is sent.
+            submit: The message without prompt, prediction and sampling parameters, which are added when the message is sent.
         """
         if submit.handle in self._prefetched and self._forget_prefetch(submit.handle):
             self._sent_prefetches.add(submit.handle)
@@ -193,7 +193,7 @@ class WorkerLink(Generic[Open]):
         """Queues a prefetch of pages for a choice. submit() or cancel_prefetch() ends the prefetch.
 
         Args:
-            prefetch: The message without the tokens, which are added when it is sent.
+            prefetch: The message without the tokens, which are added when the message is sent.
         """
         self._prefetched[prefetch.handle] = choice.num_tokens
         self.prefetch_tokens += choice.num_tokens
@@ -299,7 +299,7 @@ class WorkerLink(Generic[Open]):
         self._events.on_down(self, orphans)
 
     def _count_while_loads_are_due(self) -> int | None:
-        """Returns the number of received messages; None before the first load, after which one is due every second."""
+        """Returns the number of received messages; None before the first load. Later, a load is due every second."""
         return self._num_received if self.load is not None else None
 
     def _count_while_steps_are_due(self) -> int | None:

@@ -32,7 +32,7 @@ class FairLevel(Generic[T]):
     def __init__(self, weight: Callable[[str], float]) -> None:
         """Makes an empty level. `weight` returns the weight of an API key."""
         self._weight = weight
-        self._queues: dict[str, OrderedDict[int, T]] = {}  # by API key, then by ticket; never empty for a key
+        self._queues: dict[str, OrderedDict[int, T]] = {}  # by API key, then by ticket; an API key without items has no entry
         self._size = 0  # number of items, including those that are set aside
         self._order = 0  # number of the last entry of _least; among equal counters, the older entry is first
         # Two heaps. An outdated entry is corrected when it reaches the top. The share of an API key is its items per weight.
@@ -107,7 +107,7 @@ class FairLevel(Generic[T]):
         return Pass(self, counter)
 
     def rotate(self, key: str) -> None:
-        """Moves an API key, an item of which was placed, behind the other API keys with the same counter."""
+        """Moves an API key behind the other API keys with the same counter, because an item of the API key was placed."""
         if self._least and self._least[0][2] == key:
             heapq.heapreplace(self._least, (self._least[0][0], self._next_order(), key))
 
@@ -118,7 +118,7 @@ class FairLevel(Generic[T]):
         return item
 
     def put_back(self, key: str, items: list[tuple[int, T]], counter: float) -> None:
-        """Puts items that were set aside before the other items of their API key.
+        """Puts back items that were set aside. They come before the other items of their API key.
 
         Args:
             items: Tickets and items, in order of rising tickets.
@@ -221,7 +221,7 @@ class FairQueue(Generic[T]):
             capacity: Largest number of items.
             weights: Weights of API keys, greater than 0. An API key that is not in the mapping has weight 1. The mapping is read
                 at every use, so changed weights apply at once.
-            max_keys: Number of API keys without items whose counters remain when old counters are dropped.
+            max_keys: Largest number of API keys without items whose counters _prune() keeps.
         """
         self._capacity = capacity
         self._weights = {} if weights is None else weights

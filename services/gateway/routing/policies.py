@@ -2,7 +2,7 @@
 
 WorkerColumns has the workers as parallel arrays with one row per worker. Only the dispatcher writes it. The load of a worker is
 the number of its open requests, divided by the number of requests that it can run at once. So the loads of large and small
-workers are comparable. A choice has three steps:
+workers are comparable. Routing has three steps:
 
 1. The filters return the rows of ready workers with free slots. They prefer workers that have loaded the request's adapter.
 2. The policy chooses one of these rows and gives the reason.
@@ -61,7 +61,9 @@ class WorkerColumns:
         self.loras: list[frozenset[str]] = []  # names of the adapters that the worker has loaded
         self.used = np.zeros(0, np.bool_)  # the row belongs to a worker
         self.usable = np.zeros(0, np.bool_)  # the worker may get new requests
-        self.serves = np.zeros(0, np.bool_)  # the worker serves whole requests; False for a prefill worker
+        # The worker serves whole requests (prompt and output). A prefill worker does so only if no usable worker of another role
+        # has its model version.
+        self.serves = np.zeros(0, np.bool_)
         self.requests = np.zeros(0, np.int64)  # open requests of all gateways, plus `prefetches`
         self.prefetches = np.zeros(0, np.int64)  # requests at prefill workers whose pages this decode worker prefetches
         self.tokens = np.zeros(0, np.int64)  # prompt and output tokens of `requests`
@@ -252,7 +254,7 @@ def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = Fals
 
     Args:
         reach: See usable_reach().
-        tries: Assumes a saving of TRIED_SAVES for tiers that save nothing.
+        tries: Whether to assume a saving of TRIED_SAVES for tiers that save nothing.
     """
     num_owners = reach.shape[1]
     if not num_owners:

@@ -41,7 +41,7 @@ class _Owner:
     bit: int  # 1 << number
     live: bool = True  # False after retire()
     confirmed: dict[bytes, int] = field(default_factory=dict)  # tier of each confirmed block, as an int
-    speculative: dict[bytes, float] = field(default_factory=dict)  # end of each speculative block
+    speculative: dict[bytes, float] = field(default_factory=dict)  # time at which each speculative block ends
 
 
 @dataclass(slots=True, order=True)
@@ -204,7 +204,7 @@ class PrefixIndex:
             if end is until:
                 new.append(block)
                 masks = shards[block[0]]
-                # setdefault() returns the object `bit` itself if it has just inserted it.
+                # setdefault() returns the object `bit` itself only if the block had no mask before.
                 if masks.setdefault(block, bit) is not bit:
                     masks[block] |= bit
             elif end < until:
@@ -326,7 +326,7 @@ class PrefixIndex:
         self._routed_blocks += len(hashes)
 
     def _pop_route(self, now: float) -> None:
-        """Removes the route with the earliest end. The blocks of it that end after `now` become a new route."""
+        """Removes the route with the earliest end. Its blocks that end after `now` become a new route."""
         route = heapq.heappop(self._routes)
         self._routed_blocks -= len(route.hashes)
         owner = route.owner

@@ -4,8 +4,8 @@ The KV of a session is on one worker. Each gateway computes the worker from the 
 agree without communication and store no table.
 
 A session id from a gateway ends in the mark of its worker, a hash of the worker's id. So it always leads to this worker. A
-session id from a client leads to the worker with the highest hash of worker and session id (rendezvous hashing). If that is a
-new worker, it does not have the session.
+session id from a client leads to the worker with the highest hash of worker and session id (rendezvous hashing). If a
+new worker has the highest hash, it does not have the session.
 """
 
 from __future__ import annotations

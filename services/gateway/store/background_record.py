@@ -33,8 +33,8 @@ class BackgroundOrder:
 
     The fields from `tokenizer` on describe the model at the time of the request. A gateway that continues the response uses
     them, because its own workers and tokenizers may describe the model differently. Orders of older gateways do not have these
-    fields; `formats` is then None. The gateway that continues then uses its own model's description, and finds the format of
-    reasoning by `rendered_end`, too.
+    fields; `formats` is then None. The gateway that continues the response then uses its own description of the model, and reads
+    the end of the prompt (`rendered_end`) to find the format of reasoning.
     """
 
     id: str

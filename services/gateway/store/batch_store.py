@@ -220,9 +220,9 @@ class BatchStore:
 
         Returns at most `each` runnable batches per owner. Batches that only have to be ended do not count.
 
-        If an owner has `each` runnable batches, a call checks only one in SAMPLES of the owner's newer batches, and returns it
-        only if it has to be ended. `now` selects the checked batches. With a call per second, each newer batch is checked once
-        in SAMPLES seconds.
+        If an owner has `each` runnable batches, a call checks only one in SAMPLES of the owner's newer batches, and returns
+        such a batch only if it has to be ended. `now` selects the checked batches. With a call per second, each newer batch is
+        checked once in SAMPLES seconds.
 
         Args:
             most: Largest number of batches to return.

@@ -1,6 +1,6 @@
 """Stores records in a Redis server with an append-only file.
 
-This must not be the Redis server of the prefix index, whose data may be lost at any time.
+The server must not be the Redis server of the prefix index, whose data may be lost at any time.
 
     state:of:OWNER:NAME   hash   fields c (content) and v (version); every use extends its TTL to at least ttl_s
     state:use:OWNER       zset   names of records, by the Unix second at which they expire

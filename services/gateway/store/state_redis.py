@@ -16,7 +16,7 @@ TIMEOUT_S = 2.0  # time limit of one attempt
 PAUSE_S = 0.1  # seconds between two attempts
 
 _TRANSIENT_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
-# First lines of scripts. If the memory of Redis is full, Redis refuses the scripts with WRITES.
+# First lines of scripts. If the memory of Redis is full, Redis refuses scripts that begin with WRITES.
 READS = "#!lua flags=allow-oom\n"
 WRITES = "#!lua\n"
 

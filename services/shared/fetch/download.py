@@ -78,7 +78,7 @@ def _append_rest(file: RemoteFile, part: Path, count: Callable[[int], None]) -> 
 
 
 class Meter:
-    """Prints the progress of a download: a bar on a terminal, otherwise a line every FETCH_REPORT_S seconds (5). Thread-safe."""
+    """Prints the progress of a download: a bar on a terminal, otherwise a line every FETCH_REPORT_S seconds. Thread-safe."""
 
     def __init__(self, total: int, before: int, stream: TextIO) -> None:
         """Creates a meter.
@@ -214,7 +214,7 @@ def download_files(partial: Path, folder: Path, source: str, files: list[RemoteF
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Replaces the model's folder by the complete download.
+    """Replaces the model's folder with the complete download.
 
     During the replacement, there is no folder for a moment. Open files of the old model stay readable.
     """

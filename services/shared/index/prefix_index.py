@@ -23,10 +23,10 @@ The events of a generation are numbered from 1 without gaps. Event 1 always has 
 of the generation. A reader that misses an event, or that starts in the middle of a generation, reads the own: sets. It then
 continues after the number of the event that it has just received.
 
-With windowed or recurrent layers, a worker has the windows and states that the next token reads at few page ends only. A prefix
-hit can end only at these page ends. For each of them, the worker also publishes the mark of the last block before the page end.
-The mark is a hash made from the block's hash (end_mark()), and it is handled like a block. Readers of older versions never look
-up a mark.
+With windowed or recurrent layers, a prefix hit needs the windows and states that the next token reads. A worker has them for few
+page ends, so a hit can end only there. For each of these page ends, the worker also publishes the mark of the last block before
+it. The mark is a hash made from the block's hash (end_mark()), and it is handled like a block. Readers of older versions never
+look up a mark.
 
 A reader of an older version that does not know tiers sees only blocks on devices. A block that moves to the host is in `removed`
 and in `host` of the same event. Entries of lower tiers have their own keys, which expire if an old sweeper does not delete them.
@@ -51,7 +51,7 @@ MODELS_KEY = "models"
 LEASE_TTL_S = 10  # seconds
 RENEW_S = 3.0  # pause between two renewals of a lease
 EVENTS_KEPT = 10_000  # approximate number of entries to which a stream is trimmed
-BELOW_TTL_S = 300  # seconds after which entries of lower tiers expire
+BELOW_TTL_S = 300  # seconds from the end of a worker to the expiry of its entries of lower tiers
 
 
 def cache_namespace(lora: str, salt: str) -> str:

@@ -19,8 +19,8 @@ class Progress:
     """The state of an operation at one moment."""
 
     what: str  # name of the operation, one word
-    done: float  # in bytes if the unit is GB, otherwise in the unit
-    total: float  # in the same unit
+    done: float  # finished amount; in bytes if the unit is GB, otherwise in the unit
+    total: float  # amount at the end, measured like `done`
     passed_s: float  # seconds since the start
     unit: str = GB  # GB, or the plural of the counted things
     before: float = 0.0  # part of `done` that existed before the start; the rate excludes it

@@ -30,7 +30,7 @@ DRAIN_S = 0.2  # longest time that a stopping service reads a stream
 HEALTH = "/grpc.health.v1.Health/"  # prefix of the health service's methods
 LIVENESS = ""  # name of the process's liveness in the health service; the name of the service means readiness
 LOG_S = 60.0  # pause between two log lines about the same refused client
-MAX_LOGGED = 1024  # refused clients whose last log time is stored
+MAX_LOGGED = 1024  # largest number of refused clients whose next log time is stored
 
 Behavior = Callable[[Any, Any], Any]  # the implementation of a call: (request, context) → response
 Message = TypeVar("Message")
@@ -246,8 +246,8 @@ class GrpcServer:
 
         The server sends GOAWAY only when no call is left. After GOAWAY, gRPC closes a connection as soon as its last call has
         ended on this side. If the client then sends a frame (such as WINDOW_UPDATE), the kernel answers with a reset, which
-        destroys the unread rest of a large response. GOAWAY includes a ping, and the client replies to the ping after it has
-        read everything before it.
+        destroys the unread rest of a large response. GOAWAY includes a ping, and the client replies to the ping after the
+        client has read everything that was sent before the ping.
         """
         await stop.wait()
         logger.info("stopping")

@@ -35,7 +35,7 @@ class Certificates:
     """The content of the files at one moment, in PEM."""
 
     version: int  # 0 for the first content of the files; increases with each change
-    certificate: bytes  # followed by its chain
+    certificate: bytes  # certificate of this process, followed by its chain
     key: bytes
     authorities: bytes
     server: ssl.SSLContext  # context for connections that this process accepts

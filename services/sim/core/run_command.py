@@ -101,7 +101,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--jumps",
         choices=("graph", "eager", "none"),
         default="graph",
-        help="How tokens that a grammar forces are computed: in graphs if the time model has any (default), eagerly, or sampled.",
+        help="Computation of tokens that a grammar forces. graph (default): in CUDA graphs if the time model has graphs. eager:"
+        " without graphs. none: forced tokens are sampled one per step.",
     )
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="Draw the run into this .png or .svg file.")
     parser.add_argument(

@@ -50,7 +50,7 @@ class FleetConfig:
     gateways: int = 2
     host: HostTimes = field(default_factory=HostTimes)
     overlap: bool = True
-    # Requests that a worker accepts beyond max_running_requests, as a share of it. Gateways queue further requests.
+    # Requests that a worker accepts beyond max_running_requests, as a share of that number. Gateways queue further requests.
     slack: float = 0.25
     hop_s: float = 0.0005  # time of a message from a gateway to a worker, or from a worker to a gateway
     report_s: float = 0.1  # time between a worker's load reports, and between its event batches for the prefix index

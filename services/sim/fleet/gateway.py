@@ -102,7 +102,7 @@ class OpenRequest:
     hashes: tuple[bytes, ...]  # block hashes of the prompt
     num_outputs: int = 0  # output tokens so far
     row: int = -1  # row of the request's worker; -1 while it queues here
-    sends: int = 0  # number of times that it was sent to a worker
+    sends: int = 0  # number of times that the request was sent to a worker
     prefilled: bool = False  # whether a prefill worker has computed the prompt for the next worker
     source: KvSource | None = None  # KV that the next worker may read; None: none is reserved
     reader: Pick | None = None  # the worker that prefetches the computed pages and will get the request

@@ -47,7 +47,7 @@ class LoadLog:
     def open_between(self, begin: float, end: float) -> F64:
         """Returns float64[samples, workers] of the samples after `begin` and up to `end`.
 
-        If there are no such samples, it returns all samples after `begin`.
+        If there are no such samples, returns all samples after `begin`.
         """
         first, last = (int(at) for at in np.searchsorted(self._times, [begin, end], side="right"))
         return np.array(self._open[first : last if last > first else None], np.float64)
@@ -80,7 +80,7 @@ class HandoverLog:
         return finish if first is None else replace(finish, cached_tokens=first.cached_tokens, queue_s=first.queue_s)
 
     def gaps(self) -> F64:
-        """Returns float64[n], seconds from the token with which a request was handed over to its next token."""
+        """Returns float64[n], seconds between the token at which a request was handed over and the request's next token."""
         return np.array(self._gaps, np.float64)
 
 

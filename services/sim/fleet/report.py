@@ -25,7 +25,7 @@ class RoleReport:
     read_bytes: int  # reserved bytes that were read; decode workers had the others cached or computed them
     ahead_bytes: int  # reserved bytes that were read before the request arrived
     refused_reads: int  # reads that returned no pages
-    gap: Quantiles  # seconds from the token with which a request was handed over to its next token
+    gap: Quantiles  # seconds between the token at which a request was handed over and the request's next token
 
 
 def role_report(outcome: FleetOutcome, roles: Roles) -> RoleReport:
@@ -52,7 +52,7 @@ MIN_MEAN_OPEN = 4.0  # mean open requests per worker below which a window is ign
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """The busiest worker's load divided by the mean load, 1 if all are equal. With roles, it covers decode workers only."""
+    """The busiest worker's load divided by the mean load: 1 if all loads are equal. With roles, only decode workers count."""
 
     tokens: float  # prompt and output tokens of the requests that a worker served
     # Open requests, over the time in which requests were sent; over the whole run if all were sent at once; 0 if the run was too

@@ -53,9 +53,9 @@ class WorkerTally:
     """Work of a worker since its start."""
 
     steps: int = 0
-    busy_s: float = 0.0  # seconds in which its device ran steps
-    read_bytes: int = 0  # bytes of KV that it read from other workers
-    ahead_bytes: int = 0  # bytes of KV that it read before their request arrived
+    busy_s: float = 0.0  # seconds in which the worker's device ran steps
+    read_bytes: int = 0  # bytes of KV that the worker read from other workers
+    ahead_bytes: int = 0  # part of read_bytes that the worker read before the request arrived
     refused_reads: int = 0  # reads that returned no pages
 
     def __add__(self, other: WorkerTally) -> WorkerTally:
@@ -114,7 +114,7 @@ class FleetWorker:
         return worker_name(self.row)
 
     def deliver(self, message: Submit, hands_over: bool = False) -> None:
-        """Receives a request; a dead worker loses it. If `hands_over` is set, another worker decodes it after its next token."""
+        """Receives a request; a dead worker loses it. `hands_over`: another worker decodes the request after its next token."""
         if not self.alive:
             return
         self._inbox.append(replace(message, hand_over=self._new_reservation()) if hands_over else message)

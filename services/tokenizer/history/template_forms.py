@@ -30,10 +30,11 @@ from rootstock_llm.services.tokenizer.history.turns import (
 )
 
 ContentKind = Literal["text", "parts", "missing"]
-ArgumentsKind = Literal["object", "text", "none"]  # none: a call without a function
-# given: the client's parts. text: a string, empty for missing content. part: a list with one part. null: None. absent: no field.
+ArgumentsKind = Literal["object", "text", "none"]  # `none`: a call without a function
+# `given`: the client's parts. `text`: a string, empty for missing content. `part`: a list with one part. `null`: None.
+# `absent`: no field.
 ContentForm = Literal["given", "text", "part", "null", "absent"]
-# object: a mapping. text: a string, as in the API. named: a mapping with one entry, TEXT_NAME → the text.
+# `object`: a mapping. `text`: a string, as in the API. `named`: a mapping with one entry, TEXT_NAME → the text.
 ArgumentsForm = Literal["object", "text", "named"]
 CONTENT_FORMS: dict[ContentKind, tuple[ContentForm, ...]] = {
     "text": ("text", "part"),

@@ -62,7 +62,7 @@ def leading_systems_joined(turns: Turns) -> Turns:
 
 
 def later_systems_as_users(turns: Turns) -> Turns:
-    """Joins each later system message to the user turn that follows it. If no user turn follows, it becomes a user turn.
+    """Joins each later system message to the user turn that follows it. If no user turn follows, the message becomes a user turn.
 
     A system message between a call and its results becomes a user turn after the results.
     """
@@ -89,7 +89,7 @@ def systems_as_users(turns: Turns) -> Turns:
 
 
 def results_behind_calls(turns: Turns) -> Turns:
-    """Moves the results of tools directly after the turn with the calls. User and system messages between them then follow."""
+    """Moves the results of tools directly after the turn with the calls, before user and system messages that were in between."""
     found: list[Turn] = []
     position = 0  # index after the last call and its results; 0 if the last assistant turn has no call
     for turn in turns:

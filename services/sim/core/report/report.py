@@ -52,8 +52,8 @@ class Report:
     e2e: Quantiles  # time from sending to the end of the request
     queue: Quantiles  # time from arrival at the scheduler to the first admission
     steps: dict[str, int]  # number of steps by ForwardMode
-    mean_batch: float  # mean rows per step
-    max_batch: int  # largest rows per step
+    mean_batch: float  # mean number of rows per step
+    max_batch: int  # largest number of rows of a step
     mean_running: float  # mean number of running requests over time
     mean_queue: float  # mean number of waiting requests over time
     max_queue: int  # largest number of waiting requests

@@ -71,9 +71,9 @@ def time_bins(steps: StepLog, seconds: float) -> F64:
 
 
 def mean_of_intervals(begins: F64, ends: F64, values: F64, edges: F64) -> F64:
-    """Returns float64[bins], the mean over each bin of a quantity that is values[i] from begins[i] to ends[i] and 0 elsewhere.
+    """Returns float64[bins], the mean over each bin of a quantity.
 
-    The intervals are in order and do not overlap.
+    The quantity is `values[i]` from `begins[i]` to `ends[i]`, and 0 elsewhere. The intervals are in order and do not overlap.
     """
     if not len(values):
         return np.zeros(len(edges) - 1)
@@ -87,7 +87,7 @@ def mean_of_intervals(begins: F64, ends: F64, values: F64, edges: F64) -> F64:
 def mean_of_gauge(at: F64, values: F64, edges: F64) -> F64:
     """Returns float64[bins], the mean over each bin of a gauge.
 
-    The gauge is values[i] from at[i] to at[i + 1], and the last value lasts to the end.
+    The gauge is `values[i]` from the time `at[i]` to the time `at[i + 1]`. The last value lasts to the end.
     """
     return mean_of_intervals(at, np.append(at[1:], max(edges[-1], at[-1] if len(at) else 0.0)), values, edges)
 

@@ -46,8 +46,8 @@ def _sorted_admitted(plan: BatchPlan) -> list[SlotParams]:
 def _table_updates(plan: BatchPlan) -> list[tuple[int, int, list[int]]] | dict[str, object]:
     """Returns [slot, first logical page, page ids] of each update of the page tables, sorted.
 
-    With cache groups, returns an object with this list, the list of the window tables, and the columns of state units. A plan
-    without cache groups returns the plain list, so that digests recorded before cache groups existed stay valid.
+    With cache groups, returns an object with this list, the list of the window tables, and the columns of state units. For a
+    plan without cache groups, returns the plain list, so that digests recorded before cache groups existed stay valid.
     """
     pages = _sorted_updates(plan.table_slots, plan.table_firsts, plan.table_counts, plan.table_pages)
     if not len(plan.window_slots) and not len(plan.state_after):

@@ -123,9 +123,9 @@ def fit_time_model(timings: Sequence[StepTiming]) -> Fit:
 
 
 def nonnegative_least_squares(a: F64, b: F64) -> F64:
-    """Returns x >= 0, float64[n], that minimises |a x - b| for a, float64[m, n].
+    """Returns the vector `x` >= 0, float64[n], that minimises `|a x - b|` for `a`, float64[m, n].
 
-    It solves every subset of columns, so n must be small, and returns the best solution without negative numbers.
+    Solves every subset of columns, so `n` must be small, and returns the best solution without negative numbers.
     """
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0

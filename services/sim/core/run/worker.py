@@ -92,7 +92,7 @@ class SimWorker:
         return run
 
     def commit_ends(self, run: SimRun) -> float:
-        """Returns the time at which commit() ends if it is called now or at any time up to the end of the run."""
+        """Returns the time at which commit() ends if the caller calls it between now and the end of the step."""
         return max(run.end, self.clock.now) + self._host.commit_s
 
     def commit(self, run: SimRun) -> None:

@@ -45,7 +45,7 @@ class Script:
         return self._trace.requests[index].forced
 
     def _context(self, index: int, start: int, end: int) -> I32:
-        """Returns tokens start .. end - 1 of the request's prompt and output."""
+        """Returns the tokens `start` to `end - 1` of the request's prompt and output."""
         size = self._block_size
         blocks = self._trace.requests[index].blocks[start // size : -(-end // size)]
         covered = min(max(start, start // size * size + len(blocks) * size), end)

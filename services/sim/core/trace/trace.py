@@ -116,7 +116,7 @@ def read_trace(path: Path, block_size: int | None = None) -> Trace:
 def write_trace(path: Path, trace: Trace) -> None:
     """Writes one JSON line per request, without fields that have their default value.
 
-    The file does not contain the block size. The caller of read_trace() must pass it again unless it is BLOCK_SIZE.
+    The file does not contain the block size. If it is not BLOCK_SIZE, the caller of read_trace() must pass it.
     """
     with path.open("w", encoding="utf-8") as out:
         for request in trace.requests:

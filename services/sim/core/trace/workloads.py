@@ -20,7 +20,7 @@ F64 = NDArray[np.float64]
 def shared_prefix(
     groups: int, per_group: int, prefix: int, suffix: int, output: int, rate: float, seed: int, adjacent: bool = False
 ) -> Trace:
-    """Makes groups x per_group requests. The requests of a group begin with the same `prefix` tokens.
+    """Makes `groups` x `per_group` requests. The requests of a group begin with the same `prefix` tokens.
 
     With `adjacent`, the requests of a group are in sequence; otherwise the order is random.
     """
@@ -38,7 +38,7 @@ def shared_prefix(
 
 
 def scores(queries: int, items: int, query: int, item: int, rate: float, seed: int) -> Trace:
-    """Makes queries x items requests that end with their prompt.
+    """Makes `queries` x `items` requests that end with their prompt.
 
     The requests of one query arrive together, and their prompts begin with the query's tokens.
     """
@@ -54,7 +54,7 @@ def scores(queries: int, items: int, query: int, item: int, rate: float, seed: i
 
 
 def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: int, rate: float, seed: int) -> Trace:
-    """Makes prompts of prefix + suffix tokens.
+    """Makes prompts of `prefix + suffix` tokens.
 
     A random `share` of them begin with the same prefix; the others have no common tokens.
     """
@@ -74,7 +74,7 @@ def random_lengths(
 ) -> Trace:
     """Makes requests without common tokens.
 
-    Lengths are uniform in mean * (1 - spread) .. mean * (1 + spread), priorities in 0 .. priorities - 1.
+    Lengths are uniform from `mean * (1 - spread)` to `mean * (1 + spread)`, priorities from 0 to `priorities - 1`.
     """
     if priorities < 1:
         raise ValueError("priorities must be at least 1")
@@ -132,7 +132,7 @@ def multi_turn(sessions: int, turns: int, system: int, user: int, output: int, t
 
 
 def storm(requests: int, input_len: int, output: int, factor: int, begin: float, end: float, rate: float, seed: int) -> Trace:
-    """Makes requests whose limit is factor * output tokens. Most requests end after `output` tokens.
+    """Makes requests whose limit is `factor * output` tokens. Most requests end after `output` tokens.
 
     Requests that arrive from `begin` to `end` (shares of the trace) use their whole limit. In this time, outputs are `factor`
     times as long as the scheduler has learned to expect.
@@ -151,7 +151,7 @@ def grammars(
 ) -> Trace:
     """Makes requests without common tokens, of which a random `share` have a grammar.
 
-    The grammar lets the model sample 1 to 2 * between - 1 tokens, then forces a run of a length drawn from `runs`, and so on.
+    The grammar lets the model sample 1 to `2 * between - 1` tokens, then forces a run of a length drawn from `runs`, and so on.
     """
     if not 0 <= share <= 1:
         raise ValueError("share must be between 0 and 1")
