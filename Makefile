@@ -68,7 +68,8 @@ $(DEV): pyproject.toml $(filter-out $(DEV),$(ENV))
 $(PROTOS): $(ENV) release/package.py $(wildcard protos/rootstock/v1/*.proto)
 	$(PY) release/package.py
 
-# Not empty if the user has set a variable. A default above is not passed as a flag, because a flag overrides the file of --config.
+# `chosen` is not empty if the user has set the variable. A default above is not passed as a flag, because a flag overrides the
+# file of --config.
 chosen = $(filter-out file undefined,$(origin $(1)))
 
 run: env         ## start the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)

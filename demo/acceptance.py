@@ -6,7 +6,7 @@ make run RUN_FLAGS="--worker-flags='--speculative-algorithm eagle3 --speculative
 --speculative-num-steps 3 --no-speculative-adaptive'"
 python demo/acceptance.py --questions 20
 
-A step is any step that computes output tokens, also the step of the prompt and steps without draft tokens. A round is a step
+A step is any step that computes output tokens, including the step of the prompt and steps without draft tokens. A round is a step
 that verifies draft tokens. The column "at most" has the tokens per round if all draft tokens were right, for outputs of equal
 length.
 """
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=11)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    print("| task | tokens a step | tokens a round | at most | guesses that were right |\n| --- | ---: | ---: | ---: | ---: |")
+    print("| task | tokens a step | tokens a round | at most | accepted draft tokens |\n| --- | ---: | ---: | ---: | ---: |")
     for task in TASKS:
         rng, counts = Random(arguments.seed), Counts()
         for _ in range(arguments.questions):

@@ -3,7 +3,7 @@
 python demo/evaluate.py --questions 200
 python demo/evaluate.py --questions 200 --model models/demo-hybrid --url http://127.0.0.1:8000
 
-transformers computes the answers, or with --url a running server.
+transformers computes the answers; with --url, a running server computes them.
 """
 
 import argparse

@@ -136,7 +136,7 @@ class Task:
     ask: Callable[[Random], str]  # makes a question
     solve: Callable[[str], str]  # returns the answer to a question
     share: float  # weight in the training data
-    generalises: bool = True  # a fixed part of the answers is held out; the other tasks are small closed sets
+    generalises: bool = True  # whether a fixed part of the answers is held out; if not, the task is a small closed set
 
     def __call__(self, rng: Random) -> tuple[str, str]:
         question = self.ask(rng)
@@ -180,7 +180,7 @@ def sample_training(task: str, rng: Random) -> tuple[str, str]:
 
 
 def sample_held_out(task: str, rng: Random) -> tuple[str, str]:
-    """Returns a question and answer that training never shows. For a task that does not generalise, returns any."""
+    """Returns a question and answer that training never shows. For a task that does not generalise, returns any pair."""
     while True:
         question, answer = sample(task, rng)
         if is_held_out(task, answer) or not TASKS[task].generalises:

@@ -363,7 +363,7 @@ def ask(rng: Random, kind: str, relations: list[Relation], words: Words, held_ou
 
 
 def turns_of(messages: list[Message], tools: tuple[Tool, ...]) -> list[tuple[str, str]]:
-    """Returns (role, text) of every turn. The tools' lines end the system message or form one; calls follow an answer's text."""
+    """Returns (role, text) of every turn. The tools' lines are at the end of a system message; calls follow an answer's text."""
     turns = [(message["role"], turn_text(message)) for message in messages]
     if not tools:
         return turns

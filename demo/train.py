@@ -120,7 +120,7 @@ def tokenizer_corpus(rng: Random) -> Iterator[str]:
 
 
 def document(rng: Random, turns: int, longest: int, tools_share: float) -> tuple[list[Message], tuple[Tool, ...]]:
-    """Returns a conversation and its tools. If `longest` is not 0, some have a long message of at most that many sentences."""
+    """Returns a conversation and its tools. If `longest` is not 0, some have a long message of up to `longest` sentences."""
     tools: tuple[Tool, ...] = ()
     if rng.random() < tools_share:
         drawn = scene(rng, turns=min(turns, 4))

@@ -43,7 +43,7 @@ class Norm(nn.Module):
 
 
 def at_places(x: Tensor, places: Tensor) -> Tensor:
-    """Gathers x [B, T, n] at places [B, M]. Returns [B, M, n]."""
+    """Gathers x [B, T, n] at the positions `places` [B, M]. Returns [B, M, n]."""
     return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
 
 
@@ -83,14 +83,14 @@ class Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = Norm(hidden), Norm(hidden)
 
     def forward(self, x: Tensor, residual: Tensor, places: Tensor, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Returns the output at places.
+        """Returns the output at the positions `places`.
 
         Entry t of a depth attends to entries up to t of the first depth, and to entry t of each later depth.
 
         Args:
-            x: [B, T, attended] of all entries at the first depth; [B, M, attended] at places at later depths.
-            residual: residual stream at places.
-            places: [B, M].
+            x: [B, T, attended] of all entries at the first depth; [B, M, attended] at `places` at later depths.
+            residual: residual stream at `places`.
+            places: [B, M], positions of the entries that draft a token.
             earlier: keys and values of earlier depths; those of this depth are appended.
         """
         parts, size, depth, shared = self.self_attn, SHAPE["size"], len(earlier), SHAPE["heads"] // SHAPE["kv_heads"]
@@ -133,7 +133,7 @@ class Eagle3(nn.Module):
     def step(
         self, embedded: Tensor, states: Tensor, places: Tensor, earlier: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the normed output at places (see Layer) and the states for the next depth."""
+        """Returns the normed output at `places` (see Layer) and the states for the next depth."""
         x = torch.cat((self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(states)), -1)
         output = self.midlayer(x, states if earlier else at_places(states, places), places, earlier)
         return self.norm(output), output
@@ -196,7 +196,7 @@ class Teacher:
 def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor, float]:
     """Returns the cross entropy to the teacher's probabilities, and the share of positions with the same likeliest token.
 
-    With `ids`, only the teacher's probabilities of these tokens count, so that little is learnt where the teacher prefers others.
+    With `ids`, only the teacher's probabilities of these tokens count, so that little is learnt where it prefers other tokens.
     """
     likely = said.argmax(-1)
     if ids is not None:

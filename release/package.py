@@ -28,7 +28,7 @@ def link(root: Path) -> None:
 
 
 def generate(root: Path, folder: Path) -> None:
-    """Writes the modules of root's protos into folder. Raises CalledProcessError if protoc refuses a file."""
+    """Writes the modules of the protos below `root` into `folder`. Raises CalledProcessError if protoc refuses a file."""
     files = sorted(str(path.relative_to(root)) for path in (root / PROTOS).rglob("*.proto"))
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,6 +1,6 @@
 """python -m rootstock_llm.kernels.cpu.prebuild: builds the C++ kernels for each class of CPUs, into the prebuilt folder.
 
-The build of a container image runs it, because the image has no compiler and may run on any CPU.
+The build of a container image runs this command, because the image has no compiler and may run on any CPU.
 """
 
 from __future__ import annotations

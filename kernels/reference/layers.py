@@ -251,8 +251,8 @@ def paged_attention(
 def update_page_table(table: Tensor, updates: DevicePageTableUpdates) -> None:
     """Implements StepKernels.update_page_table() without reading a device value on the host.
 
-    One assignment by index writes all entries. An entry that must be skipped is replaced by the table's first entry, to which its
-    final value is written.
+    One assignment by index writes all entries. Instead of an entry that must be skipped, it writes the table's first entry, with
+    the value that the first entry has after all updates.
     """
     width, steps = table.shape[1], min(table.shape[1], len(updates.pages))
     if not len(updates.slots) * steps:

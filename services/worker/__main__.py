@@ -207,7 +207,7 @@ def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health
 
 
 def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService, life: WorkerLife) -> Callable[[str], None]:
-    """Returns the handler of a lost device: it makes liveness fail until the process restarts, which frees the device."""
+    """Returns the handler of a lost device. It makes liveness fail, because only a new process can use the device again."""
 
     def on_lost(sentence: str) -> None:
         logger.critical("%s", sentence)

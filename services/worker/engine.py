@@ -66,7 +66,7 @@ class LoadedExecutor:
 
 @dataclass(frozen=True, slots=True)
 class PageExchanges:
-    """The options of everything outside the KV pool with which the pool exchanges pages."""
+    """The options of the tiers and of the remote workers with which the KV pool exchanges pages."""
 
     tiers: TierOptions | None  # options of the host and storage tiers; None: there are no tiers
     peers: PeerOptions | None  # options of KV transfers between workers; None: this worker transfers no KV
@@ -229,7 +229,7 @@ def _executor_name(settings: WorkerSettings) -> str:
 
 
 def _gpu_bytes(settings: WorkerSettings) -> int | None:
-    """Returns the memory of settings.device in bytes, or None if it is a CPU. Raises NoDevice if torch cannot use it."""
+    """Returns the memory of settings.device in bytes, or None for a CPU. Raises NoDevice if torch cannot use the device."""
     import torch  # imported here because the fake executor does not need it
 
     from rootstock_llm.services.worker.exec.device import device_of

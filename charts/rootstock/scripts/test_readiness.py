@@ -18,7 +18,7 @@ INSIDE = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.req
 def missing(url: str, wanted: set[str]) -> set[str]:
     """Returns the services that the gateway reports as missing.
 
-    "stopping" is among them if the gateway is stopping. If it does not respond, returns all wanted services and the error.
+    "stopping" is among them if the gateway is stopping. If the gateway does not respond, returns `wanted` and the error.
     """
     try:
         with INSIDE.open(f"{url}/readiness", timeout=10) as answer:

@@ -1,4 +1,4 @@
-{{/* The model cache in pods. All take a scope, whose model is in the cache if it is `cached`. */}}
+{{/* The model cache in pods. Unless stated otherwise, templates take a scope. If .model.cached, its model is in the cache. */}}
 
 {{/* Returns "true" if the pods of a scope download their model: workers to their own disk, tokenizers and detokenizers only small files. */}}
 {{- define "rootstock.fetches" -}}

@@ -1,4 +1,4 @@
-{{/* Additions of `pod` in the values to every pod, and of a component's `pod` to its pods. rootstock.pod.template applies them. */}}
+{{/* Additions to pods: `pod` of the values to all, `pod` of a component to its pods. rootstock.pod.template applies both. */}}
 
 {{/* JSON object of both `pod` blocks, merged. Maps are merged key by key without nulls. Lists are joined; of entries with the same name,
 the component's is used. For other fields, the component's value is used if it is set. A security context that is null is left out. Takes a scope. */}}

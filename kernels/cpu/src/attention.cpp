@@ -27,8 +27,8 @@ struct Scratch {
     std::vector<float> queries, keys, values, scores, sums, inverses;
 };
 
-// A tile and its buffers. depth is head_dim rounded up to whole vectors; the rest is padded with zeros. `begin` is the position of the
-// tile's first key. All indices of keys are relative to it: a query attends to the keys first(query) .. last(query) - 1.
+// A tile and its buffers. `depth` is head_dim rounded up to whole vectors; the rest is padded with zeros. `begin` is the position
+// of the tile's first key. All indices of keys are relative to `begin`: a query attends to keys first(query) .. last(query) - 1.
 template <typename T> struct Tile {
     const Attention<T>& job;
     int64_t row, kv_head, token, start, queries, begin, end, depth, stride;
@@ -217,7 +217,8 @@ template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int
         widen_to(scratch.queries.data() + q * depth, job.query(tile.token + q / job.group(), head(q)), job.head_dim, depth);
     }
     std::fill(tile.sums(0), tile.sums(queries), 0.0f);
-    // Keys and values that are not float, or not whole vectors, are first converted to float in memory, without rounding.
+    // Keys and values are first converted to float in memory, without rounding, if they are not whole vectors, or if they are not
+    // float and the tile has kWidenFrom or more queries.
     const bool wide = job.head_dim != depth || (!std::is_same_v<T, float> && queries >= kWidenFrom);
     for (int64_t block = 0; block < end - begin; block += kWidth) score(tile, block, wide);
     for (int64_t q = 0; q < queries; ++q) {

@@ -143,7 +143,7 @@ void make_scores(const Tile& tile) {
     }
 }
 
-// Loads the scores of one query, minus infinity for masked keys. begin is the position of the first key.
+// Loads the scores of one query, minus infinity for masked keys. `begin` is the position of the first key.
 inline void load_scores(const Tile& tile, int64_t query, int64_t begin, __m512 (&scores)[kVectors]) {
     const int64_t position = tile.position(query), seen = tile.job.first_seen(position);
     const int64_t from = std::clamp<int64_t>(seen - begin, 0, kKeys), to = std::clamp<int64_t>(position + 1 - begin, 0, kKeys);

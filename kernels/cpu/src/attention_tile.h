@@ -11,7 +11,7 @@
 
 namespace rootstock {
 
-constexpr int64_t kKeys = kTileCols;  // keys per block; blocks begin at multiples of it
+constexpr int64_t kKeys = kTileCols;  // keys per block; blocks begin at multiples of kKeys
 constexpr int64_t kTileQueries = 96;  // largest number of queries (tokens x heads of a group) of a tile
 constexpr int64_t kOffsets = 2 * kKeys + 1;
 constexpr int64_t kParts = 4;         // parts of a dot product: part i sums pairs i, i + 4, ...; then the parts are added in order

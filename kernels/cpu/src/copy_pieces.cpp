@@ -32,7 +32,8 @@ void stream(char* to, const char* from, int64_t bytes) {
 
 }  // namespace
 
-// to and from are int64[count] addresses, sizes int64[count] bytes. No piece of `to` overlaps another piece of `to` or of `from`.
+// `to` and `from` are int64[count] addresses, `sizes` int64[count] bytes. No piece of `to` overlaps another piece of `to` or a
+// piece of `from`.
 extern "C" void rootstock_copy_pieces(const int64_t* to, const int64_t* from, const int64_t* sizes, int64_t count, int streamed) {
     for (int64_t piece = 0; piece < count; ++piece) {
         char* target = reinterpret_cast<char*>(to[piece]);

@@ -9,7 +9,7 @@
 namespace rootstock {
 namespace {
 
-constexpr int64_t kParallelElements = 1 << 14;  // up to this number, a parallel region costs more than it saves
+constexpr int64_t kParallelElements = 1 << 14;  // up to this number of elements, a parallel region costs more than it saves
 
 template <typename T> float inverse_rms(const T* x, int64_t size, float eps) {
     float sum = 0.0f;
@@ -129,7 +129,7 @@ using rootstock::bf16;
 
 extern "C" {
 
-// bfloat16 is 1 if the tensors in the model dtype are bfloat16, 0 if they are float32. residual may be null.
+// `bfloat16` is 1 if the tensors in the model dtype are bfloat16, 0 if they are float32. `residual` may be null.
 void rootstock_rms_norm(void* out, const void* x, void* residual, const float* weight, int64_t rows, int64_t size, float eps,
                         int bfloat16, int threads) {
     if (bfloat16) {

@@ -94,7 +94,7 @@ void convolve(T* qkv, const T* weight, T* pool, const Row& row, const Shape& sha
     if (row.after >= 0) store_past(row.after, row.count);
 }
 
-// Keys, queries and gates of a head for a few tokens, and the key and query of the token behind them.
+// Keys, queries and gates of a head for a few tokens, and the key and query of the token after them.
 struct Tile {
     std::unique_ptr<float[]> keys, queries;  // [tokens, key_dim] each, normed
     float products[kTile];                   // key times query
@@ -112,7 +112,8 @@ template <typename T> float inverse_length(const T* x, int64_t size) {
     return 1.0f / std::sqrt(sum + kNormEps);
 }
 
-// Fills the tile with the tokens [first, first + count) of the batch, and with the next token's key and query behind them if `next`.
+// Fills the tile with the tokens [first, first + count) of the batch. If `next`, also adds the key and query of the token after
+// these.
 template <typename T>
 void prepare(Tile& tile, const T* qkv, const T* gates, const float* rates, const float* biases, int64_t first, int64_t count,
              bool next, int64_t head, const Shape& shape) {
@@ -300,7 +301,7 @@ using rootstock::bf16;
 
 extern "C" {
 
-// bfloat16 is 1 if the tensors in the model dtype are bfloat16, 0 if they are float32.
+// `bfloat16` is 1 if the tensors in the model dtype are bfloat16, 0 if they are float32.
 void rootstock_gated_delta_rule(void* out, void* qkv, const void* gates, const void* weight, const float* rates,
                                 const float* biases, void* conv_pool, float* state_pool, const int32_t* offsets,
                                 const int32_t* num_tokens, const int32_t* before, const int32_t* after, const int32_t* cuts,

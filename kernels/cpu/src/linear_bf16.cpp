@@ -80,8 +80,8 @@ void run_tile(const Linear& job, int64_t row, int64_t block, Ahead ahead) {
     }
 }
 
-// Multiplies all rows by one block, in tiles of nearly equal height. after is the block that this thread takes next, or null; its
-// lines are prefetched at an even rate.
+// Multiplies all rows by one block, in tiles of nearly equal height. `after` is the block that this thread takes next, or null;
+// its lines are prefetched at an even rate.
 template <Finish FINISH>
 void run_block(const Linear& job, int64_t begin, int64_t end, int64_t block, const bf16* after) {
     const int64_t tiles = (end - begin + kTileRows - 1) / kTileRows, pairs = job.depth / 2;

@@ -115,7 +115,7 @@ using rootstock::bf16;
 
 extern "C" {
 
-// Packs a weight [rows, depth] as [ceil(rows / 64)][depth][64], padded with 0. bfloat16: see rootstock_linear_ordered().
+// Packs a weight [rows, depth] as [ceil(rows / 64)][depth][64], padded with 0. `bfloat16`: see rootstock_linear_ordered().
 void rootstock_pack_ordered(void* packed, const void* weight, int64_t rows, int64_t depth, int bfloat16, int threads) {
     if (bfloat16) {
         rootstock::pack(static_cast<bf16*>(packed), static_cast<const bf16*>(weight), rows, depth, threads);
@@ -124,8 +124,8 @@ void rootstock_pack_ordered(void* packed, const void* weight, int64_t rows, int6
     }
 }
 
-// Computes out [rows, columns] = x [rows, depth] . w + bias. bfloat16 is 1 if the tensors are bfloat16, 0 if they are float32. With
-// wide, out is float32 in both cases.
+// Computes out [rows, columns] = x [rows, depth] . w + bias. `bfloat16` is 1 if the tensors are bfloat16, 0 if they are float32.
+// If `wide` is not 0, `out` is float32 in both cases.
 void rootstock_linear_ordered(void* out, const void* x, const void* w, const void* bias, int64_t rows, int64_t columns,
                               int64_t depth, int wide, int bfloat16, int threads) {
     if (bfloat16) {

@@ -18,7 +18,7 @@ struct alignas(64) Range {
     int64_t end = 0;
 };
 
-// Calls work(index, last) once for each index below count, on any thread. last is the end of the range that contains index.
+// Calls work(index, last) once for each index below count, on any thread. `last` is the end of the range that contains `index`.
 template <typename Work> void for_each_piece(int64_t count, int threads, Work&& work) {
     const int team = static_cast<int>(std::min<int64_t>(threads, count));
     if (team <= 1) {

@@ -35,7 +35,7 @@ uint64_t seed_of(const Slot& slot) {
     return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// edited is null if the row needs no edits.
+// `edited` is null if the row needs no edits.
 Choice choose(const float* logits, const float* edited, int64_t size, const Slot& slot, int32_t position) {
     int64_t best = argmax_row(logits, size);
     if (!std::isfinite(logits[best])) return {0, kNanLogits};

@@ -15,7 +15,7 @@ void rootstock_update_page_table(int32_t* table, const int32_t* slots, const int
     }
 }
 
-// known and unwritten may be null.
+// `known` and `unwritten` may be null.
 void rootstock_resolve_tokens(int64_t* input_ids, int32_t* positions, int64_t* locations, const int32_t* table,
                               const int32_t* slots, const int32_t* starts, const int32_t* num_tokens,
                               const int32_t* offsets, const int32_t* given, const int64_t* relay, const int32_t* known,

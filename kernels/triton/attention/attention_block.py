@@ -66,9 +66,9 @@ def fold_keys(
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Adds positions begin .. end - 1 of a sequence to acc [M, E], total [M] and peak [M], which are float32.
+    """Adds positions begin .. end - 1 of a sequence to `acc` [M, E], `total` [M] and `peak` [M], which are float32.
 
-    acc is the weighted sum of the values, total is the sum of the weights, and peak is the largest score. A weight is
+    `acc` is the weighted sum of the values, `total` is the sum of the weights, and `peak` is the largest score. A weight is
     exp2(score - peak).
 
     Args:

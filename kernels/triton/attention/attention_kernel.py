@@ -35,7 +35,7 @@ def attention_kernel(
     starts,
     num_tokens,
     offsets,
-    sinks,  # [H]; any pointer without HAS_SINKS
+    sinks,  # [H]; without HAS_SINKS, any pointer
     partials,  # float32[splits * BLOCK_M, E]; without SPLIT, partials, levels and arrivals may be any pointer
     levels,  # float32[splits * BLOCK_M]
     arrivals,  # int32[tiles of tokens and heads that may be split], 0 before and after the launch
@@ -63,8 +63,8 @@ def attention_kernel(
     MAX_SPLITS: tl.constexpr,  # largest number of splits of a row, with DEAL
     ONE_TOKEN: tl.constexpr,  # whether rows have one token each; if not, rows 0 .. num_rows - 1 have any number of tokens
     SPLIT: tl.constexpr,  # whether several programs may share the keys of a tile
-    DEAL: tl.constexpr,  # whether splits are dealt (Launch), with ONE_TOKEN; if not, the grid's second axis is a tile's splits
-    FIXED: tl.constexpr,  # whether splits are fixed (Launch), with MIN_BLOCKS blocks of keys each; without DEAL
+    DEAL: tl.constexpr,  # whether splits are dealt (see Launch), only with ONE_TOKEN; if not, a tile's splits are the second axis
+    FIXED: tl.constexpr,  # whether splits are fixed (see Launch) and have MIN_BLOCKS blocks of keys each; excludes DEAL
     MERGE: tl.constexpr,  # whether the program that ends last for a tile merges its splits; if not, merge_kernel merges them
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,

@@ -27,7 +27,7 @@ def store_means(
     BLOCK_E: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Adds each head's sink to total, and stores acc / total in out [T, H, E]. A lane that attends to no position gets 0."""
+    """Adds each head's sink to `total`, and stores acc / total in `out` [T, H, E]. A lane that attends to no position gets 0."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         raised = tl.maximum(peak, sink)
@@ -42,7 +42,7 @@ def store_means(
 
 @triton.jit
 def split_index(split, first, rest, step):
-    """Returns the index of a split in partials and levels: `first` for split 0, rest + split * step for the others."""
+    """Returns the index of a split in `partials` and `levels`: `first` for split 0, rest + split * step for the others."""
     return tl.where(split == 0, first, rest + split * step)
 
 
@@ -71,7 +71,7 @@ def split_indices(dealt, part, across, extra, split_capacity, DEAL: tl.constexpr
 def split_means(acc, total, peak):
     """Returns (means [M, E], level [M]) of one split.
 
-    level is peak + log2(total), or -inf for a lane that attends to no position.
+    `level` is peak + log2(total), or -inf for a lane that attends to no position.
     """
     whole = tl.where(total == 0.0, 1.0, total)
     return acc * (1.0 / whole)[:, None], peak + tl.log2(whole)
@@ -99,7 +99,7 @@ def take_first(acc, total, peak, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
 def store_split(
     partials, levels, number, acc, total, peak, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
-    """Stores the means of one split, float32[M, E], to partials and its level, float32[M], to levels."""
+    """Stores the means of one split, float32[M, E], in `partials`, and its level, float32[M], in `levels`."""
     at = number.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_E)
     means, level = split_means(acc, total, peak)
@@ -147,7 +147,7 @@ def fold_splits(
     """Computes the fixed splits `split`, `split` + `programs`, `split` + 2 * `programs` … of a tile; see fold_tile().
 
     Args:
-        base_index: index of the tile's split 0 in partials and levels.
+        base_index: index of the tile's split 0 in `partials` and `levels`.
         SPLIT: whether each split is stored, if the tile has several splits.
 
     Returns:
@@ -230,7 +230,7 @@ def merge_tile(
     TILE_TOKENS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merges the splits of a tile into out [tokens, heads, E]. offset is the index of the row's first token in the batch."""
+    """Merges the splits of a tile into `out` [tokens, heads, E]. `offset` is the index of the row's first token in the batch."""
     own, heads, valid = find_lanes(part, first, count, GROUP, HEADS, LANES, TILE_TOKENS)
     acc, total, peak = merge_splits(
         partials, levels, kept_first, kept_rest, step, used, valid, LANES, BLOCK_M, BLOCK_E, VALUE_DIM

@@ -1,14 +1,14 @@
 """Computes linear layers of one row, and deterministic linear layers of any number of rows.
 
-One row: the time is that of reading the weight, so the kernel uses no tensor core and keeps all loads in flight. A program has a
-few rows of the weight, and as many columns at a time as fit its registers. If launches are chained, it reads the weight, which no
-kernel of a step writes, while the previous kernel runs.
+One row: reading the weight takes nearly all of the time, so the kernel uses no tensor core and keeps all loads in flight. A
+program has a few rows of the weight, and as many columns at a time as fit its registers. If launches are chained, the program
+reads the weight, which no kernel of a step writes, while the previous kernel runs.
 
 Deterministic: the bits of a row do not depend on the other rows. Block sizes are fixed, and the depth (K) is cut into segments
 whose sums are added in order. There are two variants with the same sums:
 
-- Few rows and a narrow weight: each segment has a separate program, and the program that ends last for a block adds the sums. The
-  time is that of reading the weight, and one program per block of columns would be too few programs.
+- Few rows and a narrow weight: each segment has a separate program, and the program that ends last for a block adds the sums.
+  Reading the weight takes nearly all of the time, and one program per block of columns would be too few programs to read fast.
 - All other cases: one program computes all segments of a block. Blocks are larger if there are enough programs.
 
 No sum is fused with a product. The sums of a tensor core depend on the depth only, and not on the other rows and columns.
@@ -38,7 +38,7 @@ def _one_row_kernel(
     out,  # [N]
     x,  # [K]
     weight,  # [N, K]
-    bias,  # [N]; any pointer without HAS_BIAS
+    bias,  # [N]; without HAS_BIAS, any pointer
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,7 +150,7 @@ def _block_sums(x_at, w_at, rows_in, columns_in, begin, end, BLOCK_M: tl.constex
 @triton.jit
 def _store_block(out, total, bias, w_rows, columns_in, rows, rows_in, KIND, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Adds the bias to a block of sums and stores it in out. With GATED, first rounds gate and up to KIND, as linear() does."""
+    """Adds the bias to a block of sums and stores the block. With GATED, first rounds both halves to KIND, as linear() does."""
     if HAS_BIAS:
         total += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
     row_offsets = rows.to(tl.int64)[:, None] * WIDTH
@@ -170,8 +170,8 @@ def _linear_kernel(
     out,  # [T, N]
     x,  # [T, K]
     weight,  # [N, K]; [2 N, K] with GATED, the gate rows first
-    bias,  # [N]; [2 N] with GATED; any pointer without HAS_BIAS
-    partials,  # float32[segments, T, columns of all blocks]; without SPLIT, this and arrivals may be any pointer
+    bias,  # [N]; [2 N] with GATED; without HAS_BIAS, any pointer
+    partials,  # float32[segments, T, columns of all blocks]; without SPLIT, `partials` and `arrivals` may be any pointer
     arrivals,  # int32[blocks of columns], 0 before and after the launch
     num_rows,
     WIDTH: tl.constexpr,
@@ -181,7 +181,7 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LINE: tl.constexpr,  # elements in 128 bytes
-    FEW: tl.constexpr,  # whether the weight is prefetched, because there are few rows and the time is that of reading it
+    FEW: tl.constexpr,  # whether the weight is prefetched; True for few rows, which take little more time than the read
     SPLIT: tl.constexpr,  # whether each segment has a separate program
     GATED: tl.constexpr,  # whether out = silu(x @ gate.T) * (x @ up.T); gate and up columns then alternate in a block
     HAS_BIAS: tl.constexpr,
@@ -238,7 +238,8 @@ class OrderedLinear:
     def __call__(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """Computes Kernels.linear().
 
-        Allocates float32[segments, T, N] for few rows. The first call also allocates the counters and must not be captured.
+        If each segment has a separate program, allocates float32[segments, T, N], with N rounded up to whole blocks. The first
+        such call also allocates the counters, and must not be captured.
 
         Raises:
             ValueError: the shapes do not fit, or the output has neither x's dtype nor float32.

@@ -1,7 +1,7 @@
 """Prepares a step: page tables, input tokens, page indices. One program computes a row, a part of a row, or an update.
 
-Columns are slices of larger buffers, so the alignment of their addresses changes from step to step. do_not_specialize keeps
-Triton from compiling a variant of a kernel for each alignment or count.
+Columns are slices of larger buffers, so the alignment of their addresses changes from step to step, and counts change as well.
+With do_not_specialize_on_alignment and do_not_specialize, Triton compiles no variants of a kernel for alignments and counts.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def draw_candidates(keys, ids, number, slot_params, slot, kind, whole, uniform, 
         keys: int32[CANDIDATES], of which the first `number` are valid.
         ids: int32[CANDIDATES], the tokens of these keys.
         number: number of candidates.
-        whole: total mass, of which top-p is a share, if kind is NUCLEUS.
+        whole: total mass, of which top-p is a share; used only if `kind` is NUCLEUS.
     """
     kept = tl.arange(0, CANDIDATES) < number
     keys = tl.where(kept, keys, NO_KEY)

@@ -57,7 +57,7 @@ def candidate_bound(
     Returns:
         (high, whole). All tokens that remain after the cuts have keys up to `high`. For top-k, `high` is the key of the k-th most
         likely group maximum, or a slightly larger key. If more than CANDIDATES tokens may remain, `high` is below 0. `whole` is
-        the mass of the row if kind is NUCLEUS, otherwise 0.
+        the mass of the row if `kind` is NUCLEUS, otherwise 0.
     """
     whole = tl.zeros((), tl.int64)
     high = tl.full((), -1, tl.int32)
@@ -82,7 +82,7 @@ def draw_row(
     source, slot_params, slot, kind, peak, near, position, group_tops, tile_masses, counts, masses, pivots, near_groups, keys,
     ids, vocab_size, num_groups, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, TALLIES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the token of a row that is not greedy. near is the largest key that remains after top-n-sigma."""
+    """Returns the token of a row that is not greedy. `near` is the largest key that remains after top-n-sigma."""
     temperature = real_param(slot_params, slot, TEMPERATURE)
     uniform = uniform_of(int_param(slot_params, slot, SEED_LOW), int_param(slot_params, slot, SEED_HIGH), position)
     high, whole = candidate_bound(

@@ -64,8 +64,8 @@ def next_pivots(low, high, short, excess):
     Args:
         low: lower key of the bracket.
         high: upper key of the bracket.
-        short: goal minus the measure up to low.
-        excess: measure up to high minus the goal.
+        short: goal minus the measure up to `low`.
+        excess: measure up to `high`, minus the goal.
     """
     share = short.to(tl.float32) / tl.maximum((short + excess).to(tl.float32), 1.0)
     steps = tl.arange(0, PIVOTS)
@@ -80,7 +80,7 @@ def measure(source, first, last, vocab_size, peak, temperature, pivots, low, hig
     """Measures tiles first .. last - 1.
 
     Returns:
-        Counts and masses of the keys up to each pivot; the smallest key above low, or NO_KEY; the largest key up to high, or -1.
+        Counts and masses of the keys up to each pivot; the smallest key above `low` or NO_KEY; the largest up to `high` or -1.
     """
     counts = tl.zeros((PIVOTS, TILE), tl.int32)
     masses = tl.zeros((PIVOTS, TILE), tl.int64)

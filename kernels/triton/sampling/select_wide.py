@@ -49,7 +49,7 @@ def search(
         low, high, count_low, mass_low, count_high, mass_high = narrowed(
             pivots, counts, masses, by_mass, goal, low, high, count_low, mass_low, count_high, mass_high
         )
-        low = tl.maximum(low, near - 1)  # there is no key between low and near
+        low = tl.maximum(low, near - 1)  # there is no key between `low` and `near`
         high = tl.minimum(high, far)
     return low, high, count_low, mass_low, count_high, mass_high
 
@@ -65,8 +65,8 @@ def cut_row(
 
     Args:
         near: the largest key that remains after top-n-sigma.
-        counts: int32[ROUNDS, PIVOTS] of the row, if kind is NUCLEUS.
-        masses: int64[ROUNDS, PIVOTS] of the row, if kind is NUCLEUS.
+        counts: int32[ROUNDS, PIVOTS] of the row, if `kind` is NUCLEUS.
+        masses: int64[ROUNDS, PIVOTS] of the row, if `kind` is NUCLEUS.
         last_pivots: int32[PIVOTS], pivots of the last round.
     """
     top_p = real_param(slot_params, slot, TOP_P)

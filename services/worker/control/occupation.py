@@ -64,7 +64,7 @@ class MemoryControl:
         if not control.paused:
             control.pause(PauseMode.ABORT, self._clock())
             self._paused_here = True
-        # Also if only weights are released, because ResumeMemory may load other weights, for which the cached KV is wrong.
+        # Also needed if only weights are released: ResumeMemory may load other weights, for which the cached KV is wrong.
         control.reset_memory()
 
     def resume(self, control: SchedulerControl, executor: Executor, parts: Sequence[MemoryPart]) -> None:

@@ -34,8 +34,8 @@ from rootstock_llm.services.worker.loop.inbox import Action, Barrier, Command, L
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 3600.0  # largest time limit of a call in seconds, and the time limit of calls without a deadline
-# Seconds between the deadline of a command and the later deadline of the client, so that there is time for the error response of
-# a late command. For calls with a time limit below 5 s, a tenth of the limit is used instead.
+# Seconds by which the deadline of a command is earlier than the client's. In this time, the client gets the error response of a
+# late command. For calls with a time limit below 5 s, a tenth of the limit is used instead.
 RESPONSE_S = 0.5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -105,7 +105,7 @@ class Scheduler:
         self._next_seq = 0
         self.paused = False
         self.begins_copies = True  # whether copies to other tiers and prefetches may begin; the loop sets it
-        self.num_retirements = 0  # deletions of a salt on the device, which make the names of retired trees unique
+        self.num_retirements = 0  # number of deletions of a salt's device pages; makes the names of retired trees unique
         self.closed = ""  # reason why new requests are refused; empty: they are accepted
         self.revision = revision  # requests for another revision are refused
 
@@ -288,7 +288,7 @@ class Scheduler:
         return operations
 
     def ended(self, fact: Fact, now: float) -> None:
-        """Applies a fact: the end of an operation, or changes of a storage."""
+        """Applies a fact: the end of an operation, or changes of the storage tier."""
         assert self.tiers is not None, "only workers with tiers have facts"
         if self.tiers.ended(fact, now):
             self.queues.batch_is_full = False

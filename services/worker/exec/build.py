@@ -411,11 +411,13 @@ class _Assembly:
         self._progress(f"a step of {rows} rows takes {1 + cost:.2f} times as long without its graph. {more}")
 
     def _capture_or_disable(self, capture: Callable[[], None]) -> None:
-        """Calls `capture`. If it fails, disables graphs: steps then run more slowly, with the same results.
+        """Calls `capture`, and disables graphs if it raises a RuntimeError other than OutOfMemoryError.
+
+        Without graphs, steps run more slowly, with the same results.
 
         Raises:
             torch.OutOfMemoryError: the graphs do not fit.
-            RuntimeError: the device itself has failed.
+            RuntimeError: the device does not respond after the failed capture.
         """
         try:
             capture()

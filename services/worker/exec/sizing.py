@@ -54,12 +54,12 @@ class DeviceMemoryUse:
     """The memory of a device and its measured parts."""
 
     total: int  # memory of the device
-    free_now: int  # free memory that the driver reported while only the parts in allocated_now were allocated
+    free_now: int  # free memory that the driver reported
     weights: int  # resident weights
     activation_peak: int  # memory that the largest step needs in addition to the weights
     graphs: int  # all captured graphs
     workspace: int  # buffers that stay allocated from step to step, such as those of attention back ends
-    allocated_now: tuple[str, ...] = ("weights",)  # fields of this class
+    allocated_now: tuple[str, ...] = ("weights",)  # names of the parts that were allocated when free_now was read
 
     @property
     def own(self) -> int:

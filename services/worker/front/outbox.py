@@ -54,7 +54,7 @@ class GatewayStream:
         self._ready = asyncio.Event()
         self.open: set[int] = set()  # handles of requests without a terminal output
         self.reported: worker_pb2.WorkerLoad | None = None  # last queued load, without the fields that change in every step
-        self.reported_at = 0.0  # time at which that load was queued, on the asyncio loop's clock
+        self.reported_at = 0.0  # time at which `reported` was queued, on the asyncio loop's clock
 
     def opened(self, handle: int) -> None:
         """Records a new request, which is open until its terminal output. Raises ProtocolError if its handle is already open."""
@@ -63,7 +63,7 @@ class GatewayStream:
         self.open.add(handle)
 
     def put(self, message: worker_pb2.StepOutput) -> None:
-        """Queues outputs. Merges them into the last pending message if that does not exceed MERGED_BYTES."""
+        """Queues outputs. Merges them into the last pending message if the merged message does not exceed MERGED_BYTES."""
         size = message.ByteSize() if self._pending else 0
         if self._pending and (merged := (self._last_bytes or self._pending[-1].ByteSize()) + size) <= MERGED_BYTES:
             self._pending[-1].MergeFrom(message)
@@ -148,7 +148,7 @@ class StreamOutbox:
     def end(self) -> None:
         """Ends every stream after its pending messages.
 
-        Open requests end as unavailable. Later outputs of the scheduler's loop are dropped.
+        Open requests end with the error UNAVAILABLE. Later outputs of the scheduler's loop are dropped.
         """
         self._drops_outputs = True
         for stream in self._streams.values():

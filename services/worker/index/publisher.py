@@ -128,7 +128,7 @@ class IndexPublisher:
         self._run_id = ""  # run id of the Redis server at the start of the generation
         # Earliest times of the next renewal, the next batch and, after a failure, the next attempt.
         self._renew_at = self._publish_at = self._resume_at = clock()
-        self._publish_s = PUBLISH_S  # present time between two batches, in seconds
+        self._publish_s = PUBLISH_S  # current interval between two batches, in seconds
         self._pause = FIRST_PAUSE_S  # seconds before the next retry
         self._failing = False  # whether the last attempt has failed
 

@@ -150,8 +150,8 @@ class WorkerRecords:
     async def register(self, generation: int, before: int) -> str:
         """Writes the lease of a new generation, which makes all records of older generations invalid.
 
-        Also lists the previous generation `before` for the sweeper again. A sweep may have removed this generation from the list
-        before the generation's last records were written.
+        Also lists the previous generation `before` for the sweeper again. A sweep may have removed the previous generation
+        from the list before its last records were written.
 
         Returns:
             The run id of the Redis server.

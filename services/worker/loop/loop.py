@@ -390,5 +390,6 @@ class Loop:
             return
         self._checked = True
         for violation in self._control.self_check():
-            logger.error("an invariant was violated while the scheduler was idle; its memory was reset: %s", violation)
+            text = "an invariant was violated while the scheduler was idle; its memory was reset"
+            logger.error(text, extra=fields(violation=violation))
         self._observer.iteration_ended(self._core.stats(), False)

@@ -1,4 +1,4 @@
-"""Metrics of KV transfers between workers: reads of decode workers from this worker, and its reads from prefill workers."""
+"""Metrics of KV transfers between workers: reads by decode workers from this worker, and reads by this worker."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def with_tokenizer(folder: Path, built: Path = BUILT) -> Path:
                 if not Path(made, path.name).exists():
                     Path(made, path.name).symlink_to(path.resolve())
             Path(made).rename(target)
-            Path(made).mkdir()  # because TemporaryDirectory removes this folder at its end
+            Path(made).mkdir()  # made again, because TemporaryDirectory removes the folder at the end of the block
     return target
 
 

@@ -179,7 +179,8 @@ def _pod(pod: Object, facts: Facts) -> Iterator[Finding]:
 def _unmounted(pod: Object, facts: Facts) -> str:
     """Returns the message of the pod's newest event if a volume could not be mounted; otherwise "".
 
-    A later event, such as an image pull, means that all volumes are mounted. The uid excludes events of an earlier pod with the name.
+    A later event, such as an image pull, means that all volumes are mounted. The uid excludes events of an earlier pod of the
+    same name.
     """
     uid = pod["metadata"].get("uid", "")
     mine = [each for each in facts.events_about(name_of(pod)) if each["involvedObject"].get("uid", uid) == uid]

@@ -121,7 +121,7 @@ def check_finished(request: Request, rules: TextRules, grammar_done: bool = Fals
 
 
 def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> Finish | None:
-    """Returns the ending by rules 3 to 7, or None."""
+    """Returns the ending by conditions 3 to 7 of the module's list, or None if none of them holds."""
     params = request.params
     count = len(request.progress.output_ids)
     assert 0 < count <= max(params.max_new_tokens, request.progress.num_given), "the length is checked after each token"

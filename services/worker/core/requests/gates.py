@@ -24,7 +24,8 @@ from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNod
 from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
 from rootstock_llm.services.worker.core.requests.waiting_queue import IN_BATCH_DEPRIORITIZE_THRESHOLD, WaitingQueue
 
-MAX_PASSES = 8  # admission passes without progress of an extend after which a request stops waiting for that extend
+# Limit of admission passes in which an extend commits nothing. A request that waits for the extend then stops waiting.
+MAX_PASSES = 8
 RESUBMIT_S = 0.25  # seconds after which a grammar is submitted again if the compiler's queue was full
 # Limits of one call of GrammarGate.replay(), in which matchers accept given output. The loop calls it once per iteration.
 REPLAY_TOKENS = 1024  # tokens of all requests together
@@ -73,7 +74,7 @@ class _Wait:
 
     request: Request
     limit: int  # number of bytes of the request's token key that a prefix hit may cover
-    since: int  # number of passes when the extend last made progress; later passes count against MAX_PASSES
+    since: int  # value of num_passes when the extend last made progress; later passes count against MAX_PASSES
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +84,7 @@ class _Lead:
     request: Request
     slot: int
     epoch: int  # epoch of the slot when the first wait began; a different epoch means that the extend has ended
-    committed: int  # number of committed bytes of its token key, in whole pages, when begin() last read it
+    committed: int  # committed bytes of the extend's token key, rounded down to whole pages, as begin() last read them
     due: int  # number of the first pass in which a wait may end for lack of progress
     waits: list[_Wait] = field(default_factory=list)
 
@@ -91,9 +92,13 @@ class _Lead:
 class PrefixGate:
     """Holds a request while a running extend computes the same prefix, so that n choices of one prompt compute the prefix once.
 
-    A request waits for one extend, its lead. The wait ends when the lead has committed the shared tokens, when the lead ends or
-    is retracted, or after MAX_PASSES passes in which the lead commits nothing. Waiting requests are listed by lead, so that a
-    pass costs nothing for requests whose lead has not advanced.
+    A request waits for one extend, its lead. The wait ends in three cases:
+
+    - The lead has committed so much that fewer than `_cut` bytes of the shared prefix remain.
+    - The lead ends or is retracted.
+    - The lead commits nothing in MAX_PASSES passes.
+
+    Waiting requests are listed by lead, so that a pass costs nothing for requests whose lead has not advanced.
     """
 
     def __init__(self, page_size: int, memory: KVMemory, columns: SlotColumns, waiting: WaitingQueue) -> None:
@@ -102,7 +107,7 @@ class PrefixGate:
         # A request waits for an extend only if both token keys are equal in this number of bytes after the request's hit.
         self._cut = max(IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES, self._page_bytes)
         self._leads: dict[int, _Lead] = {}  # by seq of the extend
-        # Extends by the node at the end of their lease, and by the next `_cut` bytes of their token key.
+        # Running extends: first by the node at the end of the extend's lease, then by the next `_cut` bytes of its token key.
         self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
         self._computing: list[Request] = []  # extends that are not listed in _extends yet
         self.num_passes = 0  # admission passes that have ended
@@ -111,7 +116,7 @@ class PrefixGate:
 
     @property
     def has_waits(self) -> bool:
-        """Whether a request waits, or its wait has ended after the last pass over the whole queue."""
+        """Whether a request waits, or the wait of a request has ended since the last pass over the whole queue."""
         return bool(self._leads or self.freed)
 
     def begin(self, computing: Iterable[Request]) -> None:
@@ -136,7 +141,10 @@ class PrefixGate:
         self._computing.append(request)
 
     def check(self, request: Request) -> GateDecision:
-        """Returns WAIT if a running extend computes enough of the request's prefix after its hit (see `_cut`), else ADMIT."""
+        """Returns WAIT if a running extend computes the next `_cut` bytes after the request's hit, else ADMIT.
+
+        Also returns ADMIT if the request has already waited MAX_PASSES passes without progress.
+        """
         if self._computing:
             self._list_extends()
         if not self._extends:
@@ -163,7 +171,7 @@ class PrefixGate:
         return WAIT
 
     def _list_extends(self) -> None:
-        """Lists each extend under the node at the end of its lease, because it computes the tokens after that node."""
+        """Lists each extend under the node at the end of its lease, because the extend computes the tokens after that node."""
         for request in self._computing:
             if request.kv.lease is not None:
                 node = request.kv.lease.node
@@ -202,7 +210,10 @@ class PrefixGate:
         return int(self._columns.committed[slot]) * TOKEN_BYTES // self._page_bytes * self._page_bytes
 
     def _update_lead(self, lead: _Lead) -> None:
-        """Unblocks requests that share no uncommitted token with the extend, or have waited MAX_PASSES passes in vain."""
+        """Unblocks requests for which waiting has no more use; all of them if the extend has ended or was retracted.
+
+        These are requests that share fewer than `_cut` bytes after the committed part, or have waited MAX_PASSES passes in vain.
+        """
         if lead.request.kv.lease is None or self._columns.epoch[lead.slot] != lead.epoch:
             self._free_all(lead)
             return
@@ -332,13 +343,13 @@ class GrammarGate:
         return [request for spec in due for request in self.compiled(spec)]
 
     def replay(self) -> list[Request]:
-        """Makes matchers accept given output, except its last token, until they are done or refuse a token.
+        """Makes each matcher accept the given output of its request, except the last token, or refuse a token of it.
 
         Stops at REPLAY_TOKENS or REPLAY_S; the next call continues. Calls Matcher.take_cost(), so that this CPU time does not
         count as the time of a step.
 
         Returns:
-            The requests whose matchers are done. The caller calls leave() for each of them.
+            The requests whose matchers have accepted these tokens or refused one. The caller calls leave() for each of them.
         """
         if not self._replaying:
             return []

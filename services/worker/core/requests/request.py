@@ -1,7 +1,7 @@
 """The state of a request: its phase, its parameters, its columns while it has a slot, and its outputs.
 
-Only the scheduler's thread writes it. RequestQueues sets the phase of a new request, and changes it through Request.move(), which
-refuses an illegal transition. RequestLifecycle, the planners and the committer write `progress` and `kv`.
+Only the scheduler's thread writes this state. RequestQueues sets the phase of a new request, and later changes the phase through
+Request.move(), which refuses an illegal transition. RequestLifecycle, the planners and the committer write `progress` and `kv`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RequestKv:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request in the scheduler, with its identity, its parameters and its phase. RequestQueues has it until it is FINISHED."""
+    """A request in the scheduler, with its identity, its parameters and its phase. RequestQueues has it until it ends."""
 
     seq: int  # unique; rises in the order of arrival
     peer: int  # the worker's number for the gateway stream

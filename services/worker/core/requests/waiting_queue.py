@@ -41,7 +41,7 @@ class ReservedCapacity:
     """The slots and the KV that stay free for blocked requests, so that less urgent requests do not take them."""
 
     slots: int = 0
-    tokens: int = 0  # upper limit of their KV in tokens
+    tokens: int = 0  # upper limit of the blocked requests' KV, in tokens
 
     def add(self, slots: int, tokens: int) -> None:
         self.slots += slots
@@ -113,7 +113,7 @@ class WaitingQueue:
     def block(self, request: Request, tokens: int) -> None:
         """Makes passes skip a request until unblock().
 
-        A slot and `tokens` tokens of KV, 1 or more, stay free for it. `tokens` is the upper limit of its KV.
+        A slot and KV for `tokens` tokens stay free for the request. `tokens` is the upper limit of its KV, 1 or more.
         """
         assert tokens > 0 and not request.blocked_tokens, "a request is blocked at most once"
         reserved = self._reserved.get(request.rank)
@@ -342,7 +342,11 @@ def _add_weight(
 
 
 def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> list[Request]:
-    """Orders requests by the number of running requests with their routing key; requests with other keys follow by arrival."""
+    """Orders requests by the number of running requests with their routing key, highest first.
+
+    Requests of one routing key stay together. Requests whose routing key no running request has are last. Requests that are equal
+    in both respects keep their order.
+    """
     counts = Counter(r.routing_key for r in running if r.routing_key)
     if not counts:
         return list(requests)

@@ -12,8 +12,8 @@ from rootstock_llm.services.worker.exec.attention.backend import AttentionShape
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 32768  # the length of the library's own buffer of key/value lengths
-TENSOR_CORE_GROUP = 4  # query heads per key/value head from which decode runs on tensor cores
-BLOCKS_PER_SM = 16  # blocks of the decode kernel per multiprocessor: 128 threads each, of at most 2,048
+TENSOR_CORE_GROUP = 4  # smallest number of query heads per key/value head for which decode runs on tensor cores
+BLOCKS_PER_SM = 16  # blocks of the decode kernel that one multiprocessor runs at once: 2,048 threads, 128 per block
 MIN_FLOAT_BYTES = 128 << 20  # the size in the library's documentation
 MIN_INT_BYTES = 8 << 20  # the size that the library allocates itself
 SLACK_BYTES = 4096  # for alignment: every array of the library begins at a multiple of 16 bytes

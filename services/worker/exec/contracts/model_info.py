@@ -30,7 +30,7 @@ class LoadedInfo:
     graph_rows: tuple[int, ...] = ()  # numbers of rows for which decode graphs are captured, rising
     graph_rereads: int = 0  # tokens of KV that a graph may read again, see GraphLimits.rereads
     eager_step_cost: float = 0.0  # extra time of a step without a graph, see GraphLimits.eager_cost
-    # fingerprint of everything except the weights that determines a result's bits; "" if a row's bits depend on its batch
+    # fingerprint of everything that determines a result's bits, except the weights; "" if a row's bits depend on its batch
     numerics: str = ""
     max_drafts: int = 0  # largest number of draft tokens in a decode row; 0 without a drafter
     drafts_by_model: bool = False  # whether a draft model drafts; it computes an entry for every token, prompt tokens included

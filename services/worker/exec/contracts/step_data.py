@@ -264,7 +264,7 @@ class SampleOrder:
     sizes: tuple[
         int, ...
     ]  # sizes[i] is the number of runs that have a row i, descending; the first sizes[i + 1] of them also have a row i + 1
-    draft_tokens: I32  # int32[n - sizes[0]]: for each row after index 0, the draft token that the row before it must sample
+    draft_tokens: I32  # int32[n - sizes[0]]: for each later row, the draft token that the row before it in its run must sample
 
     def __post_init__(self) -> None:
         assert sum(self.sizes) == len(self.order) == self.sizes[0] + len(self.draft_tokens), (
@@ -333,8 +333,8 @@ class CudaGraph:
     known: Tensor  # int32[size], token ids from the plan or a drafter; -1 for a token from the relay
     ids: Tensor  # int64[size], resolved input token ids
     rows: RaggedRows  # inputs of the forward kernels
-    # Logits of the forward kernels, and memory of the sampling kernels. It names no rows of a plan. If the graph has more rows
-    # than there are slots, it covers only the first rows of the graph.
+    # Logits of the forward kernels, and memory of the sampling kernels. The batch has no rows of a plan. If the graph has more
+    # rows than there are slots, the batch covers only the first rows of the graph.
     batch: SampleBatch
     forward: Graph
     sample: Graph

@@ -32,7 +32,7 @@ class Sections(Protocol):
 
 
 class StepLogprobs(Protocol):
-    """Measures log probabilities on the device and returns them on the host."""
+    """Measures requested log probabilities on the device and copies them to the host."""
 
     def measure_prompts(
         self, plan: BatchPlan, input_ids: Tensor, logits: Callable[[Tensor], Tensor], readback: Readback, prefix: str

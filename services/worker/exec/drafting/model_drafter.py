@@ -54,7 +54,7 @@ class _DrafterSlot:
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Entries of one slot to compute, from position `first` on."""
+    """The entries of one slot that a pass computes, from position `first` on."""
 
     slot: int
     first: int

@@ -1,6 +1,6 @@
 """Draft tokens from n-grams of earlier text: prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-The drafter searches the last few tokens in earlier text, and proposes the tokens that followed there. They are often accepted if
+The drafter finds the last few tokens in earlier text, and proposes the tokens that followed there. These are often accepted if
 the output repeats parts of its prompt, of itself or of the client's prediction, as in quotes and edited code. If there is no
 match in these texts, the drafter searches the operator's corpus.
 """
@@ -17,7 +17,7 @@ from rootstock_llm.services.worker.exec.contracts.drafter import Computed
 from rootstock_llm.services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
 from rootstock_llm.services.worker.exec.drafting.prediction import Prediction
 
-MOST_TOKENS = 4096  # last tokens of a text that are searched; a text of more than twice this length is cut to these tokens
+MOST_TOKENS = 4096  # number of last tokens of a text that are searched; a text of more than twice this length is cut
 MOST_INDEXES = 16  # largest number of texts with an index; an index takes up to 5 MB
 SHORTEST_OF_CORPUS = 3  # smallest number of matching tokens in the corpus; a large text has shorter matches by chance
 

@@ -13,9 +13,9 @@ from rootstock_llm.services.worker.exec.drafting.ngram_index import NgramIndex
 class Prediction:
     """The prediction of a slot's request, and the index of the predicted token that would come next in the output.
 
-    The index advances by one per output token, even after the output differs from the prediction. It then is an estimate, which
-    is usually close, because insertions and omissions are short compared with the text. The object belongs to the thread that
-    launches steps.
+    The index advances by one per output token, even after the output differs from the prediction. From then on, the index is an
+    estimate, which is usually close, because insertions and omissions are short compared with the text. The object belongs to the
+    thread that launches steps.
     """
 
     def __init__(self, tokens: I32, output_at: int) -> None:

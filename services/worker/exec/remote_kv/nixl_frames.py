@@ -65,7 +65,7 @@ def receive_order(line: Connection, deadline: float) -> Order:
     """Receives an order. Raises OSError if the line ends, and ValueError for an unknown kind."""
     head = bytearray(ORDER_BYTES)
     if line.receive_into(head, deadline) < len(head):
-        raise ConnectionError("the worker has ended the line")
+        raise ConnectionError("the worker has closed the connection to the NIXL carrier")
     kind, size, *rest = _ORDER.unpack(head)
     payload = _payload(line, size, deadline)
     return Order(OrderKind(kind), payload, *rest)

@@ -34,7 +34,7 @@ def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
         if i + length > right:
             left, right = i, i + length
     assert all(length <= size - i for i, length in enumerate(lengths)), "a repetition is not longer than the tokens before it"
-    before = [0, *lengths[:0:-1]]  # lengths[size - j] of j
+    before = [0, *lengths[:0:-1]]  # before[j] is lengths[size - j], and before[0] is 0
     assert right <= size and 0 <= longest <= size, "a repetition is inside the sequence"
     return np.minimum(np.array(before[:size], dtype=np.int32), longest)
 

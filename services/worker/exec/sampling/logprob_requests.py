@@ -1,4 +1,4 @@
-"""Measures the log probabilities that requests ask for on the device, and returns them on the host."""
+"""Measures requested log probabilities on the device and copies them to the host."""
 
 from __future__ import annotations
 

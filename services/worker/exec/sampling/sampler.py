@@ -297,7 +297,7 @@ class DeviceSampler:
     def settle(self) -> None:
         """Adds the tokens of all launched batches to PastTokens. Waits for tokens that are not on the host yet."""
         while self._unsettled:
-            launched = self._unsettled.pop(0)  # before a call that may raise, so that no token is added twice
+            launched = self._unsettled.pop(0)  # removed before a call that may raise, so that no token is added twice
             assert launched.readback is not None, "an unsettled batch is launched"
             tokens, faults = launched.readback.host()["sampled"].tolist()
             assert all(index < len(tokens) for index, _ in launched.pasts), "each recorder belongs to a row of the batch"

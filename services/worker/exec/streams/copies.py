@@ -16,7 +16,7 @@ from rootstock_llm.services.worker.exec.streams.cuda_streams import Mark, Stream
 I32 = NDArray[np.int32]
 Sections = Sequence[tuple[str, NDArray[np.generic]]]
 DEPTH = 4  # number of buffers of a ring; at most two are copied or read at a time, and one is filled
-ALIGNED = 4  # words; each section begins at a multiple of 16 bytes, because Triton compiles another variant for other tensors
+ALIGNED = 4  # words; each section begins at a multiple of 16 bytes, because Triton compiles another variant of a kernel otherwise
 
 
 class UploadRing:
@@ -126,7 +126,7 @@ class Readback:
     def add(self, name: str, tensor: Tensor) -> None:
         """Adds a tensor of the device.
 
-        It must not be written before host(), except by work that is launched after Streams.forward_after_copy().
+        The tensor must not be written before host(), except by work that is launched after Streams.forward_after_copy().
         """
         assert self.mark is None, "no tensor is added after the launch"
         self._sources[name] = tensor

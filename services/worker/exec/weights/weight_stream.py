@@ -148,7 +148,7 @@ def stream_weights(
     phases: LoadPhases,
     slab: Callable[[int, torch.device], PinnedSlab] = PinnedSlab,
 ) -> T:
-    """Implements WeightLoader for any device, after two arguments are bound.
+    """Implements WeightLoader for any device, after `device` and `options` are bound.
 
     Files and shapes are checked before memory is allocated on the device. Weights are packed on the device.
 
@@ -162,7 +162,7 @@ def stream_weights(
         checkpoint.require([placement.name for placement in listed])
         spans = _spans(checkpoint, listed)
         allocated = Allocated(dtype, torch.device(device))
-        read(WeightReader(allocated, reference))  # reference kernels do not pack tensors, so that they can be filled
+        read(WeightReader(allocated, reference))  # reference kernels do not pack the tensors, so that these can be filled
         loads = [_Load(spans[placement.name], placement.into) for placement in allocated.placements]
         total = sum(load.span.num_bytes for load in loads)
         _read_all(loads, torch.device(device), options, LoadMeter(total, phases.clock, progress), slab)

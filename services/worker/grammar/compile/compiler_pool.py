@@ -226,7 +226,7 @@ class _ForkServer:
         self._vocabulary = vocabulary
         self._setup = {"limits": asdict(limits), "jumps": jumps}
         self._lock = threading.Lock()
-        # A process inherits the niceness of the thread that starts it and cannot lower it. This thread has niceness 0.
+        # A process inherits the niceness of the thread that starts it, and cannot lower its niceness. The starter has niceness 0.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
         self._starter.submit(int).result()
         self._process: subprocess.Popen[bytes] | None = None
@@ -330,7 +330,7 @@ def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), **single},  # the environment of this process is not inherited
-        start_new_session=True,  # so that Ctrl-C in a terminal does not end it before the worker; killpg() reaches its children
+        start_new_session=True,  # so that Ctrl-C does not end the child before the worker; killpg() also ends its children
     )
 
 
