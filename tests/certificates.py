@@ -58,7 +58,7 @@ class Authority:
 
 
 class Mounted:
-    """A Secret's files as the kubelet mounts them: below a symbolic link whose target an update replaces atomically."""
+    """A Secret's files as the kubelet mounts them: below a symbolic link. An update changes the link's target atomically."""
 
     def __init__(self, folder: Path, pems: Pems, *authorities: Authority) -> None:
         folder.mkdir(parents=True)

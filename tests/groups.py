@@ -81,7 +81,7 @@ def chosen(asked: Mapping[str, Sequence[str]], only: Sequence[str]) -> dict[str,
         only: names of groups, or beginnings of names; empty for all groups.
 
     Raises:
-        ValueError: no group has such a name.
+        ValueError: a name in `only` is not the beginning of any group's name.
     """
     for prefix in only:
         if not any(name.startswith(prefix) for name in asked):

@@ -8,6 +8,6 @@ import signal
 def hear_interrupts() -> None:
     """Restores the default handler of SIGINT in a child process.
 
-    A shell starts background processes with SIGINT ignored, and their children inherit this.
+    A shell starts background processes with SIGINT ignored, and their children inherit this setting.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -72,7 +72,7 @@ def missing_program(programs: tuple[str, ...]) -> str:
     """Returns the reason to skip a test that needs these programs; "" if all are on PATH.
 
     Raises:
-        ValueError: PACKAGES lacks a program, or none is named.
+        ValueError: PACKAGES lacks a program, or `programs` is empty.
     """
     if not programs or not PACKAGES.keys() >= set(programs):
         raise ValueError(f"the mark needs{programs} must name one or more of: {', '.join(PACKAGES)}")

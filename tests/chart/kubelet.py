@@ -257,7 +257,7 @@ class Running:
         return _http_status(self._port(port), path, 5)
 
     def stop(self, seconds: float) -> int:
-        """Sends SIGTERM to the process, like the kubelet, and returns its exit status. Fails if it still runs after `seconds`."""
+        """Sends SIGTERM, like the kubelet, and returns the exit status. After `seconds`, kills the process and fails."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:

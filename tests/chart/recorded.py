@@ -51,7 +51,8 @@ class Recorded:
         """Returns Prometheus's rate() of a counter's (time, value) samples.
 
         The increase is extrapolated at both ends of the window. If the gap between a sample and an end is less than 1.1 sample
-        intervals, it is extrapolated up to this end, and otherwise by half an interval.
+        intervals, the increase is extrapolated up to this end, and otherwise by half an interval. At the beginning, the gap is at
+        most the time in which the counter has risen from 0.
         """
         if len(samples) < 2:
             return 0.0

@@ -138,7 +138,7 @@ def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
 def test_prefill_and_decode_workers_scale_by_separate_queues(tmp_path: Path) -> None:
     """Scales two decode workers and one prefill worker before any request has ended.
 
-    rootstock:enough_workers is then twice the number of workers. It bounds the backlog metric of the decode workers, which are
+    `rootstock:enough_workers` is then twice the number of workers. It bounds the backlog metric of the decode workers, which are
     two thirds of all workers. A role's metrics do not include requests and tokens of the other role. Running requests count as a
     share of their worker's slots; the second decode worker has twice as many slots as the first.
     """

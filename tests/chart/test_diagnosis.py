@@ -198,7 +198,7 @@ def run(
 
 
 def mounted(folder: Path, **secrets: Mapping[str, str]) -> dict[str, str]:
-    """Writes Secrets like the kubelet: each file is a link to a folder whose name begins with dots."""
+    """Writes Secrets as files. Each folder also has an entry `..data`, as with the kubelet. Returns the environment variable."""
     for name, keys in {"keys": {"keys.json": "{}"}, "control": {"token": "t"}, "redis": {"url": "u"}, **secrets}.items():
         (folder / "secrets" / name).mkdir(parents=True)
         for key, value in {**keys, "..data": ""}.items():

@@ -172,7 +172,7 @@ def load(system: System) -> None:
 
 
 def disconnect_early(system: System) -> None:
-    """Sends a request and closes the connection before the response."""
+    """Sends a request and closes the connection after the first byte of the response."""
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
     with socket.create_connection((HOST, system.port), timeout=5) as client:
         fields = f"host: x\r\nx-api-key: {KEY}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"

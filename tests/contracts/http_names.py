@@ -31,9 +31,8 @@ from rootstock_llm.services.worker.core.control import RANGES
 from tests.contracts.schema_names import Schema, names_of
 
 METHODS = frozenset(("delete", "get", "patch", "post", "put"))
-WITHIN: Mapping[type[BaseModel], str] = {
-    NativeSampling: "sampling_params"
-}  # by type of a part of a body: the path of this part in bodies that refer to the type
+# By type of a part of a body: path of the part in the bodies that have it.
+WITHIN: Mapping[type[BaseModel], str] = {NativeSampling: "sampling_params"}
 MAPS = {"tunables": tuple(RANGES), "stats": tuple(field.name for field in fields(StepStats))}  # keys of the maps in messages
 
 

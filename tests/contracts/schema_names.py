@@ -11,8 +11,8 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-# Mark of a name from another chart in the schema of the Helm values. The templates refuse such a name with advice, so it is not
-# a public name.
+# Keyword in the schema of the Helm values. It marks a key of another vendor's chart. The templates refuse this key and name our
+# key, so the marked key is not a public name.
 FOREIGN = "x-foreign-key"
 _ALTERNATIVES = ("allOf", "anyOf", "oneOf")
 

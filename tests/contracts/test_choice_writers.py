@@ -37,7 +37,7 @@ def stores(tree: ast.AST, fields: set[str]) -> Iterator[ast.Attribute]:
 
 
 def is_elsewhere(node: ast.Attribute) -> bool:
-    """Returns whether an attribute outside of the class's module is of another class: its object is `self` or is in OTHERS."""
+    """Returns whether an attribute in another module belongs to another class, because its object is `self` or is in OTHERS."""
     owner = ast.unparse(node.value).rpartition(".")[2]
     return owner == "self" or owner in OTHERS.get(node.attr, set())
 

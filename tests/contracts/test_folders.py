@@ -112,7 +112,7 @@ def test_only_the_http_package_of_the_gateway_builds_asgi_scopes() -> None:
 
 
 def _is_scope(node: ast.AST) -> bool:
-    """Whether the node is a dict literal with two keys that occur together only in an ASGI scope."""
+    """Whether the node is a dict literal or a call of `dict` with two keys that occur together only in an ASGI scope."""
     keys: set[object] = set()
     if isinstance(node, ast.Dict):
         keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}

@@ -329,7 +329,7 @@ def test_report_lists_versions_that_differ_from_the_image(tmp_path: Path) -> Non
 
 
 def test_failed_benchmark_with_figures_is_repeated_after_the_other_parts(tmp_path: Path) -> None:
-    """Parts without figures run before it. If the repetition fails with fewer figures, the report keeps the earlier ones."""
+    """Parts without figures run before the repetition. If it fails with fewer figures, the report keeps the earlier figures."""
     figures = {"a": {"value": 1.0}, "b": {"value": 2.0}}
     half = script(tmp_path, "half", outcome_script(figures, "open('ran', 'a').write('h')\nraise SystemExit(1)"))
     runner, state = check(tmp_path, [half])
@@ -439,7 +439,7 @@ def test_journal_continues_after_a_failed_part(tmp_path: Path) -> None:
 
 
 def test_tests_fail_at_once_after_the_device_is_lost(tmp_path: Path) -> None:
-    """From the test test_lost on, all calls of the fake device fail, like those of a GPU after an illegal address."""
+    """From the test `test_lost` on, all calls of the fake device fail, like those of a GPU after an illegal address."""
     (tmp_path / "test_some.py").write_text(LOST)
     command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.lost_device", "-p", "no:cacheprovider", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

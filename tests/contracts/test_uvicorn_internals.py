@@ -55,7 +55,8 @@ USED: Mapping[type, frozenset[str]] = {
 }
 # Gateway's class → uvicorn's class that it extends. In such a class, attributes of `self` and `super()` may be uvicorn's.
 EXTENDED = {"Connection": HttpToolsProtocol, "ReadingFlow": FlowControl, "HttpServer": uvicorn.Server}
-# File → expression in front of an attribute → uvicorn's class of its value
+# By file and by expression: uvicorn's class of the expression's value. An attribute after the expression counts as a use of this
+# class.
 EXPRESSIONS: Mapping[str, Mapping[str, type]] = {
     f"{HTTP}/connection.py": {
         "cycle": RequestResponseCycle,

@@ -94,7 +94,7 @@ class ReadyBook:
 
 
 class SlowBook(ReadyBook):
-    """A grammar book that compiles when the test calls for it; until then, specs wait in `pending`."""
+    """A grammar book in which only the grammars in `ready` are compiled. Other requested grammars wait in `pending`."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)

@@ -47,7 +47,7 @@ POISON = -9
 
 
 class LetterDecoder:
-    """Decodes token t as the letter a + t mod 26."""
+    """Decodes token `t` as the letter at index `t mod 26` of the alphabet."""
 
     def search(self, pattern: str, text: str) -> bool:
         return re.search(pattern, text) is not None
@@ -354,9 +354,9 @@ class Engine:
         self._check_end_marks(self.index - blocks, nodes)
 
     def _check_end_marks(self, marks: set[bytes], nodes: Sequence[TreeNode]) -> None:
-        """Checks that a hit can end in the block after each marked block, or at its beginning.
+        """Checks for each marked block that a hit can end at the end of the block, or within the next block.
 
-        With states alone, every block for which this holds is marked.
+        If states are the only cache group, every block at which such a hit can end is marked.
         """
         units, size = self.core.memory.units, self.config.page_size
         possible: set[bytes] = set()

@@ -65,14 +65,14 @@ class Pair:
         return ReservationReleased(reservation, 0 if opened is None else opened.opening)
 
     def assert_all_is_free(self) -> None:
-        """Checks that all pages are free or evictable."""
+        """Checks that all pages are free or evictable, and that no reservation is open."""
         for engine in (self.first, self.second):
             memory = engine.core.memory
             assert memory.num_available == memory.pages.num_pages, "every page is free or evictable"
             assert not len(engine.core.reservations) and not memory.quarantined
 
     def assert_answers_and_ends(self) -> None:
-        """Checks the ended requests of the decode worker, and that all pages are free after every time limit."""
+        """Checks the ended requests of the decode worker, and that all pages are free when all time limits have passed."""
         for _ in range(40):
             self.first.now += 1.0
             self.second.now += 1.0

@@ -10,7 +10,7 @@ _NONE = np.empty(0, dtype=np.int32)
 
 
 def decode_plan(rows: int) -> BatchPlan:
-    """Returns a decode step of the slots 0 to rows - 1, each at position 9."""
+    """Returns a decode step of the slots from 0 to `rows - 1`, each at position 9."""
     return BatchPlan(
         step_id=1,
         mode=ForwardMode.DECODE,

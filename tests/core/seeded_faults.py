@@ -22,7 +22,7 @@ class Fault:
     function: Callable[..., Any]
     right: str  # text that occurs once in the function's source
     wrong: str  # text that replaces `right`
-    law: str  # pattern of the text of the assertion that must fail
+    law: str  # regular expression that the message of the failing assertion must match
 
 
 def _faulty(fault: Fault) -> Callable[..., Any]:

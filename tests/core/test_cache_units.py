@@ -71,7 +71,7 @@ class PrefixOracle:
         return 0
 
     def check_contents(self, engine: Engine) -> None:
-        """Checks that each cached unit has the tokens of its prefix."""
+        """Checks that each cached window unit has the tokens of its page, and each cached state the state after its prefix."""
         executor, size = engine.executor, self._config.page_size
         for (_, prefix), page in self.pages.items():
             if page.state >= 0:
@@ -81,7 +81,7 @@ class PrefixOracle:
 
 
 def check_hits(engine: Engine, rng: random.Random) -> None:
-    """Compares the hits of waiting requests, of submitted prompts and of parts of them with the oracle."""
+    """Compares the hits of random beginnings of the open requests' tokens, and of a cached prefix, with the oracle."""
     oracle, memory = PrefixOracle(engine), engine.core.memory
     oracle.check_contents(engine)
     known = [(request.namespace, request.kv.token_key) for request in engine.core.queues.by_key.values()]

@@ -17,7 +17,7 @@ prompts = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 5)).map(lambda
 
 
 def filled(*prompts: bytes) -> HostIndex:
-    """Returns a full index whose keys are the letters of the prompts."""
+    """Returns a full index whose page keys are the letters of the prompts."""
     index = HostIndex(sum(map(len, prompts)))
     for prompt in prompts:
         index.put(keys(prompt), index.take(len(prompt)))

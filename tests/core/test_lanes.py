@@ -14,9 +14,9 @@ READ_S, COMPUTE_S = 3.0, 4.0  # seconds per page
 
 class TestLate:
     def test_late_import_is_given_up_despite_following_pages_when_the_request_no_longer_waits(self) -> None:
-        """The second operation is late if the following pages of its request do not count.
+        """The first operation is late and ends the wait of the request.
 
-        They do not count, because the first operation is late in the same call and ends the wait of the request.
+        From then on, the pages that follow the second operation do not count, so the second operation is late in the same call.
         """
         rates = Rates(PAGE_BYTES, PAGE_SIZE)
         for tier in (Tier.HOST, Tier.STORAGE):

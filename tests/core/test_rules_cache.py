@@ -252,9 +252,9 @@ class TestNamespaces:
         assert not engine.core.memory.tree._roots
 
     def test_namespace_is_not_forgotten_while_a_root_is_in_use(self) -> None:
-        """A root is in use between match and lock, and before a late unhold.
+        """After match() and after unlock(), the root is empty, so forget_empty() has to check it. By then, the root has a node.
 
-        If its namespace were forgotten, a second root would be made, and the pages below the first root would be lost.
+        If the namespace were forgotten, a second root would be made, and the pages below the first root would be lost.
         """
         tree = RadixCache(1)
         empty = tree.match("", b"")
@@ -269,7 +269,7 @@ class TestNamespaces:
 
 
 def blocks(tokens: list[int], salt: str = "") -> list[bytes]:
-    """Returns the names of the whole blocks of a cached prefix."""
+    """Returns the names of the whole blocks of a cached prefix, in order."""
     link, out = cache_namespace("", salt).encode(), []
     for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         link = chained(link, np.array(tokens[at : at + BLOCK_TOKENS], dtype=np.int32).tobytes())
@@ -278,7 +278,7 @@ def blocks(tokens: list[int], salt: str = "") -> list[bytes]:
 
 
 EACH_PAGE = pytest.mark.parametrize("page_size", [1, 64, 128])  # part of a block, one block, two blocks
-PART_OR_TWO = pytest.mark.parametrize("page_size", [1, 128])  # a page of one block needs no code of its own
+PART_OR_TWO = pytest.mark.parametrize("page_size", [1, 128])  # no code is specific to pages of exactly one block
 
 
 class TestEvents:
@@ -287,7 +287,7 @@ class TestEvents:
         return make(page_size=page_size, num_pages=4096 // page_size, context_len=1024, chunked_prefill_size=256)
 
     def run(self, engine: Engine, handle: int, tokens: list[int], salt: str = "") -> set[bytes]:
-        """Computes the tokens as a prompt, and returns the hashes of the blocks in its whole pages."""
+        """Computes the tokens as a prompt, and returns the names of the whole blocks in the prompt's whole pages."""
         engine.submit(handle, tokens, salt=salt, max_new_tokens=1)
         engine.drain()
         page = engine.config.page_size

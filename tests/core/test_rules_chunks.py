@@ -266,7 +266,7 @@ class TestReservationEnds:
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time", "its request aborted", "its request late", "flush"])
     def test_waiting_request_begins_when_prefetched_pages_are_released(self, how: str) -> None:
-        """The pages are also released if their request has arrived and waits."""
+        """Covers prefetched pages whose request has not arrived, and prefetched pages whose request already waits."""
         pair = Relayed(disaggregation_hold_s=5.0, num_pages=24)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
@@ -313,7 +313,7 @@ class TestPrefetchedPages:
         pair.assert_all_is_free()
 
     def test_prefetched_pages_stay_pinned_while_the_request_waits(self) -> None:
-        """All pages of the prompt were prefetched, so that the request searches no other tier."""
+        """All pages of the prompt were prefetched, so the request searches no other tier."""
         pair = Relayed(max_running_requests=1)
         pair.second.submit(5, [9] * 5, max_new_tokens=60, ignore_eos=True)
         pair.begin(0, PROMPT[:34], max_new_tokens=4)

@@ -125,7 +125,7 @@ class TestFlush:
 
 class TestWeights:
     def answer(self, engine: Engine, handle: int) -> int:
-        """Runs the same prompt again. Returns its cached tokens."""
+        """Runs a prompt that is equal in every call. Returns the number of its cached tokens."""
         engine.submit(handle, [1] * 30, max_new_tokens=2)
         engine.drain()
         return engine.finishes[handle].cached_tokens
@@ -295,7 +295,7 @@ MOST_S = 1e300
 
 
 def retuned(**changes: Any) -> Engine:
-    """An engine with priorities on, whose tunables are changed before the first request."""
+    """Returns an engine with priorities on, whose tunables are changed before the first request."""
     engine = make(enable_priority_scheduling=True)
     engine.control.retune(changes)
     return engine

@@ -47,7 +47,7 @@ def test_pages_of_an_early_load_are_awaited_when_reused() -> None:
 
 @pytest.mark.parametrize("later", [False, True], ids=["immediately", "during the first load"])
 def test_next_load_begins_when_the_early_load_is_complete(later: bool) -> None:
-    """Each load takes 1.8 s, and its completion report comes 1.7 s before its end. Computing would be faster after 0.2 s."""
+    """Each load takes 1.8 s and is reported as complete 1.7 s before its end. From 0.2 s on, computing is faster than loading."""
     engine = early(1.7, 0.2, numbers=2)
     began = engine.now
     begin(engine, 0, prompt(0))

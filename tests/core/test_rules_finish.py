@@ -20,7 +20,7 @@ B = 1  # LetterDecoder reads token 1 as "b"
 
 
 def ending(outputs: list[int], grammar_done: bool = False, **params: Any) -> Finish | None:
-    """Returns the ending of a request whose newest output token is the last one of `outputs`."""
+    """Returns the finish of a request whose newest output token is the last one of `outputs`; None if the request continues."""
     message = Submit(0, 0, "", np.array([5], dtype=np.int32), SamplingParams(**{"max_new_tokens": 99, **params}))
     request = make_request(message, 0, make().config, 0.0)
     request.progress.output_ids = outputs

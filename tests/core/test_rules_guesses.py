@@ -22,7 +22,7 @@ def sampled_runs(engine: Engine) -> int:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("retract_interval", [0, 3])
 def test_draft_tokens_of_a_prediction_are_counted_once(overlap: bool, retract_interval: int) -> None:
-    """This includes draft tokens of a step that was in flight when its request was retracted."""
+    """Draft tokens of a step that was in flight when the step's request was retracted are counted once, too."""
     told = guessing(overlap)
     told.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     told.drain()
@@ -81,7 +81,7 @@ def always_wrong(engine: Engine) -> Engine:
 
 
 def test_draft_model_drafts_for_few_requests_when_drafts_are_rejected() -> None:
-    """Other requests get no draft tokens and cost the drafter no work; their output is the same."""
+    """Requests without draft tokens cost the drafter no work. A drafter without a model drafts for all requests."""
     for by_model in (True, False):
         engine = always_wrong(small(True, max_drafts=3, num_pages=64, drafts_by_model=by_model))
         handles = range(80)

@@ -55,7 +55,7 @@ class TestLateImports:
         assert engine.finishes[0].cached_tokens == engine.finishes[1].cached_tokens == 36
 
     def test_import_begins_although_the_running_step_fails(self) -> None:
-        """The operation waits for the running step. It begins although the step fails and no further step is planned."""
+        """The operation waits for the running step, and begins although this step fails and no further step is planned."""
         engine = roomy(page_moved_s=0.0)
         ask(engine, 1000, prompt(0))
         engine.control.flush_cache()
@@ -147,7 +147,7 @@ class TestPoolLimits:
         check_run(engine)
 
     def test_request_is_not_aborted_while_a_running_operation_may_free_pages(self) -> None:
-        """The request grows to 16 of 20 pages. An operation still has nine pages for an aborted request."""
+        """The request grows to 16 of 20 pages. An operation for an aborted request still writes nine pages."""
         for prompt_tokens in (16, 60):
             engine = cold(roomy(num_pages=20, page_moved_s=0.3), prompt(0))
             begin(engine, 0, prompt(0))
@@ -172,7 +172,7 @@ class TestPoolLimits:
         check_run(engine)
 
     def test_import_leaves_enough_pages_to_compute_the_request(self) -> None:
-        """The request needs 11 of 16 pages if the read hangs, so that the import may take five."""
+        """If the read hangs, the request needs 11 of the 16 pages. So the import may take five."""
         engine = cold(roomy(num_pages=16), prompt(0))
         begin(engine, 0, prompt(0))
         engine.turn()

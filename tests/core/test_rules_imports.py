@@ -19,7 +19,7 @@ LOAD, FETCH = OperationKind.LOAD, OperationKind.FETCH
 
 
 def cold(engine: Engine, *prompts: list[int]) -> Engine:
-    """Runs prompts whose pages are then only in the lower tiers."""
+    """Runs each prompt and then flushes the device's cache, so that only the lower tiers have the pages of the prompts."""
     for number, ids in enumerate(prompts):
         ask(engine, 1000 + number, ids)
         engine.control.flush_cache()
@@ -270,7 +270,7 @@ class TestImportingRequests:
             engine.check_answer(0)
             assert num_moved(engine, LOAD) == pages and engine.finishes[0].cached_tokens == 4 * pages
 
-    def test_request_with_a_grammar_imports_after_compilation(self) -> None:
+    def test_request_with_a_grammar_imports_kv_after_the_compilation(self) -> None:
         engine = cold(roomy(), prompt(0))
         engine.submit(0, prompt(0), max_new_tokens=8, grammar=spec(1, 6))
         turns(engine, 3)

@@ -46,7 +46,7 @@ class TestPace:
         assert not pace({1: 0.01}).is_known
 
     def test_pace_subtracts_the_time_of_decode_rows(self) -> None:
-        """Times of 1 and of 4 rows are known. For other numbers, the next smaller known number counts."""
+        """The times of 1 and of 4 decode rows are known. For other numbers, the time of the next smaller number counts."""
         for rows, alone in ((1, 0.02), (3, 0.02), (4, 0.05), (7, 0.05), (100, 0.05)):
             known = pace({1: 0.02, 4: 0.05})
             known.record(1000, rows, alone + 1.0, 1)
@@ -75,7 +75,7 @@ class TestPace:
         assert known.tokens(1e308, 8, 0) == known.tokens(float("inf"), 8, 0) == MOST_TOKENS
 
     def test_pace_counts_decode_rows_as_at_most_half_of_a_step(self) -> None:
-        """A step with a prompt may be faster than its decode rows alone have been; the prompt still took some time."""
+        """A step with a prompt may be faster than an earlier step with only decode rows. The prompt still took some time."""
         known = pace({1: 5.0})
         known.record(1000, 1, 1.0, 1)
         assert known.tokens(11.0, 1, 0) == pytest.approx(6.0 / 0.0005, rel=0.01)
@@ -184,7 +184,7 @@ def test_chunks_have_full_size_when_the_time_limit_is_long_or_off(changes: dict[
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_chunks_have_full_size_when_no_row_decodes(overlap: bool) -> None:
-    """A row whose only token is in flight does not count."""
+    """A row whose only token is in flight does not count as a decode row."""
     timed = Timed(overlap, adaptive_chunk_s=0.05)
     assert extended(timed.beside(1)[-1][0]) < SIZE
     for handle in range(2):
@@ -209,7 +209,7 @@ def test_chunks_have_full_size_for_requests_that_are_handed_over() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_prompts_advance_when_decode_rows_need_most_of_the_time_limit(mixed: bool) -> None:
-    """A step of 4 rows alone takes 0.83 s. A chunk of the prompt gets as much time, so that it is much longer than a page."""
+    """A step with only 4 decode rows takes 0.83 s. A chunk gets as much time, so the chunk is much longer than a page."""
     steps = Timed(row_s=0.2, adaptive_chunk_s=0.9, enable_mixed_chunk=mixed).beside(4, turns=60)
     assert len(steps) > 10 and all(300 < extended(plan) <= SIZE for plan, _ in steps[-6:-1])
 

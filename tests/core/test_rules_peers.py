@@ -31,7 +31,7 @@ def pulls(engine: Engine) -> list[PageOperation]:
 
 class TestHandover:
     def test_prefill_worker_ignores_the_output_length_of_a_handed_over_request(self) -> None:
-        """The number of turns does not depend on the output, and no row decodes on this worker."""
+        """The number of turns does not depend on `max_new_tokens`, and no row decodes on the prefill worker."""
         turns = {}
         for max_new in (2, 200):
             engine = worker(page_size=4, context_len=250, chunked_prefill_size=96, max_prefill_tokens=96)
@@ -47,7 +47,7 @@ class TestHandover:
         assert turns[2] == turns[200]
 
     def test_prefill_worker_allocates_no_page_after_the_prompt(self) -> None:
-        """If request 9 needed such a page, it would be retracted, because it has the fewest output tokens."""
+        """If request 9 needed a page for its output, it would be retracted, because it has the fewest output tokens."""
         engine = worker(num_pages=13, context_len=120, chunked_prefill_size=96, schedule_conservativeness=0.1, max_extend_steps=0)
         for handle in range(3):
             engine.submit(handle, [handle + 1] * 4, max_new_tokens=12)
@@ -398,7 +398,7 @@ class TestPull:
         assert pair.second.core.stats().pulled_pages_total == 10
 
     def test_hung_worker_does_not_delay_reads_from_another_worker(self) -> None:
-        """This holds for requests that already wait for another worker, and for later requests."""
+        """A request arrives while the read from the hung worker runs, and another one arrives after this read was given up."""
         pair = Pair(num_pages=64, first={"num_pages": 64})
         tiers, executor = pair.second.core.tiers, pair.second.executor
         assert tiers is not None

@@ -113,9 +113,9 @@ class TestVictims:
         assert running(engine) == [*range(3 - displaced), 9]
 
     def test_preemption_displaces_no_request_when_reserved_output_leaves_no_memory(self) -> None:
-        """The output reserved for the other requests leaves too little memory.
+        """In the first case, the output that is reserved for other requests leaves too little memory.
 
-        Pages that several victims share become free only once.
+        In the second case, the victims share pages, which become free only once.
         """
         engine = prioritised(num_pages=32, context_len=256)
         engine.submit(0, [1] * 4, priority=5, max_new_tokens=100, ignore_eos=True)
@@ -141,7 +141,7 @@ class TestVictims:
         assert running(engine) == [0, 1, 2, 3] and not engine.core.stats().preemptions_total
 
     def test_urgent_request_starts_equally_early_with_preemption_and_with_free_slots(self) -> None:
-        """A prompt in chunks gives way to a more urgent request, with or without preemption."""
+        """A chunked prompt gives way to a more urgent request, with or without preemption."""
         turns = []
         for slots in (1, 2, 4):
             engine = prioritised(
@@ -159,9 +159,9 @@ class TestVictims:
         assert turns == [2, 2, 2]
 
     def test_urgent_request_is_admitted_once_when_the_prefix_gate_releases_the_request(self) -> None:
-        """The request is more urgent than the prompt in chunks that computes its prefix.
+        """The request waits for a prefix of a less urgent request, whose prompt is computed in chunks.
 
-        Both its urgency and its release allow the admission before the next chunk.
+        Two rules admit the waiting request before the next chunk: its urgency, and the end of its wait.
         """
         for tenant in (b"a", b"b"):
             engine = prioritised(num_pages=600, context_len=2200, chunked_prefill_size=16, max_prefill_tokens=64)

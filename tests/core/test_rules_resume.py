@@ -195,7 +195,7 @@ class TestGrammars:
         engine = resumed(whole[:1], max_new_tokens=24, grammar=grammar)
         assert engine.outputs[0] == whole[1:]
         assert engine.plans[0].num_tokens[0] > len(PROMPT) + 1, (
-            "forced tokens after the given output are part of the first extend"
+            "forced tokens after the earlier output are part of the first extend"
         )
 
 

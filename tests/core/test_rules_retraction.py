@@ -17,7 +17,7 @@ from tests.core.test_scheduler_basic import make
 
 
 def crowded(overlap: bool = True, max_new: int = 24, **changes: Any) -> Engine:
-    """Returns three admitted requests that need 96 tokens of KV in a pool of 64 tokens."""
+    """Returns an engine with three admitted requests that need 96 tokens of KV in a pool of 64 tokens."""
     values: dict[str, Any] = {"num_pages": 16, "eos_token_ids": (), "schedule_conservativeness": 0.01, "max_extend_steps": 0}
     engine = make(overlap, **{**values, **changes})
     for handle in range(3):

@@ -42,7 +42,7 @@ def ask(engine: Engine, handle: int, ids: list[int], salt: str, **params: Any) -
 
 
 def delete(engine: Engine, salt: str) -> int:
-    """Deletes a salt in every tier, as the control service does. Returns the number of pages in the storage."""
+    """Deletes a salt in every tier, as the control service does. Returns the number of pages deleted from the storage."""
     engine.control.forget_salt(salt, EVERYWHERE)
     done: Future[Deleted] = Future()
     engine.executor.apply(DeleteStored(Selection(tag(engine, salt)), done))
@@ -59,7 +59,7 @@ def tag(engine: Engine, salt: str) -> bytes:
 
 
 def kept(engine: Engine, salt: str) -> int:
-    """Returns the numbers of the salt's pages in the host tier and in the storage."""
+    """Returns the number of the salt's pages in the host tier plus their number in the storage."""
     tiers = engine.core.tiers
     assert tiers is not None
     in_host = [key for key in tiers._host._cached if tag_of(key) == tag(engine, salt)]
@@ -80,7 +80,7 @@ def test_pages_of_a_deleted_salt_are_not_found_and_pages_of_other_salts_stay(sal
 def test_running_requests_of_a_deleted_salt_leave_no_cached_page() -> None:
     """A decoding request and a waiting request of the salt get their whole output.
 
-    Later requests do not find their pages, and the pages are not copied.
+    Later requests do not find the pages of these two requests, and the pages are not copied.
     """
     engine = slow(tiered(max_running_requests=1, num_pages=24))
     ask(engine, 0, prompt(0), "a")
@@ -100,7 +100,7 @@ def test_running_requests_of_a_deleted_salt_leave_no_cached_page() -> None:
 
 
 def test_salt_in_use_can_be_deleted_twice_by_different_controls() -> None:
-    """Each deletion gives the retired tree a unique name, from any SchedulerControl."""
+    """Each deletion gives the retired tree a unique name, whichever SchedulerControl deletes the salt."""
     engine = slow(tiered())
     for handle in range(2):
         engine.submit(handle, prompt(0), max_new_tokens=20, ignore_eos=True, salt="a")

@@ -23,7 +23,7 @@ def opened(overlap: bool = True, capacity: int = 0, ttl_s: float = 0.0, **change
 
 
 def say(engine: Engine, handle: int, prompt: list[int], **turn: Any) -> list[int]:
-    """Runs one turn of session s to its end. Returns the tokens of its whole prompt."""
+    """Runs one turn of session `s` to its end. Returns the prompt with the context of earlier turns."""
     engine.submit(handle, prompt, session=SessionTurn("s", **turn), max_new_tokens=6, ignore_eos=True)
     whole = engine.core.queues.by_key.get((0, handle))
     tokens = whole.prompt_ids.tolist() if whole is not None else []
@@ -33,7 +33,7 @@ def say(engine: Engine, handle: int, prompt: list[int], **turn: Any) -> list[int
 
 
 def say_until(engine: Engine, handle: int, name: str, prompt: list[int], **turn: Any) -> None:
-    """Runs one turn of session s with the request id `name` to its end, while other requests continue."""
+    """Runs one turn of session `s` with the request id `name` to its end, while other requests continue."""
     params = SamplingParams(max_new_tokens=1, ignore_eos=True)
     message = Submit(0, handle, name, np.array(prompt, dtype=np.int32), params, True, session=SessionTurn("s", **turn))
     engine.submitted[handle] = message

@@ -28,7 +28,7 @@ def prompt(handle: int, length: int) -> list[int]:
 
 
 def prefill_of(engine: Engine, step: int) -> dict[int, int]:
-    """Returns the prompt tokens that a step computes, by slot."""
+    """Returns the number of prompt tokens that a step computes, by slot."""
     plan = engine.plans[step]
     return dict(zip(plan.slots[: plan.num_extend].tolist(), plan.num_tokens[: plan.num_extend].tolist(), strict=True))
 
@@ -57,7 +57,7 @@ class TestOrder:
         """Checks that a request waits for at most two chunks of the other flow.
 
         1. The step in flight has a chunk of the other flow.
-        2. The next step, which is planned while that step runs, has another one if the request's flow was served just before.
+        2. The next step, which is planned while that step runs, has a second chunk if the request's flow was served just before.
         """
         engine = Engine(config_of(policy), overlap)
         for handle in range(20):
@@ -167,7 +167,7 @@ class TestOrder:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_shares_of_waiting_tenants_differ_by_at_most_a_chunk_and_a_page(seed: int, overlap: bool) -> None:
-    """This holds for any lengths, batches and weights, because the flow with the smallest start is served."""
+    """Lengths, batches and weights are random. The shares stay close, because the flow with the smallest start is served."""
     rng = random.Random(seed)
     engine = Engine(config_of(max_running_requests=32), overlap, checked=False)
     weights = {b"a": rng.choice((0.5, 1.0, 2.0)), b"b": 1.0, b"c": rng.choice((1.0, 4.0))}

@@ -53,7 +53,7 @@ def num_moved(engine: Engine, kind: OperationKind) -> int:
 
 
 def keys_of(ids: list[int]) -> list[bytes]:
-    """Returns the keys of the whole pages of a prompt without a salt."""
+    """Returns the page keys of the whole pages of a prompt without a salt."""
     keys = PageKeys(bytes(SECRET_BYTES), b"", 4)
     return keys.after(keys.root(""), np.array(ids, dtype=np.int32).tobytes())
 
@@ -147,7 +147,7 @@ def common_pages(one: list[int], other: list[int]) -> int:
 
 
 def moved_to_host(engine: Engine) -> list[bytes]:
-    """Returns the key that the last copy has written to each page of the fake host memory."""
+    """Returns, for each written page of the fake host memory, the page key that was copied to it last."""
     held: dict[int, bytes] = {}
     for operation in moved(engine, OperationKind.BACK_UP):
         held |= zip(operation.host_pages.tolist(), operation.keys, strict=True)
@@ -155,7 +155,7 @@ def moved_to_host(engine: Engine) -> list[bytes]:
 
 
 def test_output_pages_are_found_only_with_the_same_salt() -> None:
-    """No page of the prompt is whole before the first output."""
+    """The prompt does not fill a page, so every whole page also has output tokens."""
     engine = slow(tiered())
     engine.submit(0, [5, 5], salt="a", max_new_tokens=30, ignore_eos=True)
     engine.drain()

@@ -62,9 +62,9 @@ class HeadReference:
                 self._tensors[renamed[start] + name.removeprefix(start) if start else name] = tensor
 
     def guesses(self, text: Sequence[int], count: int) -> list[int]:
-        """Returns `count` draft tokens after a text of n tokens.
+        """Returns `count` draft tokens after a text of `n` tokens.
 
-        The head's first n - 1 inputs use the target's hidden states, later inputs use the head's own hidden states.
+        The head's first `n - 1` inputs use the target's hidden states, later inputs use the head's own hidden states.
         """
         with torch.inference_mode():
             states = self._states(text)

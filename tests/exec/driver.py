@@ -34,8 +34,9 @@ class Sequence:
     embedding: np.ndarray | None = None
     label_logprobs: np.ndarray | None = None
     stop_token_ids: tuple[int, ...] = ()
-    admitted: bool = False  # whether a plan has admitted it to its slot
-    num_prompt_tokens: int = -1  # number of the client's tokens in `prompt`, before output of another worker; -1: all tokens
+    admitted: bool = False  # whether a plan has admitted the request to its slot
+    # Number of tokens at the beginning of `prompt` that are the client's; the rest is output of an earlier worker. -1: all tokens
+    num_prompt_tokens: int = -1
 
     @property
     def tokens(self) -> list[int]:

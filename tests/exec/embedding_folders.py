@@ -25,7 +25,7 @@ class EmbeddingFolder:
     options: dict[str, Any] = field(default_factory=dict)  # further fields of the model's config
     normalize: bool = True  # whether the vectors are normalized
     saved_as: str = "Model"  # suffix of the architecture's class in config.json
-    legacy: bool = True  # whether the pooling is stored by the switches of older sentence-transformers
+    legacy: bool = True  # whether the pooling is stored as one switch per mode, as in older sentence-transformers
 
     def build(self, folder: Path) -> Any:
         """Writes the model to `folder` and returns it as transformers' model without a head, in float32 and eval mode."""

@@ -12,7 +12,7 @@ from rootstock_llm.services.worker.exec.contracts.drafter import Computed
 class Guesses:
     """A Drafter that has the complete texts of all requests and proposes their tokens with random errors.
 
-    `drafted` counts the draft tokens, and `accepted` counts those that verification has accepted.
+    `drafted` counts the draft tokens, and `accepted` counts the accepted draft tokens.
     """
 
     def __init__(self, texts: Sequence[Sequence[int]], errors: float, vocab_size: int, seed: int = 3) -> None:

@@ -59,7 +59,7 @@ class LateStreams(InlineStreams):
         """Creates streams without copies.
 
         Args:
-            watch: knows whether a kernel runs; needed if torch's reference kernels, which may wait, replace GPU kernels.
+            watch: records whether a kernel runs. Required if torch's reference kernels, which may wait, replace GPU kernels.
         """
         super().__init__()
         self._watch = watch or Watch()

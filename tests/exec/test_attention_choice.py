@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Named:
-    """Replaces an attention backend; it has only a name."""
+    """Replaces an attention backend. The test only reads its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name

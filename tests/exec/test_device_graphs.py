@@ -95,7 +95,7 @@ class WatchedAttention(WatchedKernels):
     captures = True
 
 
-# Marks tests that do not depend on the model, so that they run with only one.
+# Marks tests that do not depend on the model, so that they run with only one model.
 of_one_model = pytest.mark.parametrize("folder", ["qwen3"], indirect=True, scope="module")
 BOTH = ["qwen3", "mistral-window"]
 of_one_by_day = pytest.mark.parametrize("folder", BOTH if NIGHTLY else BOTH[:1], indirect=True, scope="module")
@@ -327,9 +327,9 @@ def test_forced_tokens_replace_sampled_tokens_in_penalties(device: Device, cpu: 
 
 
 def with_forced_tokens(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]:
-    """Decodes rows of different kinds of sampling, the first of which gets six forced tokens after three tokens.
+    """Decodes rows of different kinds of sampling. After three decoded tokens, the first row gets six forced tokens.
 
-    Then the first row decodes six tokens after the forced ones, and each other row decodes until it has six output tokens.
+    Then the first row decodes six more tokens, and each other row decodes until it has six output tokens.
 
     Args:
         chunks: numbers of forced tokens that the next steps compute.

@@ -121,7 +121,7 @@ def test_no_drafter_changes_a_bit_of_an_answer(
 
 
 def test_drafting_changes_no_token_of_an_answer_with_a_grammar(plain: DeviceExecutor, late: DeviceExecutor) -> None:
-    """The grammar forces some tokens. The result of the row in flight is then discarded, and its text continues differently."""
+    """The grammar forces some tokens. They replace the result of the request's row in flight, so this result is discarded."""
     bound = asked(2)
     target = replace(bound, params=replace(bound.params, grammar=spec(1, NEW_TOKENS), top_logprobs=-1))
     expected = alone(World(), plain, target).tokens

@@ -43,7 +43,7 @@ class MostlyLikely(NgramDrafter):
 
 
 def write_toy(folder: Path) -> None:
-    """Writes a model with equal logits after any text."""
+    """Writes a model whose logits are LOGITS after every text."""
     config = LlamaConfig(
         vocab_size=5, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
@@ -73,7 +73,8 @@ def test_sampled_tokens_follow_the_exact_probabilities_with_draft_tokens(
 ) -> None:
     """The two most likely tokens have a total probability of 0.8403. The cases of top_p are just below and just above it.
 
-    Tokens are counted separately for each index in a step, with accepted draft tokens and replacements of rejected ones.
+    The test checks the counts of all tokens together, and of the tokens at each index within a step. Both include accepted draft
+    tokens and the tokens that replace rejected ones.
     """
     monkeypatch.setattr(DraftController, "choose", always)
     write_toy(tmp_path)

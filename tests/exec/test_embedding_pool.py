@@ -91,7 +91,7 @@ def test_embedding_is_equal_for_any_chunk_size(
     indirect=("embedder",),
     embedder=EMBEDDERS,
     kind=KINDS,
-    case={  # normalize of the config, options of the request, whether the vector must be normalized
+    case={  # `normalize` of the config, options of the request, whether the vector must be normalized
         "config-no": (False, {}, False),
         "config-yes": (True, {}, True),
         "request-no": (True, {"normalize": False}, False),

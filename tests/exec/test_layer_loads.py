@@ -82,7 +82,7 @@ class Loading:
         self.copier.may.release(groups)
 
     def step(self, pages: Any) -> tuple[list[int], threading.Thread]:
-        """Starts a thread that reads the layers like a step that adds these pages to its tables.
+        """Starts a thread that reads the layers, like a step that adds `pages` to page tables.
 
         Returns:
             List to which the thread adds the values that it reads, and the thread.

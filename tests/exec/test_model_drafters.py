@@ -170,7 +170,7 @@ def test_draft_tokens_equal_the_draft_tokens_of_one_pass_over_the_whole_text(
 
 @pytest.mark.parametrize("drafting", ["itself"], indirect=True)
 def test_drafter_continues_after_cached_pages_and_released_memory(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cached pages have draft entries of the first request. A greedy target must accept all of its own draft tokens."""
+    """Cached pages have the first request's draft entries. The greedy target drafts for itself, so all draft tokens are right."""
     target = next(targets(WORLD, random.Random(8), PROMPT_TOKENS, NEW_TOKENS))
     monkeypatch.setattr(DraftController, "choose", always)
     drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ def test_drafter_continues_after_cached_pages_and_released_memory(drafting: Draf
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("algorithm", "max_tokens"), [("draft", 20), ("eagle3", 20), ("eagle3", 8192)])
 def test_drafter_stops_at_the_end_of_the_draft_context(tmp_path: Path, algorithm: str, max_tokens: int) -> None:
-    """The text continues without drafting.
+    """After the end of the draft context, the text continues without drafting.
 
     A step that is computed in pieces passes no hidden states to the drafter. States beyond the draft context are not stored.
     """

@@ -43,7 +43,7 @@ def guess(drafter: NgramDrafter, most: int = 3) -> tuple[list[int], bool]:
 
 
 def standing(tokens: Sequence[int], tail: Sequence[int]) -> tuple[int, list[int]]:
-    """Finds the longest suffix of `tail` that occurs in `tokens` before another token, by trying every position."""
+    """Finds the longest suffix of `tail` in `tokens` with a next token. Returns its size and the indices of the next tokens."""
     for size in range(min(len(tail), LONGEST), SHORTEST - 1, -1):
         wanted = list(tail[-size:])
         places = [at for at in range(size, len(tokens)) if tokens[at] >= 0 and list(tokens[at - size : at]) == wanted]

@@ -158,7 +158,7 @@ def test_load_does_not_wait_for_a_backup(moving: Moving, monkeypatch: pytest.Mon
     nice: list[int] = []
 
     def save(pages: Any, rows: Any, streamed: bool) -> None:
-        nice.append(os.getpriority(os.PRIO_PROCESS, 0))  # of the calling thread
+        nice.append(os.getpriority(os.PRIO_PROCESS, 0))  # niceness of the calling thread
         assert going.wait(DEADLINE_S)
 
     monkeypatch.setattr(moving.copier, "save", save)
@@ -264,7 +264,7 @@ def test_load_does_not_wait_for_a_slow_storage(moving: Moving, monkeypatch: pyte
 
 
 class Elsewhere:
-    """Replaces the reader of remote workers. All bytes of its pages are the reservation's number.
+    """Replaces the reader of remote workers. It fills each page with the number of the reservation.
 
     A read from the address "gone" returns no pages, and a read from "slow" waits for an event.
     """

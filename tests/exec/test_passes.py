@@ -47,7 +47,7 @@ def plan_of(rows: list[tuple[int, bool, int, bool]], num_decode: int) -> BatchPl
 
 
 def tokens_of(piece: Piece) -> list[tuple[int, int, int, int]]:
-    """Returns (row, slot, position, id) of each token. The id is -1 if the token is a sampled one that is only on the device."""
+    """Returns (row, slot, position, id) of each token. The id is -1 if the token was sampled and is only on the device."""
     plan, at, found = piece.plan, 0, []
     for row in range(plan.num_rows):
         for index in range(int(plan.num_tokens[row])):

@@ -26,9 +26,9 @@ HYBRID = CacheShape(page_bytes=100, state_bytes=1000, max_slots=2, mamba_full_me
         (MISTRAL, 99, PoolSizes(0)),
         (MISTRAL, -5, PoolSizes(0)),
         (WINDOWED, 2500, PoolSizes(20, 10)),
-        (WINDOWED, 800, PoolSizes(5, 6)),  # a request needs 6 units, so that fewer pages fit than by the ratio
+        (WINDOWED, 800, PoolSizes(5, 6)),  # the ratio gives fewer than the 6 units of a request
         (ALL_WINDOWED, 1000, PoolSizes(40, 20)),
-        (replace(ALL_WINDOWED, least_pages=64), 1000, PoolSizes(64, 20)),  # pages have no bytes here, so that least_pages counts
+        (replace(ALL_WINDOWED, least_pages=64), 1000, PoolSizes(64, 20)),  # pages have no bytes, so `least_pages` applies
         (HYBRID, 20_000, PoolSizes(100, 0, 10)),
         (HYBRID, 4000, PoolSizes(10, 0, 3)),
         (replace(HYBRID, max_mamba_cache_size=7), 20_000, PoolSizes(130, 0, 7)),

@@ -106,7 +106,7 @@ def test_score_rows_share_steps_with_sampled_rows_in_a_mixed_batch(scorer: Score
 
 
 def test_score_request_samples_no_token(scorer: Scorer, kernel_name: str) -> None:
-    """The slot's relayed token must still be the value from its admission."""
+    """The relay must still have the value that the request's admission has written for the slot."""
     built, _ = build_host_executor(
         str(scorer.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, True, kernel_name
     )  # fmt: skip

@@ -73,7 +73,7 @@ def ids_of(length: int, seed: int) -> list[int]:
 
 
 def run_three(driver: Driver) -> list[Sequence]:
-    """Runs three prompts: one in chunks, one that shares 16 cached tokens with it, and a whole one. Then all three decode."""
+    """Runs three prompts and decodes: the first in chunks, the second with 16 cached tokens of the first, the third whole."""
     params = greedy(NUM_NEW, top_logprobs=20)
     first = Sequence(ids_of(41, 1), 0, params)
     second = Sequence(first.prompt[:16] + ids_of(9, 2), 3, params)

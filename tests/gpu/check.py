@@ -31,7 +31,7 @@ from tests.gpu.wheels import install
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "build/gpu-cache"  # folder of compiled kernels
 COMPILERS = 16  # compilers of FlashInfer's kernels, summed over all processes; each needs a core and gigabytes of memory
-NO_GPU = 2  # exit status if there is no GPU
+NO_GPU = 2  # exit status if there is no GPU, or if the check fails before the first part
 MACHINE_S = 240.0  # time limit in seconds of tests.gpu.machine, which may import torch from a cold disk
 LEAST_S = 20.0  # seconds of --limit-s that must be left to start a part
 KEEP_BACK_S = 15.0  # seconds of --limit-s that are reserved to end a hanging part and to write the report
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the check. Returns the exit status.
 
     Returns:
-        0 if all chosen parts are done, 1 if some are not, 2 without a GPU or with wrong arguments.
+        0 if all chosen parts are done, 1 if some are not, 2 if there is no GPU or the check fails before the first part.
     """
     options = arguments().parse_args(argv)
     begun = time.monotonic()

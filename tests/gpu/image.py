@@ -1,4 +1,4 @@
-"""Compares the versions of a check with those that the worker's GPU image pins."""
+"""Compares the package versions of a check with the versions that the worker's GPU image pins."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _lines(
 
 
 def _variants(part: Part, state: State, device: str) -> list[Result | None]:
-    """Returns the results of a part, sorted by flags: first those with its present flags. [None] without a result."""
+    """Returns the results of a part, sorted by flags, but first those with the part's present flags. [None] if there are none."""
     found = [result for result in state.on(device) if result.part == part.name]
     return [*sorted(found, key=lambda result: (result.flags != part.flags, result.flags))] or [None]
 

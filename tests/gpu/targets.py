@@ -91,7 +91,7 @@ def _judged(target: Target, results: tuple[Result, ...], device: str) -> Iterabl
 
 
 def _profile(outcome: dict, name: str) -> dict:  # type: ignore[type-arg]
-    """Returns the profile with this name of a model or workload; if there is none, the first profile."""
+    """Returns the profile of the model or workload `name`. If it has none, returns the first profile, or {} without profiles."""
     profiles = outcome.get("profiles", {})
     return profiles.get(name) or next(iter(profiles.values()), {})
 

@@ -20,7 +20,7 @@ LENGTHS = (3, 20, 40, 90, 150)
 
 
 class Cramped:
-    """A model that raises OutOfMemoryError for passes with more than max_tokens tokens and rows with more than max_context."""
+    """A model that raises OutOfMemoryError for a pass with more than `max_tokens` tokens or a context above `max_context`."""
 
     def __init__(self, model: Any, max_tokens: int, max_context: int = 1 << 30) -> None:
         self._model, self._max_tokens, self._max_context = model, max_tokens, max_context
@@ -81,8 +81,8 @@ def little_left(device: str, num_bytes: int) -> Iterator[None]:
 def test_other_requests_continue_when_the_allocator_has_no_memory(tmp_path: Path, device: str) -> None:
     """Leaves almost no memory for the log probabilities of a long prompt with a large vocabulary.
 
-    The buffers of a step are allocated before. The request ends for lack of memory, or its log probabilities are right. Other
-    requests must not be affected.
+    The buffers of a step are allocated before the memory is limited. The request ends for lack of memory, or its log
+    probabilities are right. Other requests must not be affected.
     """
     shape = MODELS["qwen3"]
     wide = type(shape)(shape.family, {**shape.options, "vocab_size": 65_536})

@@ -70,12 +70,12 @@ def write(
     """Writes random text that the grammar allows.
 
     Args:
-        free_tokens: number of tokens after which write() prefers `closers`, and ends where the output may end.
+        free_tokens: number of tokens after which write() prefers `closers`, and ends as soon as the output may end.
         max_tokens: largest number of tokens.
         closers: tokens that end values.
 
     Returns:
-        None if the output does not end within `max_tokens` tokens.
+        The text; None if the output does not end within `max_tokens` tokens.
     """
     walker = matcher(grammar)
     tokens = vocabulary().tokens

@@ -21,7 +21,8 @@ from rootstock_llm.kernels.reference.sampling import draw_token, support, temper
 
 ALWAYS = (1 << 31) - 1  # value of the column EDITED_UNTIL if logits are edited at every position
 POISON = 777.0  # content of memory that a kernel must write or must not read
-NEAR = 2e-6  # if a uniform number is nearer to the boundary between two tokens, rounding decides which one is drawn
+# If a uniform number is nearer than this to the boundary between two tokens, rounding decides which token is drawn.
+NEAR = 2e-6
 Columns = TypeVar("Columns", SampleRows, SlotTable)
 
 
@@ -56,7 +57,7 @@ class Row:
     """A row to sample."""
 
     slot: int  # below 0: padding
-    position: int = 10  # of the sampled token in the sequence
+    position: int = 10  # position of the sampled token in the sequence
     mask: Sequence[int] | None = None  # tokens that the grammar allows, or None for all
     losses: Mapping[int, float] = field(default_factory=dict)  # DRY penalty by token, which is subtracted from the logit
 

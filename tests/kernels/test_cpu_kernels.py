@@ -242,7 +242,7 @@ ATTENTION = [
 def test_paged_attention_matches_the_reference(
     kernels: CpuKernels, dtype: torch.dtype, batch: str, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
-    """shape is (heads, KV heads, head size), layout is (tokens per page, window)."""
+    """`shape` is (heads, KV heads, head size), and `layout` is (tokens per page, window)."""
     (heads, kv_heads, head_dim), (page_size, window) = shape, layout
     rows, num_pages = ragged(BATCHES[batch], page_size)
     num_tokens = int(rows.num_tokens.sum())
@@ -265,7 +265,7 @@ def test_paged_attention_matches_the_reference(
 
 
 def chosen(logits: Tensor, case: SlotCase, positions: list[int]) -> Written:
-    """Returns the results of select_tokens for one row of logits and one slot per position."""
+    """Returns the results of select_tokens for `logits`. Each row has one of `positions` and its own slot."""
     vocab_size, rows = logits.shape[1], [Row(slot, position) for slot, position in enumerate(positions)]
     table = table_of([case] * len(rows), vocab_size)
     return sampled(CpuSampling(built_library(), 2), logits, rows_of(rows, vocab_size), table, torch.device("cpu"))

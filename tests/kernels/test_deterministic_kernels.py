@@ -36,7 +36,7 @@ def slices(rows: int) -> Iterator[slice]:
 
 
 def assert_rows_alone(compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Checks that compute() of some rows of x equals these rows of compute(x). compute maps [rows, N] to [rows, M]."""
+    """Checks that `compute` gives the same rows for a part of `x` as for the whole `x`. `compute` maps [rows, N] to [rows, M]."""
     whole = compute(x)
     for part in slices(len(x)):
         assert torch.equal(compute(x[part].clone()), whole[part]), part
@@ -121,7 +121,7 @@ def together(table: Tensor, parts: Sequence[tuple[int, int, int]]) -> RaggedRows
 
 
 class Context:
-    """Queries, keys and values of a sequence in its own pages, with a copy of the keys and values on other pages per slot."""
+    """Queries, keys and values of a sequence. Slot 0 has the keys and values on its pages, and two other slots have copies."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, window: int) -> None:
         self.heads, self.kv_heads, self.head_dim = shape
@@ -168,7 +168,7 @@ SHAPES = [
 def test_paged_attention_gives_the_same_bits_for_any_chunks(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
-    """shape is (heads, KV heads, head size), layout is (tokens per page, window)."""
+    """`shape` is (heads, KV heads, head size), and `layout` is (tokens per page, window)."""
     context = Context(dtype, shape, *layout)
     whole = context.in_pieces(kernels, [LENGTH])
     for sizes in CUTS:

@@ -44,7 +44,7 @@ class Layer:
         return qkv.detach().to(dtype), gates.detach().to(dtype)
 
     def pools(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns pools of NaN, so that a read of a unit that was not written shows."""
+        """Returns pools filled with NaN, so that a read of an unwritten unit changes the result."""
         net = self.net
         conv = torch.full((UNITS, net.conv_kernel_size - 1, net.conv_dim), float("nan"), dtype=dtype)
         return conv, torch.full((UNITS, net.num_v_heads, net.head_k_dim, net.head_v_dim), float("nan"))
@@ -69,7 +69,7 @@ def layer(sizes: tuple[int, int, int, int], tokens: int) -> Layer:
 
 
 def rows_of(counts: list[int]) -> RaggedRows:
-    """Returns rows with these numbers of tokens. Gated DeltaNet reads only the columns offsets and num_tokens."""
+    """Returns rows with these numbers of tokens. Gated DeltaNet reads only the columns `offsets` and `num_tokens`."""
     sizes = torch.tensor(counts, dtype=torch.int32)
     zeros = torch.zeros_like(sizes)
     offsets = (sizes.cumsum(0) - sizes).to(torch.int32)
@@ -87,7 +87,7 @@ def kernels_of(name: str) -> Kernels:
 
 
 def computed(kernels: Kernels, one: Layer, cuts: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the sequence in one call for each part between two cuts. Returns the outputs, and the last unit of both pools."""
+    """Computes the sequence with one call per part between the cuts. Returns the outputs, and each pool's last written unit."""
     qkv, gates = one.inputs(dtype)
     conv, state = one.pools(dtype)
     net, outs, unit = one.net, [], -1
@@ -153,7 +153,8 @@ def test_row_stores_the_state_at_the_cut_and_does_not_change_the_state_that_the_
     conv[0], state[0] = conv_at, state_at
     before = conv.clone(), state.clone()
     out = torch.empty(30 + 14, net.value_dim)
-    # the whole sequence from zeros, cut after 16 tokens, and the tokens after the cut from a stored state
+    # The first row has the whole sequence and stores the state after 16 tokens. The second row begins with a stored state and has
+    # the tokens after these 16.
     both, both_gates = torch.cat((qkv, qkv[16:])), torch.cat((gates, gates[16:]))
     states = states_of((-1, 2, 16, 1), (0, 3, 0, -1))
     kernels.gated_delta_rule(out, both, both_gates, one.weight, one.decay, rows_of([30, 14]), states, conv, state)

@@ -79,7 +79,7 @@ def test_kernels_compile_for_hopper_at_bench_shapes(name: str) -> None:
     else:
         assert not report["fused"]
     for kernel, counts in report["fused"].items():
-        logarithms = 4 if kernel == "attention_kernel" else 0  # one per lane of a split, in each thread, by the CUDA library
+        logarithms = 4 if kernel == "attention_kernel" else 0  # each thread computes one logarithm per lane of a split
         assert {count % LOGARITHM for count in counts} == {0} and max(counts) <= logarithms * LOGARITHM, kernel
     assert max(max(sizes) for sizes in shared.values()) <= SHARED_MEMORY
 

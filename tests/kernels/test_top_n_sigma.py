@@ -96,9 +96,9 @@ def test_top_n_sigma_keeps_logits_near_the_maximum(
 def test_sampled_tokens_match_the_cumulative_probability_of_the_kept_tokens(
     n: float, temperature: float, back_end: str, device: torch.device
 ) -> None:
-    """Compares with the inverse cumulated mass of the remaining tokens, in float64.
+    """Compares drawn tokens with tokens that the inverse of the cumulative probability gives, in float64.
 
-    The same tokens remain at every temperature.
+    top-n-sigma keeps the same tokens at every temperature.
     """
     number, logits = (200 if back_end != "triton" or device.type == "cuda" else 4), MASKED.astype(np.float32).astype(np.float64)
     kept = kept_by(logits, n)
@@ -129,7 +129,7 @@ def test_sampled_tokens_match_the_cumulative_probability_of_the_kept_tokens(
 def test_top_n_sigma_keeps_all_equal_logits_at_the_threshold(
     row: list[float], n: float, first: int, last: int, back_end: str, device: torch.device
 ) -> None:
-    """The widest row keeps the other half of its tokens, too, but at this temperature their probability is 0."""
+    """In the case `widest`, top-n-sigma also keeps the two lowest logits, but at this temperature their probability is 0."""
     hot = HOT if max(row) < 1e9 else 1.0
     assert extremes(back_end, torch.tensor([row]), SlotCase(hot, top_n_sigma=n), device) == (first, last)
 
@@ -159,9 +159,9 @@ CUTS: dict[str, tuple[dict[str, float], float]] = {
 def test_other_cuts_apply_to_the_tokens_that_top_n_sigma_keeps(
     cut: tuple[dict[str, float], float], n: float, back_end: str, device: torch.device
 ) -> None:
-    """At a high temperature all tokens have nearly the same mass, so top-p keeps a share of them.
+    """At a high temperature, all kept tokens are about equally likely, so top-p keeps a share of about `top_p`.
 
-    The least likely come last.
+    The least likely tokens have the highest ids.
     """
     cuts, share = cut
     logits = FALLING.astype(np.float32).astype(np.float64)

@@ -100,7 +100,7 @@ def case(
     rows, num_pages = ragged(shapes, page_size)
     keys = filled_pool(rows, (num_pages, heads[1], page_size, dims[0]), dtype, 10)
     values = filled_pool(rows, (num_pages, heads[1], page_size, dims[1]), dtype, 50)
-    for row, start in enumerate(rows.starts.tolist() if window else ()):  # pages that may belong to another request by now
+    for row, start in enumerate(rows.starts.tolist() if window else ()):  # another request may have these pages
         left = rows.page_table[int(rows.slots[row]), : max(start - window + 1, 0) // page_size].long()
         keys[left], values[left] = torch.nan, torch.nan
     tokens = int(rows.num_tokens.sum())
@@ -279,7 +279,7 @@ MANY_ROWS = pytest.param(
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("rows", "extra", "window"), [(1, 1, 0), (5, 3, 0), (5, 40, 0), MANY_ROWS, (9, 30, 100)])
 def test_each_split_is_assigned_to_one_program(rows: int, extra: int, window: int, device: torch.device) -> None:
-    """The rows begin at row 1. A block has 16 positions, a split has two or more blocks, and a row has at most eight splits."""
+    """The first row is row 1. A block has 16 positions, a split has two or more blocks, and a row has at most eight splits."""
     rng = torch.Generator().manual_seed(rows + extra)
     starts = (torch.rand(rows + 1, generator=rng) ** 6 * 3000).int()
     slots = torch.where(torch.rand(rows + 1, generator=rng) < 0.2, -1, 0).int()
@@ -334,7 +334,7 @@ def test_attention_matches_the_reference_when_heads_exceed_lanes(
 
 
 def test_general_attention_matches_the_reference_for_more_than_256_rows(device: torch.device) -> None:
-    """The batch has more rows than find_tile searches at a time."""
+    """The batch has more rows than `find_tile` searches at a time."""
     shapes = [(row % 3 + 1, 3 if row in (0, 255, 256, 258) else 0) for row in range(259)]
     call = case(shapes, (2, 1), (16, 16), 4, device)
     run(call, False, Blocks(16, 16, 4, 1), 0)
@@ -344,7 +344,7 @@ def test_general_attention_matches_the_reference_for_more_than_256_rows(device: 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_general_attention_ignores_pages_before_the_window(shapes: Shapes, device: torch.device) -> None:
-    """The table entries of these pages are below 0, which reads page 0, and page 0 holds NaN."""
+    """The table entries of these pages are below 0. For such an entry, the kernel would read page 0, which has NaN."""
     call = case(shapes, (4, 2), (16, 16), 4, device, window=6)
     right = expected(call)
     for row, (start, _) in enumerate(shapes):

@@ -208,7 +208,7 @@ def scattered(tokens: int, cells: int, device: torch.device) -> RaggedRows:
 def test_rope_write_kv_kernel_matches_the_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int, bool]
 ) -> None:
-    """shape is (tokens, heads, KV heads, head size, tokens per page, whether there are norms)."""
+    """`shape` is (tokens, heads, KV heads, head size, tokens per page, whether there are norms)."""
     tokens, heads, kv_heads, dim, page_size, normed = shape
     pages = -(-2 * tokens // page_size) + 1
     rows = scattered(tokens, pages * page_size, device)
@@ -246,7 +246,7 @@ def test_rope_write_kv_kernel_accepts_padding_tokens_beyond_the_rotation_table(
 def test_write_kv_kernel_reads_strided_inputs(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int]
 ) -> None:
-    """shape is (tokens, KV heads, key size, value size, tokens per page)."""
+    """`shape` is (tokens, KV heads, key size, value size, tokens per page)."""
     tokens, kv_heads, key_dim, value_dim, page_size = shape
     pages = -(-2 * tokens // page_size) + 1
     rows = scattered(tokens, pages * page_size, device)

@@ -77,7 +77,7 @@ def ragged(
 ) -> RaggedRows:
     """Returns rows from (slot, start, tokens) with poisoned positions and locations.
 
-    With reverse, the last row is first in the batch.
+    If `reverse`, the last row is first in the batch.
     """
     order = list(reversed(range(len(rows)))) if reverse else list(range(len(rows)))
     offsets, begin = [0] * len(rows), 0

@@ -149,7 +149,7 @@ def report(faults: Sequence[Fault], suites: Sequence[Suite]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(AREAS)}; default: all")
+    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"one of {', '.join(AREAS)}; default: all")
     parser.add_argument("--beside", metavar="REVISION", help="revision whose tests run if the present tests do not find a fault")
     parser.add_argument("--match", default="", metavar="TEXT", help="only faults whose row contains this text")
     parser.add_argument(

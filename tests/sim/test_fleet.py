@@ -110,7 +110,7 @@ def test_gateway_indexes_match_the_cached_blocks_when_all_messages_have_arrived(
 
 
 def settle(fleet: FleetSimulation) -> None:
-    """Runs the clock until all messages have arrived and all speculation has expired."""
+    """Runs the clock until all messages have arrived and all speculative blocks have expired."""
     until = fleet._clock.now + 2.0
     while fleet._clock.now < until:
         fleet._clock.step()

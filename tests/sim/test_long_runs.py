@@ -1,6 +1,6 @@
 """Runs the property tests' workload for 4,500 steps over every policy and flag.
 
-With ROOTSTOCK_TEST_NIGHTLY=1, it runs twenty times 50,000 steps.
+With ROOTSTOCK_TEST_NIGHTLY=1, the workload runs for 50,000 steps, twenty times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, 
 from tests.night import NIGHTLY
 
 ROUNDS = range(20) if NIGHTLY else range(1)
-PATIENCE = 4 if NIGHTLY else 15  # multiple of its share of the steps after which a run ends even if an event is missing
+# If a wanted event has not occurred, a row of ROWS runs for up to PATIENCE times its share of the steps.
+PATIENCE = 4 if NIGHTLY else 15
 STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 4_500
 TURNS_OF_A_DRIVE = 250 if NIGHTLY else 60  # turns of the workload per seed
 
@@ -65,9 +66,9 @@ def driven(name: str, seed: int, turns: int = TURNS_OF_A_DRIVE, checked: bool = 
 
 
 def num_jumps(plans: list[BatchPlan]) -> int:
-    """Counts extend rows of requests whose last token was sampled and which were not admitted again.
+    """Returns the number of extend rows with forced tokens.
 
-    The grammars of these requests have added tokens.
+    An extend row has forced tokens if its slot was not admitted again, and the slot's previous row was sampled.
     """
     count = 0
     sampled: set[int] = set()
@@ -184,8 +185,8 @@ class TestNoStarvation:
     ) -> None:
         """Bounds the steps until the first admission, under a load that keeps the queue full.
 
-        Until its admission, each step extends or decodes an earlier request. A request takes one step per chunk and per output
-        token, and each retraction costs at most the steps of all its chunks again.
+        Until the request is admitted, each step extends or decodes an earlier request. An earlier request takes one step per
+        chunk and per output token, and each retraction costs at most the steps of all its chunks again.
         """
         config = config_of(4, 160, 6, 16, retract_interval=retract_interval, schedule_conservativeness=0.3)
         engine, rng = Engine(config, overlap, checked=False), random.Random(6)

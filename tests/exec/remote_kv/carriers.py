@@ -22,7 +22,7 @@ if HAS_NIXL or NIGHTLY:
 
 
 class KeptCarrier(Carrier):
-    """A carrier that several servers and readers use one after another. Their close() does not end it."""
+    """A carrier that several servers and readers use one after another. It runs until end(), and close() has no effect."""
 
     def close(self) -> None: ...
 

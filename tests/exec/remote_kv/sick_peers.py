@@ -137,8 +137,8 @@ def responds_once(payload: bytes, *, reads_another: bool, resets: bool = False) 
 
     Args:
         payload: pages to send.
-        reads_another: receive another request before the connection ends.
-        resets: end with a reset, as the system does for a killed process.
+        reads_another: whether to receive a second request before the connection ends.
+        resets: whether to end with a reset, as the system does for a killed process.
     """
 
     def behaviour(peer: SickPeer, one: socket.socket) -> None:

@@ -18,7 +18,7 @@ class DiaryDisk(Disk):
     """A disk that records calls."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []  # calls that create, sync or rename a file, with its name
+        self.calls: list[str] = []  # calls of create(), pass_cache(), sync() and rename(), with the file's name
         self.dropped: list[tuple[str, int, int]] = []  # file, first and end byte of each drop_cached()
 
     def drop_cached(self, fd: int, offset: int, size: int) -> None:

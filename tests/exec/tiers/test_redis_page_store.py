@@ -77,7 +77,7 @@ def test_stored_pages_have_a_fixed_size_and_an_expiry_time(server: RedisServer) 
 
 
 def test_store_ignores_keys_of_another_version(server: RedisServer) -> None:
-    """Version 1 had keys of 32 bytes. If its news were read as keys of 40 bytes, they would be keys that do not exist."""
+    """Version 1 had page keys of 32 bytes. Read as keys of 40 bytes, its news would name page keys that do not exist."""
     older = f"pages:{IDENTITY[:16].hex()}:"
     server.client.set(f"{older}p:".encode() + bytes(32), bytes(PAGE), px=60_000)
     server.client.xadd(f"{older}news", {"h": ""})
@@ -368,7 +368,7 @@ def test_quota_evicts_the_oldest_pages_of_a_salt_from_all_workers(server: RedisS
         wall.now += 1
         write(first, keys(number, tag=A))
     late = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4), wall=wall)
-    late.news()  # its scan returns the keys in another order than that of their times
+    late.news()  # scans the server, which does not return the keys in the order of their times
     wall.now += 1
     done = write(late, keys(3, 4, 5, tag=A))
     assert done == Written(tuple(keys(3, 4, 5, tag=A)), tuple(keys(0, 1, tag=A)))

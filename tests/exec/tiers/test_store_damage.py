@@ -152,7 +152,7 @@ class TestTruncatedFiles:
 
 class TestSwappedRecords:
     def test_swapped_records_are_lost_when_the_segment_has_an_index(self, folder: Path) -> None:
-        """In the slot that the index has for a key, there is another record."""
+        """At the slot that the index lists for a page key, the file has the record of another page key."""
         swap(folder / SEALED, 1, 2)
         it = store(folder)
         one, two = MANY[SLOTS + 1], MANY[SLOTS + 2]

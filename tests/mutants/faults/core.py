@@ -1,4 +1,4 @@
-"""Faults of the scheduler."""
+"""Seeded faults in the scheduler. The tests of a fault's area (areas.py) must detect the fault."""
 
 from __future__ import annotations
 

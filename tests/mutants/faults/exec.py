@@ -1,4 +1,4 @@
-"""Faults of the executor."""
+"""Seeded faults in the executor. The tests of a fault's area (areas.py) must detect the fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of downloading models."""
+"""Seeded faults in the download of models. The tests of a fault's area (areas.py) must detect the fault."""
 
 from __future__ import annotations
 

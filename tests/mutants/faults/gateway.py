@@ -1,4 +1,7 @@
-"""Faults of the gateway and of the worker's request validation."""
+"""Seeded faults in the gateway and in the worker's request validation.
+
+The tests of a fault's area (areas.py) must detect the fault.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of grammars."""
+"""Seeded faults in the checks of grammars and JSON schemas. The tests of a fault's area (areas.py) must detect the fault."""
 
 from __future__ import annotations
 

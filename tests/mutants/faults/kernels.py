@@ -1,4 +1,4 @@
-"""Faults of kernels."""
+"""Seeded faults in the kernels. The tests of a fault's area (areas.py) must detect the fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of loads from host memory layer by layer."""
+"""Seeded faults in layer-wise loads from host memory. The tests of a fault's area (areas.py) must detect the fault."""
 
 from __future__ import annotations
 

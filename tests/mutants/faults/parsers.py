@@ -1,4 +1,7 @@
-"""Faults of grammars for tool calls, and of the gateway's output parsers."""
+"""Seeded faults in grammars for tool calls and in the gateway's output parsers.
+
+The tests of a fault's area (areas.py) must detect the fault.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of KV transfer between workers."""
+"""Seeded faults in the KV transfer between workers. The tests of a fault's area (areas.py) must detect the fault."""
 
 from __future__ import annotations
 

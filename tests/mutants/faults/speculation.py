@@ -1,4 +1,7 @@
-"""Faults of drafters, of the verification of draft tokens, and of the draft controller, which chooses their number."""
+"""Seeded faults in drafters, in the verification of draft tokens and in the draft controller.
+
+The tests of a fault's area (areas.py) must detect the fault.
+"""
 
 from tests.mutants.fault import of
 

@@ -1,4 +1,7 @@
-"""Faults of backups to lower KV tiers, of the tiers' storage, and of reads from them."""
+"""Seeded faults in backups to lower KV tiers, in the storage of these tiers and in reads from them.
+
+The tests of a fault's area (areas.py) must detect the fault.
+"""
 
 from __future__ import annotations
 

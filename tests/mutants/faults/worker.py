@@ -1,4 +1,7 @@
-"""Faults of the worker's settings, weight loading and control service, and of the tokenizer."""
+"""Seeded faults in the worker's settings, weight loading and control service, and in the tokenizer.
+
+The tests of a fault's area (areas.py) must detect the fault.
+"""
 
 from __future__ import annotations
 
