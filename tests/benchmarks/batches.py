@@ -3,7 +3,7 @@
 The demo model runs as a whole system on this machine. Chats arrive as a Poisson process, in rounds without and with a batch that
 lasts as long as the round. The output has:
 
-- of chats with and without the batch: the time to the first token and the time between tokens; the ratio of the time with the
+- for chats with and without the batch: the time to the first token and the time between tokens; the ratio of the time with the
   batch to the time without it, over all rounds, with its 95 % bootstrap interval over pairs of rounds; and the median of the
   ratios of single pairs;
 - the time to the first token of each round's first chat, which arrives while the batch runs at full speed;

@@ -11,7 +11,7 @@ These events count as constructions:
 | class, dataclass, settings | call of the `__init__` that the type resolves to |
 | named tuple | call of its `__new__` or `_make` |
 | subclass of an immutable type | call of its `__new__` |
-| pydantic model | the event of its class as above, or an occurrence in the result of a validation, at any depth |
+| pydantic model | call of its `__init__`; also each model object, at any depth, in the result of a validation |
 | protobuf message | call of `__init__` in protobuf's Python implementation; parsing a message or reading a default calls it too |
 
 Types without a Python `__init__` or `__new__`, enum members and copies are not counted.
@@ -72,12 +72,12 @@ class ThreadCounts:
         self.built: list[Counter[type]] = [Counter() for _ in Window]  # per window: number of constructed objects by type
         self.codes: dict[int, CodeType] = {}  # counted code objects by id; these references keep the ids valid
         self._window = window
-        self._makers: dict[int, str] = {}  # by id of a code object that may construct a type: its name in MAKERS's values
+        self._makers: dict[int, str] = {}  # by id of a code object that may be a constructor: the constructor's name (MAKERS)
         self._validations: set[int] = set()  # ids of pydantic's functions that return a validated value
         self._makes: dict[tuple[type, int], bool] = {}  # by type and code id: whether the code is the type's constructor
 
     def profile(self, frame: FrameType, event: str, value: Any) -> None:
-        """Counts one event. It is the thread's profile function.
+        """Counts one event, as the profile function of the thread.
 
         Args:
             value: the returned value of a return event.

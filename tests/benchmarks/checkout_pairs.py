@@ -61,7 +61,7 @@ def order_of(number: int) -> tuple[str, ...]:
 
 
 def rounds(urls: dict[str, str], args: argparse.Namespace, in_flight: int) -> list[dict[str, Burst]]:
-    """Returns the results by round, without the first round, a warm-up. Each round has new prompts, so no prompt is cached."""
+    """Returns the results by round, without the first round (a warm-up). Each round has new prompts, so no prompt is cached."""
     found = []
     for number in range(args.rounds + 1):
         prompts = draw_prompts(args.model, in_flight, args.input_len, (args.seed, number, in_flight))

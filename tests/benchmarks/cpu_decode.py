@@ -1,7 +1,8 @@
 """Speed of the executor on a CPU, compared with transformers: python -m tests.benchmarks.cpu_decode [--threads N].
 
-The model has random bf16 weights in the shape of Qwen3-0.6B. The output has prefill tokens per second, the time of a decode step
-and its time per kernel group, and output tokens per second of a whole batch (prefill and decode). No time is checked.
+The model has random bf16 weights in the shape of Qwen3-0.6B. For each batch, the output has prefill tokens per second, the time
+of a decode step, and output tokens per second (prefill and decode). A second line has the seconds of our run (prefill and
+decode) per kernel group and between kernels. No time is checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attacks of hostile clients on a gateway. Each attack is a function that ends by itself and returns the responses by kind.
 
-python -m tests.benchmarks.front_attacks ATTACK PORT KEY runs an attack and prints the counts as JSON. It runs in its own process
-with the lowest priority, because an attack in the measuring process would delay the measurement.
+python -m tests.benchmarks.front_attacks ATTACK PORT KEY runs an attack and prints the counts as JSON. The attack runs in its
+own process with the lowest priority, because an attack in the measuring process would delay the measurement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """python -m tests.benchmarks.gateway_load_worker: a worker without a model. It sends a single token, or one per step.
 
-It sends hello and load messages to the gateway and renews its lease in Redis. It decodes only the handle of a request, so that
-the worker costs little CPU beside the measured gateway.
+The worker sends hello and load messages to the gateway and renews its lease in Redis. It decodes only the handle of a request, so
+that it uses little of the CPU time that the measured gateway needs.
 """
 
 from __future__ import annotations

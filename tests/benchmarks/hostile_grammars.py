@@ -3,13 +3,15 @@
 The benchmark starts the whole system. Normal greedy streams run in `--streams` lanes, in four phases per repetition:
 
 1. quiet: the streams run alone;
-2. control: a process of the lowest priority writes to memory. Any compiler on this machine slows the streams at least as much;
+2. control: a process of the lowest priority writes to memory. It shows the slowdown that any busy process causes here, so also
+   the least that grammar compilation can cause;
 3. a second process sends every hostile grammar, one after another;
 4. the second process sends all hostile grammars at once.
 
-Each repetition changes the grammars, so that none is cached. The output has inter-token latencies (gaps between chunks in ms),
-their ratio to the quiet phase of the same repetition, and the result of each hostile request. The exit status is 1 if a process
-died, a normal stream failed, or a hostile request was neither served nor refused.
+Each repetition changes the grammars, so that none is cached. The output has inter-token latencies (gaps between chunks in ms) and
+their ratio to the quiet phase of the same repetition. Then a line for each name of a hostile request has the statuses of all
+requests with this name, the longest time, and the last output or error message. The exit status is 1 if a process died, a normal
+stream failed, or a hostile request was neither served nor refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A scheduler configuration that does not follow the worker's defaults, so that figures stay comparable over years.
 
-It imports no settings module, because GPU machines may lack its dependencies.
+This module imports no settings, because GPU machines may lack the dependencies of the settings modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """python -m tests.benchmarks.request_trace_runner FOLDER MODULE [FLAGS]: runs the module of a service and counts its calls.
 
-`tests.benchmarks.request_trace` starts it and prepares FOLDER:
+`tests.benchmarks.request_trace` starts this module and prepares FOLDER:
 
 - FOLDER/window holds the current window.
 - FOLDER/python is a script that replaces `sys.executable`. So each child that the module starts as
@@ -58,7 +58,7 @@ def main() -> None:
     counts = ProcessCounts(WindowFile(folder / WINDOW), ROOT)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(folder / SOCKET))
-    threading.Thread(target=_send_when_asked, args=(connection, counts, module), daemon=True).start()  # not counted itself
+    threading.Thread(target=_send_when_asked, args=(connection, counts, module), daemon=True).start()  # is not counted
     counts.start()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,8 +1,9 @@
 """python -m tests.benchmarks.unit_policy: times and hit rates of a model with recurrent layers, by memory share and interval.
 
-The scheduler runs on simulated traces of chats, agents and shared prefixes. All cases have the same amount of memory. For the
-ratio r (mamba_full_memory_ratio), states take r bytes for each byte of KV. A state takes as much memory as the KV of STATE_TOKENS
-tokens. Prints a table for each trace and, as its limit, the figures of a model without recurrent layers in this memory.
+The scheduler runs on simulated traces of chats, agents and shared prefixes. All cases have the same amount of memory. The
+ratio (mamba_full_memory_ratio) is the number of bytes of states per byte of KV. A state takes as much memory as the KV of
+STATE_TOKENS tokens. Prints a table for each trace, and above the table the figures of a model without recurrent layers that has
+the same memory.
 """
 
 from __future__ import annotations

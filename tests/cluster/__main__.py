@@ -2,15 +2,15 @@
 
 Local cluster:
 
-- CLUSTER names a command that starts and stops it. tests/cluster/kubernetes.py lists the actions of the command.
+- CLUSTER names a command that starts and stops the cluster. tests/cluster/kubernetes.py lists the actions of the command.
 - CLUSTER_TEST_NODES is the number of nodes, by default 2. test_long_far_pools.py needs 3.
-- BASE_IMAGE names a command that makes the base image and runs if the image is missing. Without an image registry, it is needed.
-- CLUSTER_TEST_UPGRADE_FROM names a commit, whose images are built too, for test_long_upgrade.py.
+- BASE_IMAGE names a command that makes the base image if it is missing. The variable is needed only without an image registry.
+- CLUSTER_TEST_UPGRADE_FROM names a commit for test_long_upgrade.py. The images of this commit are built too.
 
 Existing cluster:
 
-- CLUSTER_TEST_KUBECONFIG names its kubeconfig.
-- CLUSTER_TEST_LOAD names a command that loads an image archive into it.
+- CLUSTER_TEST_KUBECONFIG names the cluster's kubeconfig.
+- CLUSTER_TEST_LOAD names a command that loads an image archive into the cluster.
 - Tests that disturb the whole cluster run only with CLUSTER_TEST_DISRUPT=1.
 
 Buildah builds the images of docker/Dockerfile while the cluster starts. As root, apt-get installs missing Debian packages. A run

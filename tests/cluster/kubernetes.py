@@ -101,7 +101,7 @@ class Cluster:
     addons: tuple[str, ...] = ()  # addons that the cluster has from its start
 
     def kubectl(self, *arguments: str, given: str = "") -> str:
-        if arguments[0] == "get":  # other commands that wait have their own limit
+        if arguments[0] == "get":  # commands that wait, such as rollout, have a limit of their own
             arguments = (*arguments, f"--request-timeout={ASK_S:.0f}s")
         return run("kubectl", *arguments, given=given, env=self.env)
 

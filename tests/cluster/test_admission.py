@@ -69,7 +69,7 @@ def structural(schema: Schema) -> Schema:
 
 @pytest.mark.parametrize("name", CI)
 def test_api_server_admits_values_file(cluster: Cluster, name: str, proved: Callable[[str], None]) -> None:
-    """The API server gives no warning. The namespace's label makes it also warn about pods that break restricted Pod Security."""
+    """The API server gives no warning. The namespace's label adds warnings about pods that break restricted Pod Security."""
     with namespace(cluster, f"admitted-{name}") as space:
         cluster.kubectl("label", "namespace", space, "pod-security.kubernetes.io/warn=restricted")
         values = yaml.safe_load(CI[name].read_text())

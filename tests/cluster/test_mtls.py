@@ -30,8 +30,9 @@ VALUES: Object = {
 TLS: Object = {"tls": {"secret": "llm-%s-tls", "tokenSecret": "llm-services"}}
 COMPONENTS = (*(role for role in ROLES if role != "operator"), "redis", "state")
 
-# Runs in a pod without certificate and token. Prints for each port: the result of a call without TLS, the result of a call with
-# TLS but without a certificate, and the TLS version of a handshake.
+# Runs in a pod without certificate and token. Prints three results for each port: of a call without TLS, of a call with TLS but
+# without a certificate, and of a TLS handshake. The third result is the TLS version, "" if the port does not use TLS, or
+# "refused in TLS" if the port uses TLS and refuses the handshake.
 ASK = """
 import grpc, json, socket, ssl, sys
 from grpc_health.v1 import health_pb2, health_pb2_grpc

@@ -136,7 +136,7 @@ def cordoned(cluster: Cluster) -> Iterator[Callable[[str], None]]:
 
 
 def test_streams_survive_a_drained_node(release: Release, cordoned: Callable[[str], None], proved: Callable[[str], None]) -> None:
-    """The drained node runs a gateway and the Redis. This test is the last one, as it leaves all pods on the other node."""
+    """The drained node runs a gateway and the Redis. This test is the last one, because it leaves all pods on the other node."""
     (redis,) = release.ready("redis")
     with load_on(release, STREAMS) as load:
         until(lambda: load.ended >= STREAMS, "the first completed requests")

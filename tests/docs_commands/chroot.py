@@ -3,8 +3,9 @@
 1. Installs a Debian in FOLDER with debootstrap, and clones this checkout's commit into it.
 2. Runs README from top to bottom with Debian's Python, then all pages. --nightly includes nightly blocks, such as `make test`.
 
-It needs root and debootstrap, and takes a quarter of an hour with the downloads of `make run`. The machine's pip configuration is
-copied, and the folders that it names are mounted. Nothing outside FOLDER changes, and the mounts end with the command.
+The command needs root and debootstrap, and takes a quarter of an hour with the downloads of `make run`. The machine's pip
+configuration is copied, and the folders that it names are mounted. Nothing outside FOLDER changes, and the mounts end with the
+command.
 """
 
 from __future__ import annotations

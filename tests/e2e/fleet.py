@@ -179,7 +179,7 @@ class Fleet:
     def join(self) -> None:
         """Ends the partition and waits until far_worker is reachable.
 
-        This can take seconds, because the kernel caches failed look-ups of its link address.
+        This can take seconds, because the kernel caches failed look-ups of the worker's link address.
         """
         if self._namespace:
             self._namespace.join()
@@ -282,7 +282,7 @@ class Fleet:
         return time.monotonic() - begun
 
     def resident_mb(self, name: str) -> float:
-        """Resident memory in MiB of the process and its children."""
+        """Returns the resident memory in MiB of the process and its children."""
         return sum(process.memory_info().rss for process in self._processes(name)) / 2**20
 
     def num_fds(self, name: str) -> int:

@@ -1,8 +1,8 @@
 """Many concurrent clients of a fleet, with a load balancer that behaves like a Kubernetes Service.
 
 The clients run on an event loop in its own thread. The load balancer uses only ready gateways. If a gateway refuses a connection,
-the balancer tries another one, because no byte of the request was sent. It never repeats a request that was sent, so the client
-gets every later fault.
+the balancer tries another gateway, because no byte of the request was sent. The balancer never repeats a request that was sent,
+so the client gets every later fault.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Clients:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _open(self) -> None:
-        """Opens a session with one connection per request, because a server may close an idle connection while it is reused."""
+        """Opens a session with one connection per request, because a server may close a connection when a client reuses it."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=2)
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout)
         self._probing = [asyncio.create_task(self._probe(name)) for name in self._gateways]

@@ -32,7 +32,7 @@ def index_faults(fleet: Fleet) -> list[str]:
 
 
 def _block_faults(fleet: Fleet, worker: str, generation: int) -> list[str]:
-    """Returns the inconsistencies of one worker. The reverse index must name exactly the blocks that name the worker."""
+    """Returns the inconsistencies of one worker. The worker's set of blocks must have exactly the blocks that name the worker."""
     field = prefix_index.owner_field(worker, generation)
     blocks = sorted(fleet.redis.smembers(prefix_index.own_key(worker, generation)))
     with fleet.redis.pipeline(transaction=False) as pipeline:

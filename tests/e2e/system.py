@@ -87,7 +87,7 @@ class System:
         self.wait_ended(name)
 
     def start(self, name: str) -> None:
-        """Restarts a process that has ended or was killed. Waits for its end, because its ports are in use until then."""
+        """Waits until the process has exited, because its ports are in use until then, and starts it again."""
         self.wait_ended(name)
         self.children[name].start()
 
@@ -133,7 +133,7 @@ class System:
         return sum(values)
 
     def resident_mb(self, name: str) -> float:
-        """Resident memory in MiB of the process and its children."""
+        """Returns the resident memory in MiB of the process and its children."""
         process = psutil.Process(self.children[name].pid)
         return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
 

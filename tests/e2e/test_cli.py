@@ -79,7 +79,7 @@ def test_examples_in_the_help_of_the_control_command_succeed(tmp_path: Path, cap
 
 
 def asked_of_the_demo() -> dict[str, str]:
-    """Returns the right answer to each question to the demo model in README, docs/, chart, CLI and playground."""
+    """Returns the right answers by question, for the demo model's questions in README, docs/, chart, CLI and playground."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "services" / "gateway" / "playground").glob("*.html")]
     pages += [ROOT / "charts" / "rootstock" / "templates" / "NOTES.txt", ROOT / "services" / "cli" / "commands.py"]
     text = "\n".join(page.read_text() for page in pages)

@@ -29,7 +29,7 @@ RESTARTED_BY_NIGHT_ONLY = (
     "detokenizer-1",
 )  # processes that the restart test skips by day; it then restarts only one process of each kind
 QUIET_S = 60.0  # time limit until the fleet must be idle; it usually takes a second
-# Marks faults that are similar to a fault of a test that also runs by day.
+# Marks tests that run only by night, because a test by day has a similar fault.
 by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 
 Expected = Mapping[Case, Answer]
@@ -113,7 +113,7 @@ def test_fleet_survives_the_kill_of_a_process(fleet: Fleet, clients: Clients, ex
 
 @by_night
 def test_fleet_survives_a_stopped_worker(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """The stopped worker's requests move to other workers. When it continues, its late output must be ignored."""
+    """The stopped worker's requests move to other workers. When the worker continues, its late output must be ignored."""
 
     def fault(wave: Wave) -> None:
         fleet.stop("worker-1")
@@ -147,7 +147,7 @@ def test_fleet_survives_a_stopped_redis(fleet: Fleet, clients: Clients, expected
 
 
 def test_fleet_survives_the_kill_of_a_gateway(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """Only the connections of the killed gateway's clients break, and the workers free all pages of its requests."""
+    """Only the connections of the killed gateway's clients break, and the workers free all pages of the clients' requests."""
     assert survive(fleet, clients, expected, "SIGKILL gateway-1", lambda wave: fleet.kill("gateway-1"), cut="gateway-1")
 
 

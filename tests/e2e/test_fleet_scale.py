@@ -52,7 +52,7 @@ def usable(fleet: Fleet) -> float:
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[Fleet]:
-    """A fleet whose gateway has the addresses of four workers. None of them runs."""
+    """A fleet whose gateway has the addresses of four workers. The workers are not started."""
     flags = {"worker_flags": "--executor fake --fake-step-s 0.02", "gateway_flags": "--grace-s 30"}
     down = tuple(f"worker-{index}" for index in range(4))
     with Fleet(tmp_path, down=down, workers=4, **SMALL, **flags) as started:

@@ -165,7 +165,7 @@ def test_results_stay_equal_when_a_worker_is_lost(fleet: System, who: str, how: 
 
 
 def test_workers_free_pages_and_other_clients_are_served_when_a_gateway_is_lost(fleet: System) -> None:
-    """Only the clients of the killed gateway lose their connections, and the workers free all pages of its requests."""
+    """Only the clients of the killed gateway lose their connections, and the workers free all pages of the clients' requests."""
     for turn in range(ROUNDS):
         asked = bodies(8, 300 + turn)
         expected = [ids_of(answer.json()) for answer in asyncio.run(_answers(fleet, asked))]

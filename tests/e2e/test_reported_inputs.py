@@ -291,7 +291,7 @@ class TestSchemas:
     def test_forced_tool_call_has_no_arguments_when_the_function_has_no_parameters(
         self, system: System, path: str, stream: bool
     ) -> None:
-        """Strict and other functions are tested. A schema that permits any object also gives an empty object."""
+        """Functions are tested with and without `strict`. A schema that permits any object also gives an empty object."""
 
         def fault(case: tuple[Any, bool]) -> str:
             answer = ask(

@@ -1,7 +1,7 @@
 """Drafting saves steps and does not change outputs.
 
-Mixed requests with draft tokens in a tiny KV pool are compared bitwise with those of a system without a drafter and with a large
-pool. Both systems are deterministic.
+Mixed requests run with draft tokens in a tiny KV pool. Their results must equal, bit by bit, the results of a system without a
+drafter and with a large pool. Both systems are deterministic.
 """
 
 from __future__ import annotations

@@ -22,7 +22,11 @@ LAST = "Ctrl-C stops everything."
 
 
 def wait_until_ready(launcher: Launcher, name: str) -> None:
-    """Waits until a process is ready. While it waits for a stopped worker, the launcher prints nothing about later processes."""
+    """Waits until a process is ready.
+
+    While the launcher waits for a stopped worker, it prints nothing about processes after this worker. The function therefore
+    reads their logs.
+    """
     if name in ("worker-1", "gateway"):
         line = "a step may take" if name == "worker-1" else '"listening"'
         wait_until(lambda: line in launcher.log(name), 120, f"{name} to be ready")

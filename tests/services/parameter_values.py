@@ -17,7 +17,7 @@ WRONG_TYPES: dict[Kind, tuple[Any, ...]] = {
 
 
 def typical(row: SamplingParameter) -> Any:
-    """Returns a valid value that is not neutral, exact in 32 bits."""
+    """Returns a valid value that is not neutral. A float is exact in float32."""
     if row.kind is Kind.FLAG:
         return not row.default
     assert row.low is not None
@@ -28,7 +28,7 @@ def typical(row: SamplingParameter) -> Any:
 
 
 def outside(row: SamplingParameter) -> list[float]:
-    """Returns the nearest values beyond both limits, and a limit that the range excludes."""
+    """Returns the nearest values below and above the range, and the lower limit if the range excludes it."""
     if row.kind is Kind.INTEGER:
         return [int(limit) + step for limit, step in ((row.low, -1), (row.high, 1)) if limit is not None]
     ends = ((row.low, -np.inf), (row.high, np.inf))

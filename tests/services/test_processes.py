@@ -58,7 +58,7 @@ def test_process_becomes_ready_and_ends_on_sigterm(service: str) -> None:
 
 
 def test_worker_ends_at_once_on_sigterm_while_the_model_is_loading(tmp_path: Path) -> None:
-    """The worker needs a signal handler for this, because the first process of a container has no default action for SIGTERM."""
+    """The worker must install a signal handler, because SIGTERM has no default action for the first process of a container."""
     folder = shutil.copytree(DEMO, tmp_path / "model")
     loading = folder / "config.json"
     loading.unlink()

@@ -28,7 +28,7 @@ def settings(*argv: str) -> ServiceSettings:
 
 
 def test_tracer_and_exporter_are_not_imported_when_tracing_is_off() -> None:
-    """Other libraries load OpenTelemetry's API and parts of its metrics in any case."""
+    """Other modules of OpenTelemetry are not checked, because other libraries import its API and parts of its metrics."""
     code = f"""
 import importlib, sys
 OURS = (

@@ -24,12 +24,12 @@ REPEATS = 20
 class Bandwidth:
     """Measured bandwidths in bytes per second."""
 
-    copy: float  # of a copy; each byte counts twice, as read and as written
-    read: float  # of a sum
+    copy: float  # bandwidth of copying a tensor; each byte counts twice, as read and as written
+    read: float  # bandwidth of summing a tensor
 
     @property
     def best(self) -> float:
-        """The larger bandwidth. Other benchmarks report their bandwidth as a share of it."""
+        """The larger bandwidth. Other benchmarks report their own bandwidth as a share of this one."""
         return max(self.copy, self.read)
 
 
@@ -65,7 +65,7 @@ def bandwidth(setting: Setting) -> Bandwidth:
 
 
 def matmul_flops(setting: Setting, rows: int, inner: int, columns: int) -> float:
-    """Floating-point operations per second of [rows, inner] @ [inner, columns]."""
+    """Returns the floating-point operations per second of [rows, inner] @ [inner, columns]."""
     dtype = torch.bfloat16 if setting.on_gpu else torch.float32
     left = torch.randn(rows, inner, device=setting.device, dtype=dtype)
     right = torch.randn(columns, inner, device=setting.device, dtype=dtype)

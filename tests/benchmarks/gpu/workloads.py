@@ -41,7 +41,7 @@ def fixed(count: int, prompt_len: int, new_tokens: int, vocab: int, seed: int) -
 def nano(count: int, shortest: int, longest: int, vocab: int, seed: int = 0) -> Workload:
     """Returns requests of nano-vllm's benchmark, whose input and output lengths are uniform from `shortest` to `longest`.
 
-    Its own values are count 256, shortest 100, longest 1024 and seed 0.
+    nano-vllm's values are count 256, shortest 100, longest 1024 and seed 0.
     """
     rng = random.Random(seed)
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]

@@ -20,7 +20,7 @@ RANDOM = frozenset(
         *("created", "created_at", "completed_at", "e2e_latency", "queue_time"),
     )
 )
-# Names of fields with a number of cached tokens. It depends on the other requests, which fill the prefix cache too.
+# Names of fields with a number of cached tokens. This number depends on the other requests, which fill the prefix cache too.
 CACHED = frozenset(("cached_tokens", "cached_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens"))
 # Names of fields whose texts are appended when two pieces of a value are joined.
 JOINED = frozenset(("content", "reasoning_content", "text", "arguments", "delta", "partial_json", "thinking", "refusal", "name"))
@@ -52,7 +52,7 @@ MISSING = Missing()
 
 
 def read_answer(status: int, media_type: str, content: bytes) -> Answer:
-    """Parses the body of a whole or a streamed response. Raises ValueError if it is not JSON."""
+    """Parses the body of a whole or a streamed response. Raises ValueError if the body is not JSON."""
     kind = media_type.partition(";")[0]
     if kind == "text/event-stream":
         return Answer(status, kind, assembled(list(_events(content.decode()))))

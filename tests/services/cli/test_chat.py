@@ -38,7 +38,7 @@ class ReplSession:
         self._server = Server(Target(server.url))
 
     def type(self, *lines: str | BaseException) -> Exit:
-        """Runs the command with these lines and the end of the input. An exception is raised where its line is read."""
+        """Runs the command with these lines and the end of the input. An exception is raised when the command reads it."""
         remaining = iter((*lines, EOFError()))
 
         def read(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""Fake servicers in place of the other services, on real gRPC. A token's id is its code point; id 0 is the end of sequence.
+"""Fake tokenizers, detokenizers and workers on real gRPC. A token's id is its code point; id 0 is the end of sequence.
 
 The servicers run on the event loop of System (system.py). Tests read their attributes, and change them through System.call.
 """
@@ -148,7 +148,10 @@ class _FakeStream(EncodeStream):
 
 
 def _wanted(text: str, request: Any) -> tokenizer_pb2.TokenIds:
-    """Returns the ids of a text. As the real tokenizer does, stops one token beyond `max_tokens`."""
+    """Returns the ids of a text as the real tokenizer does.
+
+    A text of more than `max_tokens` tokens gives its first `max_tokens` ids if the request has `cuts`, and no ids otherwise.
+    """
     ids, max_tokens = ids_of(text), request.max_tokens
     if not max_tokens or len(ids) <= max_tokens:
         return tokenizer_pb2.TokenIds(ids=ids)
@@ -187,7 +190,7 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.open: dict[int, Row] = {}  # rows of the newest stream
-        self.forget = 0  # number of coming batches; before each of them, all handles are forgotten
+        self.forget = 0  # number of next batches; all handles are forgotten before each of these batches
         self.contexts: list[Any] = []
         self.text_gate = asyncio.Event()
         self.text_gate.set()
@@ -341,8 +344,8 @@ class Refusal(NamedTuple):
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """A worker whose step makes one token for every request.
 
-    It reports its load when a test calls report_load(), and additionally every `beat_s` seconds if set. It sends a new hello and
-    refuses if a submit has another model version.
+    The worker reports its load when a test calls report_load(), and also every `beat_s` seconds if `beat_s` is set. If a submit
+    has another model version than the worker, the worker sends a new hello and refuses the submit.
     """
 
     def __init__(self, name: str = "worker-0", model: str = MODEL) -> None:
@@ -352,7 +355,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.answer: Callable[[worker_pb2.Submit], str] = lambda submit: "Hello, world!"
         self.refuse: list[tuple[Any, ...]] = []  # error fields for the next submits, as in Refusal
         self.steps_left: int | None = None
-        self.merge = 1  # steps per message, as a worker sends them to a slow gateway stream
+        self.merge = 1  # steps per message; a real worker merges steps for a slow gateway stream
         self.by_tier: dict[str, int] = {}  # additional fields of a Finish: cached tokens by tier, and other counts
         self.early_prompt = False  # the first message of prompt_logprobs() is sent before any step
         self.load: worker_pb2.WorkerLoad | None = None  # the latest load
@@ -547,7 +550,7 @@ class Host:
 
 
 def _bound(server: grpc.aio.Server, port: int) -> int:
-    """Adds a port to the server and returns it; a free port if `port` is 0.
+    """Adds `port` to the server, or a free port if `port` is 0, and returns the added port.
 
     Another process may take a free port before the server does, so the function tries five times.
     """

@@ -1,4 +1,4 @@
-"""Names of request fields: of the installed openai package, and of SGLang's and vLLM's own request types."""
+"""Names of request fields in the installed openai package, in the request types of SGLang and vLLM, and of further servers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SGLANG_SAMPLING = """
 """
 
 
-# Fields of further servers: switches of reasoning, and fields that change an output.
+# Fields of servers other than SGLang and vLLM: switches of reasoning, and fields that change an output.
 OTHERS = """
     do_sample dynatemp_range enable_search enable_thinking grammar max_new_tokens mirostat n_predict num_beams prompt_mode
     random_seed reasoning_budget reasoning_format repeat_penalty safe_prompt tfs_z think thinking thinking_budget top_a
@@ -87,5 +87,5 @@ OTHERS = """
 
 
 def known_to(path: str) -> list[str]:
-    """Returns all field names of these servers for an OpenAI endpoint."""
+    """Returns the names of all fields in this file for an OpenAI endpoint."""
     return sorted({*OPENAI[path], *SGLANG[path].split(), *VLLM[path].split(), *OTHERS.split()})

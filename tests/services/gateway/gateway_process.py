@@ -47,7 +47,7 @@ class Process:
 
     def _status(self, path: str) -> int:
         try:
-            return httpx.get(f"http://127.0.0.1:{self.port}{path}", verify=False).status_code  # no certificates to load
+            return httpx.get(f"http://127.0.0.1:{self.port}{path}", verify=False).status_code  # False: loads no certificates
         except httpx.TransportError:
             return 0
 

@@ -32,7 +32,10 @@ POLL_S = 10.0  # seconds that one readiness request may take
 
 
 def wait_until(condition: Callable[[], bool], what: str = "condition", wait_s: float = WAIT_S) -> None:
-    """Checks the condition until it holds, for `wait_s` and at least MIN_CHECKS times. A machine may stand still for minutes."""
+    """Checks the condition until it holds. Fails after `wait_s`, but not before MIN_CHECKS checks.
+
+    The machine may suspend this process for minutes, so that few checks happen within `wait_s`.
+    """
     deadline, checks = time.monotonic() + wait_s, 0
     while not condition():
         checks += 1
@@ -98,10 +101,10 @@ class System:
         return self
 
     def _is_ready(self, gateway: int) -> bool:
-        """Returns whether the gateway answers that it is ready.
+        """Returns whether the gateway responds that it is ready. A request that times out counts as not ready.
 
-        Raises the exception of a gateway that has ended: its listener stays open until the loop ends, and connections to it get
-        no response. A request without a response counts as not ready and is repeated on a new connection.
+        If a gateway has ended, raises its exception. Its listener stays open until the event loop ends, so a request would only
+        time out.
         """
         if self.serving.done():
             self.serving.result()
@@ -219,9 +222,9 @@ class System:
         return self.tokenizers[0].servicer
 
     def has_tokens(self, count: int) -> bool:
-        """Whether the gateway has received exactly `count` tokens of every choice, of which there is at least one.
+        """Whether at least one choice is open and the gateway has received exactly `count` tokens of each open choice.
 
-        Tests wait for this before they stop a worker or a client, so that no token is in transit then.
+        Tests wait for this before they stop a worker or a client, so that no token is in transit at this moment.
         """
         choices = list(self.gateway.dispatcher._placements)
         return bool(choices) and all(len(choice.output_ids) == count for choice in choices)

@@ -1,4 +1,4 @@
-"""Tests the fields of an access log line for each kind of end, and that a line has no text of the client."""
+"""Tests the fields of an access log line for each way in which a request can end, and that no line has a text of the client."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests of the scalar sampling parameters at each API.
 
-Values outside a range are refused by name, values inside reach the worker, and neutral values do not.
+A value outside the range is refused with the parameter's name, a value inside reaches the worker, and null leaves the default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CHECKED = [
     for row in PARAMETERS
     if row.kind in WRONG_TYPES
     for api in row.names
-    # Chat and completions inherit their fields from one class. One field that SGLang's route inherits is enough.
+    # Chats and completions inherit the fields from one class, so completions are not tested again. Of the fields that SGLang's
+    # route inherits, only temperature is tested.
     if not (api is Api.COMPLETION and Api.CHAT in row.names)
     if not (api is Api.GENERATE and row.names[api] in SamplingBody.model_fields and row.names[api] != "temperature")
     if api is not Api.CHAT or row in ONE_OF_EACH_RANGE.values()

@@ -1,4 +1,4 @@
-"""Tests of the sentence about the end of a process, from its exit code, its log and the machine's memory."""
+"""Tests of the sentence about an ended process. Its sources are the exit code, the log, and the memory of the machine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import sys
 
 from rootstock_llm.services.local.ports import BLOCKS, free_ports, is_taken
 
-# Claims the number of ports of each argument, then 300 ports outside the first claim. Runs until the end of stdin.
+# Claims as many ports as each argument says, then 300 ports that are not in the first claim. Runs until the end of stdin.
 CLAIM_SCRIPT = """
 import json, sys
 from rootstock_llm.services.local.ports import free_ports
@@ -20,7 +20,7 @@ sys.stdin.read()
 
 
 def claim_in_process(*counts: int, stack: contextlib.ExitStack) -> list[list[int]]:
-    """Returns the ports of each request by a process that lives as long as the stack."""
+    """Runs CLAIM_SCRIPT with these arguments until the stack is closed. Returns the ports of each claim."""
     command = [sys.executable, "-c", CLAIM_SCRIPT, *map(str, counts)]
     asking = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     assert asking.stdin and asking.stdout

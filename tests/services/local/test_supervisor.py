@@ -1,4 +1,4 @@
-"""Tests of the supervisor, which starts, restarts and stops processes, and of the plan with their flags."""
+"""Tests of the supervisor, which starts, restarts and stops processes, and of the plan, which has the flags of each process."""
 
 from __future__ import annotations
 

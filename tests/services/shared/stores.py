@@ -48,8 +48,8 @@ class Server:
 
     answer: Callable[[ReceivedRequest], Answer]  # makes the response to a request
     received: list[ReceivedRequest] = field(default_factory=list)  # received requests
-    cut: dict[str, int] = field(default_factory=dict)  # path → bytes after which the next response to it is cut off
-    paused: set[str] = field(default_factory=set)  # paths whose second half is sent only after `resume` is set
+    cut: dict[str, int] = field(default_factory=dict)  # request path → bytes after which the next response is cut off
+    paused: set[str] = field(default_factory=set)  # request paths; the second half of a response is sent after `resume` is set
     resume: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 

@@ -111,8 +111,8 @@ class TestHub:
                 process.wait()
             server.paused.clear()
             assert not folder.exists()
-            (tmp_path / ".a.0123456789ab.partial").mkdir()  # left by a fetch of an earlier model version,
-            (tmp_path / ".a.5.0123456789ab.partial").mkdir()  # and by a fetch into the folder a.5
+            (tmp_path / ".a.0123456789ab.partial").mkdir()  # left by a fetch of an earlier version into `a`
+            (tmp_path / ".a.5.0123456789ab.partial").mkdir()  # left by a fetch into the folder `a.5`
             done = fetch(folder, "org/a", HF_ENDPOINT=server.url)
             assert done.returncode == 0, done.stderr
         assert server.got(path)[-1].headers["range"] == f"bytes={half}-"

@@ -37,7 +37,10 @@ async def delaying_relay(port: int, by_s: float) -> AsyncIterator[int]:
 
 @pytest.mark.parametrize("by_s", [0.0, 0.5])
 def test_call_waits_for_a_slow_http2_greeting(by_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call fails at once if its connection has failed. It uses no proxy of the environment."""
+    """A call fails at once if its connection attempt fails, so the attempt must outlast the delay.
+
+    The proxies in the environment are not running, so the call also fails if the channel uses them.
+    """
     for name in PROXIES:
         monkeypatch.setenv(name, f"http://{HOST}:{free_ports(1)[0]}")
     for name in ("no_proxy", "no_grpc_proxy"):

@@ -1,4 +1,4 @@
-"""Block hashes, with golden vectors: workers and gateways of different versions must agree on every hash."""
+"""Tests of block hashes with golden vectors, because workers and gateways of different versions must agree on every hash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that all services derive the same served name from a model folder, because gateways match replicas by it."""
+"""Tests that all services derive the same served name from a model folder, because gateways match replicas by this name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rootstock_llm.services.worker.identity.model_identity import identify_model
 
 @pytest.mark.parametrize(("setting", "name"), [("", "current"), ("ours", "ours")])
 def test_services_with_the_same_model_folder_serve_the_same_name(tmp_path: Path, setting: str, name: str) -> None:
-    """For a symbolic link, the name of the link is used, because its target may change."""
+    """For a symbolic link, the name of the link is used, because the link's target may change."""
     (tmp_path / "release-7").mkdir()
     for file in ("config.json", "tokenizer.json"):
         (tmp_path / "release-7" / file).write_text("{}")

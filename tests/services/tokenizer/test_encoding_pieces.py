@@ -13,7 +13,7 @@ from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 from rootstock_llm.services.tokenizer.encoding import EncodedText, EncodeJob, EncodingStopped, PieceEncoder, UncuttableText
 from tests.services.tokenizer.piece_tokenizers import LONGEST_BLANKS, MAKERS
 
-# Kinds of tokenizers of which PieceEncoder cuts no text. The pattern of the first may look beyond a cut.
+# PieceEncoder does not cut texts for these kinds of tokenizers. The pattern of the first kind may look beyond a cut.
 # byte_fallback has tokens that contain blanks, and its pre-tokenizer does not split texts.
 UNCUT_KINDS = ("a pattern that looks behind", "byte_fallback")
 WORDS = [*"helo wrd,.!?'\n\t 你好é😀（世）。10→", " the", "  ", "   and", "e\u0301", "\r\n", "▁", "a\u030a\u0327", "\u3000", "ſ"]
@@ -118,7 +118,7 @@ def test_piece_encoder_can_cut_inside_a_run_of_blanks(
     encoder = PieceEncoder(counting, piece_chars=4000, max_word_chars=5000)
     text = (
         before_and_after[0] + " " * (300 * LONGEST_BLANKS) + before_and_after[1]
-    )  # at least 300 tokens; the whole text has at most 400
+    )  # the run of blanks has at least 300 tokens, and the text at most 400
     counting.chars.clear()
     result = encode(encoder, text, max_tokens=400)
     assert max(counting.chars) <= 4000
@@ -129,7 +129,7 @@ def test_piece_encoder_does_not_encode_a_text_that_certainly_exceeds_max_tokens(
     counting = CountingTokenizer(tokenizers["blanks in bytes"])
     encoder = PieceEncoder(counting)
     counting.chars.clear()
-    # Every x is a token, and the longest token of blanks has LONGEST_BLANKS characters: these are the lower bounds.
+    # Lower bounds of the number of tokens: one token per x, and one token per LONGEST_BLANKS blanks.
     result = encode(encoder, "x" * 100_000, max_tokens=99_999)
     assert (list(result.ids), result.at_least, counting.chars) == ([], 100_000, [])
     blanks = encode(encoder, " " * LONGEST_BLANKS * 1000, max_tokens=999)

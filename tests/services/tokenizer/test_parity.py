@@ -1,4 +1,4 @@
-"""Tests that ids are those of transformers' AutoTokenizer for the same folder."""
+"""Tests that token ids equal those of transformers' AutoTokenizer for the same folder."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-# A template renders one text for all kinds, so each chat needs only one kind. Special tokens in a text differ by kind.
+# Each chat is tested with one kind of tokenizer, because rendering does not depend on the kind. The chat with special tokens is
+# tested with every kind, because each kind has different special tokens.
 CHATS_BY_KIND = [
     *((name, kind) for name, kind in zip(CHATS, itertools.cycle(KINDS))),
     *(("special token text", kind) for kind in KINDS),

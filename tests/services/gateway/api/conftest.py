@@ -1,4 +1,4 @@
-"""Fixture with the Redis server of stored files, batches and responses. Each test file has its own."""
+"""Fixture with the Redis server of stored files, batches and responses. Each test file has its own server."""
 
 from __future__ import annotations
 

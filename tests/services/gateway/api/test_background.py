@@ -205,7 +205,7 @@ def test_repeated_cancellation_of_a_background_response_returns_the_same_respons
 
 
 def streamed_so_far(system: System, response: Response) -> list[Any]:
-    """Opens a stream of the response, and closes it after 0.5 seconds of silence. Returns the events, which are in the store."""
+    """Opens a stream of the response, and closes it after 0.5 s of silence. Returns its events, which are all in the store."""
     found = []
     url = system.url(f"/v1/responses/{response.id}?stream=true")
     try:
@@ -284,7 +284,7 @@ def test_refused_background_response_frees_slots_of_the_api_key_and_of_the_gatew
     """A background response counts against max_concurrent of the API key and against the gateway's limit."""
     key = {"name": "a", "key": "a", "max_concurrent": 1}
     deepest: Any = {}
-    for _ in range(MAX_JSON_DEPTH - 4):  # four levels are the object itself and the levels around it
+    for _ in range(MAX_JSON_DEPTH - 4):  # the other levels: the innermost object, the tool, the list of tools and the body
         deepest = {"a": deepest}
     with redis_server() as own, System(keys=[key], state_redis_url=own.url, max_concurrent_requests=1) as system:
         client = system.openai(api_key="a")
@@ -484,8 +484,9 @@ def test_other_gateway_continues_a_response_with_the_stored_parameters() -> None
 
 
 def test_gateway_continues_a_response_when_the_stored_record_has_no_output_formats() -> None:
-    """An older gateway wrote the order, so the tokenizer's formats apply. A new order contains every field that an older gateway
-    reads.
+    """An older gateway stored the BackgroundOrder without formats, so the tokenizer's formats apply.
+
+    A new BackgroundOrder has every field that an older gateway reads.
     """
     known = {"id", "owner", "key", "request_id", "routing_key", "created_at", "ends_at", "model", "asked", "rendered_end"}
     with redis_server() as own:

@@ -204,7 +204,6 @@ def test_cancelled_batch_keeps_the_results_of_completed_lines(system: System, cl
     wait_until(lambda: system.running() == [16], "a line in every lane")
     assert system.metric("rootstock_gateway_batch_lines_in_flight") == 16
     system.allow(1)
-    # Type: ignore[union-attr].
     wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "three results in the store")
     assert client.batches.cancel(batch.id).status == "cancelling"
     done = wait_for_end(client, batch)
@@ -304,7 +303,7 @@ def test_line_fails_when_the_api_key_was_removed(system: System, client: OpenAI,
 
 
 def test_gateway_takes_a_batch_only_after_the_api_key_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Secret may reach some nodes later. The gateway takes the batch when it has the API key."""
+    """A Secret may reach some nodes later than others. The gateway takes the batch when it has the API key."""
     monkeypatch.setattr(key_table, "POLL_S", 0.05)
     lookups, taken = list[str](), list[str]()
     named, take = key_ring.KeyRing.named, Leases.take
@@ -347,7 +346,6 @@ def test_other_gateway_continues_a_batch_from_the_store() -> None:
             batch = begin(client, lines)
             wait_until(lambda: first.running() == [16], "the lines at the worker")
             first.allow(1)
-            # Type: ignore[union-attr].
             wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "three results")
         with System(state_redis_url=state.url) as second:
             done = wait_for_end(second.openai(), batch)

@@ -296,7 +296,7 @@ def test_chat_fields_are_refused_by_name_on_apis_that_do_not_serve_the_fields(sh
 
 
 class TestFieldsOfGenerate:
-    def test_extra_key_without_a_salt_is_the_cache_salt_on_every_route(self, shared: System) -> None:
+    def test_extra_key_becomes_the_cache_salt_when_cache_salt_is_absent(self, shared: System) -> None:
         for path, body in {**BODIES, "/generate": {"text": "Hi"}, "/encode": {"text": "Hi"}}.items():
             assert shared.post(path, {**body, "extra_key": "key"}).status_code == 200
             assert shared.worker.submits[-1].cache_salt == "key", path

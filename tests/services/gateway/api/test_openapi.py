@@ -332,7 +332,7 @@ def collect_without_workers(collected: Collected) -> None:
 
 
 def collect_timeouts(collected: Collected, patch: pytest.MonkeyPatch) -> None:
-    """Checks responses to heads and bodies that arrive late or malformed, and to requests that time out."""
+    """Checks responses to late or malformed heads and bodies, and to requests that time out."""
     with patch.context() as short:
         short.setattr(gateway_module, "_http_options", lambda *_: HttpOptions(head_s=0.5))
         system = System(request_timeout_s=0.3, body_timeout_s=0.3)

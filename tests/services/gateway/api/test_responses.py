@@ -100,7 +100,7 @@ def test_stream_and_response_have_the_same_output(client: OpenAI, set_output: An
 
 
 def test_previous_response_becomes_one_chat_message_in_the_next_prompt(system: System, client: OpenAI, set_output: Any) -> None:
-    """A response becomes one chat message, followed by the tool's result. Another gateway serves the follow-up."""
+    """The chat message is followed by the tool's result. The second request goes to another gateway than the first request."""
     set_output(ALL)
     first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], instructions="Be brief.")
     call = next(item for item in first.output if item.type == "function_call")

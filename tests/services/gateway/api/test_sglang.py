@@ -272,7 +272,7 @@ class Waiting:
 
 class TestAbort:
     def begin(self, system: System, tokens: int, path: str = GENERATE, **body: Any) -> Waiting:
-        """Starts a request while the worker is stopped. The worker then computes `tokens` output tokens of each text."""
+        """Starts a request. Returns when the gateway has exactly `tokens` output tokens of each text. The worker then waits."""
         system.do(lambda: system.worker.allow(0))
         texts = len(body["text"]) if isinstance(body.get("text"), list) else 1
         waiting = Waiting(system, path, {"text": "Hi", **body} if path == GENERATE else body)

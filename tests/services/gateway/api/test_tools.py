@@ -24,7 +24,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 TWO_CALLS = CALL + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-# Larger than every output here, of which the fake worker makes one token per character.
+# max_tokens is larger than every output here: the fake worker makes one token per character.
 TOOLS = {"tools": [WEATHER, CLOCK], "max_tokens": 400}
 
 
@@ -113,7 +113,7 @@ def test_stream_and_whole_response_have_the_same_message(
     assert streamed == (expected, reason)
 
 
-# The arguments are the characters from 30 to 14 before the end of CALL; each size ends within them.
+# The arguments are the characters from 30 to 14 before the end of CALL. With each `size`, the output ends within the arguments.
 @pytest.mark.parametrize("size", range(len(CALL) - 30, len(CALL) - 15, 3))
 def test_tool_call_is_cut_off_when_the_output_reaches_max_tokens(system: System, set_output: Any, size: int) -> None:
     set_output(CALL)
@@ -136,7 +136,6 @@ def test_stream_with_tool_calls_has_all_logprobs_and_all_token_ids(system: Syste
 def test_openai_client_collects_the_tool_calls_of_a_stream(system: System, set_output: Any) -> None:
     set_output(TWO_CALLS)
     messages: Any = [{"role": "user", "content": "Hi"}]
-    # Type: ignore[list-item].
     with client(system).chat.completions.stream(model=MODEL, messages=messages, tools=[STRICT, CLOCK]) as stream:
         for _ in stream:
             pass

@@ -124,7 +124,10 @@ def test_runner_takes_over_all_pending_responses_with_readable_records(server: R
 
 
 def test_responses_stay_at_the_gateway_after_a_store_outage_longer_than_the_lease(server: RedisServer) -> None:
-    """The gateways continue their responses. If a gateway has stopped, another takes over its response when the lease expires."""
+    """The gateway continues its responses, although their leases expired during the outage.
+
+    Another gateway takes over a response after its release, or when the lease of a stopped gateway expires.
+    """
 
     async def run() -> None:
         server.client.flushall()
@@ -245,7 +248,7 @@ def test_error_names_the_failure_when_a_background_response_cannot_begin(
 
 
 def test_store_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A gateway without a lease sends no other command that could fail."""
+    """Only the search for unleased responses fails, because a gateway without a lease sends no other command."""
 
     class Away(BackgroundStore):
         async def find_unleased(self, most: int, released_only: bool = False) -> list[tuple[str, str]]:

@@ -151,7 +151,7 @@ def test_young_lines_are_interrupted_and_repeated() -> None:
 
 
 def test_briefly_queued_interactive_requests_do_not_extend_the_delay_of_a_line() -> None:
-    """The delay of a line continues while requests queue. Only its begin waits until the queue is empty."""
+    """The delay of a line also passes while interactive requests queue. Only the begin of the line waits for an empty queue."""
 
     async def use(load: Load) -> None:
         load.attendance.begin(True)

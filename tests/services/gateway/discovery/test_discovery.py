@@ -116,7 +116,7 @@ def test_discovery_reports_changed_dns_results() -> None:
         await names.some_lookups(1)
         assert reported[-1] == {"10.0.0.2:7": True}
 
-    assert len(follow(["dns:///name:7"], test)) == 3  # the empty start and two results; a result in another order is not reported
+    assert len(follow(["dns:///name:7"], test)) == 3  # an empty report and two results; a new order of addresses is not reported
 
 
 def test_discovery_keeps_the_last_result_when_a_lookup_fails() -> None:

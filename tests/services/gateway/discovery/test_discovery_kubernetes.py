@@ -83,7 +83,7 @@ def test_port_name_is_looked_up_in_each_slice() -> None:
 
 
 class ApiServer:
-    """An API server that lists `slices`. A watch sends events after its version until its timeout or cut()."""
+    """An API server that lists `slices`. A watch sends the events that are newer than its version, until its timeout or cut()."""
 
     def __init__(self) -> None:
         self.slices: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ class ApiServer:
         url = urlsplit(request.path)
         query = {key: values[0].lower() for key, values in parse_qs(url.query).items()} | {"path": url.path}
         with self._changed:
-            cuts = self._cuts  # a later cut() ends this request too, once it is listed in `queries`
+            cuts = self._cuts  # read before the request is in `queries`, so that a cut() after that ends the request
             self.queries.append(query)
         self.tokens.add(request.headers.get("Authorization", ""))
         is_watch = query.get("watch") == "true"

@@ -164,7 +164,7 @@ def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
 
 @pytest.mark.parametrize("how", ["dies", "drains"])
 def test_another_decode_worker_prefetches_when_the_first_one_is_lost(how: str) -> None:
-    """The worker is lost before the prompt is computed. The other worker may be one that refuses new requests."""
+    """The first decode worker dies or drains before the prompt is computed."""
     with system_of(workers=3, **with_stopped(0, 1, 2)) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)

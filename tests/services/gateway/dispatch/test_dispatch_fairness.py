@@ -40,7 +40,7 @@ def test_api_key_with_few_requests_does_not_wait_for_an_api_key_with_many_reques
         keyed = Keyed(system)
         keyed.send("a", 50)
         keyed.send("b", 3)
-        # The worker already has LIMIT requests of a. Then a and b take turns, so b's three requests are among the next eight.
+        # The worker already has LIMIT requests of `a`. Then `a` and `b` take turns, so all three of `b` are among the next eight.
         assert keyed.served().rindex("b") < LIMIT + 8
 
 
@@ -62,7 +62,8 @@ def test_shares_of_api_keys_are_measured_in_tokens_instead_of_requests() -> None
         keyed.send("b", 30, lambda i: "x" * 20)
         order = keyed.served()[LIMIT:]
         between = order[order.index("a") + 1 :].partition("a")[0]
-        assert len(between) >= 7, order  # b is served until its tokens equal those of the first request of a
+        # Requests of API key `b` are served until they have as many tokens as the first request of `a`.
+        assert len(between) >= 7, order
 
 
 def test_requests_are_served_in_order_of_arrival_when_no_api_keys_are_configured() -> None:
@@ -87,7 +88,7 @@ def test_queued_request_that_never_reaches_a_worker_is_not_charged_to_the_api_ke
 
 
 def test_shares_of_api_keys_include_output_tokens() -> None:
-    """Keys a and b have sent equal prompts; the responses to a are longer."""
+    """The API keys `a` and `b` have sent equal prompts. The responses to `a` are longer."""
 
     def configure(workers: list[FakeWorker]) -> None:
         with_one_slot(workers)

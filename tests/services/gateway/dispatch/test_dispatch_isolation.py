@@ -23,7 +23,7 @@ GENERATE, COMPLETIONS = "/generate", "/v1/completions"
 
 
 def turn(mark: str) -> dict[str, Any]:
-    """Returns the fields of a session turn whose session id has this mark of a worker."""
+    """Returns the fields of a session turn. `mark` is the part of the session id that names the worker."""
     return {"text": "Hi", "sampling_params": {"max_new_tokens": 2}, "session_params": {"id": f"s-{'0' * 32}-{mark}"}}
 
 

@@ -19,7 +19,7 @@ def stopped(workers: list[FakeWorker]) -> None:
 
 
 def begun(system: System, steps: int) -> Host:
-    """Lets every worker compute `steps` tokens per request. Returns a worker with a request."""
+    """Lets every worker compute `steps` tokens per request. Returns the worker with the most requests."""
     wait_until(lambda: sum(system.running()) > 0, "the submits")
     system.allow(steps)
     first = max(system.workers, key=lambda host: len(host.servicer.running))

@@ -161,7 +161,7 @@ class TestUseOfPrefillWorkers:
 
 @pytest.mark.parametrize("layout", [b"", OTHER_LAYOUT], ids=["no layout", "other layout"])
 def test_handed_over_request_moves_to_a_worker_that_can_read_the_pages(layout: bytes) -> None:
-    """A worker with an equal layout is preferred while it takes requests, as during a change of layouts."""
+    """A worker with the layout of the prefill worker is preferred. During a change of layouts, workers have different layouts."""
 
     def configure(workers: list[FakeWorker]) -> None:
         workers[2].info.kv_layout, workers[2].info.role = layout or LAYOUT, "decode" if layout else ""

@@ -100,7 +100,7 @@ def test_blocks_of_a_worker_are_removed_from_the_prefix_index_when_the_worker_re
 
 
 def test_blocks_of_a_worker_are_removed_from_the_prefix_index_after_a_flush() -> None:
-    """The worker's new generation removes the blocks of the earlier one and frees the number in the index."""
+    """A new generation of a worker removes the earlier generation's blocks, and frees the earlier generation's owner number."""
     with System(workers=2) as system:
         index = system.gateway.dispatcher.fleet.index
         assert index is not None

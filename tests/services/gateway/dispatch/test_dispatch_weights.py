@@ -171,7 +171,7 @@ def test_second_hello_message_of_a_worker_changes_the_model_version() -> None:
 
 
 def test_second_hello_message_with_another_worker_id_breaks_the_stream() -> None:
-    """A stream has one worker id, because sessions are placed by it."""
+    """A stream has one worker id, because sessions are placed by this id."""
     with System(configure=with_revisions("old")) as system:
         system.allow(None)
         system.do(lambda: setattr(system.worker.info, "worker_id", "another"))

@@ -1,4 +1,4 @@
-"""Tests that the refusal of a worker, which names a protobuf field, reaches the client with the field name of its API."""
+"""Tests that a worker's refusal, which names a protobuf field, reaches the client with the field name of the client's API."""
 
 from __future__ import annotations
 

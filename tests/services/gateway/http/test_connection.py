@@ -129,7 +129,7 @@ def error_of(answer: bytes) -> dict[str, object]:
     return body
 
 
-ENDLESS = {  # by the endless part: the input before it
+ENDLESS = {  # by the part that never ends: the input before this part
     "one header": b"GET /health HTTP/1.1\r\nHost: here\r\nX: ",
     "a target": b"GET /",
     "a method": b"",

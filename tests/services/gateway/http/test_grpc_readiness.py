@@ -84,7 +84,7 @@ def test_readiness_ends_before_the_port_closes() -> None:
                 wait_until(lambda: ready(client) == (503, ["stopping"], "close"), "the refusal")
                 assert state(health_port, "gateway") == NOT_SERVING
                 assert client.get("/v1/models").status_code == 200  # a client that has not noticed the stop is served
-                answer = waiting.recv(65536).lower()  # the request that was open before the stop closes its connection, too
+                answer = waiting.recv(65536).lower()  # this request was open before the stop; its connection closes, too
             assert answer.startswith(b"http/1.1 503") and b"\r\nconnection: close\r\n" in answer
         assert process.wait(60) == 0
 

@@ -55,7 +55,7 @@ class MirroredIndex:
         self.changes += 1
 
     def blocks(self, worker: str = WORKER, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes] | None:
-        """Returns the mirrored blocks of a worker, or None if it has no owner."""
+        """Returns the mirrored blocks of a worker, or None if the mirror has no owner number for the worker."""
         number = self.mirror.owner_of(worker)
         return None if number < 0 else self.index.blocks(number, tier)
 
@@ -171,7 +171,7 @@ def test_mirror_drops_blocks_of_older_generations_after_a_restart_or_a_flush(ser
                 await until(lambda: copy.blocks() == {*blocks(1, 2, 3)})
                 old = copy.mirror.owner_of(WORKER)
                 server.client.set("kept", server.client.get(lease_key(WORKER)) or b"")
-            server.client.rename("kept", lease_key(WORKER))  # as if it had been killed
+            server.client.rename("kept", lease_key(WORKER))  # restores the lease, as if the worker had been killed
             async with published(server, 2) as second:
                 await until(lambda: copy.blocks() == frozenset())
                 assert copy.index.blocks(old) == frozenset() and not copy.index.match(blocks(1, 2, 3)).any()
@@ -321,7 +321,7 @@ def test_mirror_recovers_when_redis_is_full(own_server: RedisServer) -> None:
 
 @asynccontextmanager
 async def manual_worker(server: RedisServer) -> AsyncIterator[tuple[MirroredIndex, WorkerRecords]]:
-    """Yields a mirror of generation 1 of WORKER after its second event, with blocks 1 and 2."""
+    """Yields a mirror that has read two events of generation 1 of WORKER and has blocks 1 and 2. Yields WORKER's records too."""
     client = redis_client(server.url, 2.0)
     records = WorkerRecords(client, MODEL, WORKER)
     await records.register(1, 1)

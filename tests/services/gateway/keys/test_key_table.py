@@ -93,7 +93,7 @@ def replace(path: Path, text: bytes) -> None:
 
 
 def test_key_file_applies_changes_and_ignores_invalid_files(tmp_path: Path) -> None:
-    """Changes include replaced links, as Kubernetes makes them, and a change with equal size and time."""
+    """Changes include replaced links, as Kubernetes makes them, and a file of the same size and time with other content."""
     first, second = content(A), content({"name": "a", "key": "sekret"})
     for number, text in enumerate((first, b"{", second)):
         (tmp_path / f"v{number}").mkdir()

@@ -1,6 +1,7 @@
-"""Chat templates of each family for an assistant's turn, written from the documentation of the formats.
+"""Chat templates for an assistant's turn, one per family of models, written from the documentation of the formats.
 
-Each template has reasoning, text and calls (`calls`: name and arguments), and ends with the generation prompt.
+The variables are `content`, `calls` (each with `name` and `arguments`), `reasoning` if the family writes it, and
+`add_generation_prompt`.
 """
 
 from __future__ import annotations

@@ -202,7 +202,10 @@ def test_arguments_are_an_empty_object_when_the_call_has_no_arguments(name: str)
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tool_call_is_parsed_when_closing_marks_are_missing(name: str) -> None:
-    """Any of the marks may be missing: at the end of the output, before another call, and before text after a remaining mark."""
+    """Each subset of the closing marks is tested at the end of the output and before another call.
+
+    If the last mark is present, the call is also tested before text.
+    """
     family = FAMILIES[name]
     start = "<|start|>assistant" if name == "harmony" else ""
     for present in itertools.product((True, False), repeat=len(family.ends)):

@@ -81,7 +81,10 @@ def damaged(text: str, marks: Sequence[str], chooser: random.Random) -> str:
 
 
 def outputs(way: str) -> Iterator[tuple[OutputFormats, Sequence[str], str]]:
-    """Yields the formats, their marks and a damaged output. Half of the formats have another reasoning format than the model."""
+    """Yields the formats, their marks and a damaged output.
+
+    Except with harmony, half of the outputs are parsed with a random reasoning format, which may differ from the model's format.
+    """
     name, own, variables = WAYS[way]
     template, chooser = ChatTemplate(TEMPLATES[name]), random.Random(f"{SEED} {way}")
     for _ in range(COUNT):

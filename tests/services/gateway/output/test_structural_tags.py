@@ -1,4 +1,4 @@
-"""Tests of structural tags: texts drawn under each tag, as workers compile it, and read by the parser."""
+"""Tests of structural tags: texts are drawn under each tag, which is compiled as in a worker, and the parser reads the texts."""
 
 from __future__ import annotations
 

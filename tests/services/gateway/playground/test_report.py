@@ -1,4 +1,4 @@
-"""Tests of the report about a request, which only clients that ask for it receive, and only where the playground is served."""
+"""Tests of the report about a request. The gateway sends it if the client requests it and the playground is served."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def machine(answers: bool) -> Iterator[str]:
     """Yields the address of a machine whose process is stopped and accepts no connection.
 
     Args:
-        answers: the kernel completes connections; if not, the backlog is full.
+        answers: whether the kernel completes connections. If False, the backlog is full, and the machine sends nothing.
     """
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())

@@ -1,4 +1,4 @@
-"""Tests of pick_prefill: the prompts for which a prefill worker is used, and its choice."""
+"""Tests of pick_prefill: the prompts for which a prefill worker is used, and the choice of this worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rootstock_llm.services.gateway.routing.policies import (
     pick_prefill,
 )
 
-# Tokens of the prompt; tokens of it that the decode worker has cached; tokens queued at the prefill worker; whether the decode
+# Tokens of the prompt; prompt tokens that the decode worker has cached; tokens queued at the prefill worker; whether the decode
 # worker is busy; whether the prefill worker is full; whether the prefill worker computes the prompt.
 PROMPTS = {
     "long prompt, all idle": (600, 0, 0, False, False, True),

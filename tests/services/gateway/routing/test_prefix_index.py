@@ -125,7 +125,7 @@ TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, de
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=130), st.integers(0, 40))
 def test_prefix_match_has_one_depth_for_each_owner(lengths: list[int], prompt_blocks: int) -> None:
-    """The owners' depths differ by few and by many blocks. Some cases have more owners than a word of 64 bits."""
+    """The owners' depths differ by few and by many blocks. Some cases have more than 64 owners, the bits of a word."""
     prompt = [depth.to_bytes(8, "big") for depth in range(40)]
     index = PrefixIndex()
     for number, length in enumerate(lengths):
@@ -144,7 +144,7 @@ def test_prefix_match_has_depth_0_when_the_prompt_is_empty() -> None:
 def test_hit_ends_after_the_last_marked_block_of_the_leading_blocks(
     blocks: list[tuple[int, set[int]]], prompt_blocks: int
 ) -> None:
-    """`blocks` has for each owner the number of its leading blocks, and the marked blocks, some of which may come later."""
+    """`blocks` has for each owner the number of leading blocks, and the marked blocks. An owner may lack a marked block."""
     index, chain = PrefixIndex(), CHAINS[0]
     for name, (length, marked) in enumerate(blocks):
         index.stored(index.owner(str(name), 0), [*chain[:length], *(end_mark(chain[at]) for at in marked)])

@@ -287,9 +287,10 @@ def test_cache_hits_are_device_matches_when_the_index_has_no_lower_tiers() -> No
     ],
 )
 def test_routed_prompt_counts_up_to_the_ends_that_its_worker_will_mark(cached: int, num_tokens: int, ends: int) -> None:
-    """Another prompt that shares only the `cached` tokens counts up to the branch.
+    """Checks that the predicted hit at a worker ends at the last page that the worker will mark.
 
-    `num_tokens` includes the output of a request that has begun.
+    For a prompt that differs after the `cached` tokens, the predicted hit ends there. `num_tokens`: tokens of the prompt, plus
+    the output tokens if the request has already started.
     """
     workers, index = fleet([0, 0]), PrefixIndex()
     workers.owner[:2] = [index.owner("marks", 0), index.owner("plain", 0)]

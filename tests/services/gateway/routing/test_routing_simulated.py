@@ -127,7 +127,10 @@ def test_policy_prefix_aware_equals_least_requests_when_no_prefix_is_shared() ->
 
 
 def test_policy_prefix_aware_raises_the_cache_hit_rate_of_shared_prefixes() -> None:
-    """64 groups of 16 prompts, 8 workers. Each worker can cache the 512 blocks of 8 groups: 8 * 32 shared, 8 * 16 * 2 others."""
+    """Eight workers serve 64 groups of 16 prompts.
+
+    A worker's cache has space for the 512 blocks of 8 groups: 8 * 32 shared blocks and 8 * 16 * 2 other blocks.
+    """
     prompts = shared_prefixes(random.Random(3), 64, 16)
     aware, other = (Simulation(p, 8, 64, cache_blocks=512).run(prompts) for p in ("prefix_aware", "round_robin"))
     assert aware.hit_rate >= 3 * other.hit_rate

@@ -312,7 +312,7 @@ def test_end_of_a_response_is_stored_even_when_memory_is_full(server: RedisServe
 
 @pytest.mark.by_day(one_in=2)
 def test_end_of_a_response_and_the_conversation_items_are_stored_in_one_write(server: RedisServer) -> None:
-    """The conversation is not extended if the lease is lost, its version has changed or the quota is full."""
+    """The conversation is not extended if the lease is lost, the conversation's version has changed or the quota is full."""
 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
         async def conversation() -> tuple[bytes, int] | None:

@@ -1,4 +1,4 @@
-"""A prompt for the demo model whose completion has many different tokens, whatever its weights."""
+"""A prompt whose completion by the demo model has many different tokens, whatever the model's weights."""
 
 from __future__ import annotations
 

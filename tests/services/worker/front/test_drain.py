@@ -1,4 +1,4 @@
-"""Tests of a drain: running requests may end, the others are returned with all their tokens, and new requests are refused."""
+"""Tests of a drain: running requests may end, unfinished requests are returned with all tokens, and new requests are refused."""
 
 from __future__ import annotations
 

@@ -211,7 +211,10 @@ def test_masks_of_a_step_stay_valid_when_the_next_step_is_filled() -> None:
 
 
 def test_masks_for_draft_tokens_equal_the_masks_after_acceptance() -> None:
-    """A row has masks up to its first draft that is refused or ends the output. The matchers accept no draft."""
+    """A row has a mask after each draft token before the first one that its grammar refuses or that ends its output.
+
+    The matchers do not advance.
+    """
     filler = MaskFiller(1280, max_rows=4, max_drafts=12)
     names = {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}
     (drafts,) = model.tokenizer().encode_batch(['["red", "green"]'], False)
@@ -274,7 +277,7 @@ def test_grammars_of_a_step_share_one_time_budget(budget_ms: float, ended: list[
     filler = MaskFiller(1280, max_rows=20, fill_ms=budget_ms)
     (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
     steps = 0
-    # A step takes 3 ms of the first matcher and 2 ms of each other one.
+    # A step takes 3 ms of CPU time for the first matcher, and 2 ms for each other matcher.
     while steps < 10 and not any(matcher.fault for matcher in matchers):
         for matcher in [matchers[0], *matchers]:
             matcher.accept(digit)
@@ -302,7 +305,7 @@ def test_byte_cursor_reads_accepted_tokens_in_small_batches(monkeypatch: pytest.
 
 
 def test_resumed_outputs_do_not_count_as_a_slow_step() -> None:
-    """Each matcher has accepted a long output before its first mask. This CPU time is not charged to one step."""
+    """Each matcher has accepted a long output before its first mask. The mask's step is not charged for this output."""
     grammar = GrammarSpec(GrammarKind.JSON_OBJECT, "")
     text = '{"a": [' + ", ".join('{"k": "hello", "z": [1, 2]}' for _ in range(90)) + "]}"
     (ids,) = model.tokenizer().encode_batch([text], False)

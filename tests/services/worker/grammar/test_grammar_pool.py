@@ -33,7 +33,7 @@ SLOW = "a?" * 3000 + "a" * 3000  # compiles for longer than all time limits here
 
 @dataclass
 class Messages:
-    """Collects the messages of a CompiledBook: a grammar, and "" or the reason of its refusal."""
+    """Collects the messages of a CompiledBook. A message has a grammar, and "" or the reason for refusing this grammar."""
 
     received: queue.Queue[tuple[GrammarSpec, str]] = field(default_factory=queue.Queue)
 
@@ -159,7 +159,7 @@ def test_refusal_is_cached_by_the_digest_of_the_grammar(shared: tuple[CompiledBo
 
 
 def test_grammar_is_refused_after_a_matcher_has_exceeded_the_time_limit(shared: tuple[CompiledBook, Messages]) -> None:
-    spec = ebnf('root ::= s\ns ::= s s | "a" | "b"')  # is expensive only for outputs longer than a trial
+    spec = ebnf('root ::= s\ns ::= s s | "a" | "b"')  # is expensive only for outputs longer than those of the trial
     book, messages = shared
     before = book.cached_bytes
     assert outcome(book, messages, spec) == ""
@@ -456,7 +456,7 @@ def test_hostile_grammars_are_refused_or_stay_within_limits(shared: tuple[Compil
 
 
 def walk(book: CompiledBook, spec: GrammarSpec) -> None:
-    """Accepts the first allowed token up to 50 times. The grammar works, or its matcher ends it with a fault."""
+    """Accepts the first allowed token up to 50 times. Fails if the matcher refuses a token without reporting a fault."""
     matcher = book.open(spec)
     assert matcher is not None, "the cache has space for all grammars"
     for _ in range(50):

@@ -566,7 +566,10 @@ def metrics(port: int) -> str:
 
 @pytest.mark.parametrize("has_states", [False, True], ids=["attention", "recurrent layers"])
 def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServer, has_states: bool, tmp_path: Path) -> None:
-    """The expected names are computed as in a gateway, from the worker's WorkerInfo. With states, they include end marks."""
+    """The expected names are computed as in a gateway, from the worker's WorkerInfo.
+
+    If the model has states, the names include end marks.
+    """
     port, metrics_port = free_ports(2)
     model, executor = (tmp_path, "cpu") if has_states else (DEMO, "fake")
     if has_states:
