@@ -1,7 +1,7 @@
 """Measures the greedy exact-match accuracy per task on seeded, held-out questions, and prints a Markdown table.
 
 python demo/evaluate.py --questions 200
-python demo/evaluate.py --questions 200 --model models/demo-hybrid --url http://127.0.0.1:8000
+python demo/evaluate.py --questions 100 --model models/demo-hybrid --url http://127.0.0.1:8000
 
 transformers computes the answers; with --url, a running server computes them.
 """

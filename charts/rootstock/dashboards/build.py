@@ -117,7 +117,7 @@ OVERVIEW = Dashboard(
         Panel("Batches", "Running batches, and their lines in flight.", "short",
               {"batches": f"sum({GATEWAY}batches_running{{{NS}}})",
                "lines": f"sum({GATEWAY}batch_lines_in_flight{{{NS}}})"}),
-        Panel("Batch lines", "Results per second by outcome, and retries because no worker was free.", "reqps",
+        Panel("Batch lines", "Results per second by outcome, and repeated attempts at lines.", "reqps",
               {"{{outcome}}": rate(f"{GATEWAY}batch_lines_total", NS, "outcome"),
                "retries": rate(f"{GATEWAY}batch_retries_total", NS)}, stack=True),
         Panel("Background responses", "Ended background responses per second by status, and the number that run or wait.", "short",
