@@ -44,7 +44,7 @@ _EXPOSED = ("x-request-id", "retry-after", "x-rootstock-omitted-tools", "x-roots
 
 
 class ApiRoutes(Protocol):
-    """The routes of an HTTP API, except OpenAI's chat, completions and embeddings, which generating_operations() adds."""
+    """The routes of one HTTP API. Does not cover OpenAI's chat, completions and embeddings; generating_operations() adds them."""
 
     forms: Mapping[str, AnswerForm]  # form of errors by path, if it differs from OpenAI's
 
@@ -56,7 +56,7 @@ class ApiRoutes(Protocol):
         """Returns the generating operations by path. The application serves each of them by POST."""
 
     def routes(self) -> Sequence[Route]:
-        """Returns all other routes."""
+        """Returns the routes of the API that do not generate."""
 
 
 def generating_operations(preparer: Preparer, apis: Sequence[ApiRoutes]) -> dict[str, MakeOperation]:
@@ -115,7 +115,7 @@ def build(
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Wraps the application with CORS for these origins; no origins disable CORS.
+    """Wraps the application with CORS for `origins`. If `origins` is empty, returns the application unchanged.
 
     The wrapper is outside the check of API keys, because a browser sends preflight requests without an API key.
     """
@@ -153,7 +153,7 @@ def _add_error_handlers(app: Starlette) -> None:
         return _error_response(request, error)
 
     async def on_fault(request: Request, error: Exception) -> Response:
-        """Responds to any other exception. Starlette then raises it again, and FrontDoor logs it."""
+        """Responds with 500 to an unexpected exception. Starlette then raises the exception again, and FrontDoor logs it."""
         return _error_response(request, internal())
 
     app.add_exception_handler(HTTPException, on_http_error)

@@ -250,9 +250,9 @@ class Gateway:
             self.access.close()
 
     async def _start_peer(self) -> list[grpc.aio.Server]:
-        """Starts the peer port, on which other gateways abort requests of this gateway. Returns no server if the port is 0.
+        """Starts the peer port, on which other gateways abort requests of this gateway. Returns [] if the port is 0.
 
-        Operators' aborts are accepted only if the port is on loopback or needs a token.
+        An abort for requests of all API keys is accepted only if the port is on loopback or needs a token.
         """
         host, port = self._settings.peer_host, self._settings.peer_port
         if not port:

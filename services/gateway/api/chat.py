@@ -104,7 +104,10 @@ class PreparedChat:
     defaults: SamplingDefaults
 
     def applied_to(self, model: ModelInfo) -> ModelInfo:
-        """Returns the model with the stored sampling defaults, and with the shorter of the stored and the current context."""
+        """Returns the model with the stored sampling defaults, and with the shorter of the stored and the current context.
+
+        If only the prompt was stored, returns the model unchanged.
+        """
         if self.formats is None:
             return model
         return replace(model, context_len=min(self.context_len, model.context_len), defaults=self.defaults)
@@ -203,13 +206,13 @@ class ChatPreparer:
         return chat.tool_use.formats(known if chat.separates_reasoning else replace(known, reasoning=NONE))
 
     def _parsing(self, marks: Sequence[int]) -> MakeParsing:
-        """Returns a function that makes the parser settings of one request."""
+        """Returns a function that makes the parser settings of one request. `marks`: see Parsing.reasoning_marks."""
         return lambda formats, setup: Parsing(formats, setup, self._make_parser, self._dropped, marks)
 
     async def _prediction(self, chat: ChatRequest, model: ModelInfo, origin: Origin) -> Sequence[int] | None:
         """Returns the token ids of the predicted text.
 
-        None if the client predicts no text. Empty if the request or its workers do not use predictions.
+        None if the client predicts no text. Empty if the client turns drafting off, or if no worker drafts from predictions.
         """
         if chat.prediction is None:
             return None

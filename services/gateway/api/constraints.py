@@ -52,7 +52,7 @@ def response_format(value: Any, where: str) -> Named | None:
     """Returns the constraint of a response format, or None for the format `text`. Raises ApiError.
 
     Args:
-        where: The client's path of `value`.
+        where: Path of `value` in the client's body.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":

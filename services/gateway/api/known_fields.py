@@ -61,7 +61,7 @@ def refuse_unserved(body: Mapping[str, Any], known: KnownFields) -> None:
 def without_neutral(body: Mapping[str, Any], served: Collection[str], known: KnownFields) -> dict[str, Any]:
     """Returns the body without fields that have no effect.
 
-    SGLang's own client sends every field, most of them with the default value.
+    SGLang's own client sends every field, most of them with a neutral value, and the validation refuses unknown fields.
 
     Args:
         served: Names of the fields that this server reads. They always stay in the body.

@@ -49,7 +49,7 @@ class LogprobSlices:
         self._token_texts = token_texts
 
     async def of(self, entries: Iterable[Entry]) -> AsyncIterator[tuple[list[Entry], Texts]]:
-        """Yields each slice of the entries with the texts of its tokens, which are {} without token_texts. Raises ApiError."""
+        """Yields each slice of the entries, and the texts of the slice's tokens ({} without `token_texts`). Raises ApiError."""
         rest = iter(entries)
         while batch := list(islice(rest, self._count)):
             yield batch, await self._texts_of(batch)
@@ -205,10 +205,10 @@ class TextOffsets:
         return begin
 
     def _shown(self, text: bytes) -> bytes:
-        """Returns the bytes of the prefix from the end of the last found token to the end of this token; b"" if it is not found.
+        """Finds a token in the prefix. Returns the bytes from the end of the last found token to the end of this token.
 
-        The prefix may show a token in another form, without its leading blank or with a normalized character. A token that is not
-        found for this reason is skipped. The call for the next token that is found returns the skipped bytes too.
+        A token is also found without its leading blank. Returns b"" if the token is not found, because the prefix shows it in
+        normalized form. The call for the next found token then returns the bytes of both tokens.
         """
         for form in filter(None, (text, text.removeprefix(b" "))):
             found = self._prefix.find(form, self._at, self._at + 2 * self._missed + len(form))

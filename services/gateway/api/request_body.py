@@ -124,7 +124,7 @@ def of_validation(error: ValidationError, where: str = "") -> ApiError:
 def _location(error: ErrorDetails) -> list[str | int]:
     """Returns the path of an error in the client's body.
 
-    Pydantic's location also has the type that it tried, if a field allows several types. The result leaves the type out.
+    If a field allows several types, pydantic's location also names the type that failed. The result leaves the type out.
     """
     *above, last = error["loc"]
     names = [part for part in above if not _is_type(part)]

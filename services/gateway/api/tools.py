@@ -47,7 +47,10 @@ class ToolUse:
     parallel: bool = True  # whether the output may have more than one call
 
     def formats(self, known: OutputFormats) -> OutputFormats:
-        """Returns the formats in which outputs are parsed. If there are no tools, calls are not parsed and stay in the text.
+        """Returns the formats in which outputs are parsed.
+
+        Without tools, calls are not parsed and stay in the text, except in harmony. If a call is required and the model's format
+        of calls is unknown, the format is FALLBACK.
 
         Args:
             known: The model's formats, which its tokenizer reports.
@@ -82,7 +85,10 @@ class ToolUse:
             raise bad_request(error.field, f"'{error.field}': {error}.") from None
 
     def grammar(self, formats: OutputFormats) -> OutputGrammar | None:
-        """Returns the grammar of required calls and of calls to strict functions. None if there are neither. Raises ApiError."""
+        """Returns the grammar of required calls, or of calls to strict functions. Raises ApiError.
+
+        None if no call is required and no function is strict, or if the format of calls is unknown.
+        """
         if not self.callable or formats.tools == NONE:
             return None
         try:
@@ -205,7 +211,8 @@ class ToolChoice:
             specs: The functions of the request.
             hosted: Hosted tools that the gateway omits.
             parallel: Whether an output may have more than one call.
-            function_member: Name of the member of a tool that has the function's name; "" if the tool itself has the name.
+            function_member: Name of a tool's member that is an object with the function's `name`; "" if `name` is in the tool
+                itself.
         """
         self._specs = specs
         self._names = {spec.name for spec in specs}
@@ -235,7 +242,12 @@ class ToolChoice:
         return self._use({self._named(choice, "tool_choice")}, True)
 
     def allowed(self, allowed: Any, where: str) -> ToolUse:
-        """Returns the ToolUse of `allowed`, an object with `mode` and a list of allowed `tools`, at the client's path `where`."""
+        """Returns the ToolUse of a tool choice that lists the allowed tools.
+
+        Args:
+            allowed: An object with `mode` and `tools`.
+            where: Path of `allowed` in the client's body.
+        """
         tools = allowed.get("tools") if isinstance(allowed, dict) else None
         if not isinstance(tools, list) or not tools:
             raise bad_request(where, f"'{where}' must be an object with 'mode' and 'tools'.")

@@ -1,7 +1,7 @@
 """Aborts requests at all gateways, by the name that a client has given to the request.
 
-Only the gateway that the client has called has the request. So the gateway that receives an abort runs it, and sends it to all
-other gateways concurrently. The report names the gateways that do not respond in time.
+A request is only at the gateway that the client has called. The gateway that receives an abort therefore runs the abort itself,
+and also sends it to all other gateways concurrently. The report names the gateways that do not respond in time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AbortScope:
         return self.rid is None or self.rid in names
 
     def on(self, workers: Collection[str]) -> bool:
-        """Whether the scope includes a request on these workers, given by their ids."""
+        """Whether the scope includes a request that is on `workers`, a collection of worker ids."""
         return not self.worker or self.worker in workers
 
 
@@ -44,7 +44,11 @@ class PeerAnswer:
 
 class OpenRequests(Protocol):
     def abort(self, scope: AbortScope, error: ApiError) -> int:
-        """Ends the selected requests. Returns the number of ended choices and requests."""
+        """Ends the selected requests with the output so far, or with `error` if they have no choices yet or no text output.
+
+        Returns:
+            The number of ended choices. A request that ended with `error` counts as 1.
+        """
 
 
 class Peers(Protocol):
@@ -80,10 +84,10 @@ class Aborter:
         self._peers = peers
 
     def abort_here(self, scope: AbortScope) -> int:
-        """Ends the selected requests of this gateway. Their responses contain the output so far.
+        """Ends the selected requests of this gateway as OpenRequests.abort() does.
 
         Returns:
-            The number of ended choices and requests.
+            The number of ended choices. A request that ended with an error counts as 1.
         """
         return self._requests.abort(scope, aborted())
 

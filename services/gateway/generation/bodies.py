@@ -212,7 +212,10 @@ class RequestBody:
         return self._budget.capacity
 
     async def grow_to(self, size: int) -> None:
-        """Grows the reservation to at least `size` bytes, if necessary in the large pool. Raises ApiError, ClientGone."""
+        """Grows the reservation to at least `size` bytes. Raises ApiError, ClientGone.
+
+        A reservation above SMALL_BODY_BYTES moves to the large pool.
+        """
         if size <= self.size:
             return
         budget, pool = self._budget, self._budget.pool_of(size)

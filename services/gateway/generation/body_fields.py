@@ -46,7 +46,7 @@ def _integers(body: type[BaseModel]) -> frozenset[str]:
 
 
 class AnswerBody(Body):
-    """Optional fields of the response. Only renderers read them; workers do not receive them."""
+    """The request's fields that add optional fields to the response. Only renderers read them; workers do not receive them."""
 
     return_token_ids: bool | None = Field(
         default=None, description="Whether choices have `token_ids`, and the response `prompt_token_ids`."
@@ -64,20 +64,20 @@ TEXT_ALONE = AnswerBody()
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """One API's names of the fields that errors mention."""
+    """Maps the internal paths of fields to one API's field names, for errors."""
 
     names: Mapping[str, str] = field(default_factory=dict)  # client's name by path, or by the first part of the path
     prefix: str = ""  # path of the object with the sampling parameters, for fields not in `names`; "" for the body itself
 
     def of(self, path: str) -> str:
-        """Returns the client's name of a path. A path without an entry in `names` is returned with the prefix."""
+        """Returns the API's name for a path: the entry in `names`, or else `prefix` and the path."""
         for known in (path, path.partition(".")[0], path.partition("[")[0]):
             if known in self.names:
                 return self.names[known]
         return f"{self.prefix}.{path}" if self.prefix else path
 
     def within(self, prefix: str, prompt: str) -> FieldNames:
-        """Returns these names for sampling parameters at the path `prefix`, and a prompt in the field `prompt`."""
+        """Returns a copy with this prefix, in which the argument `prompt` is the name of the prompt's field."""
         return replace(self, prefix=prefix, names={**self.names, "prompt_ids": prompt})
 
 

@@ -95,7 +95,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class EarlierOutput:
-    """Stored output of a choice from another gateway or an earlier attempt, which this gateway continues."""
+    """Stored output of a choice that this gateway continues. Another gateway, or an earlier attempt, has stored the output."""
 
     ids: Sequence[int] = ()  # output ids so far
     decoded: int = 0  # number of ids whose text a detokenizer has returned
@@ -255,7 +255,7 @@ class Choice:
 
     @property
     def _predictions(self) -> tuple[int, int]:
-        """Accepted and rejected prediction tokens at all workers."""
+        """Numbers of accepted and rejected tokens of the client's prediction, summed over all workers of the choice."""
         before, here = self._predicted_before, self._predicted
         return before[0] + here[0], before[1] + here[1]
 
@@ -272,7 +272,7 @@ class Choice:
     # Output of the worker
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Adds output ids. Metrics record the time of the ids now or, in a stream, when their text arrives."""
+        """Adds output ids. Metrics record the time of the ids: in a stream, when their text arrives; otherwise now."""
         self.output_ids += ids
         if ids and self.decoding.patient:
             self._time(len(ids))
@@ -291,7 +291,7 @@ class Choice:
         self.prompt_logprobs.extend(rows)
 
     def set_predicted(self, accepted: int, rejected: int) -> None:
-        """Sets the numbers of accepted and rejected prediction tokens at the current worker."""
+        """Sets the numbers of tokens of the client's prediction that the current worker has accepted and rejected."""
         self._predicted = accepted, rejected
 
     def leave_worker(self) -> None:
@@ -306,7 +306,7 @@ class Choice:
             self._prefilled = finish
 
     def has_all_label_logprobs(self, finish: worker_pb2.Finish) -> bool:
-        """Returns whether the last message of a score has a log probability for each label. True for other requests."""
+        """Returns whether the last message of a score has a log probability for each label. True if the choice is no score."""
         sampling = self.params.sampling
         return not sampling.HasField("score") or len(finish.label_logprobs) == len(sampling.score.label_token_ids)
 
@@ -343,7 +343,7 @@ class Choice:
         self.request.fail(error)
 
     def take(self) -> Delta | None:
-        """Returns the output since the last take(), or None if there is none. Once `ending` is set, always returns a delta."""
+        """Returns the output since the last take(). None if there is no new text and `ending` is not set."""
         if not self._pieces and self.ending is None:
             return None
         text = "".join(self._pieces)
@@ -359,7 +359,7 @@ class Choice:
 
     @property
     def taken(self) -> tuple[int, int, int]:
-        """Counts for an EarlierOutput after the last take(): decoded ids, characters of their text, and shown ids."""
+        """Values of the fields `decoded`, `chars` and `shown` of an EarlierOutput. Valid directly after take()."""
         return self.decoding.decoded, self.decoding.emitted_chars, self._delivered_ids
 
     def _end(self) -> None:

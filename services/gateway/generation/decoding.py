@@ -24,7 +24,7 @@ class DecodeSink(Protocol):
     """The receiver of a Decoding's text. Both methods are called on the event loop and must not block."""
 
     def on_text(self, text: str, count: int) -> None:
-        """Receives the text of the next `count` ids. The text may be empty. `done` is set before the last call."""
+        """Receives the text of the next `count` ids. The text may be empty. Decoding.done is set before the last call."""
 
     def on_decode_failed(self, error: ApiError) -> None:
         """Receives the error that ends the decoding. No text follows."""

@@ -210,7 +210,7 @@ class ApiError(Exception):
         return orjson.dumps(self.body())
 
     def headers(self, num_bytes: int | None = None) -> Headers:
-        """Returns the ASGI headers of a plain HTTP response. `num_bytes` is the size of a body other than json()."""
+        """Returns the ASGI headers of a plain HTTP response. `num_bytes` is the size of the body; None for the body json()."""
         length = len(self.json()) if num_bytes is None else num_bytes
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
         if self.retry_after_s is not None:

@@ -37,7 +37,7 @@ class Caller:
         return blake2b(self.key.encode(), digest_size=_DIGEST_BYTES, person=_TENANT).digest() if self.key else b""
 
     def in_background(self, low_first: bool) -> Caller:
-        """Returns the caller of a background request, which always has the least urgent priority."""
+        """Returns this caller with the least urgent priority, for background requests. `low_first` replaces Caller.low_first."""
         least = PRIORITY_RANGE[1] if low_first else PRIORITY_RANGE[0]
         return replace(self, priority=least, low_first=low_first, background=True)
 
@@ -75,7 +75,7 @@ class Origin:
     """The call of an operation by an HTTP request, a batch line, a background response or a health probe.
 
     While the request is prepared, values of its body are added. Other code may read them before the preparation ends: an abort
-    reads the names, and HttpSink reads `wants_stream`.
+    reads `names` and `part_names`, and HttpSink reads `wants_stream`.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class Origin:
         self.trace = begin_trace(tracing, self.request_id, self.route, self.method, self.trace_headers)
 
     def name(self, name: str | None, part_names: Iterable[str] = ()) -> None:
-        """Adds the client's names of the request and its prompts. From now on, the client can abort them by these names."""
+        """Adds the request ids that the client chose for the request and its prompts. From now on, an abort finds them."""
         if name is not None:
             self.names.append(name)
         self.part_names.extend(part_names)
@@ -143,7 +143,7 @@ class Origin:
         self.wants_stream = True
 
     def omit(self, tools: Sequence[str]) -> None:
-        """Adds hosted tools that are left out of the request, each once."""
+        """Adds names of hosted tools that the gateway leaves out of the request. A name is listed only once."""
         noted = frozenset(self.omitted_tools)  # a set is fast even if a body has 100,000 tools, whose number is checked later
         self.omitted_tools.extend(name for name in dict.fromkeys(tools) if name not in noted)
 

@@ -52,7 +52,7 @@ class ModelInfo:
     deterministic: bool = False  # whether a request has the same result on every worker
 
     def hash_root(self, cache_salt: str) -> bytes:
-        """Returns the hash that the first block of a prompt is chained to in the prefix index."""
+        """Returns the hash from which the hash of a prompt's first block is computed, for the prefix index."""
         return root_hash(self.source, self.revision, self.tokenizer, cache_namespace("", cache_salt))
 
 
@@ -60,7 +60,7 @@ class Models(Protocol):
     """The models of the gateway."""
 
     def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
-        """Returns the hash that the first block of a prompt is chained to; empty if routing uses no block hashes."""
+        """Returns ModelInfo.hash_root(), from which block hashes are computed; b"" if routing uses no block hashes."""
 
     def names(self) -> Sequence[str]:
         """Returns the names of all models, with or without a worker."""
@@ -154,7 +154,7 @@ class GenerationParams:
     def likely_tokens(self, prompt_tokens: int, context_len: int) -> int:
         """Returns the number of output tokens that budgets assume for one choice.
 
-        This is the limit of output tokens. Without max_tokens, it is at most UNLIMITED_ANSWER_TOKENS.
+        This is most_tokens(), but at most UNLIMITED_ANSWER_TOKENS if the client sets no limit.
         """
         most = self.most_tokens(prompt_tokens, context_len)
         return most if self.max_tokens is not None else min(most, UNLIMITED_ANSWER_TOKENS)
@@ -217,12 +217,12 @@ class GenerationRequest:
         return replace(self, params=tuple(map(change, self.params)))
 
     def routed(self, key: str) -> GenerationRequest:
-        """Returns the request with this routing key for prompts that have no routing key."""
+        """Returns the request with the routing key `key` in all prompts that have no routing key of their own."""
         return self.with_params(lambda params: replace(params, routing_key=params.routing_key or key))
 
 
 def check_logprobs(request: GenerationRequest) -> None:
-    """Checks the number of log probability values of all choices, with the output tokens that likely_tokens() estimates.
+    """Checks the number of log probability values of all choices. Counts likely_tokens() output tokens per choice.
 
     Raises:
         ApiError: The number exceeds the limit.
@@ -269,7 +269,7 @@ def check_chars(chars: int, param: str) -> None:
 
 
 def check_sets(allowed: Sequence[int] | None, banned: Sequence[int] | None, choices: int, where: str = "") -> None:
-    """Raises ApiError if the sets of token ids of all choices have too many ids. Each choice has its own copy of the sets.
+    """Raises ApiError if the ids of both sets, times `choices`, exceed the limit. Each choice has its own copy of the sets.
 
     Args:
         choices: Number of choices of the request.

@@ -113,7 +113,7 @@ class ChoiceTrace:
         """Begins the span of a submit, and returns the traceparent for the worker.
 
         Args:
-            address, worker_id: The worker.
+            address, worker_id: Address and id of the worker.
             reason: Label of the routing decision.
             tokens: Tokens of the prompt.
             predicted: Tokens of the prompt that the worker probably has cached.
@@ -134,7 +134,7 @@ class ChoiceTrace:
         return span.traceparent
 
     def finished(self, finish: worker_pb2.Finish) -> None:
-        """Ends the span of a submit with the worker's terminal output."""
+        """Ends the span of a submit, and records the values of the worker's last message."""
         span = self._tries.pop(finish.handle, None)
         if span is None:
             return

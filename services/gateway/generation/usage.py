@@ -30,7 +30,7 @@ def usage_of(request: RunningRequest) -> dict[str, Any]:
 def report_of(request: RunningRequest) -> dict[str, Any]:
     """Returns the request's waiting times, workers and counts, for a client that requests a report.
 
-    Each time is the longest of any choice. Counts are sums over all choices, except the cached tokens, which usage_of() counts.
+    Each time is the longest of any choice. Counts are sums over all choices, but the cached tokens are those of usage_of().
     """
     endings = [choice.ending for choice in request.choices if choice.ending is not None]
     return {
@@ -103,7 +103,7 @@ def _reasoning_tokens(choice: Choice) -> int | None:
 
 
 def _predicted(request: RunningRequest) -> dict[str, int]:
-    """Returns the accepted and rejected prediction tokens, by OpenAI's names, of a request with a prediction."""
+    """Returns OpenAI's counts of accepted and rejected prediction tokens; {} for a request without a prediction."""
     endings = [choice.ending for choice in request.choices if choice.prompt.prediction is not None and choice.ending]
     if not endings:
         return {}

@@ -113,7 +113,7 @@ class GenerationEndpoint:
 class HttpSink(Sink):
     """Sends one request's output to its client.
 
-    The status of a stream goes out with its first event or comment, so an error before that is a plain HTTP error.
+    The status of a stream is sent with its first event or comment. Before that, an error is sent as a plain HTTP error.
     """
 
     def __init__(self, scope: Scope, send: Send, make_renderer: MakeRenderer, comment_s: float, logs_access: bool) -> None:
@@ -197,7 +197,8 @@ class HttpSink(Sink):
     async def fail(self, error: ApiError) -> None:
         """Sends the error as the response if nothing has been sent, else as the last event of the stream.
 
-        Closes the connection if a whole response is incomplete, or if the client does not read for ERROR_SEND_S.
+        If a part of a response that is no stream has been sent, closes the connection instead. Also closes the connection if
+        the client does not read the error within ERROR_SEND_S.
         """
         self._end_silence()
         state = self._scope["state"]

@@ -123,8 +123,8 @@ async def reserved_body(
 class BodyReader:
     """Reads the bodies of requests that do not generate.
 
-    At most `max_concurrent_requests` such requests are open at once. Generation requests have the same limit but a separate
-    count.
+    At most `max_concurrent_requests` such requests are open at once. Generation requests are counted separately, with the same
+    limit.
     """
 
     def __init__(self, settings: GatewaySettings, bodies: BodyBudget) -> None:

@@ -2,7 +2,7 @@
 
 - A request head has at most MAX_HEAD_BYTES, and arrives within MAX_HEAD_SECONDS.
 - Bytes that follow a request are pipelined requests. They are buffered, and parsed after the response has been sent. The buffer
-  has at most MAX_HEAD_BYTES and the bytes of one read.
+  has at most MAX_HEAD_BYTES plus the bytes of one read.
 - Bytes that are not HTTP are refused with an error in the form of OpenAI's API.
 - A refusal is the last response of its connection. The connection then discards input for LINGER_S before it closes, because
   closing a socket with unread input makes the kernel discard the response.
@@ -57,8 +57,8 @@ class ConnectionLimits:
 class ResponseTransport(asyncio.Transport):
     """The transport to which uvicorn writes a response.
 
-    `close` calls `end` instead of closing the socket. Only Connection can tell whether the client still sends, and then delays
-    the close.
+    `close` calls `end` instead of closing the socket. `end` is Connection._end(), which delays the close if the client may
+    still be sending.
     """
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
@@ -274,7 +274,8 @@ class Connection(HttpToolsProtocol):
         """Closes the connection after its current response.
 
         If the head of that response was sent without `connection: close` and a pipelined request is buffered, the connection
-        serves the buffered request, too, and closes after the response to it. The head of this response has `connection: close`.
+        also serves the buffered request, and closes after the response to it. The head of this second response has
+        `connection: close`.
         """
         if self._buffered_bytes and self._is_responding() and self.cycle.response_started:
             self._next_is_last = True
@@ -388,14 +389,14 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _is_draining(self) -> bool:
-        """Returns whether the request has its response but a part of its body has not arrived yet."""
+        """Returns whether the response is complete, but a part of the request's body has not arrived yet."""
         return not self._in_head and self.cycle is not None and self.cycle.response_complete
 
     def _refuse(self, error: ApiError) -> None:
         """Sends the error as the last response of the connection.
 
-        If the response to an earlier request is incomplete, or this request has its response already, only closes the
-        connection.
+        If a response is incomplete, or if the error is in the body of a request that already has its response, closes the
+        connection without sending the error.
         """
         if self._is_responding():
             self.close_idle()

@@ -45,8 +45,8 @@ def raise_open_file_limit() -> None:
 class ConnectionTable:
     """The connections of one server, with a limit. Used by its event loop only.
 
-    A connection above the limit is not admitted if no other connection is idle. It serves only health checks, and other
-    requests on it get 503.
+    If the table is full and no other connection is idle, a new connection is not admitted: it serves only health checks, and
+    all other requests on it get 503.
     """
 
     def __init__(self, allowed: int) -> None:

@@ -52,8 +52,8 @@ class HttpServer(uvicorn.Server):
 
     It differs from uvicorn's server in three points:
 
-    - At the end, it accepts the connections that wait in the backlog, because closing the listener would reset them.
-    - A new connection whose first request has not arrived gets first_request_s instead of being closed.
+    - When it stops, it accepts the connections that wait in the backlog, because closing the listener would reset them.
+    - When it stops, it waits up to first_request_s for the first requests of new connections instead of closing them.
     - Neither stop() nor the end of the last connection waits for uvicorn's tick of 0.1 s.
     """
 
@@ -71,7 +71,7 @@ class HttpServer(uvicorn.Server):
         self._stopping.set()
 
     def close_after_answers(self) -> None:
-        """Closes each connection after its next response, whose head has `connection: close`."""
+        """Closes each connection after its next response. The head of that response has `connection: close`."""
         self._table.close_after_answers()
 
     @contextlib.contextmanager
@@ -79,7 +79,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens on the given sockets, with a time limit for TLS handshakes, which uvicorn does not have."""
+        """Listens on the given sockets. Limits the time of TLS handshakes, because uvicorn does not."""
         assert sockets, "the caller makes the sockets by bind()"
         loop, make = asyncio.get_running_loop(), self._make_connection
         handshake_s = None if self._tls is None else self._handshake_s

@@ -84,7 +84,7 @@ class KeyLimits:
         Args:
             redis_url: Redis in which gateways share the limits. "" for none: each gateway then applies a part of each limit.
             name: Unique name of this gateway, of letters and digits.
-            others: Returns the number of gateways that discovery has found.
+            others: Returns the number of gateways that discovery has found. It may include this gateway.
             refused: Called with the kind of the limit for every refused request.
             clock: Returns Unix seconds.
 
@@ -113,7 +113,7 @@ class KeyLimits:
 
     @property
     def gateways(self) -> int:
-        """Number of gateways: as last read from Redis, or as discovery has found if Redis was never reached. At least 1."""
+        """Number of gateways at the last reply of Redis. Before the first reply, the number that discovery found; at least 1."""
         seen = self.refill.gateways if self.refill is not None else 0
         return seen or max(1, self._others())
 

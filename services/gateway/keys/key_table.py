@@ -271,7 +271,7 @@ class KeyFile:
         """Applies a change of the files, if there is one.
 
         Args:
-            reread: Whether the files are read even if their stamp is unchanged.
+            reread: Whether the files are read even if their sizes and modification times are unchanged.
         """
         try:
             table = await asyncio.to_thread(self._changed, reread)
@@ -288,7 +288,10 @@ class KeyFile:
                 changed(table)
 
     def _changed(self, reread: bool) -> KeyTable | None:
-        """Returns the new table, or None if no file has changed. Runs in a thread. Raises BadKeys if a file is invalid."""
+        """Returns the new table, or None if the contents have not changed. Runs in a thread.
+
+        Raises BadKeys if a file is unreadable or invalid.
+        """
         before, self._read = self._read, None  # stays None if a file is invalid, so that the next check reads the files again
         if before is not None and not reread and before.stamp == self._stamp():
             self._read = before

@@ -6,8 +6,8 @@ An amount is a number of requests or tokens. A share is in one of two modes:
   but not used yet. Redis grants only amounts that no gateway has used or holds, so all gateways together stay within the limit.
   A request takes from the held amount without a round trip to Redis.
 - Alone, before the first reply of Redis and while Redis is unreachable. The gateway may use its part: the limit divided by the
-  last known number of gateways. For ALONE_S after the loss of the connection to Redis, the part is at most the sum of the
-  gateway's used and held amounts at the loss, because the amounts that other gateways used before the loss still count.
+  last known number of gateways. For ALONE_S after the loss of Redis, the part is at most the sum of the gateway's used and
+  held amounts at the loss. The amounts that other gateways used before the loss still count in this time.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Share:
         return [mine + theirs for mine, theirs in zip(self._own.amounts(now), self._others.amounts(now), strict=True)]
 
     def seconds_until(self, amount: int, now: float, gateways: int) -> float:
-        """Returns the seconds until an amount may be available, if no request takes any until then.
+        """Returns the seconds until `amount` may be available, if no other request takes an amount before then.
 
         0 for a limit of concurrent requests, because the end of a request is unknown.
         """
@@ -149,7 +149,7 @@ class Share:
     # Methods for ShareRefill.
 
     def gateway_joined(self) -> None:
-        """Makes the next turn report the share, because a gateway has joined and needs a part of the held amounts."""
+        """Makes the next exchange with Redis report the share, because a new gateway needs a part of the held amounts."""
         self.dirty = True
 
     @property

@@ -309,8 +309,8 @@ class ShareRefill:
     def _count(self, gateways: int, now: float) -> None:
         """Updates the number of gateways.
 
-        If a gateway has joined, all shares yield a part to it. A smaller number counts only after DEAD_S, because after a
-        restart, Redis lists only the gateways that have already reported again.
+        If the number has risen, all shares are reported, so that they yield a part to the new gateway. A smaller number counts
+        only after DEAD_S, because a restarted Redis does not list all gateways at first.
         """
         if gateways > self._num_gateways:
             for budget in self._budgets.values():

@@ -1,8 +1,8 @@
 """Counts the used amount of a limit: within the last minute, or at present. Times are Unix seconds.
 
 The last minute is divided into sub-buckets of BUCKET_S seconds. The oldest sub-bucket counts completely, so the sum is never
-less than the amount used within the last WINDOW_S seconds. If the sum stays within a limit, every period of WINDOW_S seconds
-does too. The sub-buckets of all gateways begin at the same times.
+less than the amount used within the last WINDOW_S seconds. If the sum stays within a limit, the amount used in any WINDOW_S
+seconds stays within it, too. The sub-buckets of all gateways begin at the same times.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PerMinute:
         return list(self._amounts)
 
     def replace(self, amounts: Sequence[int], now: float) -> None:
-        """Replaces all amounts by `amounts`, the result of amounts() of another object."""
+        """Replaces all amounts by `amounts`, which another PerMinute object's amounts() has returned."""
         self._advance(now)
         self._amounts = list(amounts)
 
@@ -120,11 +120,11 @@ class Concurrent:
 
 
 def seconds_until(amounts: Sequence[int], most: int, now: float) -> float:
-    """Returns the seconds until the counted amount has fallen to `most`; 0 if it is not larger now.
+    """Returns the seconds until the counted amount has fallen to `most`; 0 if it is not above `most` now.
 
     Args:
         amounts: Amounts by sub-bucket, the newest first.
-        most: Largest amount that may still be counted then; at least 0.
+        most: Amount to which the counted amount must fall; at least 0.
     """
     left, seconds = sum(amounts), 0.0
     for age in range(len(amounts) - 1, -1, -1):

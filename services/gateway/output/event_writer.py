@@ -97,8 +97,8 @@ class EventWriter:
 
     A call is open from start() to end() or abandon(). The caller writes no text while a call is open.
 
-    Removing a mark or a call from text joins the text before and after it, which could form a new mark. The writer inserts a
-    blank in this case. The position of the removal is the seam.
+    If a mark or a call is removed, the text before it and the text after it join. If the joined texts would form a new mark, the
+    writer inserts a blank between them. The position of the removal is the seam.
     """
 
     def __init__(self, setup: ParserSetup, marks: Marks) -> None:

@@ -56,7 +56,7 @@ class Breaks:
         self.outside = re.compile(rf'[^"\[\]{{}}{firsts}]*')  # run of characters outside strings that is skipped
 
     def mark_inside(self, source: Source) -> Steps[str]:
-        """Reads the mark that comes next inside a string and returns it; "" if none comes.
+        """Reads and returns the mark that comes next inside a string; "" if no mark comes next.
 
         Raises Malformed if the mark ends the string.
         """
@@ -318,7 +318,7 @@ def string(source: Source, breaks: Breaks = NO_BREAKS) -> Steps[str]:
 
 
 def decoded(source: Source, sink: Sink, breaks: Breaks = NO_BREAKS) -> Steps[None]:
-    """Decodes a string whose opening quote was read, up to the closing quote. Raises Malformed."""
+    """Reads the rest of a string after its opening quote, and passes the decoded text to the sink. Raises Malformed."""
     yield from _chars(source, sink, breaks, _decoded_escape, str)
 
 

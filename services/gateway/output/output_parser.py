@@ -54,7 +54,7 @@ class CallEnd:
 
 @dataclass(frozen=True, slots=True)
 class CallDropped:
-    """A call that the client does not get, because the request has no such tool, or because it exceeds the number of calls."""
+    """A call that the client does not get: its tool is not in the request, or the maximum number of calls is reached."""
 
     name: str
 
@@ -75,7 +75,7 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> Sequence[Event]:
         """Returns the events of the next piece of output.
 
-        Holds text that may begin a mark, and blanks that a later mark may drop.
+        Holds text that may begin a mark, and blanks that are dropped if a mark follows.
         """
 
     def finish(self, cut: bool = False) -> Sequence[Event]:

@@ -29,10 +29,7 @@ def parameter_types(tool: Schema | None, name: str) -> frozenset[str]:
 
 
 def schema_types(schema: Any, root: Any) -> frozenset[str]:
-    """Returns the JSON types that a schema allows; ANY if it does not limit them.
-
-    `root` is the schema that references point into.
-    """
+    """Returns the JSON types that a schema allows; ANY if it does not limit them. References are looked up in `root`."""
     return _Types(root).of(schema, _MAX_REFERENCES)
 
 
@@ -50,9 +47,7 @@ def referred(reference: Any, root: Any) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Returns a parameter's text as JSON.
-
-    The first matching rule applies:
+    """Returns a parameter's text as JSON, by the first rule that matches. Rules 1 and 2 remove surrounding white space.
 
     1. Text that is JSON of an allowed type stays as it is. Python's True, False and None become JSON.
     2. Text that is JSON of another type stays as it is if strings are not allowed.
@@ -79,7 +74,7 @@ def _kind_of(text: str) -> str:
 
 
 class _Types:
-    """Finds the types that one schema allows. A schema with too many parts or references has the types ANY."""
+    """Finds the types that one schema allows. ANY above _MAX_LOOKS parts or _MAX_REFERENCES nested references."""
 
     def __init__(self, tool: Any) -> None:
         self._tool = tool

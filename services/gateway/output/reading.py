@@ -44,7 +44,7 @@ class OutputReading:
         self.failed = False  # whether an attempt has ended as BROKEN or NOT_A_CALL
 
     def schema(self, name: str) -> Schema | None:
-        """Returns the schema of a tool's parameters."""
+        """Returns the schema of a tool's parameters. None if the tool is unknown or has no schema."""
         return self._setup.tools.get(name)
 
     def trial(self) -> OutputReading:
@@ -54,8 +54,9 @@ class OutputReading:
     def attempt(self, opening: str, call: Steps[None]) -> Steps[Outcome]:
         """Reads a call with the coroutine `call`.
 
-        If the text is malformed before begin(), it is no call. The opening is then written as text without marks. If the text
-        after the opening has at most MAX_REREAD_CHARS, it becomes unread again. Otherwise, it is also written without marks.
+        If the text is malformed after begin(), the call is abandoned. If it is malformed before begin(), it is no call: the
+        opening is written as text without marks. The text after the opening becomes unread again if it has at most
+        MAX_REREAD_CHARS, and is otherwise also written without marks.
 
         Args:
             opening: The opening mark of the call, which has been read.
@@ -70,9 +71,9 @@ class OutputReading:
         return Outcome.COMPLETE
 
     def begin(self, name: str) -> None:
-        """Starts a call event, when the name and the beginning of the arguments have been read.
+        """Starts the call after its name and the beginning of its arguments have been read.
 
-        The call can then no longer become text.
+        From now on, attempt() cannot turn the call into text.
         """
         self.source.forget()
         self.writer.start(name)

@@ -1,6 +1,6 @@
 """Streams a model's text to one coroutine. The coroutine yields if it needs more text to decide how to read the received text.
 
-Every method scans new text once, and older text at most over the length of the longest mark. Reading therefore takes linear time.
+Every method scans new text once. It scans at most one mark's length of older text again, so reading takes linear time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Marks:
         return self._whole.search(text, at, stop)
 
     def begun(self, text: str, at: int, stop: int) -> int:
-        """Returns the index of an incomplete mark at the end of text[at:stop], or `stop` if no mark begins there."""
+        """Returns the index at which the incomplete mark at the end of text[at:stop] begins; `stop` if there is none."""
         found = self._begun.search(text, max(at, stop - self._most_begun), stop)
         return found.start() if found else stop
 
@@ -112,7 +112,7 @@ class Source:
 
     @property
     def unread(self) -> str:
-        """The received text that has not been read, up to the first mark to which the source is bound."""
+        """The received text that has not been read. If the source is bound to marks, ends before the first of them."""
         return self._text[self._at : self._stop]
 
     def bind(self, marks: Marks | None) -> None:
@@ -121,7 +121,10 @@ class Source:
         self._settle()
 
     def hold(self, text: str) -> None:
-        """Starts a second record, which begins with `text`. A read raises Malformed if the record exceeds MAX_HELD_CALL_CHARS."""
+        """Starts a second record besides the one of record(). The second record begins with `text`.
+
+        Reading raises Malformed if the second record exceeds MAX_HELD_CALL_CHARS.
+        """
         self._held = TextRecord(MAX_HELD_CALL_CHARS, text)
         self._list_records()
 

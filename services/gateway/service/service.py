@@ -70,7 +70,7 @@ class Attendance:
                 arrived(self._open == 1)
 
     def end(self, has_client: bool) -> None:
-        """Counts the end of a request. `has_client` has the same value as for begin()."""
+        """Counts the end of a request. `has_client` must be the value that begin() received for the request."""
         self._open -= has_client
         if has_client:
             self._last = self._clock()
@@ -132,10 +132,12 @@ class GenerationService:
             sink.released(running)
 
     def abort(self, scope: AbortScope, error: ApiError) -> int:
-        """Ends the selected choices. Their responses contain the output so far. A request without output ends with `error`.
+        """Ends the selected choices with the output so far.
+
+        A request that is still being prepared, or that has a vector or a score in place of text, ends with `error`.
 
         Returns:
-            The number of ended choices and requests.
+            The number of ended choices. A request that ended with `error` counts as 1.
         """
         return sum(self._abort(running, scope, error) for running in list(self._open))
 

@@ -88,7 +88,7 @@ def chat_request(request: MessagesRequest, omits_hosted: bool) -> ChatRequest:
     """Translates a request for a message into a ChatRequest. Raises ApiError.
 
     Args:
-        omits_hosted: Whether hosted tools and their calls are removed. If not, the request is refused.
+        omits_hosted: Whether hosted tools and their calls are removed. If not, a request that has them is refused.
     """
     text_format = _format(request)
     prompt = prompt_request(request, omits_hosted)

@@ -79,7 +79,7 @@ class FormReader:
             yield from found
 
     def _next(self) -> list[Event] | None:
-        """Parses the next element of the buffer. Returns its events, which may be none, or None if more bytes are needed."""
+        """Parses the next element of the buffer. Returns its events, possibly an empty list; None if more bytes are needed."""
         steps = {
             _State.START: self._start,
             _State.BOUNDARY: self._boundary,

@@ -57,7 +57,7 @@ class BatchRecords:
 
     @asynccontextmanager
     async def connected_stores(self) -> AsyncIterator[Stores]:
-        """Yields the stores. Raises ApiError if this gateway has none, or if the `async with` block raises StoreAway."""
+        """Yields the stores. Raises ApiError if this gateway has no store, or if the `async with` block raises StoreAway."""
         if self._stores is None:
             raise ApiError(400, "This server has no store, so it stores no files and runs no batches.", code="no_store")
         try:

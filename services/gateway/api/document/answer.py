@@ -39,7 +39,7 @@ class Error(ResponseModel):
 
 
 class ErrorBody(ResponseModel):
-    """The body of every error response. If a stream fails, the data of its last event."""
+    """The body of every error response, and the data of the last event of a failed stream."""
 
     error: Error
 

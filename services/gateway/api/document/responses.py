@@ -83,8 +83,8 @@ def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequ
 
     Args:
         keys: Whether the gateway checks API keys. If so, each response has headers with the rate limits of the API key.
-        always: Names in HEADERS that every response has, besides those that its status requires.
-        sometimes: Names in HEADERS that some responses have.
+        always: Headers (names in HEADERS) that every such response has, besides those that the status requires.
+        sometimes: Headers (names in HEADERS) that only some such responses have.
     """
     found = {"x-request-id": {**HEADERS["x-request-id"], "required": status not in _WITHOUT_ID}}
     for name in (*_ALWAYS.get(status, ()), *always):
@@ -95,7 +95,7 @@ def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequ
 
 
 def shared(keys: bool, schema: dict[str, Any], family: ErrorFamily | None = None, plain: Any = None) -> dict[str, Any]:
-    """Returns the error responses of one form by name, which operations refer to.
+    """Returns the error responses of one form by name. Operations refer to these names.
 
     Args:
         keys: Whether the gateway checks API keys.

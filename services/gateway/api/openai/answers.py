@@ -155,7 +155,7 @@ class ChatChunkChoice(ResponseModel):
 
 
 class ChatCompletionChunk(ResponseModel):
-    """The data of one event."""
+    """The data of one event of a stream."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -214,7 +214,7 @@ class CompletionChunkChoice(ResponseModel):
 
 
 class CompletionChunk(ResponseModel):
-    """The data of one event."""
+    """The data of one event of a stream."""
 
     id: str
     object: Literal["text_completion"]

@@ -60,10 +60,10 @@ class _ChoicesRenderer:
 
 
 def _ending_fields(delta: Delta, logprobs: bytes, finish_reason: str = "") -> bytes:
-    """Returns the fields of a choice after its text: log probabilities and, if the choice has ended, the reasons.
+    """Returns the fields of a choice after its text: `logprobs`, `finish_reason` and, if the choice has ended, `stop_reason`.
 
     Args:
-        finish_reason: The finish reason; "" for the finish reason of the delta's ending.
+        finish_reason: The finish reason to return; "" for the finish reason in the delta's ending.
     """
     if delta.ending is None:
         return _unfinished_fields(logprobs)

@@ -135,10 +135,9 @@ class BackgroundAnswers:
         return await self._records.changed_record(owner, response_id, failure(error))
 
     async def concluded(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> tuple[Json, list[bytes]]:
-        """Ends a response with the output that its stored events have. Returns the response and its last events.
+        """Ends a response with the output in its stored events. Returns the response and its last events.
 
-        If the stored events cannot be read, the response has no new output. If the record would be too large, the output is
-        left out.
+        If the stored events cannot be read, or if the record would be too large, the response has no output.
 
         Args:
             status: Final status of the response.

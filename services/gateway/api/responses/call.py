@@ -184,7 +184,7 @@ class ResponsesCall:
 
 
 def _without_oldest(items: Sequence[Json]) -> list[Json]:
-    """Returns the items without the oldest quarter of the removable items, at least one item.
+    """Removes the oldest quarter of the removable items, at least one, and returns the rest.
 
     System messages, developer messages and the last item stay. If the last item is a tool result, its call also stays. If the
     call of another tool result is removed, the result is removed, too.

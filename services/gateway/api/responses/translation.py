@@ -71,7 +71,7 @@ def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
 
 
 def as_served(request: ResponsesRequest) -> ResponsesRequest:
-    """Returns the request without its hosted tools. The response repeats this request, and the store keeps it."""
+    """Returns the request without its hosted tools. The response and its stored record show the returned request."""
     if not omitted_names(request.tools):
         return request
     choice = request.tool_choice
@@ -86,8 +86,8 @@ def chat_request(request: ResponsesRequest, items: Sequence[Json], streams: bool
     """Translates a request for a response into a ChatRequest. Raises ApiError.
 
     Args:
-        items: All items before the output. The items of the request are the last ones.
-        streams: Whether the worker sends text while it is generated.
+        items: All items before the output: the stored items of the context, then the items of the request.
+        streams: Whether the output is sent while it is generated.
     """
     return replace(
         prompt_request(request, items),

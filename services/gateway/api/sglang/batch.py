@@ -29,7 +29,7 @@ class Inputs:
     many: bool  # whether the client sent a list of prompts, and gets a list of outputs
 
     def where(self, index: int) -> str:
-        """Returns the client's path of the prompt with this index."""
+        """Returns the path, in the client's body, of the prompt with this index."""
         return f"{self.field}[{index}]" if self.many else self.field
 
 
@@ -86,8 +86,8 @@ def _check_count(count: int, param: str) -> None:
 def rids_of(given: Any, inputs: Inputs, request_id: str) -> list[str]:
     """Returns the request id of each prompt.
 
-    If the client sent a list of ids, these are the ids. Otherwise, all prompts get the client's id or the id of the HTTP
-    request. For a list of prompts, the suffixes _0, _1, … are appended.
+    If the client sent a list of ids, it has one id per prompt. Otherwise, the id is the client's single id, or the id of the HTTP
+    request if the client sent none. If the client sent a list of prompts, this id gets the suffix _0, _1, … for each prompt.
     """
     rids = _one_per_prompt(given, inputs, "rid") if isinstance(given, list) else [request_id if given is None else given]
     if not all(isinstance(rid, str) and 1 <= len(rid) <= RID_CHARS for rid in rids):

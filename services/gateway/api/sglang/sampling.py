@@ -46,7 +46,7 @@ def parse(model: type[M], value: Any, where: str = "", known: KnownFields = NATI
     """Returns the validated value. Raises ApiError.
 
     Args:
-        where: The client's path of the value; "" for the body itself.
+        where: Path of the value in the client's body; "" for the body itself.
         known: Fields of the value that have no effect.
     """
     if not isinstance(value, dict):
@@ -68,7 +68,7 @@ def native_generation(
     """Returns the generation parameters of one prompt. Raises ApiError.
 
     Args:
-        where: The client's path of the sampling parameters.
+        where: Path of the sampling parameters in the client's body.
         prompt_field: The client's field of the prompts.
     """
     try:

@@ -100,8 +100,9 @@ class WorkerStanding(ResponseModel):
     model: str | None
     role: Literal["both", "prefill", "decode"] | None
     state: Literal["ready", "silent", "paused", "draining", "hung", "unused", "lost", "starting"] = Field(
-        description="silent: no report for some seconds. unused: this gateway sends no requests for a while after faults."
-        " lost: not connected, but was connected before. starting: was never connected."
+        description="silent: no report for some seconds. paused: an operator has paused the worker. draining: accepts no new"
+        " requests. hung: its scheduler makes no progress. unused: this gateway sends the worker no requests for a while, for"
+        " example after faults. lost: not connected, but was connected before. starting: was never connected."
     )
     told_s_ago: float | None = Field(description="Seconds since the last report.")
     num_running: Count | None = Field(description="Running requests.")

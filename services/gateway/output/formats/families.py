@@ -29,9 +29,9 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 class OutputReader:
     """Reads one output: optional reasoning between two marks, then text and calls.
 
-    Some models end their output with a call before they have closed their reasoning. Such a call counts. The reader therefore
-    holds the text after a call's opening mark within the reasoning, and also reads it as a call. If the closing mark of the
-    reasoning or other text follows, the held text becomes reasoning.
+    Some models end their output with calls without closing their reasoning first. Such calls count. If a call's opening mark is
+    in the reasoning, the reader therefore holds the text from this mark on, and also reads it as calls. If other text or the
+    closing mark of the reasoning comes before the output ends, the held text becomes reasoning.
     """
 
     def __init__(self, calls: CallFormat, marks: Sequence[str], opened: bool) -> None:
@@ -94,7 +94,7 @@ class OutputReader:
                 writer.reasoning(held)
 
     def _only_calls(self, trial: OutputReading, mark: str) -> Steps[bool]:
-        """Reads calls up to the end of the bound source. Returns True if it reads only calls of known tools, and at least one."""
+        """Reads calls to the end of the text or the source's bound. Returns True if it reads a known tool's call, and no text."""
         while mark:
             if mark in self._calls.opens:
                 yield from self._calls.read(trial, mark)
@@ -106,7 +106,7 @@ class OutputReader:
 
 
 def output_parser(formats: OutputFormats, setup: ParserSetup) -> OutputParser:
-    """Returns a parser for one output. In harmony, channels mark reasoning and calls, so its parser always reads both."""
+    """Returns a parser for one output. The parser of harmony always reads both reasoning and calls, by their channels."""
     if "harmony" in (formats.tools, formats.reasoning):
         return ReadingParser(harmony.read, harmony.MARKS, setup)
     if formats.tools == formats.reasoning == NONE:

@@ -35,8 +35,8 @@ class JsonCall:
     The members may have any order. Other members are ignored. If the object is malformed after the call has begun, the call is
     ended.
 
-    A marked object follows a mark that announces a call. If its arguments are not an object, it is a call without arguments. An
-    unmarked object is a call only if it has arguments, and no member outside MEMBERS.
+    An object is marked if it follows a mark that announces a call. If the arguments of a marked object are not an object, it is
+    a call without arguments. An unmarked object is a call only if it has arguments, and no member outside MEMBERS.
     """
 
     MEMBERS = ("name", *_ARGUMENTS, "type", "id")
@@ -56,7 +56,7 @@ class JsonCall:
         yield from self.members(None)
 
     def members(self, key: str | None) -> Steps[None]:
-        """Reads the object after its brace. If `key` is not None, it is the first key, which has been read. Raises Malformed."""
+        """Reads the object after its opening brace. `key` is the first key if it has been read, else None. Raises Malformed."""
         try:
             yield from self._members(key)
         except Malformed:
@@ -102,7 +102,10 @@ class JsonCall:
             yield from json_text.skip(self._reading.source, self._breaks)
 
     def _arguments(self) -> Steps[None]:
-        """Reads the arguments: an object, a string that contains an object, or null. A marked object may have any value."""
+        """Reads the arguments: an object, a string that contains an object, or null.
+
+        In a marked object, any other value is skipped. In an unmarked object, any other value raises Malformed.
+        """
         source = self._reading.source
         first = yield from source.peek()
         if first == "{":
@@ -141,7 +144,7 @@ class JsonCall:
     def _object_in(self, source: Source) -> Steps[None]:
         """Reads the arguments in a decoded string.
 
-        Other text than an object raises Malformed, or is ignored in a marked object.
+        In a marked object, text that is no object is ignored. In an unmarked object, such text raises Malformed.
         """
         yield from source.space()
         first = yield from source.peek()
@@ -202,7 +205,7 @@ _LLAMA3_KEYS = tuple(f'"{key}"' for key in JsonCall.MEMBERS)
 def _read_llama3(reading: OutputReading, mark: str) -> Steps[None]:
     """Reads a call, or a list of calls. Without the mark `<|python_tag|>`, any `{` may begin a call.
 
-    An object without this mark stays text if it has a member that calls do not have.
+    An object after any other mark stays text if it has a member that calls do not have.
     """
     outcome = yield from reading.attempt(mark, _llama3_call(reading) if mark == "{" else _call_behind_mark(reading, mark))
     if outcome is not Outcome.COMPLETE:
@@ -290,8 +293,10 @@ def _named_call(reading: OutputReading) -> Steps[None]:
 
     Some models write `[CALL_ID]` and an id between the name and the arguments. The id is skipped.
 
-    A body is an object, the end of the output, or the mark of the next call. The name of a known tool is a call if `[ARGS]` or
-    a body follows. Any other name is a call only if an object follows, or `[ARGS]` and a body.
+    A body is an object, the end of the output, or the mark of the next call.
+
+    - The name of a known tool is a call if `[ARGS]` or a body follows.
+    - Any other name is a call if an object follows, or if `[ARGS]` and then a body follow.
     """
     source, pieces = reading.source, list[str]()
     yield from source.run(_NAME, pieces.append)

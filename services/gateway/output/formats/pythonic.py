@@ -249,7 +249,7 @@ def _closed(source: Source, closer: str) -> Steps[bool]:
 
 
 def _separated(source: Source, closer: str) -> Steps[None]:
-    """Reads the comma after an element. Raises Malformed if neither a comma nor the closing bracket comes, which stays unread."""
+    """Reads the comma after an element. If `closer` comes instead, it stays unread. Raises Malformed if neither comes."""
     yield from source.space()
     if not (yield from source.choose((",",))) and (yield from source.peek()) != closer:
         raise Malformed

@@ -1,7 +1,7 @@
 """Reads Qwen3-Coder's calls: a function and its parameters between XML tags. Each value is on its own lines, without quotes.
 
 A string is passed on piece by piece. A value of another type is passed on when it is complete. A value ends at the next mark of
-the format. If `</parameter>` follows before another call begins, the end mark of a call is a part of the value.
+the format. The end mark of a call is a part of the value if `</parameter>` follows before another call begins.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class _Parameters:
         """Reads on after a mark that may begin a parameter or a call.
 
         Returns:
-            The read text, with the mark, if the mark begins neither a parameter nor a call. The text is then a part of the
-            value. Otherwise "", and the mark is unread again.
+            The read text with the mark, if the mark begins neither a parameter nor a call: the text is a part of the value.
+            "" if the mark begins one of them; the mark is then unread again.
         """
         source, read = self._reading.source, [mark]
         if mark.endswith(BEGIN):

@@ -52,7 +52,7 @@ class CallDemand:
     parallel: bool  # whether the output may have more than one call
 
     def parameters(self, tool: ToolSpec) -> Mapping[str, Any]:
-        """Returns the schema that a call's arguments must follow. If neither strict nor forced, any object is allowed."""
+        """Returns the schema that a call's arguments must follow: any object if the tool is not strict and no call is forced."""
         if not (tool.strict or self.forced):
             return ANY_OBJECT
         found = tool.parameters

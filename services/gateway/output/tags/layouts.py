@@ -59,7 +59,7 @@ def tag(begin: str, content: Layout, end: str) -> Layout:
 
 
 def calls(tags: Sequence[Layout], separator: str, parallel: bool) -> Layout:
-    """Returns the layout of one or more of the tags, with the separator between them. Exactly one if `parallel` is False."""
+    """Returns the layout of one or more tags with the separator between them; of exactly one tag if `parallel` is False."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),

@@ -24,7 +24,9 @@ class Parameter:
 
 
 def parameters(demand: CallDemand, tool: ToolSpec) -> list[Parameter] | None:
-    """Returns the tool's parameters in the schema's order, then the required names without a schema. None if any name is allowed.
+    """Returns the tool's parameters in the schema's order, then the required names without a schema.
+
+    None if the schema names no parameters, so that any name is allowed.
 
     Raises:
         TagRefused: The schema of a strict tool has keywords that a list of parameters cannot express.

@@ -66,7 +66,7 @@ def _keywords(demand: CallDemand, tool: ToolSpec) -> Layout:
 def _can_be_written(parameter: Parameter, tool: ToolSpec) -> bool:
     """Returns whether the parameter's name is a valid Python keyword argument.
 
-    Raises TagRefused if it is not, but is required.
+    Raises TagRefused if the parameter is required and its name is not valid.
     """
     if _KEYWORD.fullmatch(parameter.name):
         return True

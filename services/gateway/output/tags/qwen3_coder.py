@@ -50,7 +50,7 @@ def alternatives(schema: Mapping[str, Any]) -> list[Alternative]:
 def _of(schema: Any, root: Mapping[str, Any], followed: set[str]) -> list[Alternative]:
     """Returns the alternatives of `schema`, which is a part of `root`.
 
-    Skips references in `followed`, and adds new ones to it.
+    Skips a reference that is in `followed`, and adds each other reference to `followed`.
     """
     if schema is True:
         return [Alternative()]
@@ -118,7 +118,7 @@ def _value(demand: CallDemand, parameter: Parameter, tool: ToolSpec) -> Layout:
     """Returns the layout of a parameter's value.
 
     Raises:
-        TagRefused: A strict tool limits a string further than a grammar for text without quotes can.
+        TagRefused: A strict tool limits a string in a way that a grammar for text without quotes cannot enforce.
     """
     found = parameter.schema
     if isinstance(found, bool):

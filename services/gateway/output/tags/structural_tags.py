@@ -1,6 +1,6 @@
-"""Builds structural tags, with which a worker enforces required calls, strict tools, and constrained text after reasoning.
+"""Builds structural tags, for workers to enforce required calls, strict tools, and constrained text after reasoning.
 
-services/worker/grammar/schema/structural_tag.py reads a tag.
+services/worker/grammar/schema/structural_tag.py reads the tags.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def call_tag(formats: OutputFormats, demand: CallDemand) -> Tag | None:
 
 
 def after_reasoning(formats: OutputFormats, answer: Layout) -> Tag:
-    """Returns the tag for an output that is reasoning and then content of the layout `answer`."""
+    """Returns the tag for an output that is reasoning and then content that follows the layout `answer`."""
     return _tag(harmony_answer(answer) if formats.reasoning == "harmony" else _reasoned(formats, answer))
 
 
 def calls_or_answer(formats: OutputFormats, demand: CallDemand, answer: Layout) -> Tag:
-    """Returns the tag for an output that is reasoning and then either calls or content of the layout `answer`.
+    """Returns the tag for an output that is reasoning, and then either calls or content that follows the layout `answer`.
 
     Args:
         formats: The model's formats. They must have a format of calls.
