@@ -39,7 +39,7 @@ def container(name: str, state: Object | None = None, ready: bool = False, **mor
 
 
 def pod(component: str, node: str = "node-a", **status: Any) -> Object:
-    """Returns a pod, which is ready unless `status` differs."""
+    """Returns a pod that is ready. `status` replaces fields of its status."""
     labels = {"app.kubernetes.io/instance": NAME, "app.kubernetes.io/component": component, "rootstock.io/model": "demo"}
     volumes = [] if component == "gateway" else [{"name": "models", "persistentVolumeClaim": {"claimName": f"{FULL}-models"}}]
     well = {

@@ -82,8 +82,8 @@ class Autoscaler:
     def _stabilised(self, now: float, current: int, desired: int) -> int:
         """Returns the stabilised number of replicas.
 
-        An increase goes to the smallest recommendation of the scale-up window, a decrease to the largest one of the scale-down
-        window.
+        The number increases to the smallest recommendation of the scale-up window, and decreases to the largest recommendation of
+        the scale-down window.
         """
         self._recommended.append((now, desired))
         up_s, down_s = self._up["stabilizationWindowSeconds"], self._down["stabilizationWindowSeconds"]

@@ -11,11 +11,11 @@ Law = Callable[[str, Release], Iterable[str]]
 
 
 def offences(law: Law, names: Sequence[str] = ALL) -> dict[str, list[str]]:
-    """Returns the violations by release, without releases that have none.
+    """Returns the violations by release. A release without violations is not in the result.
 
     Args:
-        law: The invariant. It gets a release and its name, and yields a message per violation. An exception, such as one for a
-            missing object, counts as a violation.
+        law: The invariant. It gets the name of a release and the release, and yields a message per violation. An exception, such
+            as one for a missing object, counts as a violation.
         names: Names of the value sets to render.
     """
     return {name: found for name in names if (found := _offences(law, name))}

@@ -50,9 +50,9 @@ class Recorded:
     def _rate(self, samples: list[tuple[int, int]]) -> float:
         """Returns Prometheus's rate() of a counter's (time, value) samples.
 
-        The increase is extrapolated at both ends of the window. If the gap between a sample and an end is less than 1.1 sample
-        intervals, the increase is extrapolated up to this end, and otherwise by half an interval. At the beginning, the gap is at
-        most the time in which the counter has risen from 0.
+        The increase is extrapolated from the first and the last sample to the ends of the window. If the gap at an end is 1.1
+        sample intervals or longer, half an interval replaces the gap. At the beginning, the gap is at most the time in which the
+        counter has risen from 0.
         """
         if len(samples) < 2:
             return 0.0

@@ -138,9 +138,11 @@ def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
 def test_prefill_and_decode_workers_scale_by_separate_queues(tmp_path: Path) -> None:
     """Scales two decode workers and one prefill worker before any request has ended.
 
-    `rootstock:enough_workers` is then twice the number of workers. It bounds the backlog metric of the decode workers, which are
-    two thirds of all workers. A role's metrics do not include requests and tokens of the other role. Running requests count as a
-    share of their worker's slots; the second decode worker has twice as many slots as the first.
+    Before a request has ended, `rootstock:enough_workers` is twice the number of workers. It bounds the backlog metric. Two of
+    the three workers decode, so their metric has two thirds of this bound.
+
+    A role's metrics omit the other role's requests and tokens. Running requests count as a share of their worker's slots. The
+    second decode worker has twice as many slots as the first.
     """
     both = {"enabled": True}
     scaled = {"worker": {"autoscaling": both, "prefill": {"autoscaling": both}}}

@@ -22,7 +22,7 @@ KUBECTL = "#!/bin/sh\nmkdir $6 && cp tls.crt tls.key ca.crt $6\n"
 
 @pytest.mark.needs("openssl")
 def test_service_certificates_cannot_sign_other_certificates(tmp_path: Path) -> None:
-    """Verifies the services' certificates for servers and clients. A certificate that a service has signed must not be valid."""
+    """Checks that a service's certificate is valid for servers and clients, and that a certificate it has signed is invalid."""
     (commands,) = re.findall(r"```bash\n(openssl .*?)```", PAGE.read_text(), re.S)
     (tmp_path / "kubectl").write_text(KUBECTL)
     (tmp_path / "kubectl").chmod(0o755)
@@ -45,7 +45,7 @@ def test_service_certificates_cannot_sign_other_certificates(tmp_path: Path) -> 
 
 
 def test_admission_policy_on_the_page_is_valid_and_names_the_service_account() -> None:
-    """Checks the page's objects and values. The policy must name the ServiceAccount of a release with that name."""
+    """Checks the page's objects and values. The policy must name the ServiceAccount of the workers of release `rootstock`."""
     documents = [
         each for block in re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.M | re.S) for each in yaml.safe_load_all(block)
     ]

@@ -1,4 +1,7 @@
-"""Tests that releases of tests/cluster can start on a local cluster: its nodes have the resources, its images the programs."""
+"""Tests that releases of tests/cluster can start on a local cluster.
+
+The nodes must have the resources that the pods need, and the images must have the programs that the pods run.
+"""
 
 from __future__ import annotations
 

@@ -186,7 +186,10 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def run(
     folder: Path, url: str, environ: Mapping[str, str], values: Mapping[str, Any] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the diagnosis with the pod's command and the chart's ConfigMap. Host names are removed; they do not resolve here."""
+    """Runs the diagnosis with the pod's command and the chart's ConfigMap.
+
+    Removes the services' host names from the ConfigMap, because they do not resolve on this machine.
+    """
     pod = render(merged(VALUES, values or {})).get("Pod", f"{FULL}-test-diagnosis")
     install = json.loads(render(merged(VALUES, values or {})).get("ConfigMap", f"{FULL}-test-diagnosis")["data"]["install.json"])
     install["services"], install["prometheus"] = {}, url
@@ -198,7 +201,10 @@ def run(
 
 
 def mounted(folder: Path, **secrets: Mapping[str, str]) -> dict[str, str]:
-    """Writes Secrets as files. Each folder also has an entry `..data`, as with the kubelet. Returns the environment variable."""
+    """Writes Secrets as files, and returns the environment variable that has their folder.
+
+    The folder of each Secret also has an entry `..data`, as with the kubelet.
+    """
     for name, keys in {"keys": {"keys.json": "{}"}, "control": {"token": "t"}, "redis": {"url": "u"}, **secrets}.items():
         (folder / "secrets" / name).mkdir(parents=True)
         for key, value in {**keys, "..data": ""}.items():

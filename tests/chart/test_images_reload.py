@@ -1,4 +1,4 @@
-"""Tests reloading in development images: a changed source file restarts the service. A failed service restarts at a change."""
+"""Tests reloading in development images: a service restarts after a change of a source file, even if it had failed before."""
 
 from __future__ import annotations
 

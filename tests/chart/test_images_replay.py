@@ -48,7 +48,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 
 
 def torch_index(asked: str | None) -> tuple[dict[str, str], str]:
-    """Returns the build arguments and a folder with additional wheels, or "".
+    """Returns the build arguments, and the path of a folder with additional wheels or "".
 
     Args:
         asked: value of ROOTSTOCK_TEST_TORCH_INDEX_URL; None keeps the Dockerfile's default.

@@ -64,7 +64,10 @@ def shared(images: list[list[str]]) -> list[str]:
 
 
 def test_images_share_their_first_layers() -> None:
-    """Images share the layers of base, account and packages, so that a node stores them once. No build argument changes them."""
+    """Images share the layers of base, account and packages, so that a node stores these layers once.
+
+    No build argument changes the shared layers.
+    """
     dockerfile = read(DOCKERFILE)
     assert len(set(dockerfile.images())) == 1
     made = [layers(dockerfile.lineage(name)) for name in IMAGES]
@@ -77,7 +80,10 @@ def test_images_share_their_first_layers() -> None:
 
 
 def test_worker_libraries_exclude_service_packages() -> None:
-    """The worker's libraries are a layer above the services' packages, and pip skips packages with equal versions."""
+    """The worker's libraries are a layer above the services' packages.
+
+    The worker's list pins the services' packages in the same versions, so pip skips them when it installs the libraries.
+    """
     services = pins("service.txt").items()
     assert services <= pins("worker-cpu.txt").items() and services <= pins("worker-cuda.txt").items()
     dockerfile = read(DOCKERFILE)

@@ -32,10 +32,10 @@ def texts_of(folder: Path) -> set[str]:
 
 
 def faults(page: str, folder: str) -> Iterator[str]:
-    """Yields the tests that a page names although they do not exist.
+    """Yields the tests and cases that a page names although they do not exist.
 
     Args:
-        folder: folder of the files that the page names without a folder.
+        folder: folder in tests/ for files that the page names without a folder.
     """
     for file, test, case in NAMED.findall(page):
         path = REPO / (file if "/" in file else f"tests/{folder}/{file}")

@@ -55,9 +55,9 @@ def sizing_rows() -> list[Row]:
 
 
 def context_lens() -> dict[str, tuple[int, dict[int, int]]]:
-    """Returns the context lengths of sizing.md, by model: the model's own, and the largest that fits, by GPU memory in GB.
+    """Returns the context lengths of sizing.md by model: the model's own length, and shorter lengths by GPU memory in GB.
 
-    The inner dictionary has only GPUs that cannot hold the model's own context length.
+    A GPU is listed only if the model's own length does not fit. Its length is the largest that fits.
     """
     found: dict[str, tuple[int, dict[int, int]]] = {}
     for names, context, needed in table(3):

@@ -46,7 +46,10 @@ METRICS = {(source, name, port) for name, port in MEASURED.items() for source in
 
 
 def names(*sources: str) -> set[tuple[str, str, int]]:
-    """Returns edges to DNS servers. They may be in kube-system, on the node (NodeLocal DNSCache) or on port 5353 (OpenShift)."""
+    """Returns the edges from `sources` to DNS servers.
+
+    The servers may be in kube-system, on the node (NodeLocal DNSCache) or on port 5353 (OpenShift).
+    """
     return {(source, ANY, port) for source in sources for port in (53, 5353)}
 
 
@@ -159,7 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
 
 
 def graph(release: Release) -> set[tuple[str, str, int]]:
-    """Returns the TCP edges between components. Edges to or from all outside parties become one edge with ANY."""
+    """Returns the TCP edges between components. Edges that all outside parties have are replaced by one edge with ANY."""
     policies = list(release.kind("NetworkPolicy"))
     inside = parties(release)
     found = edges(policies, inside, OUTSIDE, {(port, "TCP") for port in PORTS})

@@ -93,7 +93,10 @@ def test_readiness_probe_makes_redis_load_new_certificates(server: tuple[Server,
 
 
 def test_redis_stays_ready_with_bad_certificates(tmp_path: Path) -> None:
-    """The server starts with an expired certificate and loads a new one. It does not load a certificate of another key."""
+    """The server starts with an expired certificate and then loads a new one.
+
+    It ignores a certificate that does not match the mounted private key.
+    """
     authority = Authority(tmp_path / "authority")
     good = authority.signed(*NAMES)
     caller = Mounted(tmp_path / "caller", good, authority)

@@ -31,7 +31,7 @@ def _drawn(house: imports.Imports, title: str) -> dict[str, frozenset[str]]:
 
 
 def _merged(packages: imports.Graph) -> dict[str, frozenset[str]]:
-    """Returns the graph in which the packages of a service, and those of `kernels`, are one node."""
+    """Returns the graph with one node per service instead of its packages, and one node for all packages of `kernels`."""
     found: dict[str, set[str]] = {}
     for name, others in packages.items():
         if _whole(name):

@@ -145,7 +145,10 @@ def alerts() -> set[str]:
 
 
 def chart_values() -> set[str]:
-    """Returns the paths of chart values and their permitted words. Names in extraEnv are listed as environment variables."""
+    """Returns the paths of chart values, and the permitted values of enums.
+
+    Omits the names in extraEnv, because another list has them as environment variables.
+    """
     schema = json.loads(values_schema.render())
     return {name for name in names_of(schema, schema["$defs"]) if ".extraEnv[].name = " not in name}
 

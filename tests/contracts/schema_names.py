@@ -30,7 +30,7 @@ def _names(schema: Any, definitions: Mapping[str, Schema], path: str, within: tu
     """Yields the names below a path.
 
     Args:
-        within: references that contain this schema. A type that contains itself is therefore listed only once.
+        within: references that lead to this schema. They are not followed again, so a type that contains itself is listed once.
     """
     if not isinstance(schema, dict):
         return

@@ -37,7 +37,10 @@ def stores(tree: ast.AST, fields: set[str]) -> Iterator[ast.Attribute]:
 
 
 def is_elsewhere(node: ast.Attribute) -> bool:
-    """Returns whether an attribute in another module belongs to another class, because its object is `self` or is in OTHERS."""
+    """Returns whether an attribute with a field's name belongs to another class, because its object is `self` or is in OTHERS.
+
+    `node` is in a module other than that of the field's class.
+    """
     owner = ast.unparse(node.value).rpartition(".")[2]
     return owner == "self" or owner in OTHERS.get(node.attr, set())
 

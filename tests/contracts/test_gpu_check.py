@@ -278,7 +278,10 @@ def test_parts_run_again_when_versions_or_flags_have_changed(tmp_path: Path) -> 
 
 
 def test_result_with_other_flags_is_added_to_earlier_results(tmp_path: Path) -> None:
-    """A result with other flags or from another card is added. The report has figures, logs and targets of both results."""
+    """A result with other flags or from another card replaces no earlier result.
+
+    The report has the figures, logs and targets for all flags of a card.
+    """
     part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 26.0}}))
     text = (tmp_path / "bench-throughput.py").read_text().replace("26.0", "31.0")
     (tmp_path / "other.py").write_text(text)
@@ -329,7 +332,7 @@ def test_report_lists_versions_that_differ_from_the_image(tmp_path: Path) -> Non
 
 
 def test_failed_benchmark_with_figures_is_repeated_after_the_other_parts(tmp_path: Path) -> None:
-    """Parts without figures run before the repetition. If it fails with fewer figures, the report keeps the earlier figures."""
+    """Parts without figures run before the repetition. If the repetition fails with fewer figures, the earlier figures stay."""
     figures = {"a": {"value": 1.0}, "b": {"value": 2.0}}
     half = script(tmp_path, "half", outcome_script(figures, "open('ran', 'a').write('h')\nraise SystemExit(1)"))
     runner, state = check(tmp_path, [half])

@@ -36,7 +36,7 @@ def pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.exp
 class MessageNames:
     """Finds the expressions of one module that contain a worker's message.
 
-    The analysis uses names only: a variable, parameter or function that has a message once counts as a message everywhere.
+    The analysis uses names only. If a variable, parameter or function has a message once, all uses of its name count as messages.
     """
 
     def __init__(self, tree: ast.AST) -> None:

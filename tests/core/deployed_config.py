@@ -27,7 +27,7 @@ MODEL = LoadedInfo(
 
 
 def deployed_config(num_pages: int, page_size: int, context_len: int, vocab_size: int, **given: Any) -> SchedulerConfig:
-    """Returns the configuration of a CPU worker with the given fields. The ranges of settings are not checked."""
+    """Returns the default configuration of a CPU worker with the given fields, which may be outside of the settings' ranges."""
     return replace(_defaults(), num_pages=num_pages, page_size=page_size, context_len=context_len, vocab_size=vocab_size, **given)
 
 

@@ -16,7 +16,7 @@ def spec(seed: int, length: int) -> GrammarSpec:
 
 
 class PositionMatcher:
-    """A matcher whose positions form groups of 4, 8, 12 or 16, by the seed.
+    """A matcher whose positions form groups of 4, 8, 12 or 16. The seed selects the size.
 
     In every second group, each position allows one token. In the other groups, it allows one token in three.
     """
@@ -68,7 +68,10 @@ class PositionMatcher:
 def masks_behind(
     matchers: Sequence[tuple[int, PositionMatcher]], guesses: Mapping[int, Sequence[int]]
 ) -> dict[int, list[NDArray[np.uint32]]]:
-    """Returns the masks after each draft token of a row, up to a refused token or the end of the grammar."""
+    """Returns, by row, the mask after each of the row's draft tokens.
+
+    A row's list ends before the first draft token that the grammar refuses or that completes the grammar.
+    """
     masks: dict[int, list[NDArray[np.uint32]]] = {}
     for row, matcher in matchers:
         ahead = copy(matcher)

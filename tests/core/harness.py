@@ -159,7 +159,10 @@ class Engine:
         self.check()
 
     def _whole(self, message: Submit) -> Submit:
-        """Returns the message of a session's turn with the whole prompt, made from the recorded contexts."""
+        """Returns the message with the whole prompt.
+
+        A turn of a session gets the tokens of its parent in front of its own prompt. Other messages stay unchanged.
+        """
         turn = message.session
         if turn is None:
             return message
@@ -172,7 +175,10 @@ class Engine:
         return replace(message, prompt_ids=prompt, params=params)
 
     def open_session(self, name: str, capacity: int = 0, ttl_s: float = 0.0) -> bool:
-        """Opens a session. It begins empty; turns of an older session with this name do not belong to it."""
+        """Opens an empty session. Turns of an older session with this name are not part of it.
+
+        Returns False if the core refuses the session.
+        """
         refused = self.core.open_session(name, capacity, ttl_s, self.now)
         if not refused:
             self.contexts = {key: ids for key, ids in self.contexts.items() if key[0] != name}
@@ -248,7 +254,7 @@ class Engine:
         raise AssertionError("livelock: the requests did not end")
 
     def expected(self, handle: int) -> list[int]:
-        """Returns the fake model's output for a request, up to its first stop rule."""
+        """Returns the output that the fake model gives for a request, up to the first token at which the request must end."""
         message = self.submitted[handle]
         params = message.params
         eos = () if params.ignore_eos else self.config.eos_token_ids
@@ -332,7 +338,10 @@ class Engine:
             assert held.tobytes() == wanted, "a cached page has the tokens of its path in the tree"
 
     def _check_index(self, nodes: Sequence[TreeNode]) -> None:
-        """Applies the cache events and checks that they give the cached whole blocks."""
+        """Applies the cache events to `index`. Then checks that `index` has all cached whole blocks.
+
+        The other entries of `index` must be end marks.
+        """
         events = self.core.take_cache_events()
         while events is not None:
             if events.cleared:
@@ -354,9 +363,9 @@ class Engine:
         self._check_end_marks(self.index - blocks, nodes)
 
     def _check_end_marks(self, marks: set[bytes], nodes: Sequence[TreeNode]) -> None:
-        """Checks for each marked block that a hit can end at the end of the block, or within the next block.
+        """Checks that each mark belongs to a block with a possible hit, which ends at the block's end or within the next block.
 
-        If states are the only cache group, every block at which such a hit can end is marked.
+        If states are the only cache group, each block with a possible hit must have a mark.
         """
         units, size = self.core.memory.units, self.config.page_size
         possible: set[bytes] = set()
@@ -430,7 +439,7 @@ def small(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> En
 
 
 def slow(engine: Engine) -> Engine:
-    """Records slow steps in the engine's rates, so that reading pages is faster than computing them."""
+    """Records slow steps in the engine's rates, so that the core prefers reading pages to computing them. Returns the engine."""
     tiers = engine.core.tiers
     assert tiers is not None
     tiers.rates.computed(1000, 0, 1000.0)

@@ -72,7 +72,10 @@ class Pair:
             assert not len(engine.core.reservations) and not memory.quarantined
 
     def assert_answers_and_ends(self) -> None:
-        """Checks the ended requests of the decode worker, and that all pages are free when all time limits have passed."""
+        """Runs both workers until all time limits have passed.
+
+        Then checks the results of the decode worker's ended requests, and that all pages are free or evictable.
+        """
         for _ in range(40):
             self.first.now += 1.0
             self.second.now += 1.0
@@ -91,7 +94,7 @@ class Relayed(Pair):
         self.reports: dict[int, list[PagesReady]] = {}
 
     def compute(self, handle: int, prompt: list[int], **params: Any) -> Finish:
-        """Runs a request on the prefill worker and drops its reports."""
+        """Runs a request on the prefill worker up to its first token, and discards the reports of its computed pages."""
         finish = super().compute(handle, prompt, **params)
         self.first.ready.clear()
         return finish

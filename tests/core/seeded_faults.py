@@ -51,7 +51,10 @@ def planted(fault: Fault) -> Iterator[None]:
 
 
 def law_broken(fault: Fault, scenario: Callable[[], object]) -> str:
-    """Returns the text of the product's assertion that fails with the fault. Assertions of tests do not count."""
+    """Runs the scenario with the fault, and returns the text of the product's assertion that fails.
+
+    Raises AssertionError if no assertion fails, or if the failed assertion is outside of the product.
+    """
     with planted(fault):
         try:
             scenario()

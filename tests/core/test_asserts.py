@@ -30,9 +30,9 @@ Scenario = Callable[[], Engine]
 
 
 def unchecked(overlap: bool = True, **changes: object) -> Engine:
-    """Returns an engine without checks by the harness.
+    """Returns an engine whose invariants the harness does not check.
 
-    The fake executor also does not check whether a plan has named the pages that a row uses.
+    The fake executor then does not check either that a plan names all pages that its rows use.
     """
     engine = make(overlap, **changes)
     engine.checked = False

@@ -52,7 +52,10 @@ class PrefixOracle:
                 self.pages[namespace, path[:end]] = CachedPage(*found)
 
     def hit(self, namespace: str, key: bytes, limit: int) -> int:
-        """Returns the number of tokens of the longest hit of at most `limit` tokens that leaves a token of `key` to compute."""
+        """Returns the number of tokens of the longest hit.
+
+        A hit has at most `limit` tokens, and leaves at least one token of `key` to compute.
+        """
         size, groups = self._config.page_size, {group.kind: group for group in self._config.groups}
         for end in range(min(len(key) // TOKEN - 1, limit) // size, 0, -1):
             pages = [self.pages.get((namespace, key[: at * size * TOKEN])) for at in range(1, end + 1)]
@@ -81,7 +84,10 @@ class PrefixOracle:
 
 
 def check_hits(engine: Engine, rng: random.Random) -> None:
-    """Compares the hits of random beginnings of the open requests' tokens, and of a cached prefix, with the oracle."""
+    """Checks that the engine finds the same hits as the oracle.
+
+    Tests a random beginning of the tokens of each open request and of one cached prefix.
+    """
     oracle, memory = PrefixOracle(engine), engine.core.memory
     oracle.check_contents(engine)
     known = [(request.namespace, request.kv.token_key) for request in engine.core.queues.by_key.values()]
@@ -206,7 +212,7 @@ def test_next_turn_of_a_chat_recomputes_at_most_one_page_of_the_old_context(kind
 
 
 def test_short_prompt_reserves_no_window_units_for_a_whole_chunk() -> None:
-    """A window and a whole chunk take 8 of the 12 units. A window and a prompt of five tokens take 6."""
+    """The pool has 12 window units: enough for two prompts with 6 units each, and not for two whole chunks with 8 units each."""
     engine = hybrid(spare_windows=4, spare_states=-1)
     for handle in range(2):
         engine.submit(handle, [100 * handle + token for token in range(5)], max_new_tokens=2, ignore_eos=True)

@@ -54,7 +54,7 @@ class World:
             cost: seconds of a step.
             most: largest number of draft tokens of a row.
             seed: seed of the random draws.
-            asking: factor by which a step costs more if the drafter ran for it and proposed nothing.
+            asking: factor on the seconds of a step for which the drafter ran but proposed nothing.
             by_model: whether the drafter is a draft model, so that drafting can be limited to a few requests.
         """
         self.chances, self._cost, self._rng, self._asking = chances, cost, random.Random(seed), asking
@@ -207,7 +207,7 @@ def test_draft_controller_drafts_for_a_new_request_after_empty_proposals_for_an_
 
 
 def rejected_world(cost: Cost, by_model: bool = True, rows: int = MOST_LIMITED + 1, most: int = 7) -> World:
-    """Returns a world in which the draft tokens of many requests, one after another, were rejected."""
+    """Returns a world after many requests whose draft tokens were all rejected. If `by_model`, drafting is limited."""
     world = World([0.0] * rows, cost, most, by_model=by_model)
     for _ in range(20):
         world.steps(100)
@@ -256,7 +256,7 @@ def test_draft_controller_sets_no_limit_when_short_outputs_are_mostly_accepted()
 
 @pytest.mark.parametrize(("rows", "most"), [(3, 7), (8, 1), (8, 2)])
 def test_draft_controller_lifts_the_limit_when_drafts_are_accepted_again(rows: int, most: int) -> None:
-    """Draft tokens of the few requests under the limit would save no time. Draft tokens of all requests would save time."""
+    """Drafting for all requests would save time. Drafting only for the few requests that the limit permits would save none."""
     for cost in (bound_by_weights, costly_drafts):
         world = rejected_world(cost, rows=rows, most=most)
         world.admit([most] * MOST_LIMITED + [0] * (rows - MOST_LIMITED))
@@ -310,7 +310,7 @@ def test_draft_controller_sets_no_limit_when_adaptive_drafting_is_off() -> None:
 
 
 def test_draft_controller_scales_draft_costs_when_all_steps_become_slower() -> None:
-    """A slower machine or longer contexts make the learned costs of draft tokens too low."""
+    """After a slowdown of the machine or with longer contexts, the costs of draft tokens that were learned before are too low."""
     factor = 1.0
 
     def cost(rows: int, guesses: int) -> float:
@@ -324,7 +324,7 @@ def test_draft_controller_scales_draft_costs_when_all_steps_become_slower() -> N
             assert (world.steps(200).max(axis=1) > 0).sum() <= 1 + 200 // PROBE_EVERY
 
 
-def test_draft_controller_scales_only_costs_from_before_a_slowdown() -> None:
+def test_draft_controller_does_not_scale_costs_measured_after_a_slowdown() -> None:
     factor = 1.0
     world = World([0.0], lambda rows, guesses: factor * bound_by_weights(rows, guesses))
     world.steps(200)
@@ -363,7 +363,7 @@ def test_draft_controller_keeps_the_number_of_draft_tokens_after_one_slow_step()
 
 
 def test_draft_controller_retries_a_number_of_draft_tokens_whose_first_step_was_slow() -> None:
-    """The number of draft tokens whose first step was slow must be tried again."""
+    """Seven draft tokens seem costly after a slow first step. The controller must try seven again."""
     world = World([1.0], bound_by_weights)
     slow = replace(decode_plan(1), drafts=np.full(1, 7, dtype=np.int32))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Lanes of import operations: the end of waits for late operations."""
+"""Lanes, in which import operations run one after another: the ends of waits for late operations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ READ_S, COMPUTE_S = 3.0, 4.0  # seconds per page
 
 class TestLate:
     def test_late_import_is_given_up_despite_following_pages_when_the_request_no_longer_waits(self) -> None:
-        """The first operation is late and ends the wait of the request.
+        """The first operation is late, so the request stops waiting.
 
-        From then on, the pages that follow the second operation do not count, so the second operation is late in the same call.
+        Pages after the second operation would justify a longer wait, but only for a waiting request. So the same call also marks
+        the second operation as late.
         """
         rates = Rates(PAGE_BYTES, PAGE_SIZE)
         for tier in (Tier.HOST, Tier.STORAGE):

@@ -72,7 +72,7 @@ def test_computing_time_is_a_moving_average() -> None:
     ("tokens", "rows", "seconds"), [(LARGE_TOKENS - 1, 0, 1.0), (1000, 1, 2.0), (0, 0, 1.0), (1000, 0, 0.0), (1000, 0, -1.0)]
 )
 def test_rates_ignore_small_and_mixed_steps(tokens: int, rows: int, seconds: float) -> None:
-    """In a step of few tokens, the constant time of a step counts most. In a mixed step, decode rows take a part of the time."""
+    """The time of a small step is mainly the constant time of a step. A part of a mixed step's time is spent on decode rows."""
     known = rates(1e-3)
     known.computed(tokens, rows, seconds)
     assert known.computing_s(1) == pytest.approx(PAGE_SIZE * 1e-3)
@@ -99,7 +99,7 @@ def test_rates_ignore_reads_without_pages_or_time(pages: int, seconds: float) ->
 
 
 def test_rates_report_the_share_of_computing_time_that_a_read_saves() -> None:
-    """Reading 100 pages takes 27 ms from the host and 110 ms from the storage."""
+    """Reading 100 pages takes 27 ms from the host and 110 ms from the storage. Computing them takes first 160 ms, then 16 ms."""
     assert rates().saves(Tier.HOST, 100) is None and rates().saves(Tier.STORAGE, 100) is None
     known = rates(1e-4)  # 160 ms
     for tier in (Tier.HOST, Tier.STORAGE):
@@ -154,16 +154,13 @@ def test_rates_fall_after_an_abandoned_read() -> None:
 
 
 def test_late_read_continues_when_reading_all_following_pages_is_faster_than_computing() -> None:
-    """The read of 10 pages is late, but computing the 1,000 pages after them takes longer.
-
-    These pages are read in 0.26 s and computed in 1.6 s.
-    """
+    """The read of 10 pages is late. It continues because the next 1,000 pages take 0.26 s to read and 1.6 s to compute."""
     known = rates(1e-4)
     assert known.is_over(Tier.HOST, 10, 0.1, 0) and not known.is_over(Tier.HOST, 10, 0.1, 1000)
 
 
 def test_slow_remote_worker_does_not_change_the_rates_of_other_workers() -> None:
-    """Late completions of the slow worker's reads do not restore its rate."""
+    """The slow worker's rate stays low when its late reads complete."""
     known = rates(1e-4)
     known.moved(Tier.PEER, 1, 1e-4, "another")
     known.given_up(Tier.PEER, 1, 10.0, "one")

@@ -52,7 +52,7 @@ class FrontEnd:
         self.finishes.update(engine.finishes)
 
     def cut(self, rng: random.Random) -> None:
-        """Drops a random number of the last tokens, as if they had been lost with the worker."""
+        """Drops a random number of the last tokens of some open requests, as if the worker had lost these tokens."""
         for handle, output in self.outputs.items():
             if handle not in self.finishes and rng.random() < 0.3:
                 kept = rng.randrange(len(output) + 1)

@@ -116,7 +116,7 @@ class TestTotalBudget:
 
 
 class TestIgnoreEos:
-    """For requests with ignore_eos, admission simulates the rows to their ends and does not use the ratio."""
+    """For requests with ignore_eos, admission simulates the rows to their ends instead of using the new-token ratio."""
 
     @pytest.mark.parametrize(
         ("running", "result"),
@@ -295,7 +295,7 @@ class TestExtendSteps:
 
     @staticmethod
     def modes(limit: int) -> str:
-        """Returns the modes of the steps after a row decodes and a prompt of at least six chunks has arrived."""
+        """Returns the first letters of the modes of all steps after a prompt of over six chunks arrives while a row decodes."""
         engine = make(max_extend_steps=limit, chunked_prefill_size=16, adaptive_chunk_rows=0)
         engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
         for _ in range(3):

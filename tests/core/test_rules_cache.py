@@ -186,7 +186,7 @@ class TestEviction:
 
     @pytest.mark.parametrize("full", [False, True])
     def test_admitted_request_counts_as_one_hit_after_many_scheduling_passes(self, full: bool) -> None:
-        """With `full`, the request has waited for memory in many passes."""
+        """If `full`, the memory is full, so the request waits during many passes."""
         engine = make(num_pages=32, eviction_policy=EvictionPolicy.LFU)
         engine.submit(0, [1] * 12, max_new_tokens=1)
         engine.drain()
@@ -252,9 +252,9 @@ class TestNamespaces:
         assert not engine.core.memory.tree._roots
 
     def test_namespace_is_not_forgotten_while_a_root_is_in_use(self) -> None:
-        """After match() and after unlock(), the root is empty, so forget_empty() has to check it. By then, the root has a node.
+        """The root is empty at unlock(), so it becomes a candidate for forget_empty(). It gets a node before forget_empty() runs.
 
-        If the namespace were forgotten, a second root would be made, and the pages below the first root would be lost.
+        If the namespace were forgotten, a second root would be made for it, and the pages below the first root would be lost.
         """
         tree = RadixCache(1)
         empty = tree.match("", b"")

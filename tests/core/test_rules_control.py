@@ -302,7 +302,10 @@ def retuned(**changes: Any) -> Engine:
 
 
 def modes(engine: Engine) -> str:
-    """Returns the mode of each step after the first three as a letter. A row decodes when a prompt of seven chunks arrives."""
+    """Returns the first letter of the mode of each step after the first three.
+
+    After these three steps, one row decodes, and a prompt of seven chunks arrives.
+    """
     engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
     for _ in range(3):
         engine.turn()

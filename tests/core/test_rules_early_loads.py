@@ -18,7 +18,7 @@ from tests.core.test_scheduler_properties import check_run
 
 
 def early(early_s: float, page_moved_s: float, numbers: int = 1, **changes: Any) -> Engine:
-    """Returns an engine in which only the host tier has the pages of some prompts, nine pages each."""
+    """Returns an engine in which only the host tier has the pages of `numbers` prompts. Each prompt has nine pages."""
     engine = cold(roomy(page_moved_s=0.0, **changes), *(prompt(number) for number in range(numbers)))
     engine.executor.early_s = early_s
     engine.executor._time = TimeModel(per_page_moved=page_moved_s)
@@ -26,7 +26,7 @@ def early(early_s: float, page_moved_s: float, numbers: int = 1, **changes: Any)
 
 
 def test_pages_of_an_early_load_are_awaited_when_reused() -> None:
-    """The load's request was aborted and the cache is flushed, so that later requests need these pages."""
+    """The load's request is aborted and the cache flushed. Later requests then get the pages that the load still writes."""
     engine = early(10.0, 0.1, num_pages=24)
     begin(engine, 0, prompt(0))
     turns(engine, 3)
@@ -47,7 +47,10 @@ def test_pages_of_an_early_load_are_awaited_when_reused() -> None:
 
 @pytest.mark.parametrize("later", [False, True], ids=["immediately", "during the first load"])
 def test_next_load_begins_when_the_early_load_is_complete(later: bool) -> None:
-    """Each load takes 1.8 s and is reported as complete 1.7 s before its end. From 0.2 s on, computing is faster than loading."""
+    """Each load takes 1.8 s and is reported as complete after 0.1 s.
+
+    While the second load waits for the first, computing becomes faster than loading. The second load is still not given up.
+    """
     engine = early(1.7, 0.2, numbers=2)
     began = engine.now
     begin(engine, 0, prompt(0))

@@ -1,4 +1,4 @@
-"""Rules of the admission gates: held requests, the length of their wait, and its effect on other requests."""
+"""Rules of the admission gates: the requests that they hold, the length of the wait, and the effect on other requests."""
 
 from __future__ import annotations
 
@@ -266,9 +266,9 @@ roomy = st.builds(
 
 
 def watch(engine: Engine) -> None:
-    """Makes the engine check after each pass that no request is held for more than MAX_PASSES passes without a longer hit.
+    """Makes the engine check after each pass for how many passes each request is held.
 
-    A turn may have two passes.
+    The limit is MAX_PASSES passes after the request's prefix hit has last become longer. A turn may have two passes.
     """
     core, gate = engine.core, engine.core.planner.extends._prefixes
     ended, seen = gate.end_pass, dict[int, tuple[int, int]]()  # by request: longest hit in tokens, passes since the hit

@@ -22,7 +22,7 @@ def sampled_runs(engine: Engine) -> int:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("retract_interval", [0, 3])
 def test_draft_tokens_of_a_prediction_are_counted_once(overlap: bool, retract_interval: int) -> None:
-    """Draft tokens of a step that was in flight when the step's request was retracted are counted once, too."""
+    """A draft token counts once even if its request was retracted while the step with this token was in flight."""
     told = guessing(overlap)
     told.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     told.drain()

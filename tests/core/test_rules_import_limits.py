@@ -125,7 +125,7 @@ class TestLateImports:
 
 class TestPoolLimits:
     def test_pins_of_imported_pages_are_released_instead_of_retracting_a_request(self) -> None:
-        """The pool has 40 pages. Two requests grow to 16 pages each. Nine pages are imported for a request without a slot."""
+        """The pool has 32 pages. Two requests grow to 16 pages each. Nine pages are imported for a request without a slot."""
         engine = cold(roomy(num_pages=32, max_running_requests=2), prompt(0))
         for handle in (1, 2):
             begin(engine, handle, prompt(handle, 16), 48)

@@ -89,7 +89,10 @@ class TestSharing:
         check_run(engine)
 
     def test_request_counts_only_imported_pages_that_match_the_prompt(self) -> None:
-        """The device has five pages. One more page is shared, and it arrives together with three pages of the other prompt."""
+        """The two prompts share six pages, five of which are on the device.
+
+        One import brings the sixth shared page and three pages that only the first prompt has.
+        """
         engine = cold(roomy(), prompt(1, 24) + prompt(2, 16))
         ask(engine, 8, prompt(1, 20))
         begin(engine, 0, prompt(1, 24) + prompt(2, 16))
@@ -171,7 +174,10 @@ class TestAbortedRequests:
         assert list(engine.finishes)[-2:] == [0, 1]
 
     def test_importing_request_returns_to_the_head_of_the_queue(self) -> None:
-        """The device had the prefix when the request arrived. Later requests must not begin first."""
+        """The device has the prefix when the request arrives, and loses it while the request waits.
+
+        The request must import the prefix, and begin before later requests.
+        """
         engine = slow(roomy(max_running_requests=1))
         begin(engine, 9, prompt(0), 12)
         turns(engine, 4)
@@ -324,7 +330,7 @@ class TestImportingRequests:
         assert num_moved(engine, LOAD) >= 10 and list(engine.finishes)[-3:] == [1, 0, 2]
 
     def test_request_searches_tiers_again_before_admission(self) -> None:
-        """The device had the prefix when the request arrived."""
+        """The device has the prefix when the request arrives, and loses it while the request waits."""
         engine = slow(roomy(max_running_requests=1))
         begin(engine, 1, prompt(0), 12)
         turns(engine, 4)

@@ -67,7 +67,10 @@ class TestPace:
         assert [known.steps(0.6, 4, 1000), known.steps(1e308, 4, 9)] == [1, MOST_TOKENS]
 
     def test_pace_gives_prompts_at_least_as_much_time_as_decode_rows(self) -> None:
-        """The decode rows take 0.2 s. The time limit may be larger than any step."""
+        """The decode rows take 0.2 s. A prompt gets the rest of the time limit.
+
+        If the rest is shorter than 0.2 s, the prompt gets 0.2 s, or the whole limit if that is shorter still.
+        """
         known = pace({8: 0.2})
         known.record(1000, 8, 1.2, 1)
         tokens = [known.tokens(within_s, 8, 0) for within_s in (0.01, 0.15, 0.3, 0.5)]
@@ -75,7 +78,7 @@ class TestPace:
         assert known.tokens(1e308, 8, 0) == known.tokens(float("inf"), 8, 0) == MOST_TOKENS
 
     def test_pace_counts_decode_rows_as_at_most_half_of_a_step(self) -> None:
-        """A step with a prompt may be faster than an earlier step with only decode rows. The prompt still took some time."""
+        """A mixed step may be faster than an earlier step with only decode rows. Half of its time then counts for the prompt."""
         known = pace({1: 5.0})
         known.record(1000, 1, 1.0, 1)
         assert known.tokens(11.0, 1, 0) == pytest.approx(6.0 / 0.0005, rel=0.01)
@@ -215,7 +218,7 @@ def test_prompts_advance_when_decode_rows_need_most_of_the_time_limit(mixed: boo
 
 
 def test_chunks_stay_large_when_each_step_has_a_large_constant_time() -> None:
-    """The constant time is 0.15 s of 0.25 s.
+    """A step has a constant time of 0.15 s, and the time limit is 0.25 s.
 
     An extend step and a decode step together exceed the limit, but chunks must not become tiny.
     """

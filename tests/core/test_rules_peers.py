@@ -398,7 +398,7 @@ class TestPull:
         assert pair.second.core.stats().pulled_pages_total == 10
 
     def test_hung_worker_does_not_delay_reads_from_another_worker(self) -> None:
-        """A request arrives while the read from the hung worker runs, and another one arrives after this read was given up."""
+        """One request arrives while the read from the hung worker runs. Another arrives after the core has given up this read."""
         pair = Pair(num_pages=64, first={"num_pages": 64})
         tiers, executor = pair.second.core.tiers, pair.second.executor
         assert tiers is not None
@@ -541,7 +541,7 @@ class TestPull:
         assert pair.second.core.stats().backed_up_pages_total >= 10
 
     def test_pulled_pages_are_lost_when_evicted_before_a_copy(self) -> None:
-        """The prefill worker does not keep these pages for long."""
+        """The prefill worker's pages do not count as a copy, because the prefill worker frees them soon."""
         pair = Pair(host_pages=64)
         pair.second.core.begins_copies = False
         pair.answer(0, PROMPT, max_new_tokens=4)

@@ -58,7 +58,7 @@ class Line:
 
 
 def prompt(first: int, length: int, tail: int = 0) -> list[int]:
-    """Returns a prompt that begins with `length` times `first`. Different tails separate prompts with the same beginning."""
+    """Returns `length` times the token `first`, then 20 equal tokens that depend on `tail`."""
     return [first] * length + [900 + tail] * 20
 
 

@@ -57,7 +57,7 @@ class TestOrder:
         """Checks that a request waits for at most two chunks of the other flow.
 
         1. The step in flight has a chunk of the other flow.
-        2. The next step, which is planned while that step runs, has a second chunk if the request's flow was served just before.
+        2. The next step is planned during that step. It has another such chunk if the request's own flow was served just before.
         """
         engine = Engine(config_of(policy), overlap)
         for handle in range(20):
@@ -135,7 +135,10 @@ class TestOrder:
         engine.drain()
 
     def test_unused_rest_of_a_step_goes_to_the_next_flow(self) -> None:
-        """A tenant has many prompts of a chunk and four tokens. The second step of each prompt has space for the next flow."""
+        """Each prompt of one tenant is four tokens longer than a chunk.
+
+        The step with these four tokens therefore has space for the next flow.
+        """
         engine = Engine(config_of(), checked=False)
         shares = engine.core.queues.shares
         for handle in range(30):
@@ -167,7 +170,10 @@ class TestOrder:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_shares_of_waiting_tenants_differ_by_at_most_a_chunk_and_a_page(seed: int, overlap: bool) -> None:
-    """Lengths, batches and weights are random. The shares stay close, because the flow with the smallest start is served."""
+    """Lengths, batches and weights are random.
+
+    The shares stay close, because the tenant with the lowest virtual start is served next.
+    """
     rng = random.Random(seed)
     engine = Engine(config_of(max_running_requests=32), overlap, checked=False)
     weights = {b"a": rng.choice((0.5, 1.0, 2.0)), b"b": 1.0, b"c": rng.choice((1.0, 4.0))}

@@ -214,7 +214,10 @@ CHANCES = st.one_of(ASKED, st.sampled_from(["flush", "host", "drop"]))
 @settings(max_examples=25, deadline=None)
 @given(st.lists(CHANCES, max_size=10), st.sampled_from([4, 16, 48, 128]), st.sampled_from(list(WritePolicy)), st.booleans())
 def test_reported_blocks_match_the_tiers(happens: list[Any], page_size: int, policy: WritePolicy, has_storage: bool) -> None:
-    """Compares the reports with all blocks so far, by their page keys. A small host evicts some of the pages."""
+    """After each random event, compares the reported tiers of all blocks so far with the tiers of their pages.
+
+    A small host evicts some of the pages.
+    """
     engine = tiered(page_size, has_storage=has_storage, host_pages=800 // page_size, hicache_write_policy=policy)
     tiers = engine.core.tiers
     assert tiers is not None

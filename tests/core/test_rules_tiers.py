@@ -95,7 +95,7 @@ class TestImports:
         assert engine.core.stats().fetched_pages_total == 9 and num_moved(engine, OperationKind.LOAD) == 0
 
     def test_pages_of_one_prompt_come_from_the_device_and_the_host_and_the_storage(self) -> None:
-        """The device has two of ten pages, and the host has evicted the last ones."""
+        """Of the prompt's ten pages, the device has the first two. The host lacks the last ones, which the storage has."""
         engine = slow(tiered(has_storage=True, host_pages=24, chunked_prefill_size=64))
         for number in range(3):
             ask(engine, number, prompt(number))
@@ -305,7 +305,7 @@ class TestCopies:
         assert engine.core.stats().host_pages_used == 10
 
     def test_failed_copy_is_not_repeated_before_the_next_use(self) -> None:
-        """Two of the three nodes are copied at the same time."""
+        """The request has three nodes, so at most three copies begin. Two of them run at the same time."""
         engine = tiered()
         engine.executor.pages_moved = lambda operation: 0
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
@@ -395,7 +395,10 @@ class TestForgetting:
         assert engine.core.stats().storage_pages == 10, "the pages are stored at their next use"
 
     def test_node_does_not_count_as_copied_when_every_copy_is_lost(self) -> None:
-        """Copies are lost by a flush of the host and by a fact of the storage. Evicted nodes are not remembered."""
+        """The host loses its copies by a flush, and the storage reports its copies as dropped.
+
+        Also checks that the table of copied nodes has no evicted node.
+        """
         engine = tiered(has_storage=True, chunked_prefill_size=64)
         ask(engine, 0, prompt(0))
         (node,) = engine.core.memory.tree.nodes()

@@ -44,7 +44,7 @@ class Watch:
     def _seen(self, value: Any) -> Any:
         """Returns a comparable form of an argument.
 
-        The form of a tensor has shape, strides and dtype, and the address unless the recorded work has allocated the tensor.
+        For a tensor, the form has shape, strides, dtype and address. A tensor that the recorded work allocates gets no address.
         """
         if isinstance(value, Tensor):
             made = value.untyped_storage().data_ptr() in self.made
@@ -191,9 +191,10 @@ class ForgetfulMemory:
 
 
 class InlineStreams(HostStreams):
-    """Streams that imitate a GPU: they run launched work immediately, and collected work when its value is requested.
+    """Streams that imitate a GPU.
 
-    Host and device memory are separate, so that a value can be read on the host only after a copy.
+    They run the work of launch() immediately, and the work of collect() when its value is requested. Host and device memory are
+    separate, so that a value can be read on the host only after a copy.
     """
 
     def __init__(self) -> None:

@@ -48,8 +48,8 @@ class _Reached:
 class LateStreams(InlineStreams):
     """Streams that fill unfinished copies with junk.
 
-    - A copy to the host is junk until the host waits for a later mark. It stays junk if the copy stream did not wait for the
-      computation of its source.
+    - A copy to the host is junk until the host waits for a mark that follows the copy. It stays junk if the copy stream did not
+      wait for the computation of the copied values.
     - An upload is junk until the forward stream waits for the schedule stream.
 
     Work that a step launches must not make the host wait.
@@ -118,7 +118,7 @@ class LateStreams(InlineStreams):
         return _Reached(self, self._made + len(self._copies))
 
     def deliver(self, copies: int) -> None:
-        """Writes the final values of the first `copies` unfinished copies."""
+        """Writes final values until the first `copies` copies since the start are finished."""
         self.waits += self._made < copies
         while self._made < copies:
             host, value = self._copies.pop(0)

@@ -124,7 +124,7 @@ class Context:
 class Turned:
     """A new scheduler on an executor that may have served other schedulers before. The test runs each turn of the loop.
 
-    A grammar's masks after draft tokens are filled only for a random number of positions, as if the step's time were limited.
+    For each row, grammar masks are filled only after a random number of draft tokens, as if the step had no more time.
     """
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:
@@ -232,7 +232,7 @@ def random_context(world: World, seed: int, target: Asked, output: Sequence[int]
 
 
 def strings(world: World, executor: Executor, target: Asked, seeds: range) -> set[tuple[object, ...]]:
-    """Returns the distinct results of the target in the contexts of these seeds, as values of Answer.bits."""
+    """Returns the distinct results of the target, alone and in the contexts of these seeds, as values of Answer.bits."""
     reference = alone(world, executor, target)
     found = {reference.bits()}
     for seed in seeds:

@@ -161,7 +161,7 @@ def random_params(rng: random.Random, prompt_len: int) -> dict[str, Any]:
 
 
 def drive(engine: Turned, seed: int, turns: int) -> Turned:
-    """Submits and aborts requests at random times, and sometimes drains. One seed gives any engine the same requests."""
+    """Submits and aborts requests at random times, and sometimes waits for all to end. Equal seeds give equal requests."""
     rng = random.Random(seed)
     handle = 0
     for _ in range(turns):

@@ -171,7 +171,7 @@ def test_only_the_triton_back_end_can_be_captured_in_a_graph() -> None:
 def test_bounds_of_the_scratch_memory_are_large_enough_for_every_plan(
     shape: tuple[int, int, int], itemsize: int, multiprocessors: int
 ) -> None:
-    """`shape` has the number of KV heads, query heads per KV head, and the head size."""
+    """`shape` is (KV heads, query heads per KV head, head size)."""
     kv_heads, group, head_dim = shape
     heads = HeadShape(kv_heads, group, head_dim, head_dim, itemsize)
     lanes, counters = scratch_bounds(heads, multiprocessors)

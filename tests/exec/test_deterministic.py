@@ -31,7 +31,7 @@ PROMPT_TOKENS, NEW_TOKENS = 45, 30
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a head size of 64, for which CPUs with bfloat16 dot products use other kernel tiles."""
+    """A model with a head size of 64. CPUs with bfloat16 dot products use special kernel tiles for this size."""
     made = tmp_path_factory.mktemp("model")
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(made)
     return made
@@ -82,7 +82,10 @@ def test_result_of_a_model_with_windows_or_states_has_the_same_bits_in_any_conte
 
 
 def test_result_has_different_bits_without_deterministic_mode(folder: Path) -> None:
-    """Uses torch's linear layers. Their sums depend on the number of rows on every CPU, the sums of our kernels only on some."""
+    """Uses torch's linear layers, because their sums depend on the number of rows on every CPU.
+
+    The sums of our kernels depend on the number of rows only on some CPUs.
+    """
     executor = made_of(folder, "float32", deterministic=False, kernels="torch")
     *_, target = targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
     assert any(len(strings(WORLD, executor, target, range(seed, seed + 1))) > 1 for seed in range(40))

@@ -332,7 +332,7 @@ def with_forced_tokens(driver: Driver, chunks: list[int], beside: int = 3) -> li
     Then the first row decodes six more tokens, and each other row decodes until it has six output tokens.
 
     Args:
-        chunks: numbers of forced tokens that the next steps compute.
+        chunks: number of the first row's tokens in each of the next steps: its third decoded token, then the forced tokens.
         beside: number of other rows.
     """
     rows = sequences()[: beside + 1]
@@ -362,10 +362,10 @@ def test_forced_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, ch
 
 @of_one_model
 def test_cost_of_a_step_without_a_graph_is_measured_at_the_start(folder: Path) -> None:
-    """The cost is measured as a share of the step's time.
+    """The cost is the extra time of a step without a graph, in multiples of the time of a step with one.
 
-    A graph has a row for each forced token, so it reads the KV of a request once per forced token. The limit of these rereads
-    follows from the measured share and the bytes of weights and KV.
+    A graph reads a request's KV once for each forced token. The number of these rereads is limited. The limit follows from the
+    cost, the bytes of the weights and the bytes of the KV.
     """
     runner = Device(folder, eager_cost=None, max_graph_rows=3).executor.runner
     found = runner.graph_limits
@@ -385,7 +385,10 @@ def test_forced_tokens_use_no_graph_when_rereads_exceed_the_limit(device: Device
 
 @of_one_by_day
 def test_graph_samples_one_row_per_slot_when_the_graph_has_more_rows_than_slots(folder: Path, cpu: Executor) -> None:
-    """Two graphs with more rows than slots must have separate masks. Otherwise, one would apply the masks of the other's step."""
+    """Two graphs with more rows than slots must have separate masks.
+
+    With shared masks, a graph could apply those of another graph's step.
+    """
     device = Device(folder, slots=2, max_graph_rows=16)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -428,7 +431,7 @@ def test_missing_token_of_the_previous_step_fails_only_one_step(device: Device) 
 
 @of_one_model
 def test_failed_readback_fails_only_one_step(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots with penalties must still get their tokens in later steps."""
+    """In the steps after the failed one, slots with penalties must still get their tokens."""
     penalised = SamplingParams(64, temperature=0.0, frequency_penalty=0.5, dry=DryParams(0.5, allowed_length=1))
     driver, first, twin = Driver(device.executor, PAGE_SIZE), Sequence([1, 2, 3], 0, penalised), Sequence([1, 2, 3], 1, penalised)
 

@@ -210,7 +210,7 @@ def test_memory_can_be_released_and_resumed(folder: Path) -> None:
 
 
 def test_resuming_memory_waits_for_the_forward_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another stream, the pool could be filled with zeros after a step has written its KV."""
+    """The pool is filled with zeros on the forward stream. On another stream, the zeros could overwrite the KV of a step."""
     executor, both = built(folder), {"kv": True, "weights": True}
     runner, calls = executor.runner, list[str]()
 

@@ -94,7 +94,7 @@ COVERED = (
 
 
 def count(engine: Turned, seen: Counter[str]) -> None:
-    """Adds the number of times that each feature of COVERED occurred."""
+    """Adds to `seen` how often each feature of COVERED occurred in the engine's run."""
     stats = engine.core.stats()
     seen["retractions"] += stats.retractions_total
     seen["evictions"] += stats.evicted_pages_total

@@ -109,7 +109,7 @@ def test_drafting_changes_no_bit_of_an_answer_on_a_late_device(plain: DeviceExec
 def test_no_drafter_changes_a_bit_of_an_answer(
     folder: Path, plain: DeviceExecutor, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Includes the target as its own draft model. If one of its draft tokens is rejected, the draft KV lacks a token."""
+    """One drafter is the target itself, so all of its draft tokens must be accepted. A rejection shows a gap in the draft KV."""
     target = asked(0)
     executor = made_of(folder, algorithm)
     assert strings(WORLD, executor, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
@@ -121,7 +121,7 @@ def test_no_drafter_changes_a_bit_of_an_answer(
 
 
 def test_drafting_changes_no_token_of_an_answer_with_a_grammar(plain: DeviceExecutor, late: DeviceExecutor) -> None:
-    """The grammar forces some tokens. They replace the result of the request's row in flight, so this result is discarded."""
+    """The grammar forces some tokens while a row of the request is in flight. The result of this row must be discarded."""
     bound = asked(2)
     target = replace(bound, params=replace(bound.params, grammar=spec(1, NEW_TOKENS), top_logprobs=-1))
     expected = alone(World(), plain, target).tokens
@@ -188,9 +188,9 @@ def with_graphs(folder: Path) -> DeviceExecutor:
 
 
 def test_verification_of_draft_tokens_uses_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In steps in which a slot has several rows, sampling is not part of the graph.
+    """If a slot has several rows in a step, the step's sampling is not part of the graph.
 
-    A step with more rows than a graph has logits uses no graph.
+    A step that needs more rows of logits than a graph has uses no graph.
     """
     monkeypatch.setattr(DraftController, "choose", always)
     target, executor = replace(asked(2), prompt=asked(2).prompt[:9]), with_graphs(folder)
@@ -247,7 +247,7 @@ def test_step_is_computed_without_draft_tokens_when_memory_is_short(
 
 
 def test_row_that_runs_out_of_memory_replaces_the_length_of_the_previous_request(folder: Path) -> None:
-    """The next step is already planned and continues after the tokens that the failed row should have computed."""
+    """The next step is already planned to follow the failed row's tokens. So the slot's length must include these tokens."""
     executor = made_of(folder, "ngram")
     driver, runner = Driver(executor, WORLD.page_size), executor.runner
     driver.prefill([Sequence(list(range(6, 46)), 0, greedy())])

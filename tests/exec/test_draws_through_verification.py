@@ -27,7 +27,10 @@ MOST = {1: 23.93, 2: 27.63, 3: 30.66}
 
 
 class MostlyLikely(NgramDrafter):
-    """Proposes the most likely token, and sometimes a token of probability 0. `runs` has the output tokens of each step."""
+    """Proposes the most likely token, and sometimes a token of probability 0.
+
+    `runs` has one entry per row and step: the output tokens of the row in this step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +56,8 @@ def write_toy(folder: Path) -> None:
         model.model.embed_tokens.weight.zero_()[:, 0] = 1.0
         for linear in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
             linear.weight.zero_()
-        model.lm_head.weight.zero_()[:, 0] = torch.tensor(LOGITS) / 4  # RMS norm turns the one non-zero number of 16 into 4
+        # Of the 16 elements, one is not 0; the RMS norm makes it 4.
+        model.lm_head.weight.zero_()[:, 0] = torch.tensor(LOGITS) / 4
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
 
@@ -71,7 +75,9 @@ def probabilities(top_p: float) -> np.ndarray:
 def test_sampled_tokens_follow_the_exact_probabilities_with_draft_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_p: float
 ) -> None:
-    """The two most likely tokens have a total probability of 0.8403. The cases of top_p are just below and just above it.
+    """The sum of the two largest probabilities is 0.8403.
+
+    0.84 is just below this sum, so two tokens remain. 0.841 is just above it, so three remain. 1.0 keeps all tokens.
 
     The test checks the counts of all tokens together, and of the tokens at each index within a step. Both include accepted draft
     tokens and the tokens that replace rejected ones.

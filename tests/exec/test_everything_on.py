@@ -81,7 +81,7 @@ class Served:
         self.core.submit(message, 0.0)
 
     def drain(self, turns: int = 1_000_000) -> None:
-        """Runs turns until all requests have ended, or for `turns` turns."""
+        """Runs turns until all requests have ended, but at most `turns` turns. Compiles pending grammars before each turn."""
         prev: Run | None = None
         while turns > 0 and not self.core.idle:
             turns -= 1

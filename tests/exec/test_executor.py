@@ -184,7 +184,10 @@ def test_failed_step_fails_only_the_caller_that_waits_for_that_step(executor: De
 
 
 def test_mask_applies_only_to_the_row_with_that_number_in_the_plan(executor: DeviceExecutor) -> None:
-    """A mask's key is a row number of the plan, in which rows without sampling count. A row without a mask may get any token."""
+    """The key of a mask is the number of its row in the plan. Rows that are not sampled have a number too.
+
+    A row without a mask may get any token.
+    """
     driver, words = Driver(executor, 4), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
     chunked = Sequence([1, 2, 3, 4, 5, 6, 7, 8], 0, greedy())

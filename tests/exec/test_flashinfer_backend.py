@@ -124,7 +124,7 @@ def backend_of(bench: Bench, module: Any, **options: Any) -> FlashInferAttention
 
 
 def uncompiled(library: Any, head_dim: int, dtype: torch.dtype, arch: str, windows: Sequence[int] = (0, 1)) -> int:
-    """Returns the number of missing compiled modules that a backend of these sizes needs; 0 if the library may compile."""
+    """Returns how many of the compiled modules that these sizes need are missing; 0 if the library may compile them itself."""
     if os.environ.get("FLASHINFER_DISABLE_JIT") != "1":
         return 0
     kinds = {window > 0 for window in windows}

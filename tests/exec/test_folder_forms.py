@@ -75,7 +75,7 @@ def test_loading_ignores_unneeded_index_entries_without_a_tensor(tmp_path: Path)
 
 
 def test_transformers_computes_a_model_with_a_known_architecture_but_another_model_type(tmp_path: Path) -> None:
-    """EXAONE's config names the architecture LlamaForCausalLM, but its tensors have other names."""
+    """EXAONE's config names the architecture LlamaForCausalLM, but its tensors have other names than Llama's."""
     torch.manual_seed(1)
     config = AutoConfig.for_model("exaone", **{**SHAPE, "pad_token_id": 0, "bos_token_id": 0})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

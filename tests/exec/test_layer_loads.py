@@ -115,7 +115,7 @@ def loading() -> Iterator[Loading]:
 
 
 def raised(work: Callable[[], object]) -> Exception | None:
-    """Runs work that may hang on its own thread. Returns its exception, or None."""
+    """Runs `work` on a thread of its own, because it may hang. Returns the exception that `work` raises, or None."""
     errors: list[Exception | None] = []
 
     def run() -> None:
@@ -302,7 +302,7 @@ class TestOnADevice:
 
 
 class Recorded(HostArrival):
-    """An arrival that checks its waits: on a device, a wait for a group that is not queued yet would return immediately."""
+    """An arrival that checks its waits. On a device, a wait for a group that is not queued yet would wrongly return at once."""
 
     def wait(self, group: int) -> None:
         assert self._complete > group, "the group's event was recorded before the wait"

@@ -85,7 +85,7 @@ def test_memory_is_divided_between_pages_and_states() -> None:
 
 
 def test_context_is_checked_after_the_states_are_subtracted_from_the_memory() -> None:
-    """Without states, 490 pages fit."""
+    """The memory has 490 pages without states, and 225 pages (3,600 tokens) with states."""
     with pytest.raises(PoolTooSmall, match=r"the KV pool holds 3600 tokens, fewer than context_len 3601: 0.9 of the device's"):
         fitting_sizes(ALONE, 0.9, HYBRID, 16, 3601, 0)
 

@@ -121,8 +121,8 @@ class TestPrediction:
     def test_prediction_position_is_the_length_of_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The drafter stores only the last tokens of the text, so it must count the output tokens.
 
-        It gets chunks from any position, and grammar tokens that may replace others. After a removal or a replacement, the
-        position is unknown until the whole text is reported again.
+        A chunk may begin at any position. A grammar's tokens may replace output tokens. If output tokens are removed or replaced,
+        the position is unknown until the whole text is reported again.
         """
         monkeypatch.setattr(ngram, "MOST_TOKENS", 6)
         rng, seen = random.Random(7), set()

@@ -295,7 +295,7 @@ def pull(address: str, number: int, pages: list[int]) -> PageOperation:
 class TestOtherWorkers:
     @pytest.fixture
     def elsewhere(self, moving: Moving) -> Iterator[Elsewhere]:
-        """Replaces the mover by a PageMover that has this reader."""
+        """Replaces the mover by one whose reader is the yielded Elsewhere."""
         peers = Elsewhere()
         moving.mover.close()
         moving.mover = PageMover(moving.streams, lambda: moving.copier, moving.arrivals, moving.host, None, peers)
@@ -393,7 +393,10 @@ def test_mover_reports_stored_blocks_at_the_start(tmp_path: Path) -> None:
 
 
 def test_deletion_of_a_salt_runs_after_earlier_operations(moving: Moving) -> None:
-    """Pages of the salt that are being written are deleted, and a running read completes. A cancelled caller gets no result."""
+    """A write and a read run when the deletion arrives. The written page is deleted, and the read completes.
+
+    A caller that has cancelled its deletion gets no result.
+    """
     one, other = KEYS[0], b"o" * KEY_BYTES
     moving.moved(OperationKind.BACK_UP, [0, 1], [0, 1])
     moving.moved(OperationKind.STORE, [], [1], [other])

@@ -29,7 +29,7 @@ class Reference:
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # outputs by prompt, shared by both kernel sets
 
     def generate(self, *prompts: list[int]) -> list[list[int]]:
-        """Returns NUM_NEW greedy tokens for each prompt. New prompts of one call are computed together."""
+        """Returns NUM_NEW greedy tokens for each prompt. Prompts without a stored output are computed together."""
         if unknown := [prompt for prompt in prompts if tuple(prompt) not in self.answers]:
             self.answers.update(zip(map(tuple, unknown), greedy_answers(self.model, unknown, NUM_NEW), strict=True))
         return [self.answers[tuple(prompt)] for prompt in prompts]

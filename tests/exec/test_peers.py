@@ -52,7 +52,10 @@ def prompt(number: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Apart:
-    """Two executors: the first computes prompts; the second reads their pages, some before the prompt's end, and decodes."""
+    """Two executors. The first computes prompts. The second reads their pages and decodes.
+
+    The second reads the pages of some prompts while the first still computes these prompts.
+    """
 
     def __init__(self, folder: Path, **options: Any) -> None:
         """Builds both executors.
@@ -127,9 +130,10 @@ class Apart:
             self.second.abort(self._ahead.pop(handle))
 
     def go_on(self, handle: int, ids: list[int], seed: int) -> int | None:
-        """Submits the request to the second executor, which decodes, and returns its handle there.
+        """Continues the request on the second executor.
 
-        Returns None if the request has ended or was aborted at the first executor.
+        Returns:
+            Handle on the second executor. None if the request has ended or was aborted at the first executor before its handover.
         """
         answer = self.first.answers[handle]
         assert answer.finish is not None

@@ -132,7 +132,10 @@ def cuts_of(length: int) -> list[int]:
 
 
 def check_cuts(executors: list[DeviceExecutor], params: SamplingParams, jump: bool = True) -> list[int]:
-    """Resumes the request after various numbers of tokens, and compares the rest of the output. Returns the whole output."""
+    """Runs the request on the first engine, then resumes it on the second one after various numbers of tokens.
+
+    Each resumed request must get the rest of the output. Returns the whole output.
+    """
     whole = Engine(executors[0], jump)
     whole.run([((), params)])
     output, finish = whole.rest[0], whole.finishes[0]

@@ -61,7 +61,7 @@ def expected_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float,
     temperature=[0.3, 1.0, 2.0],
 )  # fmt: skip
 def test_kept_tokens_equal_the_tokens_that_numpy_keeps(cut: tuple[int, float, float], temperature: float) -> None:
-    """`cut` has top_k, top_p and min_p."""
+    """`cut` is (top_k, top_p, min_p)."""
     top_k, top_p, min_p = cut
     logits = np.array(LOGITS) / temperature
     kept = support(torch.tensor(logits, dtype=torch.float32), top_k, top_p, min_p)

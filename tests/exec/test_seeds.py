@@ -98,7 +98,7 @@ def test_different_seeds_give_different_tokens(driving: Driver, params: Sampling
 
 @pytest.mark.by_day(one_in=4, seed=4)
 def test_seed_gives_equal_tokens_after_a_retraction(driving: Driver, params: SamplingParams) -> None:
-    """The retracted request continues in another slot. There, an extend row computes its prompt and output so far."""
+    """The retracted request continues in another slot. In that slot, extend rows compute its prompt and its output so far."""
     whole = alone(driving, params, 7)
     kept = Sequence(prompt_of(41, 7) + whole[:17], 5, replace(params, seed=107), num_prompt_tokens=41)
     driving.prefill([kept], chunk=16)

@@ -35,7 +35,7 @@ def mask(*tokens: int) -> np.ndarray:
 def sample(
     kernels: SampleKernels, rows: list[SamplingParams], masks: dict[int, np.ndarray] | None = None, **slot: Any
 ) -> Outcome:
-    """Samples one token for each element of `rows`, which has the parameters of a row. All rows have equal logits."""
+    """Samples one token per row. `rows` has the sampling parameters of each row. All rows have equal logits."""
     sampler = Sampling(len(rows), VOCAB, kernels)
     stops = slot.get("stops", ())
     for index, params in enumerate(rows):

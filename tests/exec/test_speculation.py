@@ -111,7 +111,7 @@ def test_drafting_changes_no_bit_of_an_answer_with_a_grammar(folder: Path, numbe
 
 @of_one_dtype_by_day
 def test_ngram_drafts_change_no_bit_of_an_answer(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
-    """The prompt has a text and its output, followed by the beginning of the text, so the model repeats the output."""
+    """The prompt is a text, the model's output for this text, and the text again. So the model repeats its output."""
     plain, drafting = executors
     guess_with(drafting, NgramDrafter())
     (first, *_) = targets(WORLD, random.Random(8), 20, NEW_TOKENS)

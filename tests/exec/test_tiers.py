@@ -171,7 +171,7 @@ def test_step_runs_while_later_layers_are_loaded(
 
 
 class TestDuringALoad:
-    """Tests while a load runs that was reported to the core early."""
+    """Tests during a load that was reported to the core as complete before its last bytes have arrived."""
 
     @pytest.fixture
     def may_continue(self) -> threading.Event:

@@ -103,8 +103,7 @@ def greedy_answers(model: Any, prompts: list[list[int]], num_new: int) -> list[l
 def recurrent_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """Returns transformers' logits, float32[tokens, V], computed token by token.
 
-    transformers computes a whole prompt of a recurrent layer in chunks. The rounding of chunks is further from the exact result
-    than the rounding of single tokens.
+    For a whole prompt, transformers computes a recurrent layer in chunks. This causes larger rounding errors.
     """
     cache, rows = None, []
     with torch.inference_mode():

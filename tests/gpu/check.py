@@ -121,7 +121,7 @@ class Check:
 
         Args:
             deadline: time on `clock` at which the check must end; None for no limit.
-            keep: whether results of other files and versions count as done.
+            keep: whether results that were measured with other files or package versions count as done.
             at_once: number of test parts that run at the same time. If it is above 1, all test parts run before the benchmarks,
                 because no figure may be measured while other work runs.
         """
@@ -235,7 +235,10 @@ def environment(site: Path) -> dict[str, str]:
 
 
 def compilers() -> str:
-    """Returns the number of compilers that each of COMPILING processes may start, at most COMPILERS together."""
+    """Returns the number of compilers that each of COMPILING processes may start.
+
+    The number is at least 1. Otherwise, all processes together start at most COMPILERS, and at most one per core.
+    """
     return str(max(min(COMPILERS, os.cpu_count() or 1) // COMPILING, 1))
 
 

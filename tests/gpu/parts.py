@@ -40,8 +40,8 @@ class Part:
 def _tests(name: str, about: str, limit_s: int, *paths: str, processes: int = 1) -> Part:
     """Returns a part that runs tests.
 
-    pytest prints the name of each test. After half of the limit, it prints the stack of a running test, and just before the limit
-    it ends this test.
+    pytest prints the name of each test. If one test takes half of `limit_s`, pytest prints its stack. If one test takes almost
+    `limit_s`, pytest ends it.
     """
     flags = ("-m", "pytest", "-v", "-ra", "--tb=short", "--durations=5", "--color=no", "--junitxml={out}")
     plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.lost_device")

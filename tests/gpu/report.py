@@ -82,7 +82,10 @@ def _lines(
 
 
 def _variants(part: Part, state: State, device: str) -> list[Result | None]:
-    """Returns the results of a part, sorted by flags, but first those with the part's present flags. [None] if there are none."""
+    """Returns the results of a part on a device: first those with the part's present flags, then the others, sorted by flags.
+
+    Returns [None] if the part has no result on this device.
+    """
     found = [result for result in state.on(device) if result.part == part.name]
     return [*sorted(found, key=lambda result: (result.flags != part.flags, result.flags))] or [None]
 

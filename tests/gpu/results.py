@@ -110,7 +110,7 @@ class State:
 
         Args:
             facts: facts of the machine (tests.gpu.machine).
-            keep: whether results of other sources and versions count.
+            keep: whether results that were measured with other files or package versions count.
         """
         return self._is_current(part, DONE, source, facts, keep)
 

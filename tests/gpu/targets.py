@@ -75,7 +75,10 @@ GAPS_WORTH_MENTION = 0.05  # share of idle time between launches from which the 
 
 
 def judge(results: Iterable[Result], device: str) -> tuple[Judged, ...]:
-    """Compares the results of a device with the targets. A figure that was measured with several flags has an entry for each."""
+    """Compares the results of a device with the targets.
+
+    A figure that was measured with several sets of flags has one entry per set.
+    """
     found = tuple(results)
     return tuple(judged for target in TARGETS for judged in _judged(target, found, device))
 

@@ -71,7 +71,7 @@ def test_steps_run_without_a_graph_when_the_rows_exceed_the_largest_graph(execut
 
 
 def test_graph_applies_sampling_parameters(executors: tuple[Any, Any]) -> None:
-    """Rounding may change a sampled token near the boundary between two tokens. At most one of 12 requests may differ so."""
+    """Rounding may change a sampled token near the boundary between two tokens. At most one of 12 outputs may differ by this."""
     rules: list[dict[str, Any]] = [
         {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
         {"temperature": 0.0, "presence_penalty": 1.0, "min_new_tokens": 6, "stop_token_ids": tuple(range(0, VOCAB, 2))},

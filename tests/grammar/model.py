@@ -43,7 +43,7 @@ def compiled(spec: GrammarSpec) -> Compiled:
 
 
 def does_not_tolerate_overrun() -> bool:
-    """Handles an overrun of a meter. Returns False: the overrun becomes a fault of the matcher."""
+    """Returns False, so that exceeding the limit of CPU time is a fault of the matcher."""
     return False
 
 

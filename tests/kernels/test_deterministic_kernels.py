@@ -29,7 +29,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def slices(rows: int) -> Iterator[slice]:
-    """Yields single rows, and runs of every size that a tile may have, and of larger sizes."""
+    """Yields slices of one row, of each number of rows that a tile may have, and of more rows."""
     yield from (slice(row, row + 1) for row in range(rows))
     for size in (2, 3, 4, 5, 6, 7, 13):
         yield from (slice(first, first + size) for first in range(0, rows - size, 5))
@@ -193,6 +193,6 @@ def test_paged_attention_gives_the_same_bits_in_any_batch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_attention_gives_different_bits_when_chunks_differ(dtype: torch.dtype) -> None:
-    """The comparisons above can fail: on every CPU, the order of sums in torch's kernels depends on the sizes of a step."""
+    """Shows that the comparisons above can fail. In torch's kernels, the order of sums depends on the sizes of a step."""
     context = Context(dtype, (4, 2, 64), 16, 0)
     assert not torch.equal(context.in_pieces(layers, [1] * LENGTH), context.in_pieces(layers, [LENGTH]))

@@ -34,10 +34,10 @@ def launched(shape: attention.HeadShape, rows: RaggedRows, num_tokens: int, spli
 
     Args:
         shape: sizes of the heads.
-        rows: the batch; if every row has one token, a tile is a row.
+        rows: the batch. If every row has one token, each row is a tile.
         num_tokens: tokens of the batch.
-        split: whether several programs compute the splits.
-        strided: whether two programs compute the splits, so that each takes several.
+        split: whether several programs compute the splits of a tile.
+        strided: whether only two programs compute the splits, so that each program computes several.
     """
     many, one = 1 << 20 if split else 0, bool((rows.num_tokens == 1).all())
     launch = plan_fixed(shape, len(rows.slots), num_tokens, rows.max_context + SPLIT_SIZE, SPLIT_SIZE, many, one)

@@ -51,7 +51,7 @@ def drawn(back_end: str, logits: Tensor, rows: list[Row], case: list[SlotCase], 
 def extremes(back_end: str, logits: Tensor, case: SlotCase, device: torch.device, row: Row | None = None) -> tuple[int, int]:
     """Returns the lowest and the highest id that can be drawn from a row whose tokens are about equally likely.
 
-    The seeds' uniform numbers are near 0 and near 1.
+    Draws with two seeds: one whose uniform number is near 0, and one whose uniform number is near 1.
     """
     row = replace(row or Row(0), position=0)
     ends = uniforms(np.arange(1 << 15, dtype=np.uint64), np.zeros(1 << 15, dtype=np.int32))
@@ -96,7 +96,7 @@ def test_top_n_sigma_keeps_logits_near_the_maximum(
 def test_sampled_tokens_match_the_cumulative_probability_of_the_kept_tokens(
     n: float, temperature: float, back_end: str, device: torch.device
 ) -> None:
-    """Compares drawn tokens with tokens that the inverse of the cumulative probability gives, in float64.
+    """Computes the expected token of each draw in float64 from the cumulative probabilities and the draw's uniform number.
 
     top-n-sigma keeps the same tokens at every temperature.
     """

@@ -222,7 +222,7 @@ def test_attention_matches_the_reference_when_keys_are_split(
 
 
 def test_attention_uses_fewer_splits_when_the_context_is_short(device: torch.device) -> None:
-    """With 5 splits in blocks of 16, 33 positions need 3 splits.
+    """A row has at most 5 splits, each of one or more blocks of 16 positions. So 33 positions need 3 splits.
 
     5 positions need one block, whose result is stored directly.
     """

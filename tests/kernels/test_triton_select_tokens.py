@@ -1,7 +1,7 @@
 """Compares select_tokens in Triton with the torch reference.
 
-Masses are rounded differently: the kernel's exp is float32 in steps of 2 ** -44, and the reference's cuts use float64. So a
-draw or a nucleus that ends within 2e-6 of a boundary between two tokens may differ, but only there and rarely.
+Sums of probabilities are rounded differently: the kernel's exp is float32 in steps of 2 ** -44, and the reference's cuts use
+float64. So a drawn token or the end of a nucleus may differ, but only within 2e-6 of a boundary between two tokens, and rarely.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ WIDE = 5000  # vocabulary with more tokens than a draw has candidates
 
 
 def compared(logits: Tensor, rows: list[Row], case: list[SlotCase], device: torch.device) -> tuple[Written, int]:
-    """Returns the results of the kernels, and the number of rows that differ from the reference within rounding."""
+    """Returns the results of the kernels, and the number of rows whose token differs from the reference's.
+
+    Fails if rounding cannot explain such a token.
+    """
     vocab_size = logits.shape[1]
     columns, table = rows_of(rows, vocab_size), table_of(case, vocab_size)
     found = sampled(TritonSampling(len(rows), vocab_size, device), logits, columns, table, device)

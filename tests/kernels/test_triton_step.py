@@ -183,7 +183,7 @@ def test_token_resolution_accepts_an_empty_list_of_given_ids_when_all_rows_decod
 def test_token_resolution_prefers_known_ids_to_sampled_ids(kernels: StepKernels, device: torch.device) -> None:
     """Four of the six rows are tokens of slot 0; the row of their last position comes first. The last row is padding.
 
-    Three of the four have a known id, and the other one gets the relayed id. The row of slot 1 has neither.
+    Three of the four have a known id, and the fourth gets the relayed id. The row of slot 1 has no known and no relayed id.
     """
     table = torch.tensor([[5, 2], [7, 1]], dtype=torch.int32, device=device)
     ragged_rows = ragged([(0, 6, 1), (0, 3, 1), (1, 2, 1), (0, 4, 1), (0, 5, 1), (-1, 0, 1)], table, 6, device)

@@ -1,4 +1,7 @@
-"""Checks the digest of a simulated run: equal in all processes, independent of names in the code, changed by every decision."""
+"""Checks the digest of a simulated run.
+
+The digest is equal in all processes and does not depend on names in the code. Each changed decision changes it.
+"""
 
 from __future__ import annotations
 

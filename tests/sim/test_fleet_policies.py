@@ -36,7 +36,7 @@ def compare(trace: Trace, kv_tokens: int, *policies: RoutingPolicy) -> list[Flee
 
 
 def test_prefix_aware_routing_triples_the_hit_rate_of_round_robin_when_prefixes_are_shared() -> None:
-    """64 groups of 16; each worker's KV holds an eighth of the distinct prompt tokens."""
+    """The trace has 64 groups of 16 requests. Each worker's KV pool has space for an eighth of the distinct prompt tokens."""
     trace = shared_prefix(groups=64, per_group=16, prefix=2048, suffix=128, output=64, rate=250.0, seed=0)
     assert trace.unique_block_tokens == 64 * 2048 + 1024 * 128
     kv_tokens = trace.unique_block_tokens // WORKERS

@@ -186,7 +186,7 @@ class TestNoStarvation:
         """Bounds the steps until the first admission, under a load that keeps the queue full.
 
         Until the request is admitted, each step extends or decodes an earlier request. An earlier request takes one step per
-        chunk and per output token, and each retraction costs at most the steps of all its chunks again.
+        chunk and per output token. Each of its retractions costs at most one more step per chunk.
         """
         config = config_of(4, 160, 6, 16, retract_interval=retract_interval, schedule_conservativeness=0.3)
         engine, rng = Engine(config, overlap, checked=False), random.Random(6)

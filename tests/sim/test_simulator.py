@@ -119,7 +119,7 @@ def test_overlap_changes_times_and_keeps_tokens() -> None:
 
 
 def test_virtual_time_is_the_sum_of_the_time_model() -> None:
-    """A single request runs one step for the prompt and one per further token, with host work before and after."""
+    """A single request runs one step for the prompt and one per further token. Host work precedes and follows each step."""
     times = TimeModel(base=0.01, per_prefill_token=0.001, per_row=0.002, per_context_token=0.0001)
     host = HostTimes(plan_s=0.003, commit_s=0.004)
     outcome = simulate(Trace(64, (TraceRequest(2.0, (), 100, 3, 3),)), times=times, host=host, overlap=False)

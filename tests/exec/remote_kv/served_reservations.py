@@ -45,7 +45,7 @@ def until(is_so: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
 
 
 class Pool:
-    """A ReadPages. It calls `before` and `after` around each copy, and records the pages of each call in `reads`."""
+    """An implementation of ReadPages that calls `before` and `after` around each copy. `reads` records the pages of each call."""
 
     def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
         self.pages = np.zeros((POOL_PAGES, page_bytes), np.uint8)
@@ -161,7 +161,7 @@ class Asking:
             self.socket.shutdown(socket.SHUT_WR)
 
     def wait_for_end(self) -> bool:
-        """Waits until the server ends the connection. Returns True."""
+        """Waits until the server ends the connection. Returns True, so that a test can assert the call."""
         with suppress(ConnectionError):
             while self.socket.recv(1 << 16):
                 pass

@@ -221,7 +221,7 @@ class TestLayouts:
 
 class TestConnections:
     def test_server_refuses_connections_beyond_the_limit_when_a_thousand_clients_connect(self) -> None:
-        """The timeout is long, so that no served connection ends while a slow machine makes the others."""
+        """The timeout is long, so that the server ends no connection while a slow machine still makes further ones."""
         most, count = ServerLimits().max_connections, 1000
         with Served(replace(SMALL, hello_timeout_s=300.0)) as served:
             served.server.open(OURS)
@@ -229,7 +229,7 @@ class TestConnections:
             serves(served)
 
     def _crowd(self, served: Served, count: int) -> tuple[dict[str, int], int]:
-        """Makes `count` connections, and returns the refusals and the number of open ones. All are closed on return."""
+        """Makes `count` connections and closes them again. Returns the refusals, and the number of connections that were open."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < 4 * count:
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(4 * count, hard), hard))

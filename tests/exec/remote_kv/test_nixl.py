@@ -66,7 +66,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_empty(one: KeptCarrier, size: int) -> bool:
-    """Returns whether the carrier's last returned staging area has only zeros."""
+    """Returns whether the staging area that was last returned to the carrier has only zeros."""
     area = one.area(size, time.monotonic() + PATIENCE_S)
     had_any = bool(area.data.any())
     area.close()
@@ -212,7 +212,7 @@ def test_server_grants_one_staging_area_per_connection_for_a_known_reservation(
 
 
 def reads_over_tcp(served: Served, own: KeptCarrier, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Reads all pages twice over TCP. Returns the warnings, at most one, because NIXL is not tried again at once."""
+    """Reads all pages twice over TCP, and returns the warnings. There is at most one, because NIXL is not tried again at once."""
     opened, one = served.opened(pages=PAGES), reader(carrier=own)
     for _ in range(2):
         assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)

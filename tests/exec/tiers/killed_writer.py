@@ -1,8 +1,10 @@
 """Writes pages until it is killed: python -m tests.exec.tiers.killed_writer FOLDER [salted].
 
 It forks a writer for each number on a line of standard input, and prints "gone" when the writer has ended. A writer prints its
-process id, and then the stored and dropped keys of every write. With "salted", a writer writes pages of several salts under a
-quota, and sometimes deletes the pages of one salt. It prints the salt's tag before the deletion.
+process id, and then the stored and dropped keys of every write.
+
+With "salted", a writer writes pages of several salts under a quota, and sometimes deletes the pages of one salt. The writer
+prints the salt's tag before a deletion, and the dropped keys after it.
 """
 
 from __future__ import annotations

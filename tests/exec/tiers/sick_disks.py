@@ -96,18 +96,18 @@ class SickDisk(QuickDisk):
 
 
 class Killed(BaseException):
-    """Raised in place of a call of a dead process. No code handles it, and no later call reaches the disk."""
+    """Raised by the call at which a process dies, and by all later calls. No code handles it."""
 
 
 class MortalDisk(QuickDisk):
-    """The disk of a process that dies at a call. If the call is a write, half of its bytes are written."""
+    """The disk of a process that dies at a call that changes files. If this call is a write, half of its bytes are written."""
 
     def __init__(self, folder: Path, calls: int | None = None) -> None:
         """Starts with a living process.
 
         Args:
             folder: folder whose size is recorded after each change.
-            calls: changing calls that the process makes before it dies, None if it does not die.
+            calls: number of calls that change files before the process dies at the next one. None if the process does not die.
         """
         self._folder = folder
         self._calls = calls

@@ -156,7 +156,7 @@ class Stuck(Disk):
 
 
 def test_log_closes_a_file_once_when_close_reports_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second close could close another file, which has got the same descriptor."""
+    """A second close could close another file that has the same descriptor by then."""
     monkeypatch.setattr("rootstock_llm.services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
     disk = Stuck()
     log = log_of(tmp_path, BLOCKS, disk=disk)

@@ -167,7 +167,7 @@ class TestRestart:
             many = list(it.keys())
             it.close()
 
-    def test_files_stay_under_a_smaller_cap_when_the_open_segment_grows(self, tmp_path: Path) -> None:
+    def test_files_stay_under_the_cap_when_a_store_reopens_with_a_smaller_cap(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(*range(4 * SLOTS + 1)))
         it.close()
