@@ -1,14 +1,13 @@
-"""Tokens per step and per round of a server with draft tokens, by task; prints a Markdown table.
+"""Measures the tokens per step and per round of a server with draft tokens, by task, and prints a Markdown table.
 
-The questions are held out, decoded greedily and sent one at a time.
+The questions are held out from training. They are sent one at a time, with greedy decoding.
 
 make run RUN_FLAGS="--worker-flags='--speculative-algorithm eagle3 --speculative-draft-model-path models/demo-eagle3 \
 --speculative-num-steps 3 --no-speculative-adaptive'"
 python demo/acceptance.py --questions 20
 
 A step is any step that computes output tokens, including the step of the prompt and steps without draft tokens. A round is a step
-that verifies draft tokens. The column "at most" has the tokens per round if all draft tokens were right, for outputs of equal
-length.
+that verifies draft tokens. The column "at most" has the tokens per round of the same outputs if all draft tokens were accepted.
 """
 
 import argparse
@@ -33,7 +32,7 @@ def ask(url: str, text: str) -> dict:
 
 @dataclass
 class Counts:
-    """Sums over all outputs."""
+    """Sums over all outputs of one task."""
 
     tokens: int = 0
     drafted: int = 0
@@ -50,7 +49,7 @@ class Counts:
         self.best += -(-(rounds + accepted) // (guesses + 1))
 
     def cells(self) -> str:
-        """Returns the cells of the task. A round commits its accepted draft tokens and one sampled token."""
+        """Returns the task's cells of the Markdown table. A round commits its accepted draft tokens and one sampled token."""
         step = f"{self.tokens / (self.tokens - self.accepted):.2f}"
         if not self.rounds:
             return f"{step} | none | none | none"

@@ -17,9 +17,10 @@ COLORS = ("#0072b2", "#e69f00", "#009e73", "#888888")  # distinguishable for col
 
 
 def table() -> tuple[list[str], dict[str, list[float]]]:
-    """Returns the names of the drafters, and each task's tokens per step in their order.
+    """Returns the names of the drafters, and by task the tokens per step with each drafter, in the order of the names.
 
-    The tokens per step are the first figure of a table cell. The last column of the page's table belongs to no drafter.
+    The numbers are from the table of docs/design/speculation.md. The tokens per step are the first number of a cell. The last
+    column is not read, because it belongs to no drafter.
     """
     rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     head = next(place for place, row in enumerate(rows) if row[0] == "task")

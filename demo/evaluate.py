@@ -35,10 +35,10 @@ AT_ONCE = 8  # requests to a server at once
 
 
 def answerer(tokenizer: PreTrainedTokenizerFast, complete: Callable[[list[str]], list[str]]) -> Answer:
-    """Returns a function that takes chats and the tools of each, and returns greedy answers. Each chat ends before an answer.
+    """Returns a function that takes chats with their tools, and returns the next answer of each chat.
 
     Args:
-        complete: returns the completion of each prompt, which the model's chat template has written.
+        complete: takes prompts in the form of the model's chat template, and returns their greedy completions.
     """
 
     def answer(chats: list[Messages], tools: list[list[Message]] | None = None) -> list[str]:
@@ -64,7 +64,10 @@ def complete_by_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 
 
 def complete_by_server(client: httpx.Client, prompts: list[str]) -> list[str]:
-    """Returns the completions of a server, which gets AT_ONCE prompts at once. Raises httpx.HTTPStatusError."""
+    """Returns a server's completions of the prompts, requested AT_ONCE at a time.
+
+    Raises httpx.HTTPStatusError if a response has an error status.
+    """
 
     def complete(prompt: str) -> str:
         body = {"model": model, "prompt": prompt, "max_tokens": MAX_NEW_TOKENS, "temperature": 0}
@@ -98,7 +101,7 @@ def user_turn(question: str) -> Messages:
 def chat_accuracy(answer: Answer, turns: int, questions: int, rng: Random) -> tuple[float, str]:
     """Returns the share of conversations with a right last answer, and the last wrong answer.
 
-    The model gets the earlier answers of a conversation.
+    The model does not generate the earlier answers of a conversation; it gets the right ones.
     """
     right, wrong = 0, ""
     for batch in batches([conversation(rng, turns, sample_held_out) for _ in range(questions)]):
@@ -119,7 +122,7 @@ def calls_of(text: str) -> list[Message] | None:
 
 
 def follow(answer: Answer, scenes: list[Scene]) -> list[str]:
-    """Asks each scene's only question and returns the results of right calls to the model.
+    """Asks the only question of each scene, and sends the results of right calls back to the model.
 
     Returns:
         The first fault of each scene; "" for a scene without a fault.
@@ -145,7 +148,10 @@ def follow(answer: Answer, scenes: list[Scene]) -> list[str]:
 
 
 def tool_accuracy(answer: Answer, kind: str, questions: int, rng: Random) -> tuple[float, str]:
-    """Returns the share of questions with the right calls in order and the right answer. Words of tools are held out."""
+    """Returns the share of questions with the right calls in order and the right answer.
+
+    Training never shows the words of these tools.
+    """
     wrong = [
         said for batch in batches([scene(rng, True, kind) for _ in range(questions)]) for said in follow(answer, batch) if said
     ]
@@ -153,7 +159,7 @@ def tool_accuracy(answer: Answer, kind: str, questions: int, rng: Random) -> tup
 
 
 def long_accuracy(answer: Answer, role: str, questions: int, rng: Random) -> tuple[float, str]:
-    """Returns the accuracy after 1,000 to 2,700 tokens of text in a system message or in the user's own message."""
+    """Returns the accuracy for questions that follow 1,000 to 2,700 tokens of other text in a message of `role`."""
     right, wrong = 0, ""
     for batch in batches([(name, *sample_held_out(name, rng)) for name in rng.choices(list(TASKS), k=questions)]):
         texts = [long_message(rng, rng.randint(*LONG_SENTENCES)) for _ in batch]

@@ -160,11 +160,10 @@ def is_correct(task: str, question: str, answer_text: str) -> bool:
 
 
 def is_held_out(task: str, answer: str) -> bool:
-    """Whether training never shows this answer, or one of the equations in it.
+    """Whether training never shows this answer. A list of equations is held out if one of its equations is.
 
-    The decision depends on the answer and not on the question, so that neither another wording nor a list of sums reveals a
-    held-out answer. Words of ALL_WORDS are never held out, because the letters of a word that is a single token can only be
-    memorized.
+    The decision depends on the answer and not on the question. Training therefore does not show a held-out answer with another
+    wording of the question. Words of ALL_WORDS are never held out: each is a single token, whose letters can only be memorized.
     """
     letters = answer.replace("-", "")
     if not TASKS[task].generalises or letters in ALL_WORDS or letters[::-1] in ALL_WORDS:
@@ -180,7 +179,7 @@ def sample_training(task: str, rng: Random) -> tuple[str, str]:
 
 
 def sample_held_out(task: str, rng: Random) -> tuple[str, str]:
-    """Returns a question and answer that training never shows. For a task that does not generalise, returns any pair."""
+    """Returns a question and answer that training never shows. Returns any question if the task does not generalise."""
     while True:
         question, answer = sample(task, rng)
         if is_held_out(task, answer) or not TASKS[task].generalises:
@@ -363,7 +362,7 @@ def solve_copy(question: str) -> str:
 
 
 def word_of(question: str) -> str:
-    """Returns the last word, or the word before "backwards" if the question ends with it."""
+    """Returns the last word of the question. If this word is "backwards", returns the word before it."""
     return question.removesuffix(".").removesuffix(" backwards").rsplit(" ", 1)[1]
 
 

@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """A message with parallel calls, and with a text before the calls that names the values to look up."""
+    """A message with a text and parallel calls. The text comes before the calls and names the values to look up."""
 
     text: str
     calls: tuple[Call, ...]
@@ -88,16 +88,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Relation:
-    """The knowledge of a tool: an attribute of a thing, or of two things."""
+    """An attribute of one thing, or of two things, and the tool that returns it."""
 
     attribute: str
     kinds: tuple[str, ...]  # kinds of the things, in the order of the parameters
     tool: Tool
 
     def looked_up(self, what: str) -> str:
-        """Returns the text before a call, which repeats the tool's line from the attribute on.
+        """Returns the text before a call. The text repeats the tool's line, beginning with the attribute.
 
-        To choose a tool, a small model only has to find the line by the word of the question and to continue from there.
+        To choose a tool, a small model only has to find the question's word in a line and to continue from there.
         """
         line = self.tool.line()
         found = re.search(rf"\b{re.escape(self.attribute)}\b", line)
@@ -105,13 +105,13 @@ class Relation:
         return LOOK_UP.format(what=what, tool=line[found.start() :])
 
     def chains(self) -> bool:
-        """Whether the only argument may be the result of another tool."""
+        """Whether the tool has only one argument, and this argument may be the result of another tool."""
         return len(self.kinds) == 1 and self.tool.parameters[0][1] == "string"
 
 
 @dataclass
 class Words:
-    """Draws the words of tools: only held-out words or only others, and no attribute twice in a scene.
+    """Draws the words of one scene's tools. Either all words are held out from training or none is. No word is drawn twice.
 
     Tools that differ in a single word teach the model to look at that word.
     """
@@ -140,7 +140,7 @@ class Words:
         return self._draw(("name", "query", "value", "key", "id", "x", "input", "text", "label", "code"), 0.4)
 
     def _draw(self, common: tuple[str, ...], share: float) -> str:
-        """Draws a word. Training has more invented words, so that the model learns to find any word and not only common words."""
+        """Draws a word. Invented words are more frequent in training than in tests, so that the model learns to find any word."""
         while True:
             kind = 1.0 if not self.held_out and self.rng.random() < 0.4 else self.rng.random()
             word = self.rng.choice(common) if kind < share else self.rng.choice(WORDS) if kind < 0.8 else pseudo_word(self.rng)
@@ -334,7 +334,7 @@ KINDS_OF_QUESTION = {"one": 42, "chain": 36, "both": 4, "plain": 15, "missing": 
 
 
 def scene(rng: Random, held_out: bool = False, kind: str = "", turns: int = 1) -> Scene:
-    """Draws a scene. All questions have this `kind` of KINDS_OF_QUESTION, or kinds drawn by their shares if it is empty."""
+    """Draws a scene. All questions have the same `kind` of KINDS_OF_QUESTION. If it is "", kinds are drawn by their shares."""
     words = Words(rng, held_out)
     if not held_out and rng.random() < ALIKE_SHARE:
         words.alike()
@@ -363,7 +363,7 @@ def ask(rng: Random, kind: str, relations: list[Relation], words: Words, held_ou
 
 
 def turns_of(messages: list[Message], tools: tuple[Tool, ...]) -> list[tuple[str, str]]:
-    """Returns (role, text) of every turn. The tools' lines are at the end of a system message; calls follow an answer's text."""
+    """Returns (role, text) of every turn. A system message ends with the tools' lines. An answer's calls follow its text."""
     turns = [(message["role"], turn_text(message)) for message in messages]
     if not tools:
         return turns

@@ -61,7 +61,7 @@ class Batch:
 
 @dataclass
 class Progress:
-    """Progress of the training from 0 to 1: the larger of the shares of steps and of time."""
+    """Progress of the training from 0 to 1: the finished share of the steps or of the time, whichever is larger."""
 
     steps: int
     seconds: float
@@ -107,7 +107,10 @@ def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_corpus(rng: Random) -> Iterator[str]:
-    """Yields less text of other scripts than the training data has, so that most of their characters stay split into bytes."""
+    """Yields the texts from which the tokenizer learns its tokens.
+
+    They have fewer characters of SCRIPTS than the training data, so that most of these characters stay split into bytes.
+    """
     common = [name for name in TASKS if name != "copy_unicode"]
     for _ in range(30_000):
         yield from sample_training(rng.choice(common), rng)
@@ -120,7 +123,7 @@ def tokenizer_corpus(rng: Random) -> Iterator[str]:
 
 
 def document(rng: Random, turns: int, longest: int, tools_share: float) -> tuple[list[Message], tuple[Tool, ...]]:
-    """Returns a conversation and its tools. If `longest` is not 0, some have a long message of up to `longest` sentences."""
+    """Returns a conversation and its tools. Some conversations have a long message of up to `longest` sentences; 0: none has."""
     tools: tuple[Tool, ...] = ()
     if rng.random() < tools_share:
         drawn = scene(rng, turns=min(turns, 4))

@@ -62,7 +62,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A transformer layer for drafting, whose attention also covers the entries of earlier depths of an unrolled pass.
+    """A transformer layer for drafting. In an unrolled pass, each depth also attends to the entries of earlier depths.
 
     Args:
         attended: width of the input of attention.
@@ -88,7 +88,7 @@ class Layer(nn.Module):
         Entry t of a depth attends to entries up to t of the first depth, and to entry t of each later depth.
 
         Args:
-            x: [B, T, attended] of all entries at the first depth; [B, M, attended] at `places` at later depths.
+            x: inputs of attention. First depth: of all entries, [B, T, attended]. Later depths: at `places`, [B, M, attended].
             residual: residual stream at `places`.
             places: [B, M], positions of the entries that draft a token.
             earlier: keys and values of earlier depths; those of this depth are appended.
@@ -196,7 +196,8 @@ class Teacher:
 def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor, float]:
     """Returns the cross entropy to the teacher's probabilities, and the share of positions with the same likeliest token.
 
-    With `ids`, only the teacher's probabilities of these tokens count, so that little is learnt where it prefers other tokens.
+    With `ids`, only the teacher's probabilities of these tokens count. Positions at which the teacher prefers another token
+    therefore have little influence.
     """
     likely = said.argmax(-1)
     if ids is not None:
@@ -213,7 +214,8 @@ def head_loss(
 ) -> tuple[Tensor, list[float]]:
     """Returns the loss over DEPTH draft tokens after each token of the assistant.
 
-    Only the entries that draft such tokens are computed completely. Each row is padded to the row with most of these entries.
+    Only the entries that draft tokens of the assistant are computed completely. Rows are padded to the largest number of these
+    entries in a row.
     """
     kept, final, said = taught
     tokens, length = batch.tokens, batch.tokens.shape[1] - DEPTH - 1
@@ -240,7 +242,7 @@ def small_loss(model: Qwen3ForCausalLM, said: Tensor, batch: Batch) -> tuple[Ten
 
 
 def make_tasks_row(tokenizer: PreTrainedTokenizerFast, rng: Random, shares: dict[str, float]) -> tuple[list[int], list[int]]:
-    """Returns a row like make_row, with questions of these tasks only."""
+    """Returns a row like make_row(), but only with questions of the tasks in `shares`."""
 
     def draw(_: str, rng: Random) -> tuple[str, str]:
         return sample_training(*rng.choices(list(shares), list(shares.values())), rng)
@@ -255,7 +257,7 @@ def make_tasks_row(tokenizer: PreTrainedTokenizerFast, rng: Random, shares: dict
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, shares: dict[str, float]) -> Batch:
-    """Makes a batch. `shares` has weights by task; if it is empty, all rows are train.py's."""
+    """Makes a batch. `shares` has weights by task; if it is empty, make_row() of train.py makes all rows."""
     rows = [
         make_tasks_row(tokenizer, rng, shares) if shares and rng.random() < TASKS_SHARE else make_row(tokenizer, rng, ROW)
         for _ in range(tokens // ROW)
@@ -264,7 +266,10 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, sha
 
 
 def said_most(tokenizer: PreTrainedTokenizerFast, rng: Random, shares: dict[str, float]) -> Tensor:
-    """Returns the most frequent tokens of assistants in ascending order. Rare tokens need many batches for a stable choice."""
+    """Returns the ids of the DRAFT_TOKENS most frequent tokens in assistants' messages, ascending.
+
+    Counts the tokens of many batches, because the choice of rare tokens would otherwise be random.
+    """
     counts = torch.zeros(len(tokenizer), dtype=torch.int64)
     for _ in range(200):
         batch = make_batch(tokenizer, rng, 4096, shares)
@@ -299,7 +304,7 @@ def head_config(architecture: str, **more: object) -> dict:
 
 
 def tables(ids: Tensor) -> dict[str, Tensor]:
-    """Returns d2t, the difference between a target token id and the head's id, and t2d, whether the head has a target token."""
+    """Returns d2t (by head id: the target's token id minus the head id) and t2d (by target id: whether the head has it)."""
     known = torch.zeros(1280, dtype=torch.bool).index_fill_(0, ids, True)
     return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
 
@@ -324,7 +329,7 @@ def save_learners(learners: dict[str, nn.Module], ids: Tensor, out: Path) -> Non
 def load_learners(learners: dict[str, nn.Module], ids: Tensor, start: Path) -> None:
     """Loads the weights that save_learners() wrote.
 
-    Rows of EAGLE's head for tokens outside of its saved vocabulary do not change.
+    EAGLE's output head has a row per token. Rows of tokens that the saved head lacks do not change.
     """
     for name, learner in learners.items():
         if name == "draft":
@@ -370,7 +375,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=MODEL.parent, help="folder with a subfolder for each drafter")
     parser.add_argument("--start", type=Path, help="folder like --out with the weights to start from")
     parser.add_argument("--only", nargs="+", choices=list(FOLDERS), default=list(FOLDERS), help="models to train (all)")
-    parser.add_argument("--tasks", type=task_shares, default={}, help="weights of tasks in three of four rows: copy=4,json=1")
+    parser.add_argument(
+        "--tasks",
+        type=task_shares,
+        default={},
+        help="Weights of the tasks from which 75 %% of the rows are drawn, e.g. copy=4,json=1. The other rows are train.py's."
+        " Empty: all rows are train.py's.",
+    )
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--threads", type=int, default=2)

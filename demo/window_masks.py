@@ -1,4 +1,4 @@
-"""Attention masks for windowed layers, which transformers' code of Qwen3.5 does not make. For the demo scripts and for tests."""
+"""Makes attention masks for windowed layers, for the demo scripts and tests. transformers' code of Qwen3.5 makes none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_window_masks(model: Any) -> None:
 
 
 def _with_masks(decoder: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call of the decoder with a dict in place of the padding mask."""
+    """Returns the arguments of a call of the decoder, with a dict of masks by layer type in place of the padding mask."""
     assert not args, "transformers passes all arguments by name"
     cache = given.get("cache")
     if cache is None and given.get("use_cache"):

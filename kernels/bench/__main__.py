@@ -19,7 +19,7 @@ Case = Callable[[Kernels], Callable[[], object]]
 
 
 def best_of(work: Callable[[], object], seconds: float = 0.3) -> float:
-    """Returns the seconds of the fastest run."""
+    """Runs `work` for about `seconds`, and returns the duration of the fastest run in seconds."""
     work()
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until or best == float("inf"):

@@ -19,10 +19,10 @@ from rootstock_llm.kernels.triton.attention.attention_plan import Blocks, HeadSh
 
 
 def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:
-    """Yields the (blocks, splits) with which to time other launches than the plan `launch`.
+    """Yields the (blocks, splits) of the launches to compare with the plan `launch`.
 
-    Leaves out the plan's own values, because tuned() times the plan itself. If the plan's splits are dealt (see Launch), the
-    plan's values are included, because retiled() makes another launch with even splits from these values.
+    The plan's own values are omitted, because tuned() times the plan itself. There is one exception: if the plan's splits are
+    dealt (see Launch), retiled() makes a different launch from the same values, with even splits.
     """
     lanes = [launch.blocks.m] if launch.one_token else [64, 128]
     splits = sorted({launch.splits} | ({1, 2, 4, 8, 16, 32} if launch.splits else set()))

@@ -1,7 +1,7 @@
 """Creates the cases of a model's layers and of the start of a step, at the shapes of two dense models.
 
-The kernels of a step's start are timed for many rows of one token and for one long row. They are so small that their latency
-matters.
+The kernels of a step's start are timed for many rows of one token and for one long row. These kernels are so short that their
+launch latency matters.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _write_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
 
 
 def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: int) -> GpuCase:
-    """Creates a case without a comparison, because TritonLayers uses torch's own kernel for more than one row.
+    """Creates a case without a comparison with torch. For more than one row, TritonLayers itself uses torch's kernel.
 
     The layer that computes logits has float32 output.
     """

@@ -62,7 +62,7 @@ class RaggedRows:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The recurrent states of a step's rows: units of the state pools, -1 for none. No unit that is read is also written."""
+    """The recurrent states of a step's rows, as units of the state pools; -1 for none. No unit is both read and written."""
 
     before: Tensor  # int32[R]: unit of the state before the row's first token; -1: the row begins its sequence, with zeros
     after: Tensor  # int32[R]: unit that gets the state after the row's last token

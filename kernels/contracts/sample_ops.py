@@ -101,7 +101,8 @@ class SampleKernels(Protocol):
         """Fills the rows of `edited` that need edits.
 
         A row needs edits if its position is below EDITED_UNTIL, or if it has a mask or a loss. The other rows are undefined.
-        Penalties do not make a finite logit infinite. The formulas, with count c and output count o = c & MAX_COUNT:
+        Penalties do not make a finite logit infinite. For a token's logit x, they use c, the token's value in table.counts, and
+        o = c & MAX_COUNT, its number of occurrences in the output:
 
         - If c != 0, x becomes x / REPETITION if x > 0, else x * REPETITION (CTRL: Keskar et al., arXiv 1909.05858, section
           4.1).

@@ -47,7 +47,7 @@ def load_sampling(num_threads: int) -> SampleKernels:
 
 
 def load_copies() -> CpuCopies | None:
-    """Returns the C++ copies, building them on first use. Returns None if the build fails."""
+    """Returns the C++ functions that copy memory, building them on first use. Returns None if the build fails."""
     return _built(CpuCopies)
 
 

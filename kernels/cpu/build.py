@@ -168,7 +168,8 @@ def _key(options: tuple[str, ...], cpu: str, openmp: str) -> str:
 def _variant_name(variant: Variant) -> str:
     """Returns the file name of a prebuilt library.
 
-    Its digest covers the file name of the OpenMP runtime, but not the folder, because torch loads the runtime first.
+    Its digest covers the file name of the OpenMP runtime. The runtime's folder has no influence, because torch has already
+    loaded the runtime when the library is loaded.
     """
     openmp = _torch_openmp()
     return f"rootstock-{variant.name}-{_key(variant.options, variant.name, openmp.name if openmp else '')}.so"

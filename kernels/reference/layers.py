@@ -141,7 +141,7 @@ def gated_delta_rule(
 def _delta_run(
     out: Tensor, qkv: Tensor, gates: Tensor, weight: Tensor, decay: DeltaGates, conv: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes consecutive tokens of one sequence. Returns the inputs of the convolution and the state after them.
+    """Computes consecutive tokens of one sequence. Returns the last inputs of the convolution and the state after the last token.
 
     Args:
         conv: [K - 1, C], inputs before the first token.

@@ -18,7 +18,7 @@ FIRST_CANDIDATES = 256  # top-p first ranks this number of most likely tokens, t
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
-    """Returns the ids of the `count` largest logits of float32[V], in ascending order; the lowest ids among equal logits."""
+    """Returns the ids of the `count` largest logits of float32[V], ascending. Among equal logits, the lowest ids are chosen."""
     least = torch.topk(logits, count).values[-1]
     above = (logits > least).nonzero().squeeze(1)
     level = (logits == least).nonzero().squeeze(1)[: count - len(above)]
@@ -26,7 +26,7 @@ def largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _nucleus(logits: Tensor, ids: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, bool]:
-    """Returns the smallest set of most likely tokens of `ids` whose probability reaches top_p, and whether all `ids` reach it.
+    """Returns the fewest of the most likely `ids` whose probabilities add up to top_p, and whether all `ids` add up to top_p.
 
     Args:
         logits: float32[V].

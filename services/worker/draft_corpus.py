@@ -59,7 +59,10 @@ def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yields the texts of the file: one per line of a .jsonl file, or the whole content. Raises ValueError."""
+    """Yields the texts of the file: one per line of a .jsonl file, else the whole content.
+
+    Raises ValueError if the file cannot be read or a line is invalid.
+    """
     text = _content(path)
     if path.suffix != ".jsonl":
         yield text
@@ -86,7 +89,10 @@ def _content(path: Path) -> str:
 
 
 def _record(line: str, where: str) -> str:
-    """Returns the text of a line: a JSON string as in SGLang, or the `text` of an object as in data sets. Raises ValueError."""
+    """Returns the text of a line: a JSON string as in SGLang, or the `text` of an object as in data sets.
+
+    Raises ValueError if the line is neither.
+    """
     try:
         record: Any = json.loads(line)
     except ValueError:
@@ -98,7 +104,10 @@ def _record(line: str, where: str) -> str:
 
 
 def _pieces(texts: Iterator[str]) -> Iterator[tuple[bool, str]]:
-    """Yields (whether the piece is the first of its text, piece). A piece ends at its last line break if it has one."""
+    """Cuts texts into pieces of at most PIECE_CHARS characters, if possible after a line break.
+
+    Yields (whether the piece is the first of its text, piece).
+    """
     for text in texts:
         begin = 0
         while begin < len(text):

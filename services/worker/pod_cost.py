@@ -27,7 +27,7 @@ class PatchFailed(Exception):
 
 
 def pod_patch(namespace: str, pod: str, configuration: Configuration | None = None) -> Callable[[int], None]:
-    """Returns a function that writes a cost to the pod's annotation and raises PatchFailed if the API server refuses it.
+    """Returns a function that writes a cost to the pod's annotation, and raises PatchFailed if it cannot write the cost.
 
     Args:
         configuration: address and credentials of the Kubernetes API; None: the credentials that the cluster gives to this pod.
@@ -74,7 +74,7 @@ class PodCost:
 
         Args:
             connect: returns the function that writes a cost, see pod_patch().
-            load: returns the number of running and waiting requests, on any thread.
+            load: returns the number of running and waiting requests; can be called on any thread.
             period_s: seconds between two reads of the load.
             pause_s: seconds between a failed write and the next attempt.
         """

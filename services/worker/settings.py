@@ -313,8 +313,8 @@ class WorkerSettings(ServiceSettings):
     disaggregation_hold_s: float = Field(
         10.0,
         gt=0,
-        description="Seconds for which a prefill worker reserves a prompt's KV for a decode worker. For the same time, a decode"
-        " worker that waits for the request pins the KV that it has read.",
+        description="Seconds for which a prefill worker reserves a prompt's KV for a decode worker. A decode worker that has"
+        " prefetched this KV pins it until the request arrives, at most for the same time.",
     )
     enable_jump_forward: bool = Field(True, description="Append tokens that a grammar determines without sampling them.")
     schedule_conservativeness: float = Field(

@@ -74,7 +74,7 @@ def head_shape(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> HeadShape:
 
 
 def plan_call(shape: HeadShape, rows: RaggedRows, num_tokens: int, window: int, device: torch.device) -> Launch:
-    """Plans a launch. If T equals R, each row is assumed to have one token."""
+    """Plans a launch. If num_tokens equals the number of rows, each row is assumed to have one token."""
     num_rows, multiprocessors = rows.slots.shape[0], num_multiprocessors(device)
     seen = reach(rows.max_context, window)
     if num_tokens == num_rows:

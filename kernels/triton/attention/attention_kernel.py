@@ -38,7 +38,7 @@ def attention_kernel(
     sinks,  # [H]; without HAS_SINKS, any pointer
     partials,  # float32[splits * BLOCK_M, E]; without SPLIT, partials, levels and arrivals may be any pointer
     levels,  # float32[splits * BLOCK_M]
-    arrivals,  # int32[tiles of tokens and heads that may be split], 0 before and after the launch
+    arrivals,  # int32[counters]: number of finished splits of each tile; 0 before and after the launch
     out_stride,
     q_stride,
     q_head_stride,

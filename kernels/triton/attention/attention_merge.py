@@ -50,9 +50,9 @@ def split_index(split, first, rest, step):
 def split_indices(dealt, part, across, extra, split_capacity, DEAL: tl.constexpr):
     """Returns (counter, step, first, rest): the index of the tile's counter, and the arguments of split_index().
 
-    With DEAL, the splits from split 1 on are stored one after the other, in the order of the rows. `dealt` is the number of
-    these splits in earlier rows. Split 0 of a row with several splits is stored `extra` splits after its split 1. Without DEAL,
-    a tile's splits are adjacent, with space for `split_capacity` splits per tile.
+    With DEAL, the additional splits of all rows (split 1 and above) are stored one after the other, in the order of the rows.
+    `dealt` is the number of additional splits in earlier rows. Split 0 of a row with additional splits is stored `extra` splits
+    after the row's split 1. Without DEAL, a tile's splits are adjacent, with space for `split_capacity` splits per tile.
     """
     if DEAL:
         counter = dealt * across + part
@@ -148,10 +148,10 @@ def fold_splits(
 
     Args:
         base_index: index of the tile's split 0 in `partials` and `levels`.
-        SPLIT: whether each split is stored, if the tile has several splits.
+        SPLIT: whether the splits are stored. A tile's only split is never stored.
 
     Returns:
-        (acc [M, E], total [M], peak [M]). With SPLIT: of the last computed split. Without: of all computed splits, merged.
+        (acc [M, E], total [M], peak [M]) of the last computed split with SPLIT, else of all computed splits together.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -189,9 +189,9 @@ def merge_splits(
     BLOCK_E: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Returns (acc [LANES, E], total [LANES], peak [LANES]) of the first lanes of the tile's `used` splits.
+    """Merges the first LANES lanes of the tile's `used` splits, which store_split() has stored.
 
-    The splits were stored by store_split().
+    Returns (acc [LANES, E], total [LANES], peak [LANES]).
     """
     lanes = tl.arange(0, LANES)
     acc = tl.zeros([LANES, BLOCK_E], dtype=tl.float32)

@@ -159,8 +159,8 @@ def reach(max_context: int, window: int) -> int:
 def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
     """Returns (scratch_lanes, counters) that no plan of plan_decode() or plan_extend() exceeds.
 
-    A plan has at most 4/3 of the wanted number of programs, because 1.5 splits per tile are rounded up to 2. If the heads of one
-    row alone need more programs, there is at most one extra split.
+    A plan for prompts has at most 4/3 of EXTEND_PROGRAMS programs per multiprocessor, because 1.5 splits per tile are rounded up
+    to 2. If one row's heads need more than DECODE_PROGRAMS programs per multiprocessor, a decode plan has one extra split.
     """
     row = plan_decode(shape, 0, 1, 1, multiprocessors)
     dealt = max(DECODE_PROGRAMS * multiprocessors, row.programs)
@@ -201,8 +201,8 @@ def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: in
 def plan_extend(shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, multiprocessors: int) -> Launch:
     """Plans a launch for rows 0 .. num_rows - 1 with num_tokens tokens in total.
 
-    If the rows fill wide tiles and these tiles fill the device, tiles are wide. Otherwise, tiles are narrow and their keys are
-    split.
+    Tiles are wide if the rows fill wide tiles and these tiles fill the device. Otherwise, tiles are narrow, and their keys are
+    split if the narrow tiles alone do not fill the device.
     """
     wide = _tiled(shape, shape.blocks(WIDE_BLOCKS), num_rows, num_tokens, 0)
     narrow = _tiled(shape, shape.blocks(NARROW_BLOCKS), num_rows, num_tokens, 1)
@@ -213,7 +213,7 @@ def plan_extend(shape: HeadShape, num_rows: int, num_tokens: int, max_context: i
 
 
 def fixed_split_size(max_context: int) -> int:
-    """Returns the number of positions of a fixed split. A worker's longest context then has at most FIXED_SPLITS whole splits."""
+    """Returns the number of positions of a fixed split, so that max_context positions have at most FIXED_SPLITS whole splits."""
     return max(FIXED_POSITIONS, int(triton.next_power_of_2(-(-max_context // FIXED_SPLITS))))
 
 
@@ -260,7 +260,8 @@ def fixed_scratch_bounds(shape: HeadShape, max_context: int, multiprocessors: in
 def _most_fixed_splits(positions_seen: int, split_size: int, blocks: Blocks) -> int:
     """Returns the largest number of splits of a tile whose tokens attend to `positions_seen` positions each.
 
-    All tokens of a tile together attend to at most blocks.m more positions than one of them. A window may begin inside a split.
+    All tokens of a tile together attend to at most blocks.m more positions than one token. A window that begins inside a split
+    needs one more split.
     """
     return -(-(positions_seen + blocks.m) // split_size) + 1
 
@@ -290,7 +291,7 @@ def _tiled(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, spl
 def retiled(shape: HeadShape, launch: Launch, blocks: Blocks, splits: int, num_tokens: int) -> Launch:
     """Returns a plan for the same work with other block sizes and `splits` splits per tile.
 
-    If `launch` cannot split, the result cannot split.
+    If `launch` cannot split keys, the returned plan cannot split keys either.
     """
     if launch.one_token:
         programs = launch.programs // (launch.tiles + launch.extra) * launch.tiles

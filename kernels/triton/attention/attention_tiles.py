@@ -10,9 +10,8 @@ import triton.language as tl
 def find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS: tl.constexpr, ONE_TOKEN: tl.constexpr):
     """Returns (row, index in the row of the tile's first token).
 
-    The first tile of row r is offsets[r] // TILE_TOKENS + r, so that no sum over earlier rows is necessary. The row has all tiles
-    up to the first tile of row r + 1, which are at least as many as its tokens need. For a tile that the row does not need, the
-    index is after the row's last token.
+    The first tile of row r is offsets[r] // TILE_TOKENS + r, so that no sum over earlier rows is necessary. A row may therefore
+    have more tiles than its tokens need. For a tile that the row does not need, the index is after the row's last token.
     """
     if ONE_TOKEN:
         row = first_row + tile
@@ -41,10 +40,10 @@ def find_span(slot, start, first, count, window, TILE_TOKENS: tl.constexpr, HAS_
 
 @triton.jit
 def find_split(begin, end, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Divides positions begin .. end - 1 into splits of equal size; the last split may be smaller.
+    """Divides positions begin .. end - 1 into at most `splits` splits of equal size; the last split may be smaller.
 
     Returns:
-        (number of positions of a split, number of nonempty splits). The latter is at least 1.
+        (number of positions of a split, number of nonempty splits, at least 1).
     """
     blocks = tl.cdiv(end - begin, BLOCK_N)
     each = tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS)
@@ -96,7 +95,7 @@ def find_range(
     DEAL: tl.constexpr,
     FIXED: tl.constexpr,
 ):
-    """Returns the position range of a split.
+    """Returns the position range of split `split` of the span begin .. end - 1.
 
     Returns:
         (first position of the span, start of the span's first split, first position of the split, last position of the split + 1,

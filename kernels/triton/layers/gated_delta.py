@@ -22,7 +22,7 @@ ROW_COLUMNS = ["offsets", "counts", "before", "after", "cuts", "at_cut"]
 
 @triton.jit
 def _input(qkv, pool, first, source, at, channels, inside, SIZE: tl.constexpr, TAPS: tl.constexpr):
-    """Returns the float32 inputs of the row's token `at`. If `at` is below 0, returns an earlier token's from unit `source`."""
+    """Returns the float32 inputs of the row's token `at`. If `at` is below 0, reads earlier inputs from unit `source`."""
     own = tl.load(qkv + (first + at) * SIZE + channels, mask=inside & (at >= 0), other=0.0)
     old = tl.load(
         pool + (source * (TAPS - 1) + at + TAPS - 1) * SIZE + channels, mask=inside & (at < 0) & (source >= 0), other=0.0

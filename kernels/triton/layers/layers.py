@@ -19,8 +19,8 @@ from rootstock_llm.kernels.triton.layers.linear import OrderedLinear, one_row_li
 class TritonLayers:
     """The Triton kernels of a model's layers. The device is the only state.
 
-    Every call launches on the current stream of the current device, which must be `device`. A CUDA graph can capture a call
-    after another call with the same shapes has compiled its kernel.
+    Every call launches on the current stream of the current device, which must be `device`. A CUDA graph can capture a call only
+    after an earlier call with the same shapes has compiled the kernel.
 
     gated_linear() allocates [T, 2 N], and attention allocates scratch for splits, with torch's caching allocator. During a
     capture, the allocator takes the memory from the graph's pool and reuses it for the next layer.

@@ -8,7 +8,7 @@ Deterministic: the bits of a row do not depend on the other rows. Block sizes ar
 whose sums are added in order. There are two variants with the same sums:
 
 - Few rows and a narrow weight: each segment has a separate program, and the program that ends last for a block adds the sums.
-  Reading the weight takes nearly all of the time, and one program per block of columns would be too few programs to read fast.
+  Reading the weight takes nearly all of the time. A separate program per segment makes enough programs to read fast.
 - All other cases: one program computes all segments of a block. Blocks are larger if there are enough programs.
 
 No sum is fused with a product. The sums of a tensor core depend on the depth only, and not on the other rows and columns.
@@ -133,7 +133,7 @@ TILES = {  # by the bytes of an element
 @triton.jit
 def _block_sums(x_at, w_at, rows_in, columns_in, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                 UPCAST: tl.constexpr):  # fmt: skip
-    """Returns the products of depths begin .. end - 1, float32[M, N].
+    """Returns the sums of the products over depths begin .. end - 1, float32[M, N].
 
     x_at [M] and w_at [N] point to the rows' first elements.
     """
@@ -150,7 +150,7 @@ def _block_sums(x_at, w_at, rows_in, columns_in, begin, end, BLOCK_M: tl.constex
 @triton.jit
 def _store_block(out, total, bias, w_rows, columns_in, rows, rows_in, KIND, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Adds the bias to a block of sums and stores the block. With GATED, first rounds both halves to KIND, as linear() does."""
+    """Adds the bias to a block of sums and stores the block. With GATED, rounds gate and up to KIND before the activation."""
     if HAS_BIAS:
         total += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
     row_offsets = rows.to(tl.int64)[:, None] * WIDTH
@@ -304,9 +304,9 @@ class OrderedLinear:
 
 
 def segment_of(outs: int, depth: int) -> int:
-    """Returns the segment size of a weight [outs, depth]: LONG if segments of this size make enough programs for few rows.
+    """Returns the segment size of a weight [outs, depth]: LONG if few rows then have at least PROGRAMS programs, else SHORT.
 
-    The segment size must not depend on the number of rows, because it determines the order of the sums.
+    The segment size must not depend on the actual number of rows, because it determines the order of the sums.
     """
     return LONG if triton.cdiv(outs, TILES[2].few.n) * triton.cdiv(depth, LONG) >= PROGRAMS else SHORT
 

@@ -1,7 +1,7 @@
 """Draws among few tokens (the candidates), which one program has in registers.
 
-The program finds the candidates by the maxima of their groups, so that it reads only a small part of the row. All cuts and the
-draw use the search least(). It finds the smallest key or id up to which the sum of the weights reaches a goal.
+The program finds the candidates by the maxima of groups of tokens, so that it reads only a small part of the row. All cuts and
+the draw use least(), which searches for the smallest key or id up to which the sum of the weights reaches a goal.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def min_p_key(min_p):
 
 @triton.jit
 def nucleus_goal(total, top_p):
-    """Returns the smallest mass that is at least top_p of the total, and at least 1, so that one token remains."""
+    """Returns the smallest mass that is at least top_p times the total. It is at least 1, so that one token remains."""
     exact = total.to(tl.float64) * top_p.to(tl.float64)
     goal = exact.to(tl.int64)
     goal += (goal.to(tl.float64) < exact).to(tl.int64)

@@ -37,7 +37,7 @@ def is_finite(x):
 def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.constexpr):
     """Stores the number, the mean and the sum of squared deviations of one tile's finite logits.
 
-    The numbers are stored per tile, so that their sums do not depend on the division of tiles between programs.
+    These values are stored per tile, so that a row's sums do not depend on the division of its tiles between programs.
     """
     ids = tile * TILE + tl.arange(0, TILE)
     x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
@@ -53,7 +53,7 @@ def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.conste
 
 @triton.jit
 def clear_sums(counts, masses, row):
-    """Sets the row's counts and masses, to which later stages add, to 0."""
+    """Sets the row's counts and masses to 0. Later stages add to them."""
     offsets = row * ROUNDS * PIVOTS + tl.arange(0, ROUNDS * PIVOTS)
     tl.store(counts + offsets, tl.zeros((ROUNDS * PIVOTS,), tl.int32))
     tl.store(masses + offsets, tl.zeros((ROUNDS * PIVOTS,), tl.int64))

@@ -80,7 +80,8 @@ def measure(source, first, last, vocab_size, peak, temperature, pivots, low, hig
     """Measures tiles first .. last - 1.
 
     Returns:
-        Counts and masses of the keys up to each pivot; the smallest key above `low` or NO_KEY; the largest up to `high` or -1.
+        The counts and masses of the keys up to each pivot; the smallest key above `low`, NO_KEY without such a key; the largest
+        key up to `high`, -1 without such a key.
     """
     counts = tl.zeros((PIVOTS, TILE), tl.int32)
     masses = tl.zeros((PIVOTS, TILE), tl.int64)
@@ -111,7 +112,7 @@ def narrowed(pivots, counts, masses, by_mass, goal, low, high, count_low, mass_l
 
 @triton.jit
 def first_bracket(pivots, counts, masses, by_mass, goal):
-    """Returns the bracket that the measures of the first pivots determine. The last pivot includes all tokens."""
+    """Returns the bracket that the measures of the first pivots determine. Tokens with keys above the last pivot are cut."""
     low, high = tl.full((), -1, tl.int32), tl.full((), KEY_END, tl.int32)
     none, no_mass = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
     return narrowed(pivots, counts, masses, by_mass, goal, low, high, none, no_mass, tl.max(counts), tl.max(masses))

@@ -43,8 +43,8 @@ def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) ->
     """Returns the pages that the fields of a flush request select.
 
     Args:
-        names: names of tiers; may include SELECTED. Empty: AGE_TIERS if an age is given, else SALT_TIERS if a salt is given, else
-            DEFAULT_TIERS.
+        names: names of tiers, and SELECTED (no effect) if a salt or an age is given. No tier: AGE_TIERS if an age is given, else
+            SALT_TIERS if a salt is given, else DEFAULT_TIERS.
         salt: cache salt; empty: pages without a salt; None: all pages.
         older_than_s: smallest age in seconds; None: every age.
 

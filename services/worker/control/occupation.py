@@ -100,7 +100,7 @@ class MemoryControl:
             self._paused_here = False
 
     def pause(self, control: SchedulerControl, mode: PauseMode) -> None:
-        """Pauses the scheduler for an operator. Only unpause() ends this pause, not resume()."""
+        """Pauses the scheduler for an operator. Only unpause() ends this pause; resume() does not end it."""
         control.pause(mode, self._clock())
         self._paused_here = False
 

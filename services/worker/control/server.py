@@ -30,7 +30,7 @@ class ControlServer:
     server: grpc.aio.Server
 
     async def stop(self, grace_s: float) -> None:
-        """Stops the server. The scheduler's loop must have ended, so that no call still waits for a command."""
+        """Stops the server. The scheduler's loop must have ended, so that no call still waits for a command's result."""
         await self.server.stop(grace_s)
 
 

@@ -192,7 +192,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return result
 
     async def _deleted(self, stored: concurrent.futures.Future[Deleted], context: grpc.aio.ServicerContext) -> Deleted:
-        """Waits until the storage tier has deleted the selected pages. Aborts the call if the tier fails or is too late."""
+        """Waits until the storage tier has deleted the selected pages. Aborts the call if this fails or the deadline passes."""
         left = self._deadline(context) - self._clock()
         try:
             deleted = await asyncio.wait_for(asyncio.wrap_future(stored), max(left, 0.0))
@@ -234,7 +234,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
 
 def _word(enum: Any, number: int, field: str) -> str:
-    """Returns the name of an enum's value, in lower case and without its prefix.
+    """Returns the name of an enum's value, in lower case and without the enum's prefix.
 
     Args:
         field: name of the request's field, for the error.

@@ -171,13 +171,13 @@ class SchedulerControl:
         return scheduler.memory.forget_retired()
 
     def storage_tag(self, salt: str) -> bytes | None:
-        """Returns the tag of a salt's pages in a storage, or None if the worker has no tiers below the device."""
+        """Returns the tag of a salt's pages in the storage tier, or None if the worker has no tiers below the device."""
         return None if self._scheduler.tiers is None else self._scheduler.tiers.tag(salt)
 
     def reset_memory(self) -> None:
         """Forgets every device page and every session, because the content of the pool is lost.
 
-        The scheduler must be idle and settled, and no step may be in flight.
+        The scheduler must be idle and settled (see Scheduler), and no step may be in flight.
         """
         scheduler = self._scheduler
         assert scheduler.idle and scheduler.settled and scheduler.flight_step < 0, "no request, operation or step uses the memory"
@@ -224,11 +224,14 @@ class SchedulerControl:
         scheduler.reconfigure(config)
 
     def trace(self, request_id: str) -> list[TraceEvent]:
-        """Returns the events of a request that the trace log still has, oldest first."""
+        """Returns those events of a request that are still in the trace log, oldest first."""
         return self._scheduler.trace.of(request_id)
 
     def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """Returns the number of events since the start, and the events after the first `count` that the log still has."""
+        """Returns the number of trace events since the start, and the events after the first `count`, oldest first.
+
+        Events that the log no longer has are missing.
+        """
         return self._scheduler.trace.since(count)
 
     def self_check(self) -> list[str]:
@@ -250,7 +253,7 @@ def _retuned(config: SchedulerConfig, changes: Mapping[str, Tunable], num_slots:
     """Returns the configuration with the changes.
 
     Raises:
-        ValueError: a setting is unknown, has the wrong type or is out of range; the message names it.
+        ValueError: a setting is unknown, has the wrong type or is out of range; the message names the setting.
     """
     values = {name: _checked(config, name, value) for name, value in changes.items()}
     if config.whole_prompts and (cutting := {"chunked_prefill_size", "enable_mixed_chunk", "max_prefill_tokens"} & set(values)):

@@ -51,7 +51,7 @@ def _page_states(queues: RequestQueues, memory: KVMemory) -> list[str]:
 
 
 def _units(queues: RequestQueues, memory: KVMemory) -> list[str]:
-    """Checks that each unit of a cache group is free, held by one slot or owned by one cached page."""
+    """Checks that each unit of a cache group is free, used by one slot or owned by one cached page."""
     units, out = memory.units, []
     if units is None:
         return []
@@ -168,7 +168,7 @@ def _tree(memory: KVMemory) -> list[str]:
 
 
 def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -> list[str]:
-    """Checks that the tree's holds are those of the sessions' turns, and that running turns belong to present requests."""
+    """Checks that the tree's holds are those of the sessions' turns, and that running turns have unfinished requests."""
     out = []
     expected: Counter[TreeNode] = Counter()
     for node in sessions.turn_nodes():

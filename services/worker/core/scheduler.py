@@ -161,7 +161,8 @@ class Scheduler:
     def prefetch(self, message: Prefetch, now: float) -> None:
         """Begins to read pages of a prefill worker for a request that will arrive later, if reading is faster than computing.
 
-        The message is ignored if it is for other weights or a request has its handle already. No request depends on a prefetch.
+        Ignores a message for a revision that the worker does not serve, or for a request that has already arrived. This is safe,
+        because no request depends on a prefetch.
         """
         is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.queues.by_key
         if self.tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:
@@ -210,9 +211,9 @@ class Scheduler:
             self.lifecycle.end(request, ending, now)
 
     def grammar_ready(self, spec: GrammarSpec) -> None:
-        """Queues the requests that wait for a grammar, which is compiled now.
+        """Queues the requests that waited for a grammar. Called after the grammar was compiled.
 
-        If the cache of compiled grammars has dropped the grammar since, it is compiled again, and the requests wait.
+        If the cache has already dropped the compiled grammar, it is compiled again, and the requests continue to wait.
         """
         for request in self.queues.gate.compiled(spec):
             self.lifecycle.ungate(request)
@@ -468,7 +469,7 @@ class Scheduler:
         """Ends the least urgent request that never ran, so that a more urgent request can enter the full queue.
 
         Returns:
-            Whether a request was ended.
+            Whether a request was ended. False if priorities are disabled, or if no request that never ran is less urgent.
         """
         if not self.config.enable_priority_scheduling:
             return False

@@ -63,7 +63,7 @@ class DeviceExecutor:
         mover: PageMover | None = None,
         server: KvServer | None = None,
     ) -> None:
-        """Stores the parts, and becomes the receiver of the mover's on_lost.
+        """Stores the parts, and sets the mover's on_lost callback.
 
         Args:
             runner: launches forward passes and sampling.
@@ -244,7 +244,7 @@ class OperationRunner:
         self._profile, self._memory = profile, memory  # memory is None if it cannot be released
 
     def run(self, operation: Operation) -> None:
-        """Runs the operation, except for DeleteStored. Raises OperationRefused."""
+        """Runs an operation of any type except DeleteStored. Raises OperationRefused if it cannot be run."""
         match operation:
             case StartProfile(path):
                 self._profile.start(path)

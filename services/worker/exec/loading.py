@@ -58,7 +58,7 @@ class _Opened:
     kernels: LayerKernels  # kernels of the target's device for the dtype
 
     def context(self, longest: int) -> int:
-        """Returns the requested context length, at most `longest`, which is also the default."""
+        """Returns the requested context length, but at most `longest`. Returns `longest` if no length is requested."""
         return min(self.request.context_len or longest, longest)
 
 
@@ -101,7 +101,7 @@ def _refuse_by_config(request: LoadRequest, config: Any) -> None:
 
 
 def load_again(request: LoadRequest, shape: tuple[object, ...]) -> LoadedModel:
-    """Loads what the folder has now.
+    """Loads the model that is in the folder now.
 
     Args:
         shape: LoadedModel.shape of the model with which this worker started.
@@ -239,7 +239,7 @@ def _module(folder: Path, entry: Any) -> tuple[str, Path]:
 
 
 def _kind(config: dict[str, Any]) -> PoolingKind:
-    """Returns the pooling of a Pooling module. Raises UnsupportedModel for an unknown pooling, or for several."""
+    """Returns the pooling of a Pooling module. Raises UnsupportedModel if it is unknown, or if the module has several."""
     named = config.get("pooling_mode", [mode for switch, mode in LEGACY.items() if config.get(switch)] or "mean")
     modes = [named] if isinstance(named, str) else list(named)
     if len(modes) != 1 or modes[0] not in KINDS:

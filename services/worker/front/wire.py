@@ -412,7 +412,7 @@ def _dry(message: pb.SamplingParams, model: ModelLimits) -> DryParams | None:
 
 
 def _breaker_ids(texts: Sequence[str], model: ModelLimits) -> tuple[int, ...]:
-    """Returns the last token of each text: a repetition that contains a breaker's text also contains this token."""
+    """Returns the last token of each text, because a repetition that contains a breaker's text also contains this token."""
     if model.encode_breaker is None:
         raise InvalidRequest("dry_multiplier", "this worker has no tokenizer")
     encoded = [model.encode_breaker(text) for text in texts]

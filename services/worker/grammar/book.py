@@ -225,7 +225,7 @@ class UnusedGrammars:
     async def run(self) -> None:
         """Runs until cancelled.
 
-        After drops and compilations, trims the heap at the end of the first interval without compilations.
+        After grammars were compiled or dropped, trims the heap at the end of the next interval without compilations.
         """
         seen, trim_due = self._book.num_compiled, False
         while True:

@@ -166,8 +166,8 @@ class WorkerRecords:
     async def renew(self, generation: int) -> Renewal:
         """Renews the lease and returns the worker's state in Redis.
 
-        Renews the lease even if its value is another generation, which the result then shows. Uses only commands that a full
-        Redis accepts.
+        Renews the lease even if its value is another generation; the result has this value. Uses only commands that a full Redis
+        accepts.
         """
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.getex(lease_key(self._worker), ex=LEASE_TTL_S)

@@ -93,7 +93,7 @@ class Observer(Protocol):
 
         Args:
             plan: the step.
-            seconds: time since the step's launch or since the end of the previous step, whichever is later.
+            seconds: time since the later of two events: the step's launch and the end of the previous step.
         """
 
     def iteration_ended(self, stats: StepStats, busy: bool) -> None:
@@ -249,7 +249,11 @@ class Loop:
         self._commands.drop_expired(now)
 
     def _drain(self, may_block: bool, stuck: bool) -> bool:
-        """Applies all messages. If no step is in flight, first waits for messages as long as _wait_s() allows.
+        """Applies all messages. If `may_block` is True, first waits for messages as long as _wait_s() allows.
+
+        Args:
+            may_block: whether no step is in flight.
+            stuck: whether the last iteration had no step in flight and launched none.
 
         Returns:
             False if one of the messages is Stop.
@@ -269,7 +273,7 @@ class Loop:
         return messages
 
     def _wait_s(self, idle: bool, stuck: bool) -> float:
-        """Returns the seconds for which the loop waits for messages while no step is in flight."""
+        """Returns the longest time in seconds to wait for messages while no step is in flight. `stuck` is that of _drain()."""
         if idle:
             return 0.0 if self._core.has_cache_events else IDLE_CHECK_S
         slowed = max(self._launch_delay_s(), 0.0)

@@ -237,7 +237,7 @@ class LoopCounts:
         return 0 if stats is None else stats.states - stats.states_free - stats.states_evictable
 
     def share(self, used: int, field: str) -> float:
-        """Returns the share `used` of the units whose number is in a field of the stats; 0 without such units."""
+        """Returns `used` divided by the number of units in the field `field` of the stats; 0 if there are no such units."""
         total = getattr(self.stats, field) if self.stats is not None else 0
         return used / total if total else 0.0
 
@@ -257,7 +257,7 @@ class LoopCounts:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens admitted in the window that were cached."""
+        """Cached share of the prompt tokens that were admitted in the window."""
         _, then, now, _ = self._window()
         prompt = now.prompt_tokens_total - then.prompt_tokens_total if then and now else 0
         return (now.cached_tokens_total - then.cached_tokens_total) / prompt if then and now and prompt else 0.0
@@ -271,7 +271,7 @@ class LoopCounts:
 
     @property
     def accept_rate(self) -> float:
-        """Share of the draft tokens in the window that were accepted."""
+        """Accepted share of the draft tokens in the window."""
         _, then, now, _ = self._window()
         drafted = now.drafted_tokens_total - then.drafted_tokens_total if then and now else 0
         return (now.accepted_tokens_total - then.accepted_tokens_total) / drafted if then and now and drafted else 0.0

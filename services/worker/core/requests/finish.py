@@ -57,7 +57,7 @@ _HANDED_OVER = Finish(FinishReason.HANDED_OVER)
 
 
 def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> Finish:
-    """Returns an ending with an error. If `message` is a Reason and `field` is set, the ending also names the invalid element."""
+    """Returns an ending with an error. It names the field's invalid element if `message` is a Reason and `field` is set."""
     element = message.part if isinstance(message, Reason) and field else None
     return Finish(FinishReason.ABORT, error=error, message=message, field=field, element=element)
 
@@ -161,8 +161,8 @@ def _check_text(request: Request, rules: TextRules) -> Finish | None:
 def _tail_text(request: Request, rules: TextRules) -> str:
     """Returns the end of the output, long enough to contain any stop string that the newest token completes.
 
-    Decodes an estimated number of tokens, and doubles the number until the text is long enough. Tokens differ in their number of
-    characters, and a skipped special token has none.
+    Decodes an estimated number of last tokens, and doubles the number until the text is long enough. The number cannot be
+    computed, because tokens differ in their number of characters, and a skipped special token has none.
     """
     ids, count, skip = request.progress.output_ids, request.tail_tokens, request.params.skip_special_tokens
     enough = max(map(len, request.params.stop)) + len(rules.decode(ids[-1:], skip)) + 4  # U+FFFDs of a cut character

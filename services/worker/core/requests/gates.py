@@ -70,7 +70,7 @@ class PoolGate:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A request that waits until an extend has computed the prefix that both have."""
+    """A request that waits until an extend has computed the common prefix of the two."""
 
     request: Request
     limit: int  # number of bytes of the request's token key that a prefix hit may cover
@@ -116,7 +116,7 @@ class PrefixGate:
 
     @property
     def has_waits(self) -> bool:
-        """Whether a request waits, or the wait of a request has ended since the last pass over the whole queue."""
+        """Whether a request waits, or a wait has ended since the last pass over the whole queue."""
         return bool(self._leads or self.freed)
 
     def begin(self, computing: Iterable[Request]) -> None:
@@ -143,7 +143,7 @@ class PrefixGate:
     def check(self, request: Request) -> GateDecision:
         """Returns WAIT if a running extend computes the next `_cut` bytes after the request's hit, else ADMIT.
 
-        Also returns ADMIT if the request has already waited MAX_PASSES passes without progress.
+        Also returns ADMIT if the request has waited MAX_PASSES passes in which no extend committed more of its prefix.
         """
         if self._computing:
             self._list_extends()
@@ -210,9 +210,10 @@ class PrefixGate:
         return int(self._columns.committed[slot]) * TOKEN_BYTES // self._page_bytes * self._page_bytes
 
     def _update_lead(self, lead: _Lead) -> None:
-        """Unblocks requests for which waiting has no more use; all of them if the extend has ended or was retracted.
+        """Unblocks the requests that gain nothing by waiting longer for `lead`.
 
-        These are requests that share fewer than `_cut` bytes after the committed part, or have waited MAX_PASSES passes in vain.
+        If the lead has ended or was retracted, these are all requests that wait for it. Otherwise, these are requests with fewer
+        than `_cut` common bytes after the lead's committed part, and requests without progress in MAX_PASSES passes.
         """
         if lead.request.kv.lease is None or self._columns.epoch[lead.slot] != lead.epoch:
             self._free_all(lead)
@@ -304,7 +305,7 @@ class GrammarGate:
             self._unlist(request)
 
     def compiled(self, spec: GrammarSpec) -> list[Request]:
-        """Returns the requests that may leave because their grammar is compiled. The caller calls leave() for each of them."""
+        """Returns the requests that may leave the gate, because `spec` is compiled. The caller calls leave() for each of them."""
         free = []
         for request in self.waiting_for(spec):
             if self.admits(request):
@@ -322,7 +323,7 @@ class GrammarGate:
         """Postpones a grammar, because the compiler is full.
 
         Returns:
-            The requests without given output. The caller refuses them, while requests with given output wait.
+            The requests without given output, which the caller must refuse. Requests with given output continue to wait.
         """
         waiting = self.waiting_for(spec)
         if any(request.progress.num_given for request in waiting):
@@ -333,7 +334,7 @@ class GrammarGate:
         """Submits postponed grammars again when RESUBMIT_S has passed since they were postponed.
 
         Returns:
-            The requests that may leave because their grammar is compiled. The caller calls leave() for each of them.
+            The requests that may leave the gate, because their grammar is compiled. The caller calls leave() for each of them.
         """
         if not self._postponed:
             return []
@@ -343,13 +344,13 @@ class GrammarGate:
         return [request for spec in due for request in self.compiled(spec)]
 
     def replay(self) -> list[Request]:
-        """Makes each matcher accept the given output of its request, except the last token, or refuse a token of it.
+        """Makes each matcher accept the given output of its request, except the last token. A matcher may refuse a token.
 
-        Stops at REPLAY_TOKENS or REPLAY_S; the next call continues. Calls Matcher.take_cost(), so that this CPU time does not
-        count as the time of a step.
+        Stops after REPLAY_TOKENS tokens or REPLAY_S seconds; the next call continues. Calls Matcher.take_cost(), so that this
+        CPU time does not count as the time of a step.
 
         Returns:
-            The requests whose matchers have accepted these tokens or refused one. The caller calls leave() for each of them.
+            The requests whose matcher has accepted all of these tokens or refused one. The caller calls leave() for each request.
         """
         if not self._replaying:
             return []

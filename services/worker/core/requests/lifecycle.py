@@ -32,7 +32,7 @@ MAX_TIER_LOOKUPS = 2
 
 
 class Deadlines:
-    """The time limits of all requests. The limit of an ended request stays until its time is reached or keep() drops it."""
+    """The time limits of all requests. The limit of an ended request stays until it is reached or keep() drops it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, tuple[int, int]]] = []  # (absolute time, seq, (peer, handle))
@@ -80,13 +80,13 @@ class TraceLog:
         self._count += 1
 
     def of(self, request_id: str) -> list[TraceEvent]:
-        """Returns the events of a request that the log still has, oldest first."""
+        """Returns those events of a request that are still in the log, oldest first."""
         return [event for event in self._events if event.request_id == request_id]
 
     def since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """Returns the number of events since the start, and the events after the first `count` that the log still has.
+        """Returns the number of events since the start, and the events after the first `count`, oldest first.
 
-        The events are sorted, oldest first.
+        Events that the log no longer has are missing.
         """
         assert 0 <= count <= self._count, "count is at most the number of events"
         latest = list(islice(reversed(self._events), self._count - count))
@@ -159,7 +159,7 @@ class RequestLifecycle:
         assert self._adds_up, "each request is in one queue"
 
     def begin_import(self, request: Request) -> bool:
-        """Moves a waiting request to the imports if another tier has more of its prefix, and reading is faster than computing.
+        """Moves a waiting request to the imports if reading more of its prefix from other tiers is faster than computing it.
 
         Returns:
             Whether the request has left the waiting queue.
@@ -179,14 +179,14 @@ class RequestLifecycle:
         return True
 
     def end_import(self, seq: int) -> None:
-        """Moves a request from the imports back to the waiting queue. Its imported pages are pinned; it computes the others."""
+        """Moves a request from the imports back to the waiting queue. Imported pages are pinned; missing pages are computed."""
         request = self._queues.end_import(seq)
         self._release_source(request)
         self._trace.add(request.request_id, TraceKind.IMPORTED, sum(request.kv.imported.values()) * self.config.page_size)
         assert self._adds_up, "each request is in one queue"
 
     def release_pins(self) -> bool:
-        """Releases the pins of waiting requests and ends the reservations in the state WAITING. Running requests need the pages.
+        """Frees pages for running requests: releases the pins of waiting requests and ends reservations in the state WAITING.
 
         Returns:
             Whether a pin was released.
@@ -223,7 +223,7 @@ class RequestLifecycle:
     def announce(self, request: Request) -> None:
         """Adds the computed pages of a prompt to its reservation, and reports the number of pages to the gateway.
 
-        Does nothing if no page has been added since the last call, or if the reservation was opened and has ended.
+        Does nothing if no page has been computed since the last call, or if the opened reservation has already ended.
         """
         reservation, lease = request.kv.reservation, request.kv.lease
         assert reservation is not None and lease is not None, "pages are announced for running requests with a reservation"
@@ -343,7 +343,7 @@ class RequestLifecycle:
             self._watch(request.deadline, request)
 
     def _cached_from(self, request: Request) -> dict[Tier, int]:
-        """Returns the number of tokens of the first prefix hit that were read from each tier."""
+        """Returns by tier how many tokens of the request's first prefix hit were read from the tier."""
         left, found = request.progress.num_cached_tokens, {}
         for tier, pages in request.kv.imported.items():
             found[Tier(tier)] = min(left, pages * self.config.page_size)
@@ -351,7 +351,7 @@ class RequestLifecycle:
         return {Tier.DEVICE: left} | found
 
     def _complete_reservation(self, request: Request, now: float) -> int:
-        """Completes the reservation of a request for the decode worker that continues it. An ended reservation opens again.
+        """Completes a request's reservation for the decode worker that continues the request. Reopens an ended reservation.
 
         Returns:
             The number of reserved pages; 0 if no page is cached or the request's salt was deleted.

@@ -69,7 +69,7 @@ class RequestQueues:
         return self._slots
 
     def adds_up(self, num_leased: int) -> bool:
-        """Returns whether each request is in one queue, and `num_leased` slots belong to the running requests."""
+        """Returns whether each request is in exactly one queue, and the number of running requests is `num_leased`."""
         return self.num_waiting + self.num_running == len(self.by_key) and self.num_running == num_leased
 
     def add(self, request: Request) -> bool:

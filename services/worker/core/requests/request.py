@@ -157,7 +157,8 @@ class Request:
         """Whether tokens that the grammar forces are appended without sampling.
 
         Forced tokens have no logprobs, and penalties, biases and sets of allowed tokens do not apply to them. A request that uses
-        one of these features therefore samples each token. If a request is handed over, the other worker appends forced tokens.
+        one of these features therefore samples each token. A request that will be handed over also samples each token here,
+        because the other worker appends its forced tokens.
         """
         params = self.params
         steered = params.banned_token_ids or params.allowed_token_ids or params.logit_bias

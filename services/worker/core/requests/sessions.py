@@ -133,7 +133,7 @@ class SessionTable:
         return True
 
     def close_all(self, memory: KVMemory) -> None:
-        """Closes all sessions, because the memory is reset. Later turns are refused with this reason."""
+        """Closes all sessions, because the memory is reset. The refusal of a later turn names the reset as the reason."""
         self._forgotten = set(self._sessions) or self._forgotten
         for session_id in list(self._sessions):
             self.close(session_id, memory)
@@ -178,7 +178,7 @@ class SessionTable:
         return replace(message, prompt_ids=prompt, params=params, session=replace(turn, parent=parent, offset=offset))
 
     def begin(self, request: Request) -> None:
-        """Reserves capacity for the tokens that a turn may add. Called with the result of resolve(), when the turn is queued."""
+        """Reserves capacity for the tokens that a turn may add. Called when the turn that resolve() returned is queued."""
         turn = request.session
         assert turn is not None
         session = self._sessions[turn.session_id]

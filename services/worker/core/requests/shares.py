@@ -1,9 +1,9 @@
 """Fair shares of prompt tokens by tenant and weight, and within a tenant by batch. A tenant's single requests count as one batch.
 
 This is start-time fair queueing (Goyal, Vin, Cheng, 1996) over prompt tokens, in two levels. The flow with the smallest virtual
-start is served next, and each planned chunk advances its start. A flow that had no requests begins at the virtual time, so that
-unused share is lost. The start of a flow that was alone is at most one chunk after the virtual time. Output tokens are not
-counted, because gateways take them into account when they send requests to this worker.
+start is served next, and each planned chunk advances the flow's start. A flow that had no requests begins at the virtual time, so
+that it loses the share that it did not use. If only one flow had requests, its start is at most one chunk after the virtual time.
+Output tokens are not counted, because gateways take them into account when they send requests to this worker.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class WaitingQueue:
     def block(self, request: Request, tokens: int) -> None:
         """Makes passes skip a request until unblock().
 
-        A slot and KV for `tokens` tokens stay free for the request. `tokens` is the upper limit of its KV, 1 or more.
+        A slot and KV for `tokens` tokens stay free for the request. `tokens`, at least 1, is the most that the request can need.
         """
         assert tokens > 0 and not request.blocked_tokens, "a request is blocked at most once"
         reserved = self._reserved.get(request.rank)
@@ -246,7 +246,7 @@ def service_order(
         running: the decoding requests, for the policy `routing-key`.
         memory: the tree, for policies by prefix.
         random: generator for the policy `random`.
-        several: whether more than one flow has requests. Then flows are served fairly, and the policy orders each flow.
+        several: whether more than one flow has requests. If so, flows are served fairly, and the policy orders each flow.
     """
     policy = effective_policy(config, len(queue))
     if policy is SchedulePolicy.FCFS:
@@ -373,9 +373,9 @@ def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Req
 
 
 def fairly(requests: Iterable[Request]) -> Iterator[Request]:
-    """Yields the requests, which are sorted by rank, fairly between the flows of each rank.
+    """Yields requests that are sorted by rank. Within a rank, serves the flows fairly.
 
-    After each request, the sort keys of the flows are compared again, because an admission changes them.
+    Before each request, compares the flows' sort keys again, because an admission changes them.
     """
     for _, alike in groupby(requests, key=lambda r: r.rank):
         flows: dict[Flow, list[Request]] = {}

@@ -66,8 +66,8 @@ class AttentionBackend(Protocol):
     def plan(self, batch: AttentionBatch) -> None:
         """Prepares the next forward pass. The plan is valid until the next call of plan().
 
-        The call launches on the current stream and is never captured. For a graph, it is made before the capture and before each
-        replay, and fills the buffers that the captured kernels read.
+        The call launches on the current stream and is never captured. For a graph, plan() is called before the capture and before
+        each replay. It then fills the buffers that the captured kernels read.
         """
 
     def attend(

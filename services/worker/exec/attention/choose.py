@@ -85,7 +85,7 @@ def _flashinfer(
 ) -> FlashInferAttention | str:
     """Returns FlashInfer's back end, ready for its first step, or the reason why it is not available.
 
-    Most exceptions become a reason, because the library imports many others and runs a compiler, which may be missing.
+    Most exceptions become a reason, because FlashInfer imports many other libraries and runs a compiler, which may be missing.
 
     Raises:
         torch.cuda.OutOfMemoryError: the library's buffers do not fit into the device's memory.

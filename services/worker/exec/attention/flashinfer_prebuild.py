@@ -58,7 +58,7 @@ class Module:
 
 
 class RecordingLibrary:
-    """Replaces the library. Records the modules that its plans would load, and computes nothing."""
+    """Replaces the library FlashInfer. Records the modules that the library's plans would load, and computes nothing."""
 
     def __init__(self, auto: Sequence[str]) -> None:
         self.modules: dict[Module, None] = {}

@@ -77,7 +77,7 @@ def graph_wrapper(module: Any, workspace: Tensor, pages: PageMemory, rows: int, 
 
 
 def set_schedule_buffers(wrapper: Any, host: Tensor, device: Tensor) -> None:
-    """Sets the buffers for the schedule of the wrapper's next plan. The attributes are private, because there are no public ones.
+    """Sets the buffers for the schedule of the wrapper's next plan. Sets private attributes, because the library has no others.
 
     Args:
         host: uint8; the plan writes the schedule here.

@@ -68,7 +68,7 @@ class Executor(Protocol):
         """
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
-        """Begins operations on pages as soon as all steps that were launched before have ended. Returns at once.
+        """Begins operations on pages as soon as all steps that were launched before this call have ended. Returns at once.
 
         It raises no exception. Each operation, including a failed one, has one result in facts().
         """
@@ -100,7 +100,7 @@ class Executor(Protocol):
 
 
 class ExecutorError(RuntimeError):
-    """Raised if a whole step or an operation fails. After a failed step, the caller must end or replay each of its requests."""
+    """Raised if a whole step or an operation fails. The caller must end or replay each request of a failed step."""
 
 
 @dataclass(slots=True)

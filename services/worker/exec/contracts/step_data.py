@@ -257,7 +257,7 @@ class SampleOrder:
 
     A slot with k draft tokens has a run of k + 1 rows in the batch: row 0 samples the token at the position of the first draft
     token, row i the token after draft token i. The order has row 0 of all runs, then row 1 of the runs that have one, and so on.
-    Row i + 1 is sampled only if row i has sampled draft token i + 1; otherwise the code of row i + 1 is NOT_SAMPLED.
+    Row i + 1 is sampled only if row i has sampled draft token i + 1; otherwise the fault of row i + 1 is NOT_SAMPLED.
     """
 
     order: I64  # int64[n], rows of the batch in this order
@@ -278,7 +278,7 @@ class SampleOrder:
         return bool((self.order == np.arange(len(self.order))).all())
 
     def draft_tokens_of(self, row: int) -> list[int]:
-        """Returns the draft tokens of a run, in their order. `row` is the number of the run among the rows at index 0."""
+        """Returns the draft tokens of a run, in their order. `row` is the index of the run's row 0 in `order`."""
         firsts = np.cumsum(self.sizes[1:]) - np.array(self.sizes[1:], dtype=np.int64)
         return [int(self.draft_tokens[first + row]) for first, size in zip(firsts, self.sizes[1:], strict=True) if row < size]
 

@@ -52,7 +52,7 @@ class StepLogprobs(Protocol):
     ) -> tuple[dict[int, PromptLogprobs], dict[int, RowFault]]:
         """Returns prompt log probabilities and faults, by row of the plan.
 
-        A row whose logits are not finite is in both.
+        A row whose logits are not finite has both log probabilities and a fault.
         """
 
     def scored_rows(self, plan: BatchPlan) -> ScoredRows | None:
@@ -94,7 +94,7 @@ class StepLogprobs(Protocol):
             logits: float32[n, V].
             tokens: int32[m], the token whose log probability is measured in each of the rows.
             rows: int32[m], rows of `logits`; a negative row is not measured.
-            num_top: smallest number of most likely tokens to return.
+            num_top: number of most likely tokens to return; the result may have more.
         """
 
 
@@ -160,7 +160,7 @@ class StepGraphs(Protocol):
     """Captured decode steps, by their number of rows."""
 
     def for_rows(self, num_rows: int) -> CudaGraph | None:
-        """Returns the smallest graph with at least `num_rows` rows, None if the rows fit no graph."""
+        """Returns the smallest graph with at least `num_rows` rows, or None if all graphs have fewer rows."""
 
     def set_known(self, graph: CudaGraph, known: Tensor | None) -> None:
         """Sets the token ids that a graph does not read from the relay. Called on the forward stream before the replay.

@@ -1,6 +1,6 @@
 """An index of a constant text that finds where the last few tokens of another text occur: a suffix array of limited depth.
 
-A position is an index into the text. The positions are sorted by the tokens before them, backwards.
+A position is an index into the text. The positions are sorted by the tokens before them, read from right to left.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class NgramIndex:
         return found, self._positions[begin:end] if found else self._positions[:0]
 
     def tokens_from(self, position: int, most: int) -> list[int]:
-        """Returns up to `most` tokens from a position on, not beyond the end of the text that it belongs to."""
+        """Returns up to `most` tokens from a position on. Stops at the end of the text in which the position is."""
         tokens: list[int] = self._tokens[position : position + most].tolist()
         return tokens[: tokens.index(BETWEEN_TEXTS)] if BETWEEN_TEXTS in tokens else tokens
 
     def likeliest(self, positions: I32) -> int:
-        """Returns a position whose token is the most frequent one at the given positions. Compares at most SAMPLE of them."""
+        """Returns a position whose token is the most frequent token at the given positions. Reads at most SAMPLE positions."""
         some = positions[:: -(-len(positions) // SAMPLE)]
         following = self._tokens[some]
         tokens, counts = np.unique(following, return_counts=True)

@@ -55,7 +55,10 @@ class Prediction:
             self._next, self._num_output = max(0, self._next - (before - now)), now
 
     def next_tokens(self, most: int) -> list[int]:
-        """Returns up to `most` next tokens of the prediction. Empty after a difference, or at the end of the prediction."""
+        """Returns up to `most` next tokens of the prediction. Empty at its end.
+
+        Also empty after the output has differed from the prediction, until follow_from() is called.
+        """
         return self._tokens[self._next : self._next + most].tolist() if self._matches else []
 
     def find(self, tail: Sequence[int]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from rootstock_llm.services.worker.exec.contracts.step_data import OutputLogprob
 from rootstock_llm.services.worker.exec.streams.copies import Readback
 
 I64 = NDArray[np.int64]
-Logits = Callable[[Tensor], Tensor]  # returns raw logits, float32[n, V], of tokens by their index in the pass, int64[n]
+Logits = Callable[[Tensor], Tensor]  # takes indices of tokens in the pass, int64[n]; returns their raw logits, float32[n, V]
 PIECE_BYTES = 64 << 20  # largest size of the float32 logits of prompt tokens in memory at a time
 COLUMNS = ("own", "top_ids", "top", "mass")  # fields of Measured that are copied to the host
 TOPS = (0, 5, MAX_TOP_LOGPROBS)  # numbers of top tokens for which kernels are compiled; other numbers are rounded up
@@ -169,7 +169,7 @@ class LogprobRequests:
     def prompts(
         self, pieces: Sequence[PromptPiece], host: Mapping[str, Tensor]
     ) -> tuple[dict[int, PromptLogprobs], dict[int, RowFault]]:
-        """Returns log probabilities and faults by row of the plan. A row whose logits are not finite is in both."""
+        """Returns log probabilities and faults by row of the plan. A row whose logits are not finite has both."""
         parts: dict[int, list[PromptPiece]] = {}
         for piece in pieces:
             parts.setdefault(piece.row, []).append(piece)
@@ -261,7 +261,7 @@ class LogprobRequests:
             logits: float32[n, V].
             tokens: int32[m], the token whose log probability is measured in each of the rows.
             rows: int32[m], rows of `logits`; a negative row is not measured.
-            num_top: smallest number of top tokens; it is rounded up to a number in TOPS.
+            num_top: number of top tokens, which is rounded up to a number in TOPS.
         """
         assert len(tokens) == len(rows), "each row has a token whose log probability is measured"
         count, num_top = len(rows), next((size for size in TOPS if size >= num_top), num_top)

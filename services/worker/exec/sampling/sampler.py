@@ -343,7 +343,8 @@ class DeviceSampler:
     def _losses(self, slots: I32, order: SampleOrder) -> list[Loss]:
         """Returns the losses of rows that verify draft tokens.
 
-        A later row of a run is sampled only if all draft tokens before it are accepted. So the tokens before it are known here.
+        The losses of a row depend on the tokens before it. These are known here, because a later row of a run is sampled only if
+        all draft tokens before it are accepted.
         """
         losses = [self._loss(slot) for slot in slots[: order.sizes[0]].tolist()]
         after = [self._losses_after(int(slots[row]), order.draft_tokens_of(row)) for row in range(max((0, *order.sizes[1:])))]

@@ -177,8 +177,8 @@ def edited_until(slot: SlotParams) -> int:
     Losses of DRY are ignored here, because each step uploads them separately (SampleRows.losses).
 
     Returns:
-        0 if no logits are changed. The position after min_new_tokens if only stop tokens are forbidden before it. Otherwise
-        LATEST.
+        0 if no logits are changed. The position after min_new_tokens output tokens, if only stop tokens are forbidden until then.
+        Otherwise LATEST.
     """
     params = slot.params
     if needs_counts(slot) or params.logit_bias or params.allowed_token_ids or params.banned_token_ids:

@@ -71,7 +71,7 @@ class Arrival(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Duration in seconds from the construction until the last group was complete. Valid after that."""
+        """Duration in seconds from the construction until the last group was complete. Valid only if `is_over` is True."""
 
 
 class LoadFailed(RuntimeError):
@@ -233,7 +233,7 @@ class CudaStreams:
             work()
 
     def collect(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Runs `work` when the returned function is called, so that the caller does not wait for the device before."""
+        """Runs `work` when the returned function is called, so that collect() itself does not wait for the device."""
 
         def collected() -> T:
             with torch.inference_mode():
@@ -268,7 +268,7 @@ class CudaStreams:
         self._after(self._forward, self._copy)
 
     def _after(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """Makes a stream wait for the work that is now on another one.
+        """Makes later work on the stream `later` wait for the work that is now on the stream `earlier`.
 
         Unlike Stream.wait_stream(), it creates no event per call. One event is enough, because a wait refers to the event's
         record at the time of the call.

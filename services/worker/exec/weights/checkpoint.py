@@ -130,7 +130,7 @@ class Checkpoint:
     def _remove_misnamed(self) -> dict[str, str]:
         """Removes from the index the tensors that are not in the file that the index names for them.
 
-        Entries of missing files stay. require() and tensor() report them if a model needs the tensor.
+        Tensors of missing files stay in the index. require() and tensor() report such a tensor if a model needs it.
 
         Returns:
             The file that the index names for each removed tensor.

@@ -42,7 +42,7 @@ class TensorSpan:
 
 
 def read_header(path: Path) -> dict[str, TensorSpan]:
-    """Returns the tensors of the file by name. Raises CheckpointError, which names the file and a tensor with a wrong entry."""
+    """Returns the tensors of the file by name. Raises CheckpointError if the file is unreadable or its header is wrong."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

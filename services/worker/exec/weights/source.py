@@ -137,7 +137,7 @@ class Allocated:
 
 
 def listed_tensors(read: Callable[[WeightReader], object], dtype: torch.dtype) -> list[Placement]:
-    """Returns the names and shapes of the tensors that `read` requests. Their tensors `into` take no memory."""
+    """Returns the names and shapes of the tensors that `read` requests. The field `into` of each placement takes no memory."""
     source = Allocated(dtype, torch.device("meta"))
     read(WeightReader(source, reference))
     return source.placements

@@ -62,7 +62,7 @@ class ByteCursor:
         return bytes(found)
 
     def _only_byte(self) -> int | None:
-        """Returns the next byte if exactly one byte and not the end may follow, otherwise None."""
+        """Returns the byte that must follow, or None if several bytes or the end of the output may follow."""
         self._matcher.fill_next_token_bitmask(self._mask, 0)
         allowed = int.from_bytes(self._mask.tobytes(), "little") & _ALL_IDS
         if not allowed or allowed & (allowed - 1) or allowed >> _STOP:

@@ -42,7 +42,7 @@ ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that cont
 START_S = 120.0  # time limit in seconds of the start of the compiling process; on an idle machine, it takes a few seconds
 JOIN_S = 2.0  # longest wait in seconds for each thread in close()
 MARGIN_S = 2.0  # seconds that this process waits longer than the child's own alarm, which normally ends the child
-DYING_S = 0.2  # longest time in seconds between the end of a process's sockets and its exit
+DYING_S = 0.2  # longest wait in seconds for a process to be reapable after its sockets have closed
 WALL_FACTOR = 10.0  # limit of the wall time in the slow queue, in multiples of compile_s
 QUEUE_FULL = "too many grammars are waiting to be compiled; retry later"
 QUEUE_TENANTS = 4  # a queue's capacity, in multiples of one tenant's capacity
@@ -240,7 +240,7 @@ class _ForkServer:
     def is_alive(self, pid: int) -> bool:
         """Returns whether the compiling process has this id and is alive.
 
-        It waits DYING_S, because a process that exits closes its sockets before it can be reaped.
+        Waits up to DYING_S for the end of this process, because an exiting process closes its sockets before it can be reaped.
         """
         with self._lock:
             if self._process is None or self._process.pid != pid:

@@ -62,10 +62,10 @@ def _walk(compiled: Compiled, tokens: Sequence[bytes], meter: StepMeter, chooser
 
 
 def _find_forced(cursor: ByteCursor, data: bytes) -> ByteCursor | None:
-    """Searches for forced text as a matcher does for jumps, so that the walk includes this CPU time.
+    """Searches for forced text as a matcher does for jumps, so that the walk includes the search's CPU time.
 
     Returns:
-        The advanced cursor, or None if it has failed. The walk then continues without a cursor.
+        The advanced cursor, or None if the cursor has failed. The walk then continues without a cursor.
     """
     try:
         cursor.advance(data)

@@ -57,7 +57,7 @@ class MaskFiller:
         self._one_by_one = False
 
     def fill(self, matchers: Iterable[tuple[int, XgrammarMatcher]]) -> dict[int, NDArray[np.uint32]]:
-        """Returns the mask of each plan row, uint32[words]. The masks are valid until the second following call of fill()."""
+        """Returns the mask of each plan row, uint32[words]. The masks stay valid until fill() has been called two more times."""
         self._buffers.reverse()
         buffer = self._buffers[0]
         rows = list(matchers)

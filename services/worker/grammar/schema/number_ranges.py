@@ -210,7 +210,7 @@ def _with_digit(number: _Number, digit: str, side: _Side, step: int, decimals: i
 def _settled(number: _Number, side: _Side) -> _Number:
     """Returns the state at the decimal point.
 
-    Corrects both comparisons, because a number with more digits before the decimal point is larger.
+    Corrects the comparisons with both bounds, because a number with more digits before the decimal point is larger.
     """
     low = _sign(number.digits, len(side.low[0])) or number.low
     high = _sign(number.digits, len(side.high[0])) or number.high

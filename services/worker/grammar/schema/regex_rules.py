@@ -143,7 +143,7 @@ def _string_with(tree: Tree, define: Define) -> Node | None:
 
 
 def _found_lengths(tree: Tree) -> tuple[int, int | None]:
-    """Returns the smallest and largest number of characters of texts in which the pattern matches. None means unlimited."""
+    """Returns the smallest and largest length of texts in which the pattern matches somewhere. None means unlimited."""
     found = [(_lengths(branch), starts and ends) for branch, starts, ends in _branches(tree)]
     highs = [high if bounded else None for (_, high), bounded in found]
     return min(low for (low, _), _ in found), None if None in highs else max(high or 0 for high in highs)
@@ -352,7 +352,7 @@ class _Threads:
                     seen.add((target, onward))
                     waiting.append((target, onward))
             if len(seen) > MAX_EXPLORED:
-                raise TooLarge(f"more than {MAX_EXPLORED} threads")
+                raise TooLarge(f"more than {MAX_EXPLORED} states")
         resting = {thread for thread in seen if thread[0] == 1 or self.reads[thread[0]] is not None}
         easiest: dict[int, list[Pending]] = {}
         for position, pending in sorted(resting, key=lambda thread: len(thread[1])):

@@ -101,7 +101,7 @@ class _Level:
 
 
 def parse(pattern: str) -> Tree:
-    """Returns the tree of a pattern; a Choice if it has several alternatives. Raises GrammarRefused with the position."""
+    """Returns the tree of a pattern; a Choice if it has several alternatives. Raises GrammarRefused with the fault's position."""
     return _Parser(pattern).parse()
 
 

@@ -221,10 +221,12 @@ def _found(pattern: str, name: str, path: str) -> bool:
 
 
 def _with_named(builder: Builder, schema: Schema, path: str) -> Schema:
-    """Returns the schema with the names in `propertyNames` as declared properties, if these names are an enum or a const.
+    """Returns the schema without `propertyNames`, if possible.
 
-    Declared properties occur at most once in an object. A `propertyNames` that allows every name is removed. Any other
-    `propertyNames` does not change.
+    - If `propertyNames` allows every name, it is removed.
+    - If it lists names (enum or const) and there is no `patternProperties`, the names become declared properties. A declared
+      property occurs at most once in an object.
+    - Otherwise, the schema does not change.
     """
     where = child(path, "propertyNames")
     found = builder.followed(schema.get("propertyNames", True), where)
@@ -312,9 +314,9 @@ class _PairStates:
         return start
 
     def _state(self, index: int, options: list[Node]) -> Node:
-        """Returns a reference to a new rule, or the node itself if it continues a run of required pairs.
+        """Returns a node that matches one of the options. It refers to a new rule, except within a run of required pairs.
 
-        A run of required pairs in one rule compiles four times as fast as one rule per pair.
+        A run becomes a single rule, which compiles four times as fast as one rule per pair.
         """
         node = choice(options)
         follows_required = index > 0 and self._members.pairs[index - 1][1] and not self._members.counted_to
@@ -339,7 +341,13 @@ class _PairStates:
         return options
 
     def _last(self, pairs: int, is_first: bool, room: bool) -> list[Node]:
-        """Returns the options after all declared pairs: undeclared pairs, or the end of the object."""
+        """Returns the options after all declared pairs: undeclared pairs, or the end of the object.
+
+        Args:
+            pairs: number of pairs so far.
+            is_first: whether the next pair is the first of the object.
+            room: whether the object may have another pair.
+        """
         members = self._members
         end: Node = Text("}") if is_first else Seq((WS, Text("}")))
         left = None if members.high is None else members.high - pairs

@@ -294,7 +294,7 @@ def _enforceable(schema: Any) -> Any:
 
 
 def _without(schema: Any, keyword: str) -> Any:
-    """Returns the schema without a keyword, or only its type if it does not have the keyword.
+    """Returns the schema without a keyword. If it lacks the keyword, returns only its type, or True if it has no single type.
 
     `oneOf` becomes `anyOf`, because `oneOf` is refused if its options do not exclude each other.
     """
