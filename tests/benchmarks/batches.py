@@ -1,11 +1,11 @@
 """Latency of chats while a batch runs: python -m tests.benchmarks.batches [--pairs N] [--rate R] [--gateway-flags "..."]
 
-The demo model runs as a whole system on this machine. Chats arrive as a Poisson process, in rounds without and with a batch that
-lasts as long as the round. The output has:
+The demo model runs as a whole system on this machine. Chats arrive as a Poisson process. Rounds run without a batch, or with a
+batch that lasts as long as the round. The output has:
 
-- for chats with and without the batch: the time to the first token and the time between tokens; the ratio of the time with the
-  batch to the time without it, over all rounds, with its 95 % bootstrap interval over pairs of rounds; and the median of the
-  ratios of single pairs;
+- for chats with and without the batch: the time to the first token and the time between tokens;
+- for each of these times, the ratio of the time with the batch to the time without it: over all rounds, with a 95 % bootstrap
+  interval over pairs of rounds; and the median of the ratios of single pairs;
 - the time to the first token of each round's first chat, which arrives while the batch runs at full speed;
 - lines of the batch per second, with chats and without them.
 """
@@ -51,7 +51,7 @@ class Side:
     lines: list[float] = field(default_factory=list)  # lines of the batch per second in each round
 
     def figures(self, rounds: Iterable[int]) -> NDArray[np.float64]:
-        """Returns the figures of all chats of these rounds together: seconds, in the order of FIGURES."""
+        """Returns the figures of all chats of the given rounds together, in seconds and in the order of FIGURES."""
         return np.array(figures([each for number in rounds for each in self.rounds[number]]))
 
     @property
@@ -111,7 +111,7 @@ def one_round(system: System, client: OpenAI, args: argparse.Namespace, side: Si
 
 
 def alone(system: System, client: OpenAI, args: argparse.Namespace) -> float:
-    """Returns the lines per second of a batch without chats."""
+    """Returns the lines per second of a batch that runs without chats."""
     batch_id = begin_batch(client, args)
     before, begun = answered(client, batch_id), time.perf_counter()
     time.sleep(args.alone_s)

@@ -1,8 +1,8 @@
 """Counts function calls and constructed objects in one process, separately for each window of a measurement.
 
-The counts come from profile functions (`sys.setprofile`), one for each Python thread, so that no thread loses another's counts.
-A thread that C or C++ starts is not counted until it becomes a `threading.Thread`. Each resumption of a coroutine or generator
-is a call, as in cProfile.
+The counts come from profile functions (`sys.setprofile`). Each Python thread has a profile function with its own counters,
+because concurrent updates of shared counters would lose counts. Threads that C or C++ starts are not counted. Each resumption of
+a coroutine or generator is a call, as in cProfile.
 
 These events count as constructions:
 
@@ -40,7 +40,7 @@ VALIDATIONS = ("BaseModel.__init__", "BaseModel.model_validate", "TypeAdapter.va
 
 
 class Window(IntEnum):
-    """Phase of a measurement. The window file holds the current one."""
+    """Phase of a measurement. The window file contains the current phase."""
 
     START = 0
     CHATS = 1
@@ -153,7 +153,7 @@ class ProcessCounts:
         counts.profile(frame, event, value)
 
     def functions(self) -> list[tuple[str, int, str, int, int]]:
-        """Returns file, first line, qualified name, calls with chats and idle calls of each counted function."""
+        """Returns (file, first line, qualified name, calls with chats, calls in the idle window) of each counted function."""
         totals: dict[tuple[str, int, str], Counter[int]] = {}
         for counts in self._threads:
             for window in (Window.CHATS, Window.IDLE):
@@ -164,7 +164,7 @@ class ProcessCounts:
         return [(*function, total[Window.CHATS], total[Window.IDLE]) for function, total in sorted(totals.items())]
 
     def types(self, module: str) -> list[tuple[str, str, int, int]]:
-        """Returns qualified name, kind, constructions with chats and idle constructions of each counted type."""
+        """Returns (qualified name, kind, constructions with chats, constructions in the idle window) of each counted type."""
         totals: dict[tuple[str, str], Counter[int]] = {}
         for counts in self._threads:
             for window in (Window.CHATS, Window.IDLE):
@@ -182,7 +182,7 @@ class ProcessCounts:
 
 
 def _models(value: Any) -> Iterator[type]:
-    """Yields the types of all pydantic models in a validated value: the value's own type first, then those in its set fields."""
+    """Yields the types of all pydantic models in a validated value: the outer model and the models in fields that were set."""
     if hasattr(type(value), "__pydantic_fields__"):
         yield type(value)
         for name in getattr(value, "__pydantic_fields_set__", ()):  # missing if the validation has failed

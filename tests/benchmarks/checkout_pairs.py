@@ -1,10 +1,10 @@
 """Compares this checkout with another one in alternating pairs: python -m tests.benchmarks.checkout_pairs OTHER [--model FOLDER]
 
-Three servers run at once, two of the other checkout (OTHER, with its own .venv) and one of this checkout. Each round sends the
-same burst of requests to one server after the other, in an order that changes from round to round. For each number of requests in
-flight the output has the median and the range of two ratios: throughput new/old, and p99 of the time to the first token old/new.
-Both ratios are also given for the old checkout against itself. A ratio above 1 means that the new checkout is better. The new
-checkout is no worse if its median ratio is within the range of the old checkout against itself.
+Three servers run at once: two of the old checkout (OTHER, with its own .venv), and one of the new checkout, which is this one.
+Each round sends the same burst of requests to one server after the other, in an order that changes from round to round. For each
+number of requests in flight, the output has the median and the range of two ratios: throughput new/old, and p99 of the time to
+the first token old/new. The output also has both ratios between the two old servers. A ratio above 1 means that the new checkout
+is better. The new checkout is no worse if its median ratio is within the range of the ratios between the two old servers.
 """
 
 from __future__ import annotations

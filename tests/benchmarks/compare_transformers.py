@@ -1,8 +1,9 @@
 """Output tokens per second against transformers.generate: python -m tests.benchmarks.compare_transformers
 
 Both sides use random bf16 weights, the same distinct prompts and the same cores, one side at a time. The server shares the cores
-with the client. For every round and concurrency c, the server is started, warmed up by one request, sent c requests at once and
-stopped. Then transformers runs the same c prompts as a batch in a child process. Start, load and warm-up are not measured.
+with the client. For every round and concurrency c, the benchmark starts the server, sends a warm-up request, sends c requests at
+once, and stops the server. Then transformers runs the same c prompts as a batch in a child process. Start, load and warm-up are
+not measured.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def measure_pair(args: argparse.Namespace, concurrency: int, number: int) -> Pai
 
 
 def table(pairs: Sequence[Pair]) -> str:
-    """Returns a Markdown table of medians over the rounds. The ratio is the median of the rounds' ratios."""
+    """Returns a Markdown table of medians over the rounds: Rootstock's rate, transformers' rate, and the ratio of the two."""
     lines = ["| in flight | rootstock tok/s | transformers tok/s | ratio | ratio, least to most |", "|---:|---:|---:|---:|---:|"]
     for concurrency in dict.fromkeys(p.concurrency for p in pairs):
         of = [p for p in pairs if p.concurrency == concurrency]

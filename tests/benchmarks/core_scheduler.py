@@ -1,7 +1,7 @@
 """Cost of the scheduler's decisions on one core: python -m tests.benchmarks.core_scheduler [--against OTHER] [--pairs N]
 
-Prints medians in microseconds. With another checkout (OTHER, with its own .venv), the measurements of both run in alternating
-order, each in its own process. The output is then the ratio of the medians, this checkout's over the other's, with 95 %
+Prints medians in microseconds. With --against, this checkout and OTHER (a checkout with its own .venv) are measured in
+alternating order, each in its own process. The output is then the ratio of the medians, this checkout's over OTHER's, with 95 %
 intervals.
 """
 
@@ -153,7 +153,8 @@ def all_wait_us(waiting: int, rounds: int = 20) -> tuple[float, float]:
     """Measures plan() when `waiting` queued requests share a prefix of 1,024 tokens that the step in flight computes.
 
     Returns:
-        Median microseconds of the first pass over the queue, and of the later passes. The first one makes each request wait.
+        Median microseconds of the first pass over the queue, in which each request begins to wait for the prefix, and of the
+        later passes.
     """
     first, later = [], []
     for _ in range(rounds):
@@ -206,7 +207,7 @@ def measure() -> None:
 
 
 def measured_by(checkout: Path) -> dict[str, float]:
-    """Runs the measurement of another checkout and returns microseconds by row."""
+    """Runs this benchmark in another checkout and returns the microseconds by the name of the printed row."""
     command = [str(checkout / ".venv/bin/python"), "-m", "tests.benchmarks.core_scheduler"]
     printed = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout
     rows = [line.strip("| ").split(" | ") for line in printed.splitlines()[2:]]

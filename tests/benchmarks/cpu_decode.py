@@ -115,7 +115,7 @@ def build_model() -> Any:
         else:
             torch.nn.init.normal_(parameter.data, std=0.02)
     rotary = model.model.rotary_emb
-    rotary.__init__(config)  # the buffers are not parameters, so they are undefined after to_empty
+    rotary.__init__(config)  # to_empty leaves all tensors undefined, and the loop above sets only parameters, not buffers
     return model.eval()
 
 

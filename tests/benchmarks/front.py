@@ -6,11 +6,12 @@ The whole system runs with the demo model and two API keys. Chats with one key a
 - the responses to the attack, and the number of failed chats;
 - p99 of the chats' time to the first token, of their total time and of /health, in quiet seconds just before the attack and
   during the attack;
-- each service's growth of memory since it was idle: the largest and the final one. The worker's KV pool is fully written before
-  the first attack.
+- the growth of each service's memory since just before the attack: at its peak, and a few seconds after the attack. The worker's
+  KV pool is fully written before the first attack.
 
-With --minutes, all attacks run at once, repeatedly, for this time. The memory is checked two minutes later. The exit status
-is 1 if a chat fails, a limit is exceeded, or the machine is too slow even in quiet seconds.
+With --minutes, all attacks run at once, repeatedly, for this time. The growth of memory then has a limit at its peak, and another
+limit two minutes after the attacks. The exit status is 1 if a chat fails, memory exceeds a limit, or the machine is too slow even
+in quiet seconds.
 """
 
 from __future__ import annotations
@@ -102,12 +103,12 @@ class Seen:
     failed: Counter[str] = field(default_factory=Counter)  # failed requests by error
 
     def p99(self) -> list[float]:
-        """Returns the p99 in ms of first token, whole time and /health."""
+        """Returns the p99, in ms, of the chats' time to the first token, of the chats' total time, and of /health."""
         return [float(np.percentile(times, 99)) * 1e3 for times in (self.ttft, self.e2e, self.health)]
 
 
 async def probe(url: str, until: asyncio.Future[None] | asyncio.Task[dict[str, int]]) -> Seen:
-    """Starts chats and health requests at a steady rate until `until` is done. Then waits for the started ones."""
+    """Starts chats and health requests at a steady rate until `until` is done. Then waits until all of them have ended."""
     seen = Seen()
     endpoint = Endpoint(f"{url}/v1/chat/completions", True, "demo", ignore_eos=True)
     async with open_http(PROBER, ANSWER_S) as http, aiohttp.ClientSession() as plain:
@@ -180,7 +181,11 @@ async def one_row(system: System, memory: Memory, name: str) -> bool:
 
 
 async def all_at_once(system: System, memory: Memory, names: Sequence[str], minutes: float) -> bool:
-    """Runs all attacks repeatedly and prints the memory of each service. Returns whether no chat failed and the limits held."""
+    """Runs all attacks repeatedly and prints the memory of each service.
+
+    Returns:
+        Whether no chat failed and memory exceeded no limit.
+    """
     before, idle = await quiet(system.url), memory.now()
     memory.begin()
     answers: dict[str, Counter[str]] = {name: Counter() for name in names}

@@ -102,7 +102,7 @@ class Gateways:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops the gateways first, because they write the profile when they end."""
+        """Stops the gateways before the other processes. An ending gateway writes its profile."""
         for child in (*self._gateways.values(), *reversed(self._children)):
             child.signal(signal.SIGTERM)
             deadline = time.monotonic() + 15

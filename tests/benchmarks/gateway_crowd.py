@@ -85,7 +85,7 @@ async def streamed(port: int, seen: Seen) -> None:
 
 
 async def read_slowly(port: int) -> None:
-    """Reads one byte per second until cancelled. At this rate, the bytes in the kernel's socket buffers alone last for hours."""
+    """Reads one byte of a response per second until cancelled. At this rate, the kernel's full socket buffers last for hours."""
     loop, client = asyncio.get_running_loop(), socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((HOST, port))

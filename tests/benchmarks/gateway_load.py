@@ -91,7 +91,7 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops the gateways first, because they write the profile when they end."""
+        """Stops the gateways before the other processes. An ending gateway writes its profile."""
         for child in reversed(self.children):
             child.signal(signal.SIGTERM)
             deadline = time.monotonic() + 15

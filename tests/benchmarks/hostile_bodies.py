@@ -10,7 +10,7 @@ BIG_BYTES = 10 << 20  # size of the largest grammars, above the server's limit f
 
 
 def hostile_bodies(nonce: int) -> list[tuple[str, bytes]]:
-    """Returns (name, body) of each request. Each grammar contains the nonce, so that no round hits another round's cache."""
+    """Returns (name, body) of each request. Each grammar contains the nonce, so that no earlier round has cached it."""
     return [*_patterns(nonce), *_grammars(nonce), *_schemas(nonce), *_bodies(nonce)]
 
 

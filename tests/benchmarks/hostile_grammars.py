@@ -3,15 +3,15 @@
 The benchmark starts the whole system. Normal greedy streams run in `--streams` lanes, in four phases per repetition:
 
 1. quiet: the streams run alone;
-2. control: a process of the lowest priority writes to memory. It shows the slowdown that any busy process causes here, so also
-   the least that grammar compilation can cause;
+2. control: a process of the lowest priority writes to memory. This measures the slowdown by any busy process. Grammar compilation
+   cannot cause less;
 3. a second process sends every hostile grammar, one after another;
 4. the second process sends all hostile grammars at once.
 
 Each repetition changes the grammars, so that none is cached. The output has inter-token latencies (gaps between chunks in ms) and
-their ratio to the quiet phase of the same repetition. Then a line for each name of a hostile request has the statuses of all
-requests with this name, the longest time, and the last output or error message. The exit status is 1 if a process died, a normal
-stream failed, or a hostile request was neither served nor refused.
+their ratio to the quiet phase of the same repetition. After that, the output has one line for each name of a hostile request: all
+statuses, the longest time, and the last output or error message. The exit status is 1 if a process died, a normal stream failed,
+or a hostile request was neither served nor refused.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ async def _send(http: aiohttp.ClientSession, url: str, name: str, body: bytes) -
 
 
 def _text_of(status: int, text: str) -> str:
-    """Returns the output or the error message as a line of at most 100 characters."""
+    """Returns the first 100 characters of the output or of the error message, on one line.
+
+    A text that is not JSON is cut to 100 characters and may contain newlines.
+    """
     try:
         answer = json.loads(text)
     except json.JSONDecodeError:

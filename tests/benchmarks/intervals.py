@@ -9,8 +9,8 @@ from math import comb
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Returns a confidence interval of the median by order statistics.
 
-    The bounds are the values with equal ranks from both ends, as close together as the confidence allows. With too few values for
-    the confidence, the bounds are the smallest and the largest value.
+    The bounds are the k-th smallest and the k-th largest value, for the largest k that the confidence allows. With too few values
+    for the confidence, the bounds are the smallest and the largest value.
     """
     ordered, count = sorted(values), len(values)
     outside, depth = 0.0, 0

@@ -147,7 +147,10 @@ def random_model(shape: Shape, seed: int) -> PreTrainedModel:
 
 
 def merges() -> Iterator[tuple[str, str]]:
-    """Yields merges of two letters (the first may be a space), then merges of two such tokens. Each merge adds one token."""
+    """Yields merges of two letters (the first may be a space), then merges of two of the resulting tokens.
+
+    Each merge adds one token.
+    """
     pairs = [(first, second) for first in LETTERS + SPACE for second in LETTERS]
     yield from pairs
     inner = [first + second for first, second in pairs if first != SPACE]

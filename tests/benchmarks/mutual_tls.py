@@ -2,7 +2,8 @@
 
 Two systems on this machine are measured in turns. One has no TLS. The other has mutual TLS with a token between services, and TLS
 to both Redis servers. openssl and Debian's redis-server are needed. Workers compute nothing, so that only the work of the
-services is measured. Responses are streamed. Prints requests/s of each turn, and the mean ratio of the pairs with its range.
+services is measured. Responses are streamed. Prints the requests/s of each turn. For each pair of turns, computes the ratio
+of the requests/s with TLS to those without, and prints the mean and the range of the ratios.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Speed of reading KV pages from another worker on this machine: python -m tests.benchmarks.peers [--pages N] ...
 
 Server and reader are processes without a device, connected by loopback. A page has the shape of Qwen3-0.6B in bfloat16, 16 tokens
-in 1,835,008 bytes. The pages are in host memory, and the server copies them before it sends them. The first round is a warm-up.
+in 1,835,008 bytes. The pages are in host memory, and the server copies them before it sends them. The output is over
+all rounds except the first one, which is a warm-up.
 """
 
 from __future__ import annotations

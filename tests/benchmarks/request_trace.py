@@ -9,7 +9,7 @@ counts its calls and constructions (`tests.benchmarks.call_counts`) in two windo
 
 Three chats before the first window fill caches and finish lazy imports. A function counts if it runs at least ten times with the
 chats, and at least ten times as often as in the idle window. The same rule applies to the constructions of a type. A file counts
-if one of its functions does, so a file that only declares types does not count.
+if one of its functions counts. A file that only declares types therefore does not count.
 
 Functions and types of `services` and `kernels` count. Lambdas, comprehensions and methods are functions. A child process counts
 with the service that starts it. Generated protobuf messages have a separate column.
@@ -79,7 +79,12 @@ class ProcessTrace:
 
 
 def belongs_to_chat(with_chats: int, idle: int) -> bool:
-    """Returns whether a function with these numbers of runs, or a type with these constructions, counts for a chat."""
+    """Returns whether a function or a type belongs to the chats.
+
+    Args:
+        with_chats: calls of the function, or constructions of the type, in the window with chats.
+        idle: the same number in the idle window.
+    """
     return with_chats >= MIN_RUNS * max(1, idle)
 
 

@@ -81,7 +81,7 @@ def nobody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
 
 
 def everybody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """Yields equal prompts. Each worker has all their blocks."""
+    """Yields equal prompts. Each worker has all blocks of the prompt."""
     prompt = fresh(rng, blocks)
     for owner in fleet.owners:
         fleet.index.stored(owner, prompt)
@@ -90,7 +90,7 @@ def everybody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]
 
 
 def different_depths(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """Yields equal prompts. Each worker has a random number of their first blocks."""
+    """Yields equal prompts. Each worker has a random number of the first blocks of the prompt."""
     prompt = fresh(rng, blocks)
     for owner in fleet.owners:
         fleet.index.stored(owner, prompt[: rng.randrange(blocks + 1)])
@@ -124,7 +124,7 @@ def conversations(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Pro
 
 
 def half_of_them(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """Yields equal prompts. Half of the workers have only the first sixteenth, a quarter the first two sixteenths, and so on."""
+    """Yields equal prompts. Half of the workers have the first sixteenth of the prompt, a quarter two sixteenths, and so on."""
     prompt, owners = fresh(rng, blocks), list(fleet.owners)
     for owner in owners:
         depth = int(np.random.default_rng(owner).geometric(0.5)) * blocks // 16
@@ -137,7 +137,7 @@ SHAPES = (nobody, everybody, different_depths, system_prefix, conversations, hal
 
 
 def copied(prompt: Prompt) -> Prompt:
-    """Returns the prompt as new bytes objects, like those of a new request. A used bytes object caches its Python hash."""
+    """Returns the prompt as new bytes objects, as in a new request. Look-ups of used objects are faster: their hash is cached."""
     return [bytes(bytearray(block)) for block in prompt]
 
 

@@ -47,7 +47,7 @@ def running_server(template: str, model: Path, log: Path, checkout: Path = ROOT)
         template: command with {python}, {model} and {port}.
         model: folder of the checkpoint.
         log: file for the server's output.
-        checkout: working directory of the server, whose code it runs.
+        checkout: repository whose code the server runs; also the working directory of the server.
 
     Raises:
         ServerFailed: the server ended or was not ready in time.

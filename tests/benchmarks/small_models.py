@@ -1,9 +1,9 @@
 """Memory and speed of models for a laptop: python -m tests.benchmarks.small_models [SHAPE …] [--runs 3] [--no-compiler]
 
-For each shape of make_model, the whole system serves a checkpoint with random weights. Each prompt of 256 tokens gets 64 output
-tokens; first one stream runs, then eight at once. Prints a row for each shape: bytes of the weights, the worker's largest
-resident memory, and the median and range over the runs of output tokens per second. The row `demo` is the demo model, for
-comparison.
+For each SHAPE of make_model, the whole system serves a checkpoint with random weights. The shape `demo` is the demo model, for
+comparison. Each prompt of 256 tokens gets 64 output tokens; first one stream runs, then eight at once. Prints a row for each
+shape: the size of the weights, the largest resident memory of one of the system's processes, and the median and range over the
+runs of output tokens per second.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measured(name: str, runs: int) -> str:
 
 
 def peak_bytes(process: psutil.Process) -> int:
-    """Returns the largest resident memory that the process has had. 0 if the process has ended."""
+    """Returns the largest resident memory, in bytes, that the process has had; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     except OSError:
@@ -67,7 +67,7 @@ def peak_bytes(process: psutil.Process) -> int:
 
 
 def hide_compilers(folder: Path) -> None:
-    """Sets PATH to one folder without a C++ compiler, and hides the kernels that were built before."""
+    """Sets PATH to one folder without a C++ compiler, and moves compiled kernels away so that services do not find them."""
     for place in map(Path, os.environ["PATH"].split(os.pathsep)):
         for program in place.iterdir() if place.is_dir() else ():
             link = folder / program.name

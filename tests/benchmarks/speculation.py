@@ -5,7 +5,7 @@ Draft tokens are the true continuation with random errors, so that a step output
 --drafter eagle3 (a vocabulary of 32,000) or mtp, a random draft head also computes draft tokens. Its time counts, and its tokens
 are ignored. All other work is real: each draft token is computed, sampled and verified, and the controller chooses their number,
 at most --drafts. A second measurement has only wrong draft tokens, and a third has none; --only selects one of the three. Prints
-the median of the time without drafting over the time with it, and its 95 % interval.
+the ratio of the time without drafting to the time with drafting: its median and 95 % interval.
 """
 
 from __future__ import annotations

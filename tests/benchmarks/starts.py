@@ -2,8 +2,8 @@
 
 Each service starts with the demo model. The benchmark measures the seconds from the start of the process until its health is
 SERVING, and the CPU seconds of the process and its children. Prints the minimum over the rounds. --beside also measures another
-checkout, alternating with this one. --python uses another interpreter with this environment's packages. An interpreter whose
-standard library has no bytecode starts as in an official Python image.
+checkout, alternating with this one. --python uses another interpreter with this environment's packages. With an interpreter
+whose standard library has no bytecode, services start as in an official Python image.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Run:
 
 
 async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> list[float]:
-    """Sends a streamed request. Returns the time at which it is sent and the time of each token, by time.perf_counter()."""
+    """Sends a streamed request. Returns the time of sending, then the time of each token, by time.perf_counter()."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     times = [time.perf_counter()]
     async with http.stream("POST", "/v1/completions", json=body) as answer:

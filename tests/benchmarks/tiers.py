@@ -7,7 +7,7 @@ The model has random bf16 weights in the shape of Qwen3-0.6B, and the write poli
 
   reuse: a process runs --prompts prompts of 1,024 tokens, four times as many as the pool can store, and is killed by SIGKILL.
     A second process opens the files of the first one and repeats a part of the prompts. Prints TTFT with pages from a file in the
-    page cache, with pages from the disk if the kernel's cache can be dropped, and with computed pages.
+    kernel's page cache, with pages from the disk (if the page cache can be dropped), and with computed pages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""python -m tests.benchmarks.unit_policy: times and hit rates of a model with recurrent layers, by memory share and interval.
+"""python -m tests.benchmarks.unit_policy: times and hit rates of a model with recurrent layers, by ratio and state interval.
 
 The scheduler runs on simulated traces of chats, agents and shared prefixes. All cases have the same amount of memory. The
 ratio (mamba_full_memory_ratio) is the number of bytes of states per byte of KV. A state takes as much memory as the KV of
@@ -32,12 +32,12 @@ MODULE = [sys.executable, "-m", "rootstock_llm.services.sim.core"]
 
 
 def figures(trace: Path, budget: int, ratio: float, interval: int) -> str:
-    """Returns the time of a run in seconds, and its hit rate.
+    """Returns the seconds of a run and, in brackets, its hit rate.
 
     Args:
         budget: memory in tokens of KV.
         ratio: bytes of states per byte of KV; 0 for a model without recurrent layers.
-        interval: see state_interval.
+        interval: the setting state_interval, in tokens.
     """
     kv = round(budget / (1 + ratio))
     states = (budget - kv) // STATE_TOKENS

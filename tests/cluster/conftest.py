@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Adds the namespace's state to a failed test, and writes the result for the page of the run.
 
-    A skipped test fails, because a run with a cluster must not skip tests.
+    A skipped test is reported as failed, because a run with a cluster must not skip tests.
     """
     report = yield
     if report.skipped:

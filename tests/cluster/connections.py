@@ -13,8 +13,8 @@ SERVICES = ("tokenizer", "detokenizer", "worker")
 def known(release: Release) -> bool:
     """Whether both gateways are connected to two tokenizers, two detokenizers and two workers.
 
-    A gateway finds a ready service after at most two DNS lookups, a few seconds later. The release must have METRICS_OPEN
-    (tests/cluster/pulls.py).
+    Gateways connect a few seconds after the services are ready, because finding a service takes up to two DNS lookups. The
+    release must have METRICS_OPEN (tests/cluster/pulls.py).
     """
     seen = [_connected(f"http://{pod.ip}:9104/metrics") for pod in release.ready("gateway")]
     return len(seen) == 2 and all(each[service] == 2 for each in seen for service in SERVICES)

@@ -26,7 +26,7 @@ def release() -> str:
 
 
 def redis_image(component: str = "redis") -> str:
-    """Returns the name of the chart's Redis image: of the index by default, of the state store for the component `state`."""
+    """Returns the name of a Redis image in the chart: the index's by default, the state store's if `component` is `state`."""
     wanted = rf"^{component}:.*?image: \{{.*?repository: (\S+), tag: (\S+?)[,}}]"
     found = re.search(wanted, (CHART / "values.yaml").read_text(), re.M | re.S)
     assert found
@@ -46,7 +46,7 @@ def checkout(commit: str, folder: Path, *paths: str) -> Path:
     """Writes the files of a commit to a new folder and returns the folder.
 
     Args:
-        paths: files and folders to write; without any, all.
+        paths: files and folders to write; all files if no path is given.
     """
     folder.mkdir()
     archive = folder.with_suffix(".tar")
@@ -92,10 +92,10 @@ def build(service: str, folder: Path, source: Path = ROOT, tag: str = "") -> Bui
 
 
 def _torch_index() -> list[str]:
-    """Returns the build argument for torch's package index.
+    """Returns buildah flags for torch's package index; no flags for the index in the Dockerfile.
 
     ROOTSTOCK_TEST_TORCH_INDEX_URL is a URL or a folder of wheels; empty means pip's default index. If the variable is unset and
-    one of pip's wheel folders has torch, the argument is also empty, because an unreachable index costs minutes.
+    one of pip's wheel folders has torch, pip's default index is used too, because an unreachable index costs minutes.
     """
     index = os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL")
     if index is None:

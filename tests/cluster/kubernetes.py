@@ -189,7 +189,7 @@ class Release:
 
 
 class BrokenNodes:
-    """Stops nodes of a local cluster or cuts them off, and repairs all of them by the recorded actions."""
+    """Stops nodes of a local cluster or cuts them off, and records for each node the action that repairs it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -204,7 +204,7 @@ class BrokenNodes:
         self._remedies[node] = remedy
 
     def mend(self) -> None:
-        """Repairs all broken nodes and waits until they are ready."""
+        """Repairs all broken nodes by the recorded actions and waits until the nodes are ready."""
         while self._remedies:
             node, remedy = self._remedies.popitem()
             self._cluster.node(remedy, node)

@@ -70,7 +70,7 @@ class Proof:
 def gathered(lines: str) -> list[dict[str, Any]]:
     """Returns an entry per test with file, test, outcome, seconds and lines.
 
-    Entries are sorted by file. Tests of one file are in the order of their first lines.
+    Entries are sorted by file. Tests of one file are in the order in which they wrote their first JSON line.
     """
     tests: dict[tuple[str, str], dict[str, Any]] = {}
     for row in map(json.loads, lines.splitlines()):

@@ -62,7 +62,7 @@ def claim_of_one_node(release: Release) -> None:
 
 
 def claim_on_two_nodes(release: Release) -> None:
-    """Creates a ReadWriteOnce claim, which only one node may use. The folder of its volume exists on every node."""
+    """Creates a ReadWriteOnce claim, which only one node may use. The folder of the claim's volume exists on every node."""
     volume = f"{release.namespace}-models"
     spec = {"accessModes": ["ReadWriteOnce"], "storageClassName": "", "volumeName": volume}
     of = {"claimRef": {"namespace": release.namespace, "name": "models"}, "hostPath": {"path": "/tmp"}}
@@ -90,7 +90,7 @@ def other_ports(release: Release) -> None:
 
 
 def cut_off(release: Release) -> None:
-    """Blocks the tokenizers by a NetworkPolicy outside the chart. Deletes the chart's policy, which would allow connections."""
+    """Blocks connections to tokenizers by a policy outside the chart. Deletes the chart's policy, which allows connections."""
     release.kubectl("delete", "networkpolicy", release.object_name("tokenizer"))
     chosen = {"matchLabels": {"app.kubernetes.io/component": "tokenizer"}}
     apply(release, policy("somebody-elses", {"podSelector": chosen, "policyTypes": ["Ingress"]}))

@@ -40,9 +40,9 @@ def test_disruption_budget_allows_one_eviction_of_two_pods(install: Install, pro
 
 
 def previous_chart(folder: Path) -> tuple[Path, str]:
-    """Returns the chart before the last commit to its templates, and its commit id.
+    """Returns the chart of the last commit but one to its templates, and the id of this commit.
 
-    Without a git history, returns the current chart.
+    Without a git history, returns the current chart and a text that says so.
     """
     templates = CHART.relative_to(ROOT) / "templates"
     commits = run("git", "-C", str(ROOT), "log", "-2", "--format=%h", "--", str(templates)).split()

@@ -25,7 +25,7 @@ def operator(cluster: Cluster) -> None:
 
 
 def test_queue_refused_alert_fires_and_clears(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """Sends more requests than all queues can have, so that the gateways refuse requests."""
+    """Sends more requests than fit into all queues, so that the gateways refuse some of them."""
     settings = {"max_total_tokens": 16384, "max_running_requests": 1, "max_queued_requests": 1, "grammar_workers": 1}
     values = {
         "worker": {"replicas": 1, "settings": settings},

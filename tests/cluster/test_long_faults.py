@@ -1,6 +1,6 @@
 """Random faults in sequence under many streams: no request fails, texts are equal and pauses are short.
 
-ROOTSTOCK_CLUSTER_SEEDS (default 0:10) is the range of seeds, and ROOTSTOCK_CLUSTER_MINUTES (default 5) the duration of each.
+ROOTSTOCK_CLUSTER_SEEDS (default 0:10) is the range of seeds. ROOTSTOCK_CLUSTER_MINUTES (default 5) is the duration for each seed.
 """
 
 from __future__ import annotations

@@ -100,7 +100,10 @@ def sent_again_after_a_kill(release: Release) -> tuple[int, str]:
 
 @pytest.fixture
 def claim_class(cluster: Cluster, space: str) -> Iterator[str]:
-    """Name of a storage class with one volume: a folder of this machine, on which the nodes run. Every user may write to it."""
+    """Name of a storage class with one volume.
+
+    The volume is a folder of this machine, to which every user may write. The nodes run on this machine too.
+    """
     name = f"{space}-kv"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o777)

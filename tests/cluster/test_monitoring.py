@@ -27,7 +27,7 @@ def operator(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """A release for all tests of this file, which Prometheus scrapes. A test must restore what it changes."""
+    """A release that Prometheus scrapes, for all tests of this file. A test must undo its changes of the release."""
     with namespace(cluster, "monitoring-of-a-release") as space:
         made = Release(cluster, "rootstock", space, BASE)
         patient = {"replicas": 1, "queueTimeoutSeconds": 300}

@@ -101,7 +101,7 @@ def _has_mount(pod: Object) -> bool:
 
 
 def are_mounted(release: Release, trust: str) -> bool:
-    """Whether the mounted files of all pods have these authorities. The kubelet updates the files within 90 seconds."""
+    """Whether the mounted CA file of each pod with TLS equals `trust`. The kubelet updates mounted files within 90 seconds."""
     read = 'while read -r line; do echo "$line"; done < '  # instead of cat, which an image may lack
     return all(
         release.kubectl("exec", name, "--", "sh", "-c", f"{read}{MOUNT}/ca.crt") == trust for name in pods_with_tls(release)
@@ -124,7 +124,7 @@ def rotate(release: Release, signer: Authority, *trusted: Authority) -> None:
 
 
 def grpc_ports(release: Release) -> list[tuple[str, str, int]]:
-    """Returns (component and port name, address, port) of the ports that pods use among each other.
+    """Returns (component and port name, address, port) of the ports that pods use to communicate with each other.
 
     Ports of metrics, HTTP and probes are not included.
     """

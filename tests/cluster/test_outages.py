@@ -1,4 +1,4 @@
-"""Outages of the Redis, of cluster components and of a node under streams."""
+"""Outages of the Redis, of cluster components and of a node while streams run."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_autoscaler_keeps_replicas_when_switched_on(install: Install, engine_nam
 
 
 def test_server_side_apply_in_two_steps_keeps_the_replicas(install: Install, proved: Callable[[str], None]) -> None:
-    """Follows the two steps of docs/how-to/kubernetes/autoscaling.md. `helm template` cannot read the replicas in the cluster."""
+    """Follows docs/how-to/kubernetes/autoscaling.md. Without the first step, Kubernetes would set the replicas to 1."""
     release = install({"worker": {"replicas": 3, "settings": FAKE}})
     name = release.object_name("worker", "demo")
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": {"replicas": 3}}

@@ -76,7 +76,7 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
 
 
 def _options(detail: str) -> Mapping[str, str]:
-    """Returns the options by their first words. The key of an unknown option is its whole text."""
+    """Returns the value of each option by its words in OPTIONS. The key of an unknown option is its whole text."""
     found = {}
     for option in filter(None, detail.split("; ")):
         words = next((words for words in OPTIONS if option == words or option.startswith(f"{words} ")), option)

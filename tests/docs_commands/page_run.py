@@ -63,7 +63,7 @@ class PageRun:
         self._temporary.cleanup()
 
     def run(self, block: Block) -> bool:
-        """Runs the block, or compares an output block with the last output. Returns False if there was nothing to do.
+        """Runs the block, or compares an output block with the last output. Returns False if the block was not run or compared.
 
         Raises:
             BlockFailed: the block failed, or the output differs.
@@ -136,7 +136,7 @@ class PageRun:
         )
 
     def _serve(self, command: str, block: Block) -> None:
-        """Starts the server of the command unless it is running. Stops another server of the page first."""
+        """Starts the server of the command unless this server already runs. First stops another server of the page."""
         if self._serving == command and self._server is not None and self._server.poll() is None:
             return
         self._stop_server()
@@ -172,7 +172,7 @@ class PageRun:
         _wait_or_kill(server)
 
     def _compare(self, block: Block) -> bool:
-        """Compares the last output with the page. Returns False for an output that no block prints.
+        """Compares the last output with the page. Returns False if the last block has no output, or if no block prints this text.
 
         Raises:
             BlockFailed: the output lacks lines that the page shows.
@@ -185,7 +185,7 @@ class PageRun:
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
-    """Waits for the end of a process that got Ctrl-C, and kills its group after STOP_S."""
+    """Waits for the end of a process that got Ctrl-C. Kills its process group after STOP_S seconds."""
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:

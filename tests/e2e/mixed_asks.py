@@ -156,8 +156,8 @@ NUMBERS = {"logprob", "token_logprobs", "embedding", "top_logprobs", "scores"}
 def _gather(value: Any, key: str, exact: list[Any], numbers: list[float]) -> None:
     """Adds the parts of a response to `exact` and `numbers`.
 
-    Floats below a key in NUMBERS are added to `numbers`. All other values are added to `exact`, except those below a key
-    in VARYING or a key that begins with `spec_`.
+    Ignores members that are in VARYING or whose names begin with `spec_`. Floats below a member in NUMBERS go to `numbers`. Other
+    values, member names and lengths of lists go to `exact`.
     """
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -175,7 +175,7 @@ def _gather(value: Any, key: str, exact: list[Any], numbers: list[float]) -> Non
 
 
 async def ask_all(system: System, asks: list[Ask], at_once: int, apart_s: float = 0) -> list[list[Any]]:
-    """Sends all asks, at most `at_once` in parallel and `apart_s` seconds apart. Returns the responses in the asks' order."""
+    """Sends the asks `apart_s` seconds apart, with at most `at_once` in flight. Returns the responses in the order of `asks`."""
     limit = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(base_url=system.url, timeout=120, limits=httpx.Limits(max_connections=100)) as http:
 

@@ -1,4 +1,4 @@
-"""Responses of a deterministic system to mixed requests. Several test files compare responses of other systems bitwise.
+"""Responses of a deterministic system to mixed requests. Several test files require bitwise equal responses of other systems.
 
 The first pytest process that needs the responses computes them and writes a file, which the other processes read.
 """
@@ -21,7 +21,7 @@ from tests.e2e.system import System
 
 
 class PlainAnswers:
-    """Reads the responses from a folder that all pytest processes of the run share, or computes them."""
+    """Reads the responses from a folder that all pytest processes of the run share. Computes and writes missing responses."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

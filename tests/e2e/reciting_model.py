@@ -5,12 +5,13 @@
     prompt = f"Recite {selector(1)}"  # if the prompt has several selectors, the last one counts
 
 Each text is cut into pieces, and each piece of each text is a separate, numbered token. The tokenizer's decoder drops the number.
-A special token of the vocabulary, such as `<think>`, is not numbered and follows a numbered token without text.
+A special token of the vocabulary, such as `<think>`, is not numbered. A numbered token without text comes after it.
 
 The model is a GPT-2 with one layer and without an MLP. Its attention finds the last numbered token, because the score grows with
 a flag of such tokens and with the position. The value that it reads there is the code of the next token. If a special token
-comes next, the value contains the code of the special token, and half of the code of the token after it. The special token then
-lowers the logits of all special tokens, so that the other code decides. The weights need float32.
+comes next, the value contains the code of the special token, and half of the code of the numbered token after it. After the
+special token, the model reads the same value. The special token then lowers the logits of all special tokens, so that the
+numbered token is next. The weights need float32.
 
 Chat templates, tools and reasoning work as for any model. Grammars do not work, because they cannot match numbered pieces.
 """
@@ -198,7 +199,7 @@ def _pair(rows: np.ndarray, row: int, at: int, value: float) -> None:
 
 
 def _attention() -> dict[str, np.ndarray]:
-    """Returns weights with which every head attends to the last numbered token and reads its share of the code."""
+    """Returns weights with which every head attends to the last numbered token and reads the head's share of the code."""
     per_head = WIDTH // HEADS
     query, key = np.zeros(WIDTH), np.zeros((WIDTH, WIDTH))
     for head in range(HEADS):

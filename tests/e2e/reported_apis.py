@@ -185,7 +185,7 @@ def _message_stream(events: Sequence[Json]) -> Answer:
 
 
 def _response_stream(events: Sequence[Json]) -> Answer:
-    """Returns the parts of the whole response in the last event, after checking that the deltas have the same texts."""
+    """Returns the parts of the whole response in the last event. Checks that the deltas have the texts of this response."""
     whole = _response(events[-1]["response"])
     for kind, text in (
         ("output_text", whole.text),

@@ -15,7 +15,7 @@ REDIS_HOST = "localhost"  # the name in the certificate of Redis
 
 
 def role_of(name: str) -> str:
-    """Returns the certificate role of a process: `gateway` for gateway-1, `worker` for prefill-0 and decode-0."""
+    """Returns the certificate role of a process, for example `gateway` for gateway-1, and `worker` for prefill-0 and decode-0."""
     role = name.partition("-")[0]
     return role if role in (*ROLES, *REDIS) else "worker"
 

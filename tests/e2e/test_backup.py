@@ -164,7 +164,7 @@ def test_documented_commands_restore_stored_objects_into_an_empty_volume(store: 
 
 
 def is_stored(client: OpenAI, response: Response) -> bool:
-    """Whether the gateway returns the response. False if it is unknown or the gateway does not reach the store."""
+    """Whether the gateway returns the response. False if the response is unknown, or if the gateway cannot reach the store."""
     try:
         return client.responses.retrieve(response.id).output_text == response.output_text
     except (openai.NotFoundError, openai.InternalServerError):

@@ -1,4 +1,4 @@
-"""Models with windows and recurrent layers through the whole system: prefix hits, and units that end with their requests."""
+"""Models with windows and recurrent layers through the whole system: prefix hits, and memory that requests free at their end."""
 
 from __future__ import annotations
 

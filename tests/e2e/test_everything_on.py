@@ -63,7 +63,7 @@ def is_close(got: Essence, wanted: Essence) -> bool:
 
 
 def test_crowded_worker_retracts_preempts_and_evicts(crowded: System) -> None:
-    """During the test above, the worker retracted, preempted, evicted and reused prefixes, and had no error."""
+    """Reads the metrics and the log after test_mixed_requests_get_the_results_of_a_plain_system."""
     for counter, least in (
         ("sglang:num_retracted_requests_total", 20),
         ("rootstock_worker_preempted_requests_total", 1),

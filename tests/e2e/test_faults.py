@@ -107,7 +107,7 @@ def test_streams_survive_when_any_service_but_the_gateway_is_killed(repaired: Sy
 
 
 def read_to_end(stream: socket.socket) -> bytes:
-    """Returns all bytes until the server closes the connection or the SSE stream ends. Raises TimeoutError if it hangs."""
+    """Returns all bytes until the server closes the connection or the SSE stream ends. Raises TimeoutError if neither happens."""
     data = b""
     with stream:
         while piece := stream.recv(65536):

@@ -109,7 +109,7 @@ def shared(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_modest_clients_keep_a_fair_share_despite_a_greedy_client(shared: Fleet) -> None:
-    """The modest clients send at a fixed rate. With the greedy client, at least nine tenths of their responses stay in time."""
+    """The greedy client may reduce, by at most a tenth, the number of responses that modest clients get in time."""
     with Clients(shared.urls) as clients:
         alone = served_to_the_modest(clients)
         over = threading.Event()

@@ -138,6 +138,6 @@ def watch(fleet: Fleet, memory: dict[str, list[float]], until: float) -> None:
 
 
 def halves(samples: list[float]) -> tuple[float, float]:
-    """Returns the median of the samples after the first third, and the median of the last sixth."""
+    """Returns the median of the third sixth of the samples, and the median of the last sixth."""
     sixth = max(1, len(samples) // 6)
     return median(samples[2 * sixth : 3 * sixth]), median(samples[-sixth:])

@@ -119,7 +119,7 @@ def body(seed: int, length: int, tokens: int) -> dict[str, Any]:
 
 
 class Case:
-    """The tested request, the other requests that run at the same time, and the expected token ids of all of them.
+    """The tested request, other requests that run at the same time, and the expected token ids of all these requests.
 
     Args:
         through: gateways; each of them gets the tested request once.
@@ -160,7 +160,7 @@ class Case:
         return self.fleet.of(name, "rootstock_worker_pulled_tokens_total") - self._before[name]
 
     def reader(self) -> str:
-        """Waits for the decode worker that runs the request or reads its pages early, and returns its name."""
+        """Waits until a decode worker queues or runs the request, or reads the request's pages. Returns the worker's name."""
 
         def has_it(name: str) -> bool:
             of = self.fleet.of
@@ -259,7 +259,7 @@ class Case:
         raise AssertionError(f"all {TRIES} reads ended before the prefill worker stopped")
 
     def end(self, lost_gateway: str = "") -> None:
-        """Checks that all responses have the expected token ids."""
+        """Checks that all responses, except those through `lost_gateway`, have the expected token ids."""
         answers = [(answer, self._expected) for name, answer in self._answers.items() if name != lost_gateway]
         for answer, expected in (*answers, *self._beside):
             assert answer.result().status_code == 200, answer.result().text
@@ -290,7 +290,7 @@ def test_results_stay_equal_when_a_process_is_lost_in_each_state(fleet: Fleet, s
 
 
 def assert_free(fleet: Fleet, lost: set[str], lost_at: float) -> None:
-    """Waits until the surviving workers are idle. They must be idle at the last deadline of a reservation or a read."""
+    """Waits until the surviving workers are idle, at most FREE_S seconds after the last deadline of a reservation or a read."""
     survivors = [name for name in (*PREFILL, *DECODE) if name not in lost]
     answered_at = time.monotonic()
     until = max(lost_at + SLOW_S + READ_S, answered_at + HOLD_S) + FREE_S  # a slowed-down worker may begin its read SLOW_S later

@@ -1,6 +1,6 @@
 """Chains of stored responses over two gateways, while processes are killed one at a time.
 
-No stored response is lost, and each gateway can continue a chain of the other one.
+No stored response is lost, and each gateway can continue a chain that the other gateway began.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Talk:
         return self.http.post("/generate", json=body)
 
     def turn(self, name: str, ids: list[int], context: list[int], **params: Any) -> dict[str, Any]:
-        """Sends a turn and checks that its output equals that of a request without a session for `context` and `ids`."""
+        """Sends a turn. Checks that a request without a session, with the prompt `context` + `ids`, gets the same output."""
         answer = self.ask(name, ids, **params)
         assert answer.status_code == 200, answer.text
         turn: dict[str, Any] = answer.json()

@@ -24,8 +24,8 @@ LAST = "Ctrl-C stops everything."
 def wait_until_ready(launcher: Launcher, name: str) -> None:
     """Waits until a process is ready.
 
-    While the launcher waits for a stopped worker, it prints nothing about processes after this worker. The function therefore
-    reads their logs.
+    While the launcher waits for a stopped worker, it prints nothing about the processes that it lists after this worker. The
+    function reads the logs of these processes instead.
     """
     if name in ("worker-1", "gateway"):
         line = "a step may take" if name == "worker-1" else '"listening"'

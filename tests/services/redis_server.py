@@ -62,8 +62,8 @@ class RedisServer:
     def wait_until_written(self) -> None:
         """Waits until all acknowledged writes are on disk.
 
-        A server that syncs once per second may have acknowledged writes only in memory for up to two seconds if the disk is slow.
-        A kill loses these writes.
+        If the disk is slow, a server that syncs once per second may have the acknowledged writes of two seconds only in memory. A
+        kill loses these writes.
         """
         deadline = time.monotonic() + 20
         while int(self.client.info("persistence").get("aof_buffer_length", 0)):

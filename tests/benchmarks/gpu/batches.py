@@ -10,11 +10,11 @@ from tests.benchmarks.gpu.serving import Timing
 from tests.benchmarks.gpu.workloads import Workload
 
 COLUMNS = ("workload", "seconds", "output tok/s", "total tok/s", "steps", "median ms between steps")
-WARM_TOKENS = 16  # output tokens of each request of the warm-up
+WARM_TOKENS = 16  # largest number of output tokens of a request in the warm-up
 
 
 def timed(model: Model, warm: Workload, workload: Workload) -> Timing:
-    """Runs `warm` with short outputs, then measures `workload`. The token ids of both differ, so that they share no prefix."""
+    """Runs `warm` with short outputs, then measures `workload`. Their token ids must differ, so that they share no prefix."""
     short = replace(warm, new_tokens=tuple(min(count, WARM_TOKENS) for count in warm.new_tokens))
     model.serving.run(short)
     model.serving.forget()

@@ -29,7 +29,7 @@ class Bandwidth:
 
     @property
     def best(self) -> float:
-        """The larger bandwidth. Other benchmarks report their own bandwidth as a share of this one."""
+        """The larger of `copy` and `read`. Other benchmarks report the bandwidth that they reach as a share of this value."""
         return max(self.copy, self.read)
 
 

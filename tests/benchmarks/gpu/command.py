@@ -37,7 +37,7 @@ def run_command(how: str, measure: Callable[[Setting, Journal], None], argv: Seq
     """Parses the command line and runs a benchmark.
 
     Args:
-        how: text for the help and the report: how the figures are measured.
+        how: text for the help and the report. It says how the figures are measured.
         measure: runs the benchmark and adds its results to the journal.
 
     Returns:

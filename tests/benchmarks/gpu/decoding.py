@@ -16,9 +16,9 @@ WARM_STEPS = 8
 
 
 def output_of(rows: int, steps: int) -> int:
-    """Returns the output tokens per row with which all rows can decode together for `steps` steps.
+    """Returns the number of output tokens per row that lets all rows decode together for `steps` steps.
 
-    The rows that are admitted first also decode while the last prompts are computed.
+    The number is larger than `steps`, because the rows that are admitted first also decode while the last prompts are computed.
     """
     return steps + 2 * WARM_STEPS + rows
 
@@ -46,7 +46,7 @@ class Decoding:
             serving.turn()
 
     def step_s(self, steps: int) -> tuple[float, float]:
-        """Returns the median and mean seconds of a step: wall time between the tokens of two steps on the host."""
+        """Returns the median and mean seconds of a step: wall time on the host between the tokens of consecutive steps."""
         self._serving.begin()
         for _ in range(steps + 1):
             self._serving.turn()

@@ -46,11 +46,11 @@ class Timing:
         return self.output_tokens / self.seconds
 
     def step_s(self) -> float:
-        """Median seconds between the tokens of two steps, without the first few steps."""
+        """Returns the median seconds between the tokens of consecutive steps, without the first few steps."""
         return _median_gap([at for at, _ in self.marks[4:]])
 
     def decode_step_s(self, steps: int) -> tuple[float, float]:
-        """Returns two medians of the seconds between the tokens of consecutive steps: of the first and of the last `steps` steps.
+        """Returns the median seconds between the tokens of consecutive steps, for the first and for the last `steps` steps.
 
         Only steps in which all requests decode count.
         """

@@ -63,7 +63,7 @@ def differences(old: Answer, new: Answer, compare_cached: bool = True) -> list[D
     """Compares two responses to one request that was served.
 
     Args:
-        compare_cached: Whether numbers of cached tokens must be equal. With concurrent requests, they depend on the timing.
+        compare_cached: Whether numbers of cached tokens must be equal. These numbers depend on the timing of concurrent requests.
     """
     found = [Difference(name, getattr(old, name), getattr(new, name)) for name in ("status", "media_type")]
     found = [each for each in found if each.old != each.new]
@@ -134,7 +134,10 @@ def _continues(before: Any, event: Json) -> bool:
 
 
 def merged(before: Any, after: Any, name: str = "") -> Any:
-    """Joins two pieces of one value. Texts and lists are appended, tool calls joined by index, and other values replaced.
+    """Joins two pieces of one value.
+
+    Objects are joined by member name, and tool calls by index. Lists, and texts of the fields in JOINED, are appended. Other
+    values are replaced by the later piece.
 
     Args:
         name: Name of the value's field.

@@ -35,7 +35,7 @@ def body_of(path: str, prompt: str, num_tokens: int, **sampling: Any) -> Json:
 
 
 def streamed(path: str, body: Json) -> Json:
-    """Returns the request as a stream, and asks for usage on routes that do not always send it."""
+    """Returns the request with a streamed response. On routes that send usage only on request, asks for usage."""
     options = {"stream_options": {"include_usage": True}} if path in (CHAT, COMPLETIONS) else {}
     return {**body, **options, "stream": True}
 

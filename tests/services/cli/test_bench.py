@@ -26,7 +26,7 @@ SPECS = [Spec(name, range_ratio=0.5, num_requests=30) for name in WORKLOADS]
 
 
 def bench(server: FakeServer, path: Path, *flags: str) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Runs the load generator. Returns its exit status, the summary line and the lines of the requests of the results file."""
+    """Runs the load generator. Returns its exit status, and the summary and the request lines of its results file."""
     argv = [
         "bench",
         "--url",

@@ -38,7 +38,7 @@ class ReplSession:
         self._server = Server(Target(server.url))
 
     def type(self, *lines: str | BaseException) -> Exit:
-        """Runs the command with these lines and the end of the input. An exception is raised when the command reads it."""
+        """Runs the command with these lines and the end of the input. Reading an exception in `lines` raises the exception."""
         remaining = iter((*lines, EOFError()))
 
         def read(prompt: str) -> str:
@@ -74,7 +74,7 @@ def test_chat_drops_a_failed_turn_and_continues(server: FakeServer) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_continues(server: FakeServer) -> None:
-    """The partial answer stays in the conversation. Ctrl-C at the prompt has no effect."""
+    """The partial answer stays in the conversation. Ctrl-C at the input prompt has no effect."""
     presses = [True]
 
     def press(text: str) -> None:

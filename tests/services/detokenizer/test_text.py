@@ -25,7 +25,7 @@ def decode_all(tokenizer: HfTokenizer, tail: Sequence[int], ids: Sequence[int], 
 
 
 def reference(tokenizer: HfTokenizer, tail: Sequence[int], ids: Sequence[int], skip: bool) -> str:
-    """Returns the text that the library's decode adds for the ids after the tail. The tail must end with a whole character."""
+    """Returns the text that HfTokenizer.decode() gives for `ids` after the tail. The tail must end with a whole character."""
     before = tokenizer.decode(tail, skip)
     return tokenizer.decode([*tail, *ids], skip)[len(before) :]
 

@@ -74,10 +74,11 @@ class Documented:
                     yield from ((method.upper(), path, int(status)) for status in operation["responses"])
 
     def _other(self, described: Mapping[str, Any], status: int, own: int) -> Mapping[str, Any] | None:
-        """Returns the response of an undocumented route, or of a request that the connection refuses.
+        """Returns the documented response to an undocumented path or method; None if the status is not documented.
 
         Args:
-            own: the status of the undocumented route itself, 404 or 405.
+            described: the response of status `own`.
+            own: the status for an unknown path (404) or an unknown method (405). Other statuses are refusals by the connection.
         """
         responses = self.document["components"]["responses"]
         names = {400: "BadRequest", 401: "Unauthorized", 408: "RequestTimeout", 431: "HeadTooLarge", 503: "ServiceUnavailable"}

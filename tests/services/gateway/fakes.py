@@ -126,7 +126,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         return tokenizer_pb2.EncodeResponse(prompts=[_wanted(text, request)], rendered_end=text[-16:])
 
     async def _begin(self, request: Any) -> None:
-        """Records the request and waits for the gate. Raises Refusal for the next of `failures`."""
+        """Records the request and waits for the gate. If `failures` is not empty, raises a Refusal with the next one."""
         self.calls.append(request)
         try:
             await self.gate.wait()
@@ -272,7 +272,7 @@ class Running:
         return token, self._finish(token)
 
     def ended(self) -> worker_pb2.Finish | None:
-        """Returns the Finish of a request that ends with its prompt; None if no finish rule holds."""
+        """Returns the Finish of a request with max_new_tokens 0, which ends with its prompt."""
         return self._finish(EOS)
 
     def _finish(self, token: int) -> worker_pb2.Finish | None:

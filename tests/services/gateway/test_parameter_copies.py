@@ -144,7 +144,7 @@ def test_gateway_code_does_not_copy_parameters_by_constructors() -> None:
 
 
 def test_gateway_code_does_not_write_into_the_messages_of_generation_params() -> None:
-    """GenerationParams is frozen, but protobuf cannot freeze the messages in it."""
+    """Protobuf cannot freeze the messages in the frozen GenerationParams, so this test searches the code for writes."""
     writes = re.compile(
         r"\b(params|generation|asked)\.(sampling|grammar)\.(\w+\.)*(CopyFrom|MergeFrom|Clear\w*|add|append|extend)\("
     )

@@ -204,7 +204,7 @@ def hub() -> Iterator[HubServer]:
 
 
 def refusal_of_the_hub(url: str, cache: Path, model: str = "somebody/some-model", setup: str = "") -> str:
-    """Returns the refusal, in a new process because the library reads the environment at import."""
+    """Returns the refusal that a new process prints. The hub's library reads the environment only when a process imports it."""
     code = f"from rootstock_llm.services.local.model_folder import *\n{setup}\n"
     code += f"try: model_folder({model!r})\nexcept NoModel as error: print(error)"
     env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}

@@ -20,7 +20,7 @@ def planned_program(**settings: str) -> str:
 
 @pytest.fixture
 def redis_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Returns the path of a redis-server that is first on PATH."""
+    """Puts a program named redis-server first on PATH and returns the path of the program."""
     program = tmp_path / "redis-server"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)

@@ -297,7 +297,10 @@ class TestConversion:
 
 class TestS3:
     def test_aws_signature_equals_the_published_example(self) -> None:
-        """https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html, GET Bucket Lifecycle."""
+        """The example is GET Bucket Lifecycle.
+
+        Source: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
+        """
         now = datetime.datetime(2013, 5, 24, tzinfo=datetime.UTC)
         access, secret = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
         headers = signed("GET", "https://examplebucket.s3.amazonaws.com/?lifecycle=", "us-east-1", access, secret, now=now)

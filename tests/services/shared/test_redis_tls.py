@@ -24,7 +24,7 @@ async def answers(client: TimedRedis) -> bool:
 
 @pytest.mark.needs("openssl", "redis-server")
 def test_client_reads_the_tls_files_for_each_connection(tmp_path: Path) -> None:
-    """A client reconnects with the new files. It refuses a server if no authority in the URL has signed its certificate."""
+    """A client reconnects with the new files. It refuses a server whose authority is not in the CA file of the URL."""
     ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
     theirs = Mounted(tmp_path / "server", ours.signed("localhost"), ours)
     client_files = Mounted(tmp_path / "client", ours.signed("rootstock-worker"), ours)

@@ -164,6 +164,6 @@ def renderer(template: str, **setup: Any) -> Renderer:
 
 
 def rendered(template: str, messages: list[dict[str, Any]], tools: list[Any] | None = None, **kwargs: Any) -> str:
-    """Returns the rendered chat. Raises InvalidField, TooMuch."""
+    """Returns the rendered chat. Raises InvalidField or TooMuch if the renderer refuses the chat."""
     tools_json = json.dumps(tools).encode() if tools else b""
     return renderer(template).render(HEADER, json.dumps(messages).encode(), tools_json, json.dumps(kwargs).encode())

@@ -120,7 +120,7 @@ class PlainMasks:
 
 
 class CountingOutput:
-    """Records the times of outputs and sends them."""
+    """Records the times of outputs in the metrics and sends the outputs to the outbox."""
 
     def __init__(self, metrics: WorkerMetrics, outbox: StreamOutbox) -> None:
         self._metrics, self._outbox = metrics, outbox
@@ -141,7 +141,7 @@ async def serving(
     revision: str = "",
     info: worker_pb2.WorkerInfo | None = None,
 ) -> AsyncIterator[Serving]:
-    """Yields a serving worker. `info` adds to the WorkerInfo that follows from the configuration."""
+    """Yields a serving worker. `info` is merged into the WorkerInfo that follows from the configuration."""
     keys = PageKeys(bytes(SECRET_BYTES), b"", config.page_size) if config.reads_peers else None
     core = Scheduler(config, LetterDecoder(), revision=revision, keys=keys)
     executor = FakeExecutor(

@@ -1,4 +1,4 @@
-"""Tests of the limits by device memory: running requests, chunks, and the largest step that follows."""
+"""Tests of the limits by device memory: running requests, chunks, and the largest step that these limits allow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_limits_follow_from_device_memory(gib: float | None, rows: int, chunk: i
 
 
 def test_limits_that_the_operator_sets_are_unchanged() -> None:
-    """A chunk size of 0 counts as a set limit, with which prompts are not cut."""
+    """A chunk size of 0 also counts as set. Prompts are then not cut into chunks."""
     found = resolved(WorkerSettings(max_running_requests=7, chunked_prefill_size=0), 140 * GIB)
     assert (found.max_running_requests, found.chunked_prefill_size) == (7, 0)
     found = resolved(WorkerSettings(max_running_requests=7), 140 * GIB)

@@ -106,7 +106,7 @@ def test_stream_and_response_have_the_same_content(
 
 
 def test_input_of_a_tool_call_omits_arguments_after_a_json_fault(client: Anthropic, set_output: Any) -> None:
-    """The client receives the complete members before the fault. Numbers may have any size."""
+    """The client receives the complete members before the fault, including an integer of 30 digits."""
     arguments = '{"city": "Bonn", "day": 123456789012345678901234567890, "x": nope}'
     set_output(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
     document = ask(client, tools=[WEATHER])

@@ -205,7 +205,7 @@ def test_repeated_cancellation_of_a_background_response_returns_the_same_respons
 
 
 def streamed_so_far(system: System, response: Response) -> list[Any]:
-    """Opens a stream of the response, and closes it after 0.5 s of silence. Returns its events, which are all in the store."""
+    """Streams the response until 0.5 s pass without an event. Returns the events, all of which are in the store."""
     found = []
     url = system.url(f"/v1/responses/{response.id}?stream=true")
     try:
@@ -333,7 +333,7 @@ def test_background_response_counts_against_max_concurrent_of_the_api_key() -> N
 def test_other_gateway_continues_a_background_response_after_the_last_stored_token(
     system: System, clients: list[OpenAI], store: RedisServer, tokens: int
 ) -> None:
-    """Takeovers happen within a mark, reasoning, text, a call and its arguments.
+    """The first gateway is lost within a mark, reasoning, text, a call, or the arguments of a call.
 
     No event is repeated, and a call keeps its id.
     """
@@ -391,7 +391,7 @@ def test_background_response_fails_after_the_maximum_number_of_takeovers(
 
 
 def begin_unreadable(system: System, clients: list[OpenAI], store: RedisServer) -> Response:
-    """Begins a response and makes its record unreadable. All gateways have failed to continue it."""
+    """Begins a response, makes its record unreadable, and sets so many takeovers that the next gateway ends the response."""
     system.allow(4)
     response = begin(clients[0])
     wait_until(lambda: len(text_of(streamed_so_far(system, response))) == 4, "four tokens in the store")
@@ -404,7 +404,7 @@ def begin_unreadable(system: System, clients: list[OpenAI], store: RedisServer) 
 def test_response_with_an_unreadable_record_is_failed_for_every_reader(
     system: System, clients: list[OpenAI], store: RedisServer
 ) -> None:
-    """The record of the failed response remains readable, and the temporary records are deleted."""
+    """The store has a record of the failed response. The records of the running response are deleted."""
     response, owner = begin_unreadable(system, clients, store), owner_of("alice")
     last = wait_for_end(clients[1], response)
     record = json.loads(store.client.hget(f"state:of:{owner}:{response.id}", "c") or "")
@@ -419,7 +419,7 @@ def test_response_with_an_unreadable_record_is_failed_for_every_reader(
 def test_retrieval_returns_the_final_response_when_the_response_ends_between_two_store_reads(
     system: System, clients: list[OpenAI], store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gateway reads the record before the end of the response, and the status after it."""
+    """The gateway reads the record before the response ends, and the status after the response has ended."""
     status = background_work.BackgroundWork.status
 
     async def late(work: background_work.BackgroundWork, owner: str, response_id: str) -> Any:
@@ -456,7 +456,10 @@ def test_stopping_gateway_releases_the_leases_of_background_responses() -> None:
 
 
 def test_other_gateway_continues_a_response_with_the_stored_parameters() -> None:
-    """Tokenizers and workers report different values after the takeover. Dropped calls are not counted twice."""
+    """The tokenizer and the worker of the second gateway report other values than those of the first gateway.
+
+    A tool call that the first gateway has dropped is not counted again.
+    """
     answer = "<think>Hm.</think>" + CALL.replace("weather", "wether")
     seen, answer = len(answer), answer + "It rains.\n" + CALL
     with redis_server() as own:
@@ -555,7 +558,7 @@ def test_gateway_waits_for_the_api_key_of_a_stored_response(monkeypatch: pytest.
 def test_gateway_recomputes_output_that_the_store_did_not_record(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gateway serves other requests during the outage."""
+    """During the outage of the store, the gateway serves other requests."""
     own = RedisServer(folder=tmp_path_factory.mktemp("away"))
     own.start()
     with System(state_redis_url=own.url, state_patience_s=0.1) as system:
@@ -608,7 +611,7 @@ def test_background_response_fails_after_the_time_limit() -> None:
 
 
 def test_background_stream_sends_comments_during_a_wait() -> None:
-    """The first comment follows the first event, even if the tokenizer takes longer than the interval."""
+    """No comment is sent before the first event, even if the tokenizer takes longer than the interval between comments."""
     with redis_server() as own, System(state_redis_url=own.url, sse_comment_s=0.05) as system:
         system.allow(0)
         system.do(system.tokenizer.gate.clear)

@@ -143,8 +143,9 @@ EMBEDDING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-# The cases of chats check the fields that chats and completions share (a test below checks that the definition is shared). The
-# cases of completions check the other fields, and one value of the function that checks all token ids and constraints.
+# The chat cases check the fields that chats and completions share (a test below checks that the definition is shared). The
+# completion cases check the fields that only completions have. One more completion case (`stop_token_ids outside`) shows that
+# completions also call the check of token ids and constraints.
 # tests/contracts/test_sampling_parameters.py checks lengths and types of lists, test_limits_walked.py checks values just above a
 # limit, and test_known_fields.py checks unsupported fields.
 COMPLETION_FIELDS = {"max_tokens"}
@@ -293,7 +294,7 @@ NESTED_VALUES: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
 
 
 def test_value_nested_to_the_depth_limit_causes_no_internal_error() -> None:
-    """The gateway also serializes derived messages, which have a few more levels. It refuses a body above the limit."""
+    """The gateway must also serialize the messages that it makes from such a value, which have a few more levels."""
     with System(formats=("hermes", "think")) as system:
         for path, body_of in NESTED_VALUES:
             around = levels_of(body_of({})) - 1

@@ -421,7 +421,7 @@ def test_unreadable_batch_does_not_stop_other_batches(
 
 
 def test_interactive_request_overtakes_a_waiting_batch_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No priorities are set, and the line is too old to be interrupted."""
+    """The request overtakes without a priority, and no line is young enough to be displaced."""
     monkeypatch.setattr(lanes, "YOUNG_S", 0.0)
 
     def one_at_a_time(workers: list[FakeWorker]) -> None:

@@ -89,7 +89,7 @@ def test_embedding_request_sends_nothing_to_the_detokenizer(system: System) -> N
 class TestUnsupportedModels:
     @pytest.fixture
     def served(self, system: System) -> System:
-        """Returns a system with a stopped worker, whose `info` may change before its next start."""
+        """Returns a system with a stopped worker. A test may change the `info` of the worker before it starts the worker."""
         system.call(system.workers[0].stop())
         return system
 

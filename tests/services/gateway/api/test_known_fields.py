@@ -1,6 +1,6 @@
 """Tests that no field with an effect is silently dropped.
 
-Each field name of openai's types, SGLang and vLLM is served, has a neutral value, or gets 400 with its name.
+Each field of openai's types, SGLang and vLLM is served, is accepted without effect, or is refused with 400 and its name.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def value_of(name: str) -> int:
 
 
 def test_value_at_a_limit_is_accepted_and_error_names_the_field_of_a_larger_value(shared: System) -> None:
-    """A request passes if no field is refused. Long prompts may exceed the context, which another test checks."""
+    """A value at the limit counts as accepted if the request is refused only because its prompt exceeds the context."""
     wrong: dict[str, Any] = {}
     for name, make in WALKED.items():
         limit = value_of(name)

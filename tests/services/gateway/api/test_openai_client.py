@@ -114,7 +114,7 @@ def test_stream_chunks_of_several_choices_have_the_index_of_the_choice(shared: S
 
 
 def test_unset_sampling_fields_stay_unset(shared: System) -> None:
-    """Fields with a default of the model are set, so that another worker continues the output with the same values."""
+    """Only fields for which the model has a default are set. Another worker can then continue with the same values."""
     shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
     sampling = shared.worker.submits[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1, 1, -1, 0, 1)

@@ -197,9 +197,9 @@ class TestMaxTokens0:
     @pytest.mark.parametrize(("path", "body"), ASKS, ids=["generate", "completions"])
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
     def test_response_has_no_output_when_max_tokens_is_0(self, path: str, body: dict[str, Any], stream: bool) -> None:
-        """Without `ends_with_prompt`, the worker samples a token, which the gateway omits.
+        """A worker without `ends_with_prompt` samples a token, and the gateway omits this token.
 
-        The response equals that of a worker with `ends_with_prompt`.
+        The response is the same as from a worker with `ends_with_prompt`.
         """
         answers = []
         for ends_with_prompt in (True, False):

@@ -52,7 +52,7 @@ NEUTRAL: dict[str, Any] = {
 @pytest.mark.by_day(one_in=4, seed=27)
 @each_value(name=list(NEUTRAL), path=["/generate", "/encode"])
 def test_neutral_value_of_an_unserved_field_is_accepted(shared: System, name: str, path: str) -> None:
-    """Both routes use the table services/gateway/api/known_fields.NATIVE."""
+    """Both routes take their neutral values from the table services/gateway/api/known_fields.NATIVE."""
     answer = shared.post(path, {"text": "Hi", name: NEUTRAL[name]})
     assert answer.status_code == 200, answer.text
 

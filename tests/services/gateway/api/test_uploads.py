@@ -43,7 +43,7 @@ def client(system: System) -> OpenAI:
 
 
 def read(form: bytes, size: int) -> list[Event]:
-    """Feeds the form in pieces of `size` bytes. Joins the pieces of a part's content."""
+    """Feeds the form in pieces of `size` bytes. Returns the events, with the content of each part joined into one event."""
     reader, found = FormReader(b"x"), list[Event]()
     for at in range(0, len(form), size):
         for event in reader.feed(form[at : at + size]):

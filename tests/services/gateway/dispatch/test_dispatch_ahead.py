@@ -106,7 +106,7 @@ def test_prefetch_is_released_when_the_decode_worker_does_not_get_the_request(wh
 
 
 def load_of(system: System, worker: int) -> tuple[int, int]:
-    """Returns the worker's requests in the routing columns, and the number of them that are prefetches."""
+    """Returns the number of the worker's requests in the routing columns, and the number of prefetches among them."""
     (pool,) = system.gateway.dispatcher.fleet.pools.values()
     row = pool.row_of(system.links[worker])
     return int(pool.columns.requests[row]), int(pool.columns.prefetches[row])
@@ -136,7 +136,7 @@ def test_prefetches_count_as_requests_and_spread_over_decode_workers() -> None:
 
 
 def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
-    """The slot also stays reserved while requests wait after their prompt was computed."""
+    """The slot also stays reserved while requests whose prompts are computed wait at the gateway."""
 
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].allow(0)
@@ -193,7 +193,7 @@ def test_another_decode_worker_prefetches_when_the_first_one_is_lost(how: str) -
 
 
 def test_worker_that_cannot_continue_the_request_does_not_prefetch() -> None:
-    """The worker has another model version or another page layout."""
+    """One worker has another model version than the prefill worker. Another worker is not a decode worker."""
 
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].allow(0)
@@ -212,7 +212,7 @@ def test_worker_that_cannot_continue_the_request_does_not_prefetch() -> None:
 
 @pytest.mark.parametrize("how", ["slow", "lost"])
 def test_prefetch_of_the_losing_hedge_copy_is_released_before_the_request_ends(how: str) -> None:
-    """The request and its hedge copy have different prefill workers and KV reservations. One of the workers is slow, or lost."""
+    """The request and its hedge copy have different prefill workers and KV reservations. One prefill worker is slow or lost."""
     with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **with_stopped(0, 1, 2, 3)) as system:
         pending = Pending(system, stream=False)
         wait_until(lambda: all(submits(system, at) for at in (0, 1)), "the hedge copy")

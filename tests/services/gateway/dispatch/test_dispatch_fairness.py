@@ -29,7 +29,7 @@ class Keyed:
         return self.clients[-1]
 
     def served(self) -> str:
-        """Waits until all requests are served. Returns their API keys in order."""
+        """Waits until all requests are served. Returns the API key of each request, in the order of serving."""
         self.system.allow(None)
         assert {status_of(client) for client in self.clients} == {200}
         return "".join(text_of(list(submit.prompt_ids))[0] for submit in self.system.worker.submits)

@@ -55,7 +55,7 @@ def test_request_waits_for_the_first_worker_of_an_expected_model() -> None:
 
 
 def test_expected_models_are_listed_and_counted_without_a_worker() -> None:
-    """The queue length of an expected model is 0 before any request, because a rise makes an autoscaler start a worker."""
+    """Before any request, the queue length of an expected model is exported as 0, so that an autoscaler can see its rise."""
     length, workers = "rootstock_gateway_queue_length", "rootstock_gateway_workers"
     with System(workers=2, down=("worker",), configure=serving("a", "b"), models="b,a") as system:
         cards = system.get("/v1/models").json()["data"]

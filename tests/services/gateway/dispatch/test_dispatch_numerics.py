@@ -46,7 +46,7 @@ def test_request_with_output_moves_to_a_worker_with_equal_numerics(index: int) -
 
 @pytest.mark.parametrize(("fingerprints", "counted"), [(("a", "b"), 1), (("a", ""), 1), (("", "b"), 0), (("a", "a"), 0)])
 def test_move_to_a_worker_with_other_numerics_is_counted(fingerprints: tuple[str, str], counted: int) -> None:
-    """A move is not counted if the first worker has no fingerprint, because it is not deterministic."""
+    """A move is not counted if the first worker has no fingerprint, because a worker without one is not deterministic."""
     with System(workers=2, configure=with_numerics(*fingerprints)) as system:
         others_before = moves_to_other_numerics(system)
         pending = Pending(system, stream=True)

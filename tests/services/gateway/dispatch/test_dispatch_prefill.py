@@ -22,7 +22,7 @@ SHORT = 4  # disaggregation_min_tokens here: smallest prompt in tokens that a pr
 def with_roles(
     prefill: int = 1, then: Callable[[list[FakeWorker]], None] = lambda workers: None
 ) -> Callable[[list[FakeWorker]], None]:
-    """Makes the first workers prefill workers, and the others decode workers."""
+    """Makes the first `prefill` workers prefill workers and the other workers decode workers. Then calls `then`."""
 
     def configure(workers: list[FakeWorker]) -> None:
         for at, worker in enumerate(workers):
@@ -161,7 +161,7 @@ class TestUseOfPrefillWorkers:
 
 @pytest.mark.parametrize("layout", [b"", OTHER_LAYOUT], ids=["no layout", "other layout"])
 def test_handed_over_request_moves_to_a_worker_that_can_read_the_pages(layout: bytes) -> None:
-    """A worker with the layout of the prefill worker is preferred. During a change of layouts, workers have different layouts."""
+    """Only a decode worker with the page layout of the prefill worker can read the pages. Layouts differ during a rollout."""
 
     def configure(workers: list[FakeWorker]) -> None:
         workers[2].info.kv_layout, workers[2].info.role = layout or LAYOUT, "decode" if layout else ""
@@ -215,7 +215,7 @@ class TestLostWorkers:
             assert len(last.output_ids) == 5 and last.HasField("source")
 
     def test_kv_reservation_is_released_when_the_client_leaves(self) -> None:
-        """The request waits for a free slot of a decode worker."""
+        """The client leaves while the request waits for a free slot of a decode worker."""
 
         def configure(workers: list[FakeWorker]) -> None:
             workers[1].info.max_running_requests = 1

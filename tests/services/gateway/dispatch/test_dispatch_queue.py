@@ -158,7 +158,7 @@ def test_whole_request_fails_when_a_choice_exceeds_the_queue_timeout() -> None:
 
 
 def test_request_is_refused_when_the_choices_exceed_the_capacity_of_the_queue() -> None:
-    """The whole request is refused, and no waiting request is displaced for some of its choices."""
+    """The whole request is refused. The queue displaces no waiting request to accept only some of the choices."""
     with System(configure=with_one_slot, max_waiting_requests=2, enable_priority_scheduling=True) as system:
         assert system.chat(n=6).json()["error"]["code"] == "queue_full"
         wait_until(lambda: system.running() == [0], "the aborts")

@@ -74,7 +74,7 @@ def test_requests_wait_when_a_paused_worker_accepts_new_requests() -> None:
 
 
 def test_waiting_request_is_refused_when_a_later_load_report_says_that_the_worker_refuses() -> None:
-    """The worker refuses the request first. The next load report says that every request is refused."""
+    """The worker first refuses only this request. Its next load report says that it refuses every new request."""
     with System(queue_timeout_s=600) as system, ThreadPoolExecutor() as pool:
         system.do(lambda: system.worker.refuse.append(Refusal(pb.ERROR_CODE_QUEUE_FULL, "the request queue is full")))
         answer = pool.submit(system.post, "/generate", {"text": "Hi"})

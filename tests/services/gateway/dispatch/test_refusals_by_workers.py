@@ -112,7 +112,7 @@ def test_error_of_a_newer_worker_keeps_an_unknown_field(shared: System) -> None:
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_request_with_a_value_that_protobuf_refuses_gets_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This happens if the check of the field has a fault."""
+    """Protobuf gets such a value only if the gateway's check of the field has a fault."""
     monkeypatch.setattr(
         "rootstock_llm.services.gateway.api.generation_params.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0}
     )

@@ -70,7 +70,7 @@ def reserved_bytes(system: System, pool: str = "large") -> float:
 
 @contextmanager
 def unfinished_chat(system: System) -> Iterator[Sender]:
-    """Sends a large chat whose preparation does not end, so that the bytes stay reserved."""
+    """Sends a large chat whose preparation does not end until exit, so that the bytes of its body stay reserved."""
     system.do(system.tokenizer.gate.clear)
     calls = len(system.tokenizer.calls)
     first = Sender(system.port, chat_of(600_000))

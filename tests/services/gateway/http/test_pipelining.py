@@ -160,7 +160,7 @@ def test_stopping_server_serves_pipelined_requests_after_a_started_response() ->
 
 
 def test_keep_alive_timer_stops_when_the_next_request_begins() -> None:
-    """The request may arrive in one piece with the rest of the body of an earlier request."""
+    """The next request may arrive in one piece with the rest of the body of an earlier request."""
 
     async def use(server: Server) -> None:
         client = await server.connect()

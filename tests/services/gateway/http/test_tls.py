@@ -32,7 +32,7 @@ def make_pair(folder: Path, name: str) -> None:
 
 
 async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-    """Connects by TLS. The last item is the server's certificate."""
+    """Connects by TLS. Returns the reader, the writer and the server's certificate."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(HOST, port, ssl=context)

@@ -108,7 +108,7 @@ def moved(add: Iterable[bytes], removed: Iterable[bytes] = ()) -> list[BlockMove
 
 
 def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
-    """The early mirror runs from the start. The late mirror reads the blocks first."""
+    """The early mirror runs from the start. The late mirror starts later and first reads the blocks that Redis already has."""
 
     async def body() -> None:
         rng = random.Random(7)
@@ -321,7 +321,7 @@ def test_mirror_recovers_when_redis_is_full(own_server: RedisServer) -> None:
 
 @asynccontextmanager
 async def manual_worker(server: RedisServer) -> AsyncIterator[tuple[MirroredIndex, WorkerRecords]]:
-    """Yields a mirror that has read two events of generation 1 of WORKER and has blocks 1 and 2. Yields WORKER's records too."""
+    """Yields a mirror that has blocks 1 and 2 from two events of WORKER's generation 1. Also yields the records of WORKER."""
     client = redis_client(server.url, 2.0)
     records = WorkerRecords(client, MODEL, WORKER)
     await records.register(1, 1)
@@ -358,7 +358,7 @@ def test_mirror_reads_all_blocks_when_events_are_trimmed(server: RedisServer) ->
 
 
 def test_mirror_notices_trimmed_events_of_a_silent_worker(server: RedisServer) -> None:
-    """The worker of the lost event sends no other event, so only the trim shows the loss."""
+    """The worker sends no event after the lost one, so the mirror can notice the loss only by the trim of the stream."""
 
     async def body() -> None:
         async with manual_worker(server) as (copy, _):

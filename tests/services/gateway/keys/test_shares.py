@@ -53,7 +53,7 @@ class Gateways:
         return admission
 
     async def turn(self, *gateways: int) -> None:
-        """Exchanges shares with Redis once for each of these gateways; for all by default."""
+        """Exchanges shares with Redis once for each of these gateways; without arguments, for all gateways."""
         for gateway in gateways or range(len(self.each)):
             refill = self.each[gateway].refill
             assert refill is not None
@@ -123,7 +123,7 @@ async def hammer(
 def test_gateways_stay_within_the_limit_when_redis_is_killed_and_restarted(
     server: RedisServer, tokens: int, away: tuple[int, ...]
 ) -> None:
-    """After the loss of Redis, the requests go to gateways that cannot read the use of the other gateways."""
+    """Once Redis is lost, most requests go to other gateways. These cannot read the use of the first gateway."""
     limit = 60_000 if tokens else 300
     limits = {"tokens_per_minute": limit} if tokens else {"requests_per_minute": limit}
     usual, meanwhile = [20.0, 1.0, 0.0], [1.0, 20.0, 20.0]

@@ -75,7 +75,7 @@ def in_characters(text: str) -> list[str]:
 
 
 def at_random(text: str, chooser: random.Random) -> list[str]:
-    """Cuts a text into pieces as long as tokens, some of which are empty."""
+    """Cuts a text into pieces of random lengths, as long as tokens. Some pieces are empty."""
     pieces, at = [], 0
     while at < len(text):
         size = chooser.choice((0, 1, 2, 3, 5, 9, 30))

@@ -25,7 +25,7 @@ HARMONY_CALL = "<|channel|>commentary to=functions.read <|constrain|>json<|messa
 
 @dataclass(frozen=True)
 class Family:
-    """The texts of which one format's calls are made."""
+    """The texts from which calls of one format are built."""
 
     begin: str  # beginning of a call, before its arguments
     arguments: str  # the arguments {"path": "a"} in this format
@@ -202,9 +202,9 @@ def test_arguments_are_an_empty_object_when_the_call_has_no_arguments(name: str)
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tool_call_is_parsed_when_closing_marks_are_missing(name: str) -> None:
-    """Each subset of the closing marks is tested at the end of the output and before another call.
+    """Each combination of closing marks is left out, at the end of the output and before another call.
 
-    If the last mark is present, the call is also tested before text.
+    If the last mark is present, text after the call is tested too.
     """
     family = FAMILIES[name]
     start = "<|start|>assistant" if name == "harmony" else ""

@@ -65,13 +65,13 @@ def texts_of_our_tag(name: str, forced: bool, parallel: bool) -> Iterator[str]:
 
 
 def unmarked(name: str, text: str) -> str:
-    """Returns the text without marks, which the grammar allows anywhere."""
+    """Returns the text without the format's marks. The grammar allows these marks anywhere in the text."""
     marks = harmony.MARKS if name == "harmony" else (*CALL_FORMATS[name].marks, *REASONING_FORMATS["think"])
     return Marks(*marks).without(text)
 
 
 def check(name: str, text: str) -> list[str]:
-    """Asserts that parser and reference parser agree for every cut. Returns the names of the calls."""
+    """Asserts that parser and reference parser agree for every division into pieces. Returns the names of the calls."""
     oracle = ORACLES[name] if name == "harmony" else with_think(ORACLES[name])
     expected, found = oracle(text), events(formats_of(name), [text])
     assert calls_of(found) == expected.calls, text

@@ -319,7 +319,7 @@ def test_nesting_depth_of_arguments_is_limited() -> None:
 
 
 def test_held_back_text_is_limited() -> None:
-    """Arguments before a name become text, and an unquoted value is omitted, if they exceed MAX_HELD_CALL_CHARS."""
+    """Above MAX_HELD_CALL_CHARS characters, arguments before a name become text, and an unquoted value is omitted."""
     for size in (-64, 1):
         long = "x" * (limits.MAX_HELD_CALL_CHARS + size)
         arguments = json.dumps({"a": long})

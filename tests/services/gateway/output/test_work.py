@@ -82,7 +82,7 @@ MARK_CHARS = 32  # longer than every mark
 
 
 def unread(parser: OutputParser) -> int:
-    """Returns the number of characters that the next call reads again."""
+    """Returns the number of characters that the next feed() reads again."""
     assert isinstance(parser, ReadingParser)
     return len(parser._source._text) - parser._source._at
 

@@ -206,7 +206,7 @@ def test_replaced_encode_stream_completes_open_requests() -> None:
 
 
 def test_encode_stream_ends_when_retired_during_the_first_write() -> None:
-    """The first write of a grpc.aio call never returns if the call is cancelled during the write."""
+    """The first write of a grpc.aio call never returns if the call is cancelled during this write."""
 
     async def test() -> None:
         async with replicas() as servers:

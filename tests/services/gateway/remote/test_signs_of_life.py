@@ -20,10 +20,10 @@ WITHIN_S = 0.3  # seconds without a message after which a connection is tried
 
 @contextlib.contextmanager
 def machine(answers: bool) -> Iterator[str]:
-    """Yields the address of a machine whose process is stopped and accepts no connection.
+    """Yields the address of a port on which no process calls accept(), as if the process had stopped.
 
     Args:
-        answers: whether the kernel completes connections. If False, the backlog is full, and the machine sends nothing.
+        answers: True: the kernel completes TCP handshakes. False: the backlog is full, so that a client gets no response.
     """
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
@@ -37,7 +37,7 @@ def machine(answers: bool) -> Iterator[str]:
 
 
 async def ends(work: Coroutine[Any, Any, Any], within_s: float) -> Any:
-    """Returns the result of a coroutine, or None if it has not returned in time."""
+    """Returns the result of a coroutine (True for an empty result), or None if the coroutine has not ended in time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             return await work or True

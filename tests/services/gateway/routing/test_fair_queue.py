@@ -43,7 +43,7 @@ class Server:
         return Placed.PLACED
 
     def drain(self, free_slots: int = 1_000_000) -> list[str]:
-        """Returns the names of the placed items."""
+        """Places up to `free_slots` items of the queue and returns their names."""
         self.free_slots, self.served = free_slots, []
         assert self.queue.drain(self.place) == len(self.served)
         return [item.name for item in self.served]

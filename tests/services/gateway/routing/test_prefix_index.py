@@ -28,7 +28,7 @@ def model_depth(blocks: set[bytes], hashes: list[bytes]) -> int:
 
 
 class AgainstModel(RuleBasedStateMachine):
-    """Compares the index with a model: for each live owner, the tier of its blocks and the end of its speculative blocks."""
+    """Compares the index with a model: by live owner, the tier of each block and the expiry time of each speculative block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, de
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=130), st.integers(0, 40))
 def test_prefix_match_has_one_depth_for_each_owner(lengths: list[int], prompt_blocks: int) -> None:
-    """The owners' depths differ by few and by many blocks. Some cases have more than 64 owners, the bits of a word."""
+    """The owners' depths differ by few and by many blocks. Some cases have more than 64 owners, too many for one word."""
     prompt = [depth.to_bytes(8, "big") for depth in range(40)]
     index = PrefixIndex()
     for number, length in enumerate(lengths):

@@ -287,10 +287,10 @@ def test_cache_hits_are_device_matches_when_the_index_has_no_lower_tiers() -> No
     ],
 )
 def test_routed_prompt_counts_up_to_the_ends_that_its_worker_will_mark(cached: int, num_tokens: int, ends: int) -> None:
-    """Checks that the predicted hit at a worker ends at the last page that the worker will mark.
+    """A prefix hit at a worker with windowed layers can end only after blocks that the worker marks.
 
-    For a prompt that differs after the `cached` tokens, the predicted hit ends there. `num_tokens`: tokens of the prompt, plus
-    the output tokens if the request has already started.
+    The predicted hit of the same prompt has `ends` blocks, up to the last mark. If another prompt shares only the first `cached`
+    tokens, its predicted hit is `cached` tokens. `num_tokens`: tokens of the prompt and of the output so far.
     """
     workers, index = fleet([0, 0]), PrefixIndex()
     workers.owner[:2] = [index.owner("marks", 0), index.owner("plain", 0)]

@@ -148,7 +148,7 @@ def test_background_store_has_each_write_once_when_calls_are_repeated(
 
 @pytest.mark.by_day(one_in=2)
 def test_size_of_the_pages_read_from_a_stored_response_is_limited(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page is larger than the limit only if it has a single item. Pages of an ended response raise LeaseLost."""
+    """A page is larger than the limit only if it has a single item. Reading pages of an ended response raises LeaseLost."""
     monkeypatch.setattr(background_past, "PAGE_BYTES", 4000)
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
@@ -184,7 +184,7 @@ def test_size_of_the_pages_read_from_a_stored_response_is_limited(server: RedisS
 
 @pytest.mark.by_day(one_in=2, seed=2)
 def test_background_store_refuses_writes_without_the_lease(server: RedisServer) -> None:
-    """A write also fails after the end of the response, or if the piece is not the next one."""
+    """A write also fails after the response has ended, or if its piece does not follow the last stored piece."""
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
@@ -218,7 +218,7 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
 
 @pytest.mark.by_day(one_in=2)
 def test_number_of_takeovers_counts_gateways_that_lost_the_response_without_release(server: RedisServer) -> None:
-    """release() subtracts the takeover from the count, and a long run resets the count."""
+    """release() subtracts 1 from the number, and a gateway that runs the response for long resets the number."""
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         takes, lease = [], await begin(store)

@@ -152,7 +152,7 @@ def connections(server: RedisServer) -> set[str]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 def test_redis_store_raises_when_the_server_refuses_writes(empty: RedisServer) -> None:
-    """A call waits while the server is a replica, and then uses a new connection."""
+    """A call repeats its write over new connections while the server is a replica, and raises if its time limit passes."""
 
     async def use(store: RedisStore) -> None:
         empty.client.config_set("maxmemory", 1)

@@ -195,7 +195,7 @@ def test_new_connections_use_the_new_tls_files_on_both_sides(pki: Pki, tmp_path:
 def test_waiting_stream_connects_when_the_tls_files_become_valid(
     pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stream that waits with refused files is logged and counted once. It connects when the files become valid."""
+    """A stream that waits because its TLS files are refused is logged and counted once. It connects when the files are valid."""
     own_files = pki.mounted(GATEWAY, expired=True)
     failed: list[str] = []
     connected = asyncio.Event()
@@ -270,7 +270,10 @@ def test_client_logs_the_reason_of_a_failed_handshake(
 
 
 def test_tokens_can_be_replaced_without_a_refused_call(pki: Pki) -> None:
-    """Writes the new token second, then first, then alone. A service that still has the previous file is accepted."""
+    """Replaces the token files in three steps: old and new token, new and old token, only the new token.
+
+    In each step, a service that still has the previous file is accepted.
+    """
     old, new = "the-token-of-before", "the-token-of-today"
     worker, gateway = pki.tls(WORKER, token=old), pki.tls(GATEWAY, token=old)
     paths = [path for path in pki.folder.iterdir() if path.name.startswith("token")]
@@ -303,7 +306,7 @@ def test_settings_refuse_an_incomplete_set_of_tls_files(case: str) -> None:
 
 
 def test_invalid_tls_files_are_refused_at_the_start_and_ignored_later(pki: Pki, tmp_path: Path) -> None:
-    """At the start, a message names the fault. Later, the earlier files stay in use until the files become valid."""
+    """At the start, an error names the fault. Later, the last valid files stay in use until the new files are valid."""
     names = ("mtls_cert_file", "mtls_key_file", "mtls_ca_file")
     foreign = Authority(tmp_path / "foreign")
 

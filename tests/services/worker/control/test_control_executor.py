@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build(folder: Path) -> Iterator[Callable[[int], DeviceExecutor]]:
-    """Yields a function that makes an executor with `num_pages` pages of KV."""
+    """Yields a function that makes an executor. The argument of the function is the number of KV pages."""
     made: list[DeviceExecutor] = []
 
     def make(num_pages: int) -> DeviceExecutor:

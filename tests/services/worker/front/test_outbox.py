@@ -9,7 +9,7 @@ from rootstock_llm.services.worker.front.outbox import MERGED_BYTES, GatewayStre
 
 
 def messages_of(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutput]:
-    """Returns the messages that these steps become if the stream is read only at the end."""
+    """Returns the messages of a gateway stream that is not read until the last of these steps is sent."""
 
     async def take() -> list[worker_pb2.StepOutput]:
         stream, messages = GatewayStream(), []

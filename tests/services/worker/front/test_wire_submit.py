@@ -1,4 +1,7 @@
-"""Tests of submit_from_pb: every field is converted, every default is resolved, and every limit applies without a gateway."""
+"""Tests of submit_from_pb: every field is converted, and every default is resolved.
+
+The worker checks every limit itself, and does not rely on the gateway's checks.
+"""
 
 from __future__ import annotations
 

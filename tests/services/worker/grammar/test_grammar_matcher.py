@@ -211,9 +211,9 @@ def test_masks_of_a_step_stay_valid_when_the_next_step_is_filled() -> None:
 
 
 def test_masks_for_draft_tokens_equal_the_masks_after_acceptance() -> None:
-    """A row has a mask after each draft token before the first one that its grammar refuses or that ends its output.
+    """Each draft token of a row gives a mask for the token after it. The matchers do not advance.
 
-    The matchers do not advance.
+    The masks of a row end before a draft token that the grammar refuses or that ends the output.
     """
     filler = MaskFiller(1280, max_rows=4, max_drafts=12)
     names = {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}

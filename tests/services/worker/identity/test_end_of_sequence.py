@@ -17,7 +17,11 @@ END, STOP, TURN, EOT = range(2, 6)
 
 
 def ends(folder: Path, of_config: tuple[int, ...] = (), **files: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids of a folder with these files and a tokenizer of TOKENS."""
+    """Returns the end-of-sequence ids of a folder with these files and a tokenizer of TOKENS.
+
+    Args:
+        of_config: end-of-sequence ids of the loaded config object.
+    """
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="a"))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in TOKENS[2:]])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -102,7 +102,7 @@ def owned(server: RedisServer, publisher: IndexPublisher, tier: BlockTier = Bloc
 
 
 def in_agreement(server: RedisServer, publisher: IndexPublisher) -> bool:
-    """Returns whether lease, block keys and events equal the publisher's blocks, for readers with and without tiers."""
+    """Returns whether the lease, block keys and events in Redis agree with the publisher, for readers with and without tiers."""
     if publisher.blocks.num_pending or server.client.get(lease_key(WORKER)) != str(publisher.generation).encode():
         return False
     field = owner_field(WORKER, publisher.generation).encode()

@@ -59,7 +59,7 @@ class TimedWorker:
         run_first_steps(self.executor, self.config, LetterDecoder(), True, record_step, lambda: self.now)
 
     def serve(self, prompt_tokens: int, max_new_tokens: int = 2) -> list[tuple[float, float]]:
-        """Serves a prompt. Returns the seconds of each step with the limit at its start."""
+        """Serves a prompt. Returns, for each step, its seconds and the step limit at its start."""
         core = Scheduler(self.config, LetterDecoder())
         ids = np.arange(prompt_tokens, dtype=np.int32) % 900
         core.submit(Submit(1, 1, "r", ids, SamplingParams(max_new_tokens, ignore_eos=True)), 0.0)

@@ -1,4 +1,4 @@
-"""Tests of LoopCounts (seconds of steps and of bubbles) and RequestTimes (times and lengths of requests by stage)."""
+"""Tests of LoopCounts (seconds of steps and of bubbles) and RequestTimes (lengths of requests, and times by stage)."""
 
 from __future__ import annotations
 
