@@ -152,14 +152,14 @@ class _StopMatcher:
 class StopStringBuffer:
     """Buffers text of one request that is, or may become, a stop string. Calls must not overlap.
 
-    The worker decides whether a stop string ends the request, and names the stop string. This buffer only cuts the text. Both
-    search for stop strings, but differently:
+    The worker decides whether a stop string ends the request, and names the stop string. This buffer only cuts the text.
+    Worker and buffer search for stop strings in different ways:
     | | worker (`first_stop` in the scheduler core) | this buffer |
     | --- | --- | --- |
     | reads | the end of the text, once per token | each character once |
     | prefers the stop string | that begins first, like SGLang | that ends first |
-    The buffer cannot wait for a longer stop string, and its result must not depend on how the text is split. A text without the
-    first character of any stop string costs one search per stop string.
+    The buffer prefers the stop string that ends first, because it cannot wait for a longer one. Its result does not depend on how
+    the text is split. A text without the first character of any stop string costs one search per stop string.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
@@ -185,8 +185,9 @@ class StopStringBuffer:
         """Returns the buffered text, cut at the stop string that ended the request.
 
         Args:
-            matched_stop: the stop string that the worker names; "" if no stop string ended the request. If the buffer has a
-                complete stop string that begins earlier, or lacks matched_stop, the text is cut at the complete stop string.
+            matched_stop: the stop string that the worker names; "" if no stop string ended the request. The text is cut instead
+                at the first complete stop string that this buffer has found, if that one begins before matched_stop or the
+                buffer does not contain matched_stop.
         """
         text, self._buffer = self._buffer, ""
         start = text.find(matched_stop) if matched_stop else -1

@@ -22,7 +22,7 @@ MOST_CHARS = 400  # largest length of a cause in the explanation
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of the machine and of the model when the launcher was started."""
+    """The memory of the machine and the size of the model when the launcher was started."""
 
     model_bytes: int  # size of the weights' files; 0 for a process without weights
     free_bytes: int  # memory that a process could allocate
@@ -52,7 +52,7 @@ def why_it_ended(name: str, code: int, output: str, log: Path, memory: Memory, k
     Args:
         code: exit status; negative: the number of the signal.
         output: the log since the process was started.
-        kills: num_memory_kills() after the end.
+        kills: num_memory_kills() after the process has ended.
     """
     fault = cause(output)
     where = f"Its log is {log}."

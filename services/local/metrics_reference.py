@@ -126,7 +126,10 @@ def _described(*collectors: type[Readings[Any]] | type[WorkerMetrics] | type[Gra
 
 
 def _row(metric: Metric, labels: tuple[str, ...] | None = None) -> Row:
-    """Reads label names from a private attribute, because a metric without samples has no public one."""
+    """Returns the row of a metric.
+
+    Reads label names from a private attribute, because a metric without samples has no public one.
+    """
     names = getattr(metric, "_labelnames", ()) if labels is None else labels
     return Row(metric.name, metric.type, tuple(names), metric.documentation)
 

@@ -179,7 +179,7 @@ def _range(row: SamplingParameter) -> str:
 
 
 def _power(number: float) -> str:
-    """Formats a number. A large number is a power of two, or one less than a power of two."""
+    """Formats a number. Writes a large number as 2^N or 2^N - 1; the caller passes no other large number."""
     if abs(number) < 1 << 24:
         return f"{number:,.10g}"
     exponent, sign = round(abs(number)).bit_length() - 1, "-" if number < 0 else ""

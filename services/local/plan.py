@@ -52,7 +52,7 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
         ports: num_ports(settings) free ports.
 
     Raises:
-        ValueError: the Redis is not installed, or the user's flags for a service are wrong.
+        ValueError: the Redis server is not installed, or the user's flags for a service are wrong.
     """
     free = iter(ports)
     redis_port, state_port = next(free), next(free)
@@ -92,7 +92,7 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
 
 
 def _state(settings: LocalSettings, port: int) -> list[Part]:
-    """Returns the Redis of the state store, or [] without state_dir. The launcher creates its folder."""
+    """Returns the Redis of the state store, or [] if state_dir is empty. The launcher creates the folder of this Redis."""
     if not settings.state_dir:
         return []
     command = Command("state", redis_argv(port, settings.redis_server, state_folder(settings)))
@@ -129,7 +129,7 @@ def worker_names(settings: LocalSettings) -> list[str]:
 
 
 def served_name(settings: LocalSettings) -> str:
-    """Returns the name that clients use: the setting, or if it is empty the folder's name or the hub id."""
+    """Returns the model name for clients: the setting, or if the setting is empty, the folder's name or the hub id."""
     if settings.served_model_name:
         return settings.served_model_name
     folder = Path(settings.model)

@@ -122,7 +122,10 @@ class Start:
                     self._view.line(f"  {part.command.name:<13} ready after {seconds:4.1f} s   pid {child.pid}")
 
     async def _until_ready(self, part: Part, child: Child) -> None:
-        """Waits until the process is ready. Polls its health service, and also a Redis's PING or a gateway's /readiness."""
+        """Waits until the process is ready. Polls PING of a Redis, and the health service of any other process.
+
+        For a gateway, /readiness must succeed, too.
+        """
         host = HOST if part.settings is None else address(part.settings.host)
         async with grpc_server.channel(f"{host}:{part.health}") as channel:
             health = health_pb2_grpc.HealthStub(channel)

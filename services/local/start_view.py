@@ -43,7 +43,7 @@ class LogReader:
         self.last_step = ""
 
     def news(self) -> list[UserRecord]:
-        """Returns the records for users since the last call. An incomplete line is read by a later call."""
+        """Returns the records since the last call that the console shows. An incomplete line is read by a later call."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._position)
@@ -103,7 +103,10 @@ class StartView:
 
 
 def _user_record(line: bytes) -> UserRecord | None:
-    """Returns the record for users in a log line, or None. Lines that are not JSON come from libraries and are not shown."""
+    """Returns the record that the console shows for a log line: a progress bar, a loader's warning, or a step.
+
+    None for all other lines. Lines that are not JSON come from libraries.
+    """
     try:
         record = json.loads(line)
     except ValueError:

@@ -23,8 +23,8 @@ def map_large_blocks(threshold_bytes: int) -> None:
 def trim_heap() -> None:
     """Returns the free pages of all malloc arenas to the operating system.
 
-    Otherwise, glibc caches freed blocks below the threshold of map_large_blocks(). During the call, threads that allocate wait
-    for some milliseconds. Source: malloc_trim(3).
+    Without this call, glibc caches freed blocks below the threshold of map_large_blocks(). During the call, threads that allocate
+    wait for some milliseconds. Source: malloc_trim(3).
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

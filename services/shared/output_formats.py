@@ -118,7 +118,10 @@ def _in_words(template: str) -> str:
 
 
 def _between_call_marks(template: str) -> str:
-    """Returns the format between <tool_call> marks. GLM has the same marks around `<arg_key>`, MiniMax around `<invoke`."""
+    """Returns the format of calls between <tool_call> marks.
+
+    NONE for templates of GLM (`<arg_key>`) and MiniMax (`<invoke`), which have the same marks around other formats.
+    """
     if "<function=" in template:
         return "qwen3_coder"
     return NONE if "<arg_key>" in template or "<invoke" in template else "hermes"

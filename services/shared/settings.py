@@ -232,5 +232,5 @@ def _wrong_fields(error: ValidationError, by_file: Collection[str] = (), path: s
 
 
 def served_name(folder: str | Path, name: str = "") -> str:
-    """Returns the model name that clients use: `name`, or if it is empty the folder's last component, without resolving links."""
+    """Returns the model name for clients: `name`, or if `name` is empty, the folder's last component, without resolving links."""
     return name or os.path.basename(os.path.abspath(folder))

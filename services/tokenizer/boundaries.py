@@ -1,8 +1,8 @@
 """Decides at which positions a text may be cut so that the ids of the two parts, joined, are the ids of the whole text.
 
-The decision follows the steps of the tokenizer's description (tokenizer.json). A cut is allowed if every step gives the same
-result for the parts as for the whole, and if one step splits the text there or no token of the model spans the cut. If a
-tokenizer has a step that this file does not know, its texts are never cut.
+The decision follows the steps of the tokenizer's description (tokenizer.json). A cut is allowed if two conditions hold. First,
+every step gives the same result for the parts as for the whole. Second, a step splits the text at the cut, or no token of the
+model spans the cut. If a tokenizer has a step that this file does not know, its texts are never cut.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Boundaries:
 
     @functools.cached_property
     def allows_blanks(self) -> bool:
-        """Whether a run of blanks may be cut where stitches() is true, if both sides are much longer than max_token_chars."""
+        """Whether a run of blanks may be cut if both sides are much longer than max_token_chars and stitches() is true."""
         if not self._known or not self._is_bpe or self._absorbs_blanks:
             return False
         if (" ", " ") in self._added_pairs or any(not text.strip() for text in self._added_texts):
@@ -116,7 +116,7 @@ class Boundaries:
         """Whether the model encodes the joined text of two tokens as exactly these two tokens.
 
         If that is true for all neighbouring tokens of a word, byte-pair encoding gives exactly these tokens for the word.
-        Otherwise, the first merge across a border between two tokens would also happen in the joined text of these two tokens.
+        The reason: a first merge across the border between two of these tokens would also happen in the joined text of the two.
         """
         texts = (self._tokenizer.id_to_token(last) or "", self._tokenizer.id_to_token(first) or "")
         return [token.id for token in self._model.tokenize("".join(texts))] == [last, first]
@@ -139,9 +139,10 @@ class Boundaries:
                 yield normalizer.normalize_str(token.content).replace(METASPACE, " ")
 
     def _is_marked(self, text: str, at: int) -> bool:
-        """Whether normalization would put its blank elsewhere than at a cut at this position.
+        """Whether the blank that normalization adds may be elsewhere than at the beginning of the part after this cut.
 
-        This may be so if an added token ends here, or if an added token begins or the text ends here or one character later.
+        True if an added token ends at the cut, or if an added token begins at the cut or one character later. Also true if at
+        most one character follows the cut.
         """
         texts = self._added_texts
         return text.startswith(texts, at) or text.startswith(texts, at + 1) or text.endswith(texts, 0, at) or at + 1 >= len(text)

@@ -59,7 +59,7 @@ class EncodeJob:
         return sum(map(len, self.texts))
 
     def limited(self, ids: Sequence[int]) -> EncodedText:
-        """Applies the limit to the ids of a text. `ids` may be incomplete if there are already more than the limit."""
+        """Applies the limit to the ids of a text. `ids` may be incomplete if it has more ids than the limit."""
         if not self.max_tokens or len(ids) <= self.max_tokens:
             return EncodedText(ids)
         return EncodedText(ids[: self.max_tokens] if self.truncates else (), len(ids))
@@ -266,8 +266,8 @@ class PieceEncoder:
         """Checks that the ids of two pieces, cut among blanks, are the ids of their joined text.
 
         Returns:
-            0 if they are. Otherwise, the last token of `before` is removed. The result is the token's length in characters, by
-            which the next piece must begin earlier.
+            0 if they are. Otherwise, removes the last token of `before` and returns its length in characters. The next piece must
+            begin earlier by this length.
 
         Raises:
             _NoStitch: the run of blanks cannot be cut here.

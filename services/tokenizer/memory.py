@@ -65,7 +65,7 @@ class ByteBudget:
             raise
 
     def _withdraw(self, share: int, granted: asyncio.Future[None]) -> None:
-        """Removes a request that stopped waiting from the queue, and returns its share if it was just granted."""
+        """Removes from the queue a request that no longer waits. Returns its share if the share was granted meanwhile."""
         if granted.done() and not granted.cancelled():
             self._free += share
         elif (share, granted) in self._waiting:
@@ -88,7 +88,10 @@ class HeapTrimmer:
         self._timer: asyncio.TimerHandle | None = None
 
     async def trim(self) -> None:
-        """Trims the heap now. At the start of a call, this returns gRPC's buffer of the large message, which is free by then."""
+        """Trims the heap now.
+
+        At the start of a large request, this returns the buffer in which gRPC received the message. It is already free.
+        """
         await asyncio.get_running_loop().run_in_executor(self._executor, trim_heap)
 
     def trim_later(self) -> None:

@@ -84,7 +84,7 @@ class Pattern:
         return not any(left.contains(before) and right.contains(after) for left, right in self.follows)
 
     def begins_at(self, char: str) -> bool:
-        """Whether a match begins at each occurrence of this character that no earlier match contains."""
+        """Whether a match begins at every occurrence of this character, unless an earlier match contains the occurrence."""
         return any(_begins(branch, char) for branch in self.branches)
 
     def can_have(self, char: str) -> bool:
@@ -234,7 +234,7 @@ class _Reader:
     def _folded(self, char: str) -> Contains:
         """Returns a class of `char` in both cases and of all non-ASCII characters.
 
-        The library may fold non-ASCII letters to `char` that Python does not.
+        All non-ASCII characters are included, because the library may fold more of them to `char` than Python.
         """
         return lambda one: one.casefold() == char.casefold() or not one.isascii()
 
@@ -279,7 +279,7 @@ class _Reader:
         """Reads an end of a range or an escaped class.
 
         Returns:
-            The literal character, or None for an escaped class; and its class.
+            (literal character, its class), or (None, class) for an escaped class.
         """
         char = self.text[self.at : self.at + 1]
         if char == "\\":

@@ -76,7 +76,7 @@ class InvalidField(Exception):
 
 
 def parse_json(name: str, data: bytes, kind: type) -> Any:
-    """Returns the JSON value in `data`, or None if `data` is empty. Raises InvalidField unless the value is a `kind`."""
+    """Returns the JSON value in `data`, or None if `data` is empty. Raises InvalidField unless its type is `kind`."""
     if not data:
         return None
     try:

@@ -1,7 +1,7 @@
 """Renders chat templates in separate processes, so that a template that loops or uses too much memory can be killed.
 
-The pool owns its processes. Each process renders one request at a time. If a process takes too long, dies, or its request is
-cancelled during the exchange, it is killed, and the next request starts a new process.
+The pool owns its processes. Each process renders one request at a time. If a process takes too long or dies, or if its
+request is cancelled during the exchange, the process is killed, and the next request starts a new process.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one operation. Raises CommandFailed."""
+    """Runs the batch action that the command line names. Raises CommandFailed."""
     if args.file_or_id is None and args.action != "list":
         raise CommandFailed(
             Exit.USAGE, f"batch {args.action} needs {'a file' if args.action == 'submit' else 'the id of a batch'}."
@@ -67,7 +67,7 @@ def _status(args: argparse.Namespace, server: Server) -> Exit:
 
 
 def _list(args: argparse.Namespace, server: Server) -> Exit:
-    """Prints all batches of all pages, the newest first."""
+    """Prints all batches, the newest first. Requests every page of the list."""
     after = ""
     while True:
         page = server.get(f"{BATCHES}?limit=100{after}")
@@ -156,7 +156,7 @@ def _print_batch(batch: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def _counts(batch: dict[str, Any]) -> tuple[int, int]:
-    """Returns the number of finished lines, which includes failed lines, and the number of all lines."""
+    """Returns the number of finished lines and the number of all lines. Failed lines count as finished."""
     counts = batch.get("request_counts") or {}
     return (counts.get("completed") or 0) + (counts.get("failed") or 0), counts.get("total") or 0
 

@@ -19,7 +19,7 @@ SHOW_EVERY_S = 0.2  # seconds between two updates of the progress bar
 
 
 def endpoint_of(path: Path) -> str:
-    """Returns the `url` in the first line of a batch file. Raises CommandFailed if it has none."""
+    """Returns the `url` in the first line of a batch file. Raises CommandFailed if this line has no `url`."""
     try:
         with path.open("rb") as file:
             line: Any = json.loads(file.readline() or b"null")
@@ -68,7 +68,7 @@ def _part(boundary: str, disposition: str, headers: str = "") -> bytes:
 
 
 def _pieces(path: Path, size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
-    """Yields the form in pieces. Bytes appended to the file after `size` was read are not sent.
+    """Yields the form of content_of() in pieces. Sends the first `size` bytes of the file, even if the file has become longer.
 
     Raises:
         CommandFailed: The file has become shorter than `size`.
@@ -84,11 +84,11 @@ def _pieces(path: Path, size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
 
 
 def with_progress(pieces: Iterable[bytes], title: str, total: int, err: Terminal) -> Iterator[bytes]:
-    """Yields the given pieces and shows on a terminal how many bytes have passed.
+    """Yields the given pieces, and shows the number of bytes yielded so far.
 
     Args:
         total: bytes of all pieces; 0 if unknown, so that no progress is shown.
-        err: stream for the progress, which is shown only on a terminal, not in a file or a pipe.
+        err: stream for the progress. If it is not a terminal, no progress is shown.
     """
     begun = updated_at = time.monotonic()
     done, is_shown = 0, err.is_tty and total > 0

@@ -60,7 +60,7 @@ async def offer(sessions: Sequence[Session], args: argparse.Namespace, player: P
 
 
 async def warm_up(sessions: Sequence[Session], http: aiohttp.ClientSession, endpoint: Endpoint, concurrency: int) -> str | None:
-    """Sends the sessions and returns the first error, or None."""
+    """Sends the sessions. Returns the first error, or None if all requests succeed."""
     player = Player(http, endpoint)
     await closed_loop(sessions, concurrency, player.play)
     return next((f"{o.error}: {o.error_detail}" for o in player.outcomes if o.error is not None), None)
@@ -104,7 +104,7 @@ async def measure(args: argparse.Namespace, target: Target, sessions: Sequence[S
 
 
 def parameters_of(args: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """Returns the flags that the results record: all but those of the API key and the output."""
+    """Returns the flags that the results record: all flags except those of the API key and of the output."""
     hidden = ("command", "run", "api_key_file", "output_file", "output_details", "json")
     return {key: value for key, value in vars(args).items() if key not in hidden} | {"url": target.url}
 

@@ -77,7 +77,7 @@ def add_load_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def settle(args: argparse.Namespace) -> str:
-    """Sets the default that depends on other flags. Returns the error of a wrong combination, or an empty string."""
+    """Sets the default of --concurrency if --request-rate is not given. Returns the fault of the flags, or an empty string."""
     if args.request_rate is None and args.concurrency is None:
         args.concurrency = DEFAULT_CONCURRENCY
     if args.token_ids and args.endpoint == "chat":

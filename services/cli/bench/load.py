@@ -66,7 +66,7 @@ class Player:
         self.outcomes: list[Outcome] = []
 
     async def play(self, session: Session, scheduled_at: float | None) -> None:
-        """Sends the turns in order. After a failed turn, no turn is sent, because its prompt would lack the failed completion."""
+        """Sends the turns in order. After a failed turn, sends no other turn, because its prompt would lack a completion."""
         dialogue = open_dialogue(session, self._endpoint.chat)
         for turn in session.turns:
             body = self._endpoint.body(dialogue.next_prompt(turn.content), turn.max_tokens)

@@ -20,7 +20,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use; taskset and containers make it smaller than the machine's."""
+    """Returns the number of cores that this process may use; taskset and containers can exclude cores of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

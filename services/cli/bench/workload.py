@@ -76,7 +76,10 @@ def random_sessions(spec: Spec) -> list[Session]:
 
 
 def shared_prefix_sessions(spec: Spec) -> list[Session]:
-    """Returns groups times prompts_per_group questions, shuffled. The questions of a group share a system prompt."""
+    """Returns spec.groups x spec.prompts_per_group sessions of one question, shuffled.
+
+    The sessions of a group share a system prompt.
+    """
     source = Source(spec)
     systems = [source.content(spec.system_len) for _ in range(spec.groups)]
     sessions = [
@@ -107,7 +110,7 @@ def make_sessions(spec: Spec) -> list[Session]:
 
 
 def make_warmup(spec: Spec, count: int) -> list[Session]:
-    """Returns `count` requests with other contents than make_sessions(), so that the warm-up caches no measured prefix."""
+    """Returns `count` requests. Their contents differ from make_sessions(), so that the warm-up caches no measured prefix."""
     spec = replace(spec, seed=spec.seed + WARMUP_SEED_OFFSET, num_requests=None)
     sessions = MAKERS[spec.name](replace(spec, num_requests=count) if spec.name == "random" else spec)
     return first_requests(sessions, min(count, sum(len(s.turns) for s in sessions)))

@@ -84,7 +84,8 @@ class Server:
         """Yields the events of a stream until [DONE] or its end. Closing the iterator closes the connection.
 
         Raises:
-            CommandFailed: With UNREACHABLE before the stream begins, with CUT_OFF within the stream.
+            CommandFailed: The connection fails before the stream begins (UNREACHABLE) or within the stream (CUT_OFF), or the
+                server reports an error (FAILED).
         """
         with closing(self._connection()) as connection:
             content = Content("application/json", json.dumps(body | {"stream": True}).encode())
@@ -146,7 +147,7 @@ class Server:
         if not isinstance(event, dict):
             raise self._not_openai(path)
         if event.get("error"):
-            raise CommandFailed(Exit.FAILED, f"the server ended the answer ({_message(payload)}): ask again.")
+            raise CommandFailed(Exit.FAILED, f"the server ended the response ({_message(payload)}): ask again.")
         return event
 
     def _not_openai(self, path: str) -> CommandFailed:

@@ -1,4 +1,4 @@
-"""The state of a gateway and its workers, from responses of the gateway's /server_info. Rates compare successive responses."""
+"""The state of a gateway and its workers, from responses of the gateway's /server_info. Rates come from successive responses."""
 
 from __future__ import annotations
 
@@ -118,7 +118,10 @@ class Observer:
         )
 
     def _rate(self, name: str, report: Mapping[str, Any], now: float) -> float | None:
-        """Returns generated tokens per second between the worker's last two reports. Responses can repeat a report."""
+        """Returns generated tokens per second between the worker's last two reports.
+
+        If a response repeats a report, the rate stays the same for RATE_VALID_S.
+        """
         if report["told_s_ago"] is None:
             self._counts.pop(name, None)
             return None

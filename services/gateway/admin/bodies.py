@@ -56,7 +56,7 @@ class SelectedPages(ControlBody):
     older_than_s: float | None = Field(None, ge=0, allow_inf_nan=False)
 
     def flush_request(self, tiers: Sequence[str]) -> Message:
-        """Returns the message that flushes the selected pages in these tiers. If `tiers` is empty, the worker chooses."""
+        """Returns the message that flushes the selected pages in these tiers. If `tiers` is empty, the worker chooses them."""
         salt = self._salt()
         selects = [] if salt is None and self.older_than_s is None else [SELECTED]
         return pb.FlushCacheRequest(tiers=[*tiers, *selects], cache_salt=salt, older_than_s=self.older_than_s)
@@ -80,7 +80,7 @@ class FlushCache(SelectedPages):
 
 
 class ClearStorage(SelectedPages):
-    """Flushes cached pages of the storage tier only, under SGLang's name."""
+    """Flushes cached pages of the storage tier only. SGLang has a separate route for this flush."""
 
     def request(self) -> Message:
         return self.flush_request(["storage"])

@@ -1,6 +1,6 @@
 """Aborts requests across gateways: the gRPC service that other gateways call, and the client that calls their services.
 
-A gateway stores no state about other gateways. An abort reports a gateway that does not respond as unreached.
+A gateway stores no state about other gateways. The result of an abort lists the gateways that did not respond.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _fault_of(request: pb.AbortRequest) -> str:
 class PeerGateways:
     """The client of all gateways that discovery has found, with a gRPC channel to each. Each process has one, on its event loop.
 
-    Discovery may also list this gateway's own address. The results of calls to it are dropped.
+    Discovery may also list this gateway's own address. The result of a call to this address is dropped.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PeerGateways:
         return len(self._channels)
 
     async def abort(self, scope: AbortScope) -> Sequence[PeerAnswer]:
-        """Aborts requests at all other gateways concurrently. Returns one result per gateway."""
+        """Aborts requests at all other gateways concurrently. Returns one result for each of them."""
         request = pb.AbortRequest(sender=self.name, worker=scope.worker)
         if scope.rid is None:
             request.all = True

@@ -123,7 +123,7 @@ class AdminApi:
     def _authorize(self, headers: dict[bytes, bytes]) -> None:
         """Checks the control token, and that no web page sent the request. Raises ApiError.
 
-        Otherwise, a page in an operator's browser could send requests to an admin port on the operator's own machine.
+        Without the second check, a page in an operator's browser could send requests to an admin port on the operator's machine.
         """
         if not accepts(self._token, headers.get(b"authorization", b"")):
             raise ApiError(

@@ -133,6 +133,6 @@ def _state(link: AnyLink, usable: bool, now: float) -> str:
 
 
 def _not_after(tls: MutualTls) -> float:
-    """Returns the Unix time at which the certificate expires. 0 if the file had an expired certificate when it was read."""
+    """Returns the Unix time at which the certificate expires. 0 if it had already expired when its file was read."""
     named = tls.files.now().named
     return 0.0 if named is None else named.not_after

@@ -118,7 +118,7 @@ class BackgroundRun:
         await self._within_time_limit(self._resume_until_complete(0, None))
 
     def close(self) -> None:
-        """Cancels `opened` if it is pending. Ends the admission if begin() was cancelled before its first step."""
+        """Cancels the future `opened` if it is pending. Ends the admission if begin() was cancelled before its first step."""
         if not self.opened.done():
             self.opened.cancel()
         if self._first is not None and self._first.admission is not None and not self._begun:
@@ -304,7 +304,7 @@ def _may_pass(failure: ApiError) -> bool:
 def _may_be_caused_by_request(failure: ApiError) -> bool:
     """Returns whether the request may have caused the failure, for example by crashing a worker.
 
-    TRIES limits the number of workers that a harmful request can disturb.
+    After TRIES such failures, the request is not retried, so that a harmful request disturbs only a few workers.
     """
     return failure.status == 500 or failure.code == "worker_lost"
 

@@ -4,7 +4,8 @@ A draining gateway releases its responses at once, because a response may take a
 stored tokens, whose KV is still in the workers' prefix caches.
 
 While the store is unreachable, leases expire although their gateways are healthy. These gateways renew their leases when the
-store is reachable again. So for the duration of a lease after an outage, this gateway takes over only released responses.
+store is reachable again. Therefore, after an outage, this gateway takes over only released responses until one lease duration has
+passed.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class BackgroundRunner:
     async def _release_and_delete(self) -> None:
         """Releases the responses in _to_release, and deletes the responses in _to_delete.
 
-        A search and drain() may call this method at the same time.
+        The search for free responses and drain() may run this method at the same time.
         """
         while self._to_release:
             lease, ids = self._to_release.popitem()
@@ -211,7 +212,7 @@ class BackgroundRunner:
     async def _take(self, owner: str, response_id: str) -> None:
         """Takes over a response if no gateway has its lease.
 
-        If the response cannot be read, its lease is not released. So the next gateway tries only after the lease has expired.
+        If the response cannot be read, its lease is not released. Another gateway takes over only after the lease has expired.
         """
         lease = await self._store.take(owner, response_id)
         if lease is None:
@@ -238,7 +239,7 @@ class BackgroundRunner:
             self._start(run, run.resume())
 
     async def _give_up(self, lease: Lease, owner: str, response_id: str) -> None:
-        """Ends a response that no gateway could run, with status failed. If its record is unreadable, the record stays unchanged.
+        """Gives a response the status failed, because no gateway could run it. An unreadable record stays unchanged.
 
         The caller must have the lease. Raises LeaseLost, StoreAway.
         """
@@ -258,7 +259,7 @@ class BackgroundRunner:
     def _ended(self, run: Run, task: asyncio.Task[None]) -> None:
         """Removes an ended run.
 
-        After an unexpected error, the lease is not released. So the next gateway tries only after the lease has expired.
+        After an unexpected error, the lease is not released. Another gateway takes over only after the lease has expired.
         """
         del self._runs[run]
         run.close()

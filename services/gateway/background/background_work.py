@@ -139,7 +139,7 @@ class BackgroundWork:
             raise ApiError(429, "The store limit of this API key is reached. Delete stored data.", code="store_full")
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
-        """Returns the status of a background response. None if the state is not stored; the record may still be."""
+        """Returns the status of a background response. None if its state is not stored, even if its record still is."""
         try:
             return await self._store.status(owner, response_id)
         except StoreAway:
@@ -180,7 +180,10 @@ class BackgroundWork:
         return self._streams.stream(owner, response_id, 0)
 
     async def cancel(self, owner: str, response_id: str) -> None:
-        """Cancels a response and returns when it has ended. Its stored output remains. Has no effect on an ended response."""
+        """Cancels a response, and returns when the response has ended. Has no effect on an ended response.
+
+        The stored output remains.
+        """
         try:
             await self._cancel(owner, response_id)
         except StoreAway:

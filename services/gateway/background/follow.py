@@ -156,7 +156,7 @@ class Streams:
     def _read_once(self, followed: _StreamedResponse, of: tuple[str, str], first: int) -> asyncio.Task[Page | None]:
         """Returns the running read of this page. Starts the read unless another stream has started it.
 
-        The read continues if its streams end.
+        The read continues even if the streams that wait for it end.
         """
         read_key = (first, followed.num_writes)
         read = followed.reads.get(read_key)
@@ -173,6 +173,6 @@ class Streams:
 
 
 def _event(event: bytes) -> bytes:
-    """Returns a server-sent event named by its type. The JSON begins with the member `type`."""
+    """Returns an event in JSON as a server-sent event. Its name is the value of the first JSON member, `type`."""
     kind = event[len(b'{"type":"') : event.index(b'"', len(b'{"type":"'))]
     return b"event: %s\ndata: %s\n\n" % (kind, event)

@@ -1,8 +1,8 @@
 """Writes the output of one background response to the store in pieces. A client sees only events that are stored.
 
 A piece has the output since the previous piece. At most one piece is written per PIECE_S, so a stream lags by about 0.1 s. While
-the store is unreachable, a piece waits for up to HOLD_S, and later output waits for the piece. Then the attempt ends, and the
-next attempt computes the unwritten output again.
+the store is unreachable, a piece waits for up to HOLD_S, and later output waits for the piece. After HOLD_S, the attempt ends,
+and the next attempt computes the unwritten output again.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class JournalSink(Sink):
             self._renderer.restore((), texts)
 
     async def _begin_events(self) -> None:
-        """Writes the first events if the request has been sent to a worker and they are not written yet."""
+        """Writes the first events if the request has been sent to a worker and these events are not written yet."""
         assert self.running is not None and self._renderer is not None
         if not self._has_begun and self.running.phase is not Phase.TOKENIZED:
             self._has_begun = True

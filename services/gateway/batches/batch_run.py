@@ -317,7 +317,7 @@ def _may_pass(attempt: LineAttempt) -> bool:
 def _may_be_caused_by_request(attempt: LineAttempt) -> bool:
     """Returns whether the request may have caused the failure, for example by crashing a worker.
 
-    TRIES limits the number of workers that a harmful request can disturb.
+    After TRIES such failures, the request is not retried, so that a harmful request disturbs only a few workers.
     """
     return attempt.answer.status == 500 or attempt.code == "worker_lost"
 

@@ -138,7 +138,7 @@ class BatchRunner:
     async def _ended(self, run: BatchRun, task: asyncio.Task[None]) -> None:
         """Releases the lease of an ended run.
 
-        After an unexpected error, the lease is not released. So the next gateway tries only after the lease has expired.
+        After an unexpected error, the lease is not released. Another gateway takes over only after the lease has expired.
         """
         error = None if task.cancelled() else task.exception()
         if error is None:
@@ -151,7 +151,7 @@ class BatchRunner:
     async def _take_waiting(self) -> None:
         """Takes waiting batches, up to the limits AT_ONCE and MAX_ENDING.
 
-        Batches of the owner with the fewest running batches at this gateway come first, and of these the oldest.
+        The next batch is the oldest one of the owner with the fewest running batches at this gateway.
         """
         self._without_key = {owner: order for owner, order in self._without_key.items() if self._lacks_api_key(order)}
         waiting = await self._stores.batches.waiting(MAX_WAITING, AT_ONCE, int(self._clock()))
@@ -183,9 +183,9 @@ class BatchRunner:
             self._runs[longest[-1]].cancel()
 
     async def _take(self, batch: WaitingBatch, into: set[BatchRun] | None) -> None:
-        """Takes a batch if no gateway has its lease, and adds its run to `into`.
+        """Takes a batch if no gateway has its lease, and adds its run to `into` unless this is None.
 
-        If the batch is unreadable, its lease is not released. So the next gateway tries only after the lease has expired. That
+        If the batch is unreadable, its lease is not released. Another gateway takes over only after the lease has expired. That
         gateway may have another version, which can read the batch.
         """
         lease = await self._stores.leases.take(batch_lease(batch.owner, batch.id))

@@ -45,8 +45,8 @@ class Line:
 async def numbered(content: AsyncIterable[bytes]) -> AsyncIterator[tuple[int, bytes]]:
     """Yields the lines that are not blank, with their numbers from 1.
 
-    A line above the size limit is truncated to one byte more than the limit. So it needs little memory, and read_line() refuses
-    it.
+    A line above the size limit is truncated to one byte more than the limit. The truncated line needs little memory, and
+    read_line() refuses it.
     """
     number, rest, most = 1, bytearray(), limits.MAX_BATCH_LINE_BYTES + 1
     async for piece in content:
@@ -104,7 +104,7 @@ class Checked:
 
 
 async def check(content: AsyncIterable[bytes], endpoint: str, most_lines: int) -> Checked:
-    """Checks an input. Stops at its end, after MAX_BATCH_ERRORS faults, or after one line more than `most_lines`."""
+    """Checks an input. Stops at the end of the input, after MAX_BATCH_ERRORS faults, or after one line more than `most_lines`."""
     seen: dict[str, int] = {}
     models: set[str] = set()
     errors: list[BadLine] = []

@@ -126,7 +126,10 @@ class Lanes:
 
     @property
     def _num_opened(self) -> float:
-        """Number of additional lanes that the time without other requests has opened. Infinite before the first other request."""
+        """Number of lanes beyond `beside`: 0 until QUIET_S after the last other request, then 1, growing by 1 per RISE_S.
+
+        Infinite if there was no other request yet.
+        """
         since_s = self._quiet_s() - QUIET_S
         return 1 + since_s / RISE_S if since_s >= 0 else 0.0
 

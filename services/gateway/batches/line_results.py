@@ -34,7 +34,7 @@ class LineResponse:
 
 
 def answered(line: Line, answer: LineResponse) -> LineResult:
-    """Returns the result of a computed line. Status 200 goes to the output file, and every other status to the error file.
+    """Returns the result of a computed line. A status of 200 puts it into the output file, any other into the error file.
 
     A response of more than MAX_BATCH_RESULT_BYTES becomes the error `result_too_large`.
     """
@@ -47,7 +47,7 @@ def answered(line: Line, answer: LineResponse) -> LineResult:
 
 
 def not_executed(line: Line, code: str) -> LineResult:
-    """Returns the result of a line without a response. The store accepts this small result even if the quota is full."""
+    """Returns the error `code` as a line's result. The store accepts this small result even if the quota is full."""
     return LineResult(line.number, ERRORS, _line(line, None, {"code": code, "message": _MESSAGES[code]}), forced=True)
 
 
@@ -57,7 +57,7 @@ def _line(line: Line, response: Mapping[str, Any] | None, error: Mapping[str, st
 
 
 def _usage(usage: Any) -> dict[str, int]:
-    """Returns the token counts of an endpoint's `usage` object by the names of USAGE, without zeros."""
+    """Returns the token counts in an endpoint's `usage` object, by their names in USAGE. Leaves out counts of 0."""
     if not isinstance(usage, dict):
         return {}
     prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0))

@@ -121,8 +121,8 @@ class GatewaySettings(ServiceSettings):
     max_speculative_blocks: int = Field(
         1 << 18,
         ge=0,
-        description="Largest number of 64-token blocks, over all workers, that count as cached after a routing decision before"
-        " the worker reports them. Above it, the oldest are dropped.",
+        description="A routed prompt's 64-token blocks count as cached before the worker reports them. Largest number of such"
+        " blocks over all workers. If there are more, the oldest are dropped.",
     )
     worker_queue_slack: float = Field(
         0.25,
@@ -134,8 +134,8 @@ class GatewaySettings(ServiceSettings):
     unreachable_s: float = Field(
         1.5,
         ge=0,
-        description="Seconds without an expected message after which a worker, a tokenizer or a detokenizer counts as lost if"
-        " its machine also accepts no new connection. 0: no connections are tried.",
+        description="A worker, tokenizer or detokenizer counts as lost if an expected message is missing for this number of"
+        " seconds and its machine does not respond to new connections. 0: no connections are tried.",
     )
     breaker_faults: int = Field(
         5,
@@ -154,7 +154,10 @@ class GatewaySettings(ServiceSettings):
         description="A prefill worker computes a prompt if at least this number of the prompt's tokens are not cached at the"
         " decode worker.",
     )
-    enable_priority_scheduling: bool = Field(False, description="Requests that wait in the gateway are sorted by priority.")
+    enable_priority_scheduling: bool = Field(
+        False,
+        description="Sorts requests that wait in the gateway by priority. If False, their order does not depend on priority.",
+    )
     schedule_low_priority_values_first: bool = Field(False, description="Lower priority values are more urgent.")
     api_keys_file: str = Field(
         "",

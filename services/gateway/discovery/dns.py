@@ -48,7 +48,7 @@ class DnsWatch:
 
         Args:
             refresh_s: Pause between two look-ups, in seconds.
-            changed: Called with the endpoints of every accepted result.
+            changed: Called with the endpoints of each result, except for the first EMPTY_RESULTS - 1 empty results in a row.
         """
         self._target = target
         self._refresh_s = refresh_s

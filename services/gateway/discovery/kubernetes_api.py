@@ -105,7 +105,7 @@ class KubernetesApiError(Exception):
 
 
 def load_client() -> client.ApiClient:
-    """Returns a client for the cluster of this pod, or otherwise of the kubeconfig file. Raises ConfigException."""
+    """Returns a client for this pod's cluster; outside a pod, for the cluster in the kubeconfig file. Raises ConfigException."""
     configuration = client.Configuration()
     configuration.retries = False  # KubernetesWatch retries, with pauses
     try:

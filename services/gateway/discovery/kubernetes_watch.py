@@ -4,9 +4,9 @@ KubernetesWatch lists the slices, and then watches their changes. It lists them 
 dropped the watched version. The blocking client runs in a daemon thread, which passes its results to the event loop. While the
 API server fails, the last endpoints stay. If the Service is headless, the watch also reports its DNS name.
 
-KubernetesService looks up this name while the slices cannot be read. A rollback to discovery by DNS needs this: it removes the
-old gateways' permission and network access to the API server while their streams still run. Without the look-ups, these gateways
-would lose one endpoint with every replaced pod.
+KubernetesService looks up this name while the slices cannot be read. A rollback to discovery by DNS needs these look-ups. The
+rollback removes the old gateways' permission and network access to the API server while their streams still run. Without the
+look-ups, these gateways would lose one endpoint with every replaced pod.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Dispatcher:
         metrics.watch_queue(self.waiting_by_model)
 
     def waiting_by_model(self) -> dict[str, int]:
-        """Returns the number of waiting choices by model; "" for requests that wait for the first worker of the default model."""
+        """Returns the number of waiting choices by model name; see ModelCatalog.waiting()."""
         return self.catalog.waiting()
 
     def num_waiting_anywhere(self) -> int:
@@ -285,7 +285,7 @@ class Dispatcher:
             self._send(placement, link, handle, HEDGE, at.predicted_tokens, hands_over=prefill is not None)
 
     def _settle(self, placement: Placement, link: Link) -> None:
-        """Aborts the other submit of a hedged choice, because the worker of `link` has sent output."""
+        """Keeps the submit to `link`, whose worker has sent output, and aborts the other submit of a hedged choice."""
         loser = placement.settle(link)
         if loser is not None:
             self._fill_free_slot(placement.pool, loser)
@@ -473,8 +473,8 @@ class Dispatcher:
     def _on_other_weights(self, link: Link, placement: Placement) -> None:
         """Moves a choice that a worker has refused because the submit names another model version than the worker has.
 
-        Usually, the worker's new hello was on its way when the gateway sent the submit. If the last hello names the version of
-        the submit, the worker may have changed its version twice. The choice is then retried once.
+        Usually, the worker's new hello was on its way when the gateway sent the submit. If the last hello names the same version
+        as the submit, the worker may have changed its version twice, and the choice is retried once.
         """
         request, contradicts = placement.request, placement.model_version == link.model_version
         if placement.in_session:
@@ -491,8 +491,8 @@ class Dispatcher:
     def _may_retry(link: Link, placement: Placement) -> bool:
         """Returns whether a choice is retried after a fault of its worker.
 
-        A choice without output is retried once, if another usable worker has not refused it. The faulty worker then counts as
-        refusing.
+        A choice without output is retried once, if another usable worker has not refused it. The faulty worker counts as a
+        worker that has refused the choice.
         """
         if placement.has_begun or placement.retried or not placement.choice.can_move:
             return False

@@ -1,4 +1,4 @@
-"""The links to all workers that discovery has found, in one pool for each model. It does not route requests."""
+"""The links to all workers that discovery has found, in one pool for each model. This module does not route requests."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Fleet:
         )
 
     def take_replaced(self) -> list[Pool]:
-        """Returns the pools that were replaced by a pool of another model with the same name since the last call."""
+        """Returns the pools that, since the last call, were replaced by a pool of another model with the same name."""
         replaced, self._replaced = self._replaced, []
         return replaced
 
@@ -164,8 +164,8 @@ class Fleet:
     def may_serve(self, version: ModelVersion) -> bool:
         """Returns whether a worker has this model version, or may have it when it connects.
 
-        A worker that was never connected may have any version. The result is also True if discovery finds no worker of the model,
-        because a new worker may have any version.
+        True if some worker was never connected, because it may have any version. Also True if discovery finds no worker of the
+        model, because a new worker may have any version.
         """
         known = [link.model_version for link in self.links.values() if not link.retiring]
         mine = [each for each in known if each is None or each.model == version.model]
@@ -183,7 +183,7 @@ class Fleet:
         return ModelPool(model, policy, self.index, queue, self._lease_alive, self._owner_of, settings.worker_queue_slack)
 
     def _lease_alive(self, link: AnyLink) -> bool:
-        """Returns whether the worker's lease is valid or unknown. Always True if the worker has no lease."""
+        """Returns whether the worker's lease is valid or unknown. Always True unless the worker reports that it has a lease."""
         info, load = link.info, link.load
         if self.mirror is None or info is None or not info.publishes_index or load is None or not load.lease_held:
             return True
@@ -225,7 +225,7 @@ class Fleet:
         _set_common_model(pool)
 
     def refused_links(self, lost: AnyLink) -> list[Link]:
-        """Returns the connected links that join() has refused, if the pool of the setting model_name now has no worker.
+        """Returns the connected links that join() has refused, if the pool of the setting model_name has no worker; otherwise [].
 
         Args:
             lost: Link of the worker that was lost.

@@ -1,4 +1,4 @@
-"""Prometheus metrics of workers and of the prefix index, read when they are scraped."""
+"""Prometheus metrics of workers and of the prefix index. Their values are read at each scrape."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def _breakers(fleet: Fleet) -> Value:
 
 
 def _index(read: Callable[[PrefixIndex], float]) -> Callable[[Fleet], Value]:
-    """Returns a reading of the prefix index; no value without an index."""
+    """Returns a function that reads a value of a fleet's prefix index. The value is None if the fleet has no index."""
     return lambda fleet: None if fleet.index is None else read(fleet.index)
 
 
 def _mirror(read: Callable[[IndexMirror], float]) -> Callable[[Fleet], Value]:
-    """Returns a reading of the mirror of Redis; no value without Redis."""
+    """Returns a function that reads a value of a fleet's mirror of Redis. The value is None if the fleet has no mirror."""
     return lambda fleet: None if fleet.mirror is None else read(fleet.mirror)
 
 

@@ -143,7 +143,7 @@ class ModelPool(Generic[C]):
         return self._index is not None and len(self.links) > 1
 
     def row_of(self, link: AnyLink) -> int:
-        """Returns the row of a link that has joined."""
+        """Returns the row of a joined link in the routing columns."""
         return self._rows[link]
 
     def usable(self) -> list[WorkerLink[C]]:
@@ -160,12 +160,15 @@ class ModelPool(Generic[C]):
 
     @property
     def paused(self) -> bool:
-        """Whether a worker would take requests if it were not paused."""
+        """Whether at least one worker takes no requests only because it is paused."""
         return any(link.paused and link.ready and not link.draining for link in self.links.values())
 
     @property
     def refuses_new(self) -> bool:
-        """Whether all workers that serve whole requests (prompt and output) refuse new requests now. Paused workers count."""
+        """Whether all workers that serve whole requests (prompt and output) refuse new requests now.
+
+        Only workers that are ready and not draining count, also if they are paused. False if no worker counts.
+        """
         links = [link for row, link in self.links.items() if self.columns.serves[row] and link.ready and not link.draining]
         return bool(links) and all(link.refuses_new for link in links)
 
@@ -252,7 +255,7 @@ class ModelPool(Generic[C]):
             self.columns.serves[row] = self.links[row].model_version not in others
 
     def _update_load(self, link: AnyLink) -> None:
-        """Updates the requests and tokens of a worker: those of this gateway, plus the last reported ones of other gateways.
+        """Sets a worker's requests and tokens: those of this gateway, plus those of other gateways in the last load report.
 
         A choice whose pages the worker prefetches counts as a request, so that no other choice takes its slot.
         """
@@ -273,7 +276,7 @@ class ModelPool(Generic[C]):
             self._update_load(link)
 
     def has_free_slot(self, begun: bool = False) -> bool:
-        """Returns whether a worker has a free slot.
+        """Returns whether at least one worker that takes requests has a free slot.
 
         Args:
             begun: Whether the slot is for a request with output. Some workers refuse only requests without output.
@@ -359,7 +362,8 @@ class ModelPool(Generic[C]):
     def _prefill_workers_for(self, decode: WorkerLink[C], mine: worker_pb2.WorkerInfo, choice: C) -> NDArray[np.bool_]:
         """Returns bool[capacity]: workers that can compute the prompt of a choice for a decode worker.
 
-        They have the same model version and page layout as `decode`, whose hello is `mine`, and take new requests.
+        These workers have the same model version and page layout as `decode`, and take new requests. `mine` is the hello of the
+        decode worker.
         """
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
@@ -372,7 +376,7 @@ class ModelPool(Generic[C]):
         """Returns the query to the policy.
 
         Args:
-            decides: Whether this is the main query for the request, which also updates statistics.
+            decides: True for only one query per request. This query also updates the statistics.
         """
         matched, saved, first_block = None, None, b""
         if self._index is not None and self.wants_hashes:
@@ -429,7 +433,7 @@ class ModelPool(Generic[C]):
         return allowed
 
     def _able_to_score(self, choice: C) -> NDArray[np.bool_] | None:
-        """Returns bool[capacity]: workers that can serve a score request. Older versions cannot.
+        """Returns bool[capacity]: workers that can serve a score request. Workers of older versions cannot.
 
         Returns:
             None for other requests, which every worker can serve.
@@ -444,7 +448,7 @@ class ModelPool(Generic[C]):
     def _prefer_readers(self, choice: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Returns bool[capacity]: the allowed workers that can read the request's reserved pages.
 
-        Returns all allowed workers if none of these workers takes requests, or if the request has no reserved pages.
+        Returns all allowed workers if no worker that can read the pages takes requests, or if the request has no reserved pages.
         """
         if not choice.source_layout:
             return allowed

@@ -72,7 +72,7 @@ class PrefetchedPages:
 
 @dataclass(slots=True)
 class Home:
-    """The worker that has the pages which the items of a score request share. Items go to this worker while it has free slots."""
+    """The worker with the KV pages that all items of a score request share. Items go to this worker while it has free slots."""
 
     link: Link | None = None  # worker of the last placed item, or None before the first one
 
@@ -215,7 +215,7 @@ class Placement:
 
     @property
     def changes_numerics(self) -> bool:
-        """Whether the worker has other numerics than the output so far."""
+        """Whether the worker's numerics differ from the numerics of the output so far."""
         return self.has_begun and self.numerics not in ("", numerics_of(self.link))
 
     @property
@@ -285,7 +285,7 @@ class Placement:
             self.choice.trace.lost(handle)
 
     def place(self, link: Link, handle: int, predicted_tokens: int, now: float) -> None:
-        """Sets the worker. `now` is in loop time."""
+        """Sets the worker of the choice. `now` is in loop time."""
         self.link, self.handle = link, handle
         self.placed_at, self.predicted_tokens = now, predicted_tokens
         if self.home is not None:
@@ -336,8 +336,8 @@ class Placement:
         """Starts the timer of a wait.
 
         Args:
-            patience_s: Seconds for the sum of all waits of the choice. Time on workers between two waits does not count.
-            afresh: Whether earlier waits do not count.
+            patience_s: Longest time in seconds for all waits of the choice together. Time on workers does not count.
+            afresh: True: this wait has the whole `patience_s`. False: the times of earlier waits are subtracted.
             expired: Called on the event loop if the choice still waits when its patience ends.
         """
         loop = asyncio.get_running_loop()
@@ -364,10 +364,10 @@ class Placement:
         return waited_s
 
     def charge(self, spent: int) -> int:
-        """Returns the weighted tokens that have not been charged yet, and counts them as charged.
+        """Returns the tokens that have not been charged yet, and counts them as charged.
 
         Args:
-            spent: Weighted tokens of the choice so far.
+            spent: Prompt tokens of the choice, plus OUTPUT_WEIGHT times its output tokens so far.
         """
         due = max(0, spent - self.charged)
         self.charged += due
@@ -453,7 +453,8 @@ class Placement:
         """Removes the reservation and returns its KV source, for the submit with this handle. Reserved pages are read once.
 
         Returns:
-            None without a reservation, or if the worker of `link` cannot read pages of the reservation's layout.
+            None without a reservation, or if the worker of `link` cannot read pages of the reservation's layout. The reservation
+            is then released.
         """
         reservation, self._reservation, self.prefilled, self._submitted_reservation = self._reservation, None, False, None
         if reservation is None:
@@ -498,14 +499,14 @@ class Placement:
 
     @property
     def reader(self) -> PrefetchedPages | None:
-        """The prefetch of a completely computed prompt, whose decode worker should continue the choice; None without one."""
+        """The prefetch of the completely computed prompt. Its decode worker should continue the choice. None without one."""
         return self.prefetched_of(0)
 
     def handle_at(self, link: Link) -> int | None:
         """Removes the prefetch at this link's worker, and returns the prefetch's handle for the submit.
 
         Returns:
-            None if this worker has prefetched no pages. Prefetches of other workers are then released.
+            None if this worker has no valid prefetch of the computed prompt. All prefetches of the choice are then released.
         """
         pages = self.reader
         if pages is None or pages.link is not link:

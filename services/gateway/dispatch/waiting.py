@@ -83,7 +83,10 @@ class ModelCatalog:
         return [self._pools[name].model if name in self._pools else ModelInfo(name, 0, 0) for name in self.names()]
 
     def waiting(self) -> dict[str, int]:
-        """Returns the number of waiting choices for each name of names(). The entry "" counts requests with other names."""
+        """Returns the number of waiting requests and choices for each name of names().
+
+        The entry "" counts requests that wait for the first worker of a model which the settings do not expect.
+        """
         waiting = {name: self.num_unplaced[name] for name in ("", *self.names())}
         for name, pool in self._pools.items():
             waiting[name] += pool.num_waiting
@@ -129,7 +132,7 @@ class ModelCatalog:
         return found
 
     def _allowed(self, name: str | None, caller: Caller) -> str:
-        """Returns the name, or the name of the caller's default model for None. Raises ApiError 403."""
+        """Returns `name`; for None, the caller's default model. Raises ApiError 403 if the caller may not use the model."""
         if name is None:
             usable = [each for each in self.names() if caller.may_use(each)]
             name = self._first_known(usable) or next(iter(usable), None)
@@ -152,7 +155,7 @@ class ModelCatalog:
         return None if pool is None else pool.model
 
     async def _wait(self, name: str | None, until: float) -> None:
-        """Waits until a worker connects, or until loop time `until`. Raises ApiError if too many requests wait."""
+        """Waits until a worker connects, or until loop time `until`. Raises ApiError if max_waiting_requests is reached."""
         if self.num_unplaced.total() >= self._settings.max_waiting_requests:
             raise self._refusals.full()
         requested = next(iter(self.expected), "") if name is None else name
@@ -213,7 +216,7 @@ class Waiting:
         self._begin(placement, moved=False)
 
     def wake_parked(self, pool: Pool) -> None:
-        """Places parked choices after a worker has connected or its pause has ended."""
+        """Places parked choices after a worker has connected, or after the pause of a worker has ended."""
         for placement in list(pool.parked):
             if placement in pool.parked and self._place(placement):
                 self._end(placement)
@@ -225,9 +228,7 @@ class Waiting:
             placement.request.fail(error)
 
     def fail_unservable(self, pool: Pool, may_serve: Callable[[ModelVersion], bool]) -> None:
-        """Fails waiting requests that no worker will serve.
-
-        These are begun requests whose model version no worker has, and new requests if all workers refuse them.
+        """Fails begun requests whose model version no worker has, and new requests if all workers refuse new requests.
 
         Args:
             may_serve: Returns whether a worker has a model version, or may have it when it connects.
@@ -279,7 +280,7 @@ class Waiting:
         return Placed.SKIP if placement.pool.has_free_slot(placement.has_begun) else Placed.STOP
 
     def charge(self, placement: Placement) -> None:
-        """Charges the tokens of a choice that have not been charged yet to its API key."""
+        """Charges the API key of a choice for the tokens that have not been charged yet."""
         choice = placement.choice
         due = placement.charge(len(choice.prompt.ids) + OUTPUT_WEIGHT * len(choice.output_ids))
         if due > 0:
@@ -353,7 +354,8 @@ class Pace:
     def retry_after_s(self) -> int:
         """Returns the seconds until the last waiting choice is served at the recent rate, from least_s to LONGEST_S.
 
-        If no choice has completed in the two windows, returns the time since the start of the previous window.
+        The rate covers the time since the start of the previous window. If no choice has completed in this time, returns the
+        length of this time.
         """
         self._advance_window()
         waiting = self._waiting()

@@ -1,6 +1,6 @@
 """Copies the prefix index from Redis into the gateway's PrefixIndex, in one task (docs/design/fleet.md#the-index).
 
-Requests never wait for this task. It repeats three steps, so that the index has one writer:
+Requests never wait for this task. Only this task writes the index. It repeats three steps:
 
 1. read the leases, once in POLL_S;
 2. read the blocks of one new generation;
@@ -63,8 +63,8 @@ Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream ent
 class IndexReader:
     """A client of the Redis with the prefix index.
 
-    Each method is one round trip, except blocks(). Each raises RedisError or OSError if Redis is unreachable, slow or refuses a
-    call.
+    Each method except blocks() is one round trip. Each method raises RedisError or OSError if Redis is unreachable, is slow or
+    refuses a call.
     """
 
     def __init__(self, url: str) -> None:
@@ -149,7 +149,7 @@ class LeaseTable:
         return now - self._back_at >= LEASE_TTL_S
 
     def update(self, worker: str, generation: int | None) -> bool:
-        """Sets the generation of a worker's lease, or None without a lease. Returns whether it has changed."""
+        """Sets the generation of a worker's lease, or None if the worker has no lease. Returns whether the value has changed."""
         before = self.current.get(worker)
         if before == generation:
             return False
@@ -166,7 +166,7 @@ class LeaseTable:
         """Returns whether a generation of a worker has its lease.
 
         Args:
-            generation: The worker's generation; 0: any.
+            generation: The worker's generation; 0: any generation.
 
         Returns:
             None if this is unknown: has_settled() is False, or the generation has had no lease yet and may get one.
@@ -239,7 +239,7 @@ class IndexMirror:
         """Returns whether a worker has its lease.
 
         Args:
-            generation_hint: Index generation that the worker reports; 0: any.
+            generation_hint: Index generation that the worker reports; 0: any generation.
 
         Returns:
             None if this is unknown: Redis is unreachable or has just become reachable, or the generation has had no lease yet.
@@ -340,7 +340,7 @@ class IndexMirror:
             self._changed()
 
     def _apply_lease(self, worker: str, lease: int | None) -> bool:
-        """Applies a worker's lease, by retiring its owner or planning the reading of its blocks.
+        """Applies the last read lease of a worker: retires the worker's owner, or plans to read the worker's blocks.
 
         Returns:
             Whether the lease or the mirrored generation has changed.
@@ -394,7 +394,7 @@ class IndexMirror:
             self._caught_up_at = self._clock()
 
     async def _check_trim(self, model: str, after: bytes) -> None:
-        """Plans the reading of all blocks if the stream was trimmed beyond the last read entry, so that events may be lost."""
+        """Plans to read all blocks again if the stream was trimmed beyond the last read entry, because events may be lost."""
         if await self._reader.is_trimmed(model, after):
             logger.warning("index events were trimmed before they were read; reading all blocks again", extra=fields(model=model))
             self.counts.gaps += 1
@@ -433,7 +433,8 @@ class IndexMirror:
     def _apply_one(self, event: IndexEvent) -> None:
         """Applies an event.
 
-        A worker writes the lease of a generation before its first event. So an event of a generation without a lease is outdated.
+        A worker writes the lease of a generation before the generation's first event. So an event of a generation without a lease
+        is outdated.
         """
         self.counts.events += 1
         applied = self._owners.apply(event)

@@ -198,7 +198,7 @@ class _LineFile:
 
 
 def _json_line(record: AccessRecord, now: float) -> bytes:
-    """Returns the record in the form of other log lines (services/shared/observe/log.py). `now` is in Unix seconds."""
+    """Returns the record in the JSON form of all log lines (services/shared/observe/log.py). `now` is in Unix seconds."""
     stamp = f'{{"ts":"{_utc(int(now))}.{int(now % 1 * 1000):03d}Z",'
     return stamp.encode() + _SAME_FIELDS + orjson.dumps(record)[1:] + b"\n"
 

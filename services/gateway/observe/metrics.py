@@ -82,7 +82,7 @@ class StoreSigns:
 
 
 class StoreMetrics(Readings[StoreSigns]):
-    """Metrics of the store. Only a gateway that runs batches has them, because only it calls the store regularly."""
+    """Metrics of the store. Only a gateway that runs batches has them, because other gateways do not call the store regularly."""
 
     rows = (
         Reading(
@@ -146,7 +146,7 @@ class RequestMetrics:
         self._series: dict[tuple[str, str, str], RequestSeries] = {}
 
     def series(self, model: str, key: str) -> RequestSeries:
-        """Returns the series of a known model name and the name of an API key; "" if the gateway has no API keys."""
+        """Returns the series of a known model name and an API key's name. `key` is "" if the gateway has no API keys."""
         labels = model, self.keys.label(key), self._latency_keys.label(key)
         found = self._series.get(labels)
         if found is None:
@@ -287,7 +287,7 @@ class GatewayMetrics:
         self.registry.register(QueueMetrics(waiting))
 
     def series(self, model: str, key: str) -> RequestSeries:
-        """Returns the series of a model and the name of an API key; see RequestMetrics."""
+        """Returns the series of a model and an API key, by their names; see RequestMetrics."""
         return self.of_requests.series(model, key)
 
     def key_request(self, key: str) -> None:

@@ -51,7 +51,7 @@ In = TypeVar("In", covariant=True)
 
 
 class Duplex(Protocol[Out, In]):
-    """The methods of a bidirectional grpc.aio call that the gateway uses. grpcio has no type annotations."""
+    """The methods of a bidirectional grpc.aio call that the gateway uses. Needed because grpcio has no type annotations."""
 
     async def read(self) -> In | object:
         """Returns the next message, or grpc.aio.EOF at the end."""
@@ -87,7 +87,7 @@ async def keep_connected(service: str, address: str, session: Callable[[], Await
     """Runs one session after another until cancelled.
 
     Args:
-        session: Runs one session. It waits until its channel is connected, so that an unreachable service is not polled.
+        session: Runs one session. A session waits until its channel is connected, so that an unreachable service is not polled.
     """
     loop = asyncio.get_running_loop()
     pause, limiter = FIRST_PAUSE_S, LogLimiter()

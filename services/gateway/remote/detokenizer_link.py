@@ -311,7 +311,7 @@ class DetokLink:
     async def _receive(self, call: Call) -> None:
         batch = await call.read()
         if not isinstance(batch, detokenizer_pb2.TextBatch):
-            raise StreamBroken("ended by the detokenizer")
+            raise StreamBroken("the detokenizer ended the stream")
         self.window.apply_reply(batch)
 
     async def _write(self, call: Call) -> None:

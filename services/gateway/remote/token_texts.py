@@ -42,7 +42,7 @@ class TokenTexts:
         self._calls = 0
 
     def of_model(self, model: ModelInfo) -> ModelTexts:
-        """Returns the texts of a served model. If its tokenizer has changed, the cache is empty."""
+        """Returns the texts of a served model. If the model's tokenizer has changed, the cache is empty."""
         texts = self._models.get(model.source)
         if texts is None or texts.tokenizer != model.tokenizer:
             texts = self._models[model.source] = ModelTexts(self, model.source, model.tokenizer)

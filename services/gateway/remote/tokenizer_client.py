@@ -203,7 +203,7 @@ class TokenizerClient:
         Args:
             attempt: Number of earlier attempts.
             left_s: Seconds left of the call's time limit.
-            tried: Replicas that must not count as another replica.
+            tried: The replica of this attempt, and the replicas that did not respond to earlier attempts.
         """
         others = any(each not in tried for each in self._usable(model))
         return min(left_s, ATTEMPT_SHARES[attempt] * self._timeout_s) if others and attempt < len(ATTEMPT_SHARES) else left_s

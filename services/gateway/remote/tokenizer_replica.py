@@ -159,7 +159,7 @@ class EncodeStream:
             self.retire()
 
     def _fail_all(self) -> None:
-        """Fails all unanswered requests. Their encode() calls remove them."""
+        """Fails all unanswered requests. The encode() call of each request removes it."""
         for answer in self._unanswered.values():
             if not answer.done():
                 answer.set_exception(EncodeFailed(grpc.StatusCode.UNAVAILABLE, "the stream has ended"))

@@ -34,7 +34,7 @@ Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 
 class OpenChoice(Protocol):
-    """A choice that is open on workers, with a handle on each worker. The link reads its tokens when it sends the submit."""
+    """A choice that is open on workers, with a handle on each. The link reads the choice's tokens when it sends the submit."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
@@ -176,7 +176,8 @@ class WorkerLink(Generic[Open]):
         """Removes a choice and queues its abort. Later messages of the worker about it are ignored.
 
         Returns:
-            True if the submit was never sent. If its prefetch was sent, the abort makes the worker drop the prefetched pages.
+            True if the submit was never sent. If a prefetch for the choice was sent, the abort makes the worker drop the
+            prefetched pages.
         """
         choice = self.close(handle)
         if choice is None:
@@ -276,7 +277,7 @@ class WorkerLink(Generic[Open]):
         """Applies a second hello, after a change of weights.
 
         Raises:
-            StreamBroken: Worker id or model differ. Sessions belong to a worker, and token ids to a model.
+            StreamBroken: The worker's id or model has changed. Sessions belong to a worker, and token ids to a model.
         """
         if (info.worker_id, info.model) != (before.worker_id, before.model):
             raise StreamBroken("the worker sent a second hello with another worker id or model")

@@ -52,15 +52,18 @@ class CircuitBreaker:
     def begin(self, now: float) -> None:
         """Notes that a request is being sent.
 
-        If the breaker is not closed, the request is a probe. The next request is allowed after the probe's result, or after
-        probe_s.
+        If the breaker is not closed, the request is a probe. The next request is allowed after the probe has succeeded, after
+        another cooldown if the probe has failed, or after probe_s without a result.
         """
         if self._state is not BreakerState.CLOSED and self.allows(now):
             self._state = BreakerState.HALF_OPEN
             self._until = now + self._config.probe_s
 
     def succeeded(self, now: float) -> None:
-        """Notes a success, which closes a half-open breaker. An open breaker ignores it as the late result of an old request."""
+        """Notes a success, which closes a half-open breaker.
+
+        Has no effect on an open breaker, because the request was usually sent before the breaker opened.
+        """
         if self._state is BreakerState.OPEN:
             return
         if self._state is BreakerState.HALF_OPEN:
@@ -69,7 +72,7 @@ class CircuitBreaker:
         self._window.add(now, False)
 
     def failed(self, now: float) -> None:
-        """Notes a fault. An open breaker ignores it as the late result of an old request."""
+        """Notes a fault. Has no effect on an open breaker: the request was usually sent before it opened."""
         if self._state is BreakerState.OPEN:
             return
         if self._state is BreakerState.HALF_OPEN:
@@ -96,7 +99,7 @@ class CircuitBreaker:
 
 
 class _Window:
-    """The results and faults of the last window_s, counted in ten slices."""
+    """Counts the results, and the faults among them, of the last window_s seconds. The window moves in ten slices."""
 
     def __init__(self, window_s: float) -> None:
         self._slice_s = window_s / 10

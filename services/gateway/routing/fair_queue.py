@@ -245,16 +245,16 @@ class FairQueue(Generic[T]):
     def push(self, item: T, key: str, priority: int = 0) -> T | None:
         """Adds an item.
 
-        If the queue is full, it removes an item of its lowest priority to make space. Of the API key with the most items per
-        weight, it removes the newest item. So no API key can lock out other API keys by filling the queue.
+        If the queue is full, it removes one item to make space: among the items of the lowest priority, the newest one of the API
+        key with the most items per weight. So no API key can lock out other API keys by filling the queue.
 
         Returns:
             The item that was removed; None if the queue was not full.
 
         Raises:
-            QueueFull: The queue is full, and no item may be removed. Either the new item's priority is lower than the lowest
-                priority in the queue. Or both are equal, and the new item's API key would then have more items per weight than
-                the API key that would lose an item.
+            QueueFull: The queue is full, and no item may be removed. Either the new item's priority is lower than all priorities
+                in the queue. Or it equals the lowest one, and the new item's API key would have more items per weight than the
+                API key that would lose an item.
             ValueError: The item is already in the queue.
         """
         displaced = self.push_all([(item, key, priority)])
@@ -367,7 +367,7 @@ class FairQueue(Generic[T]):
         """Adds an item at its position.
 
         Args:
-            is_restored: The item was removed by a call that is undone. Its return does not raise the counter of its API key.
+            is_restored: True: the call that removed the item is undone, so the counter of the item's API key is not raised.
         """
         self._entries[id(entry.item)] = entry
         account = self._accounts.get(entry.key) or self._new_account(entry.key)
@@ -377,7 +377,7 @@ class FairQueue(Generic[T]):
         self._level(entry.priority).add(entry.key, entry.ticket, entry.item, account.counter)
 
     def _restore_counters(self, floor: float, counters: Mapping[str, float]) -> None:
-        """Restores the floor and the counters before a push_all() that is undone."""
+        """Undoes the changes that push_all() has made to counters. `floor` and `counters` are the values before that call."""
         self._floor = floor
         for key, counter in counters.items():
             if (account := self._accounts.get(key)) is not None:
@@ -417,7 +417,7 @@ class FairQueue(Generic[T]):
         self._waiting_keys.clear()
 
     def _least_waiting(self) -> float:
-        """Returns the smallest counter of the waiting API keys. If the queue is empty, returns the floor."""
+        """Returns the smallest counter of the waiting API keys. If the queue is empty, returns the start value of counters."""
         heap = self._waiting_keys
         while heap:
             counter, key = heap[0]

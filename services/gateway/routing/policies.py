@@ -150,12 +150,12 @@ def running_slots(rows: Rows, workers: WorkerColumns) -> NDArray[np.int64]:
 
 
 def relative_load(rows: Rows, workers: WorkerColumns) -> NDArray[np.float64]:
-    """Returns float64[rows]: open requests per request that the worker can run at once."""
+    """Returns float64[rows]: a worker's open requests, divided by the number of requests that it can run at once."""
     return workers.requests[rows] / running_slots(rows, workers)
 
 
 def least(rows: Rows, cost: NDArray[np.float64], workers: WorkerColumns) -> int:
-    """Returns the row with the least cost. Of several, returns the row with the fewest requests, then with the oldest pick."""
+    """Returns the row with the least cost. Of equal rows, the one with the fewest requests, then with the oldest pick."""
     rows = rows[cost == cost.min()]
     for column in (workers.requests, workers.last_pick):
         if len(rows) == 1:
@@ -168,8 +168,8 @@ def least(rows: Rows, cost: NDArray[np.float64], workers: WorkerColumns) -> int:
 def over_gate(rows: Rows, ready: Rows, workers: WorkerColumns, config: RoutingConfig) -> NDArray[np.bool_]:
     """Returns bool[rows]: whether a worker's load exceeds the least load of `ready` by more than the gate allows.
 
-    The load of each worker is multiplied by the mean number of slots. If all workers have the same number of slots, the result is
-    the number of the worker's requests.
+    Loads are scaled by the mean number of slots. If all workers have the same number of slots, a scaled load is a worker's number
+    of requests.
     """
     slots = running_slots(ready, workers)
     size = slots.sum() / len(slots)  # numpy's mean() would take as long as the rest of this function
@@ -182,8 +182,8 @@ def over_gate(rows: Rows, ready: Rows, workers: WorkerColumns, config: RoutingCo
 def load_over_mean(rows: Rows, ready: Rows, workers: WorkerColumns, config: RoutingConfig) -> NDArray[np.float64]:
     """Returns float64[rows]: the load that each worker would have with the new request, in units of the mean load of `ready`.
 
-    The mean load is the number of all requests, including the new one, per slot. It is at least config.load_floor requests per
-    worker.
+    The mean load is the number of all requests, including the new one, divided by the number of all slots. The number of all
+    requests counts as at least config.load_floor times the number of workers.
     """
     mean = max(int(workers.requests[ready].sum()) + 1, config.load_floor * len(ready)) / running_slots(ready, workers).sum()
     return np.asarray((workers.requests[rows] + 1) / running_slots(rows, workers) / mean)
@@ -209,7 +209,7 @@ class Hits:
 def usable_reach(
     reach: NDArray[np.int64], index: PrefixIndex, workers: WorkerColumns, hashes: Sequence[bytes]
 ) -> NDArray[np.int64]:
-    """Returns `reach`. Workers that mark their blocks get the numbers of blocks from PrefixIndex.match_ends() instead.
+    """Returns `reach`, with the numbers of PrefixIndex.match_ends() for workers that mark hit ends.
 
     Args:
         reach: See PrefixIndex.reach().
@@ -226,7 +226,7 @@ def usable_reach(
 def speculate(
     index: PrefixIndex, workers: WorkerColumns, row: int, hashes: Sequence[bytes], num_tokens: int, until: float
 ) -> None:
-    """Adds the blocks of a prompt that goes to a worker to the index, as speculative blocks.
+    """Adds a prompt's blocks to the index, as speculative blocks of the worker to which the prompt goes.
 
     For a worker that marks its blocks, also adds marks at the two positions at which later hits will be able to end: the last
     page end of the prompt, and the end of the leading blocks that the worker already has.
@@ -386,8 +386,8 @@ class Policy:
         - If no worker has a match, _without_match() chooses.
         - A match does not count at a worker whose load would be above load_bound x the mean load. So a popular prefix does not
           bring a worker above the bound. The next request with the prefix goes to another worker, which then caches the prefix.
-        - Below the bound, a match of the whole prompt decides if the worker's load is at most 1 / load_weight mean loads higher
-          than the load of another worker.
+        - Below the bound, a worker that has cached the whole prompt wins against a worker without a match, unless its load is
+          higher by at least 1 / load_weight mean loads.
         """
         config = self._config
         if len(ready) > 1 and over_gate(ready, ready, workers, config).any():
@@ -406,9 +406,10 @@ class Policy:
     def _without_match(self, query: RoutingQuery, workers: WorkerColumns, rows: Rows, ready: Rows) -> tuple[int, str]:
         """Chooses a worker for a prompt that no worker has cached.
 
-        A request with a routing key goes to the worker of the routing key unless the load of the worker would exceed load_bound.
-        So prompts of one user share a cache. For other requests, a hash of the prompt's first block chooses among the least
-        loaded workers. So gateways that get the same new prefix at the same time choose the same worker without communication.
+        A request with a routing key goes to the worker of the routing key, unless this worker's load would exceed load_bound x
+        the mean load. So prompts of one user share a cache. For other requests, a hash of the prompt's first block chooses among
+        the least loaded workers. So gateways that get the same new prefix at the same time choose the same worker without
+        communication.
         """
         config = self._config
         if query.key:
@@ -434,7 +435,7 @@ _CHOOSERS: dict[RoutingPolicy, Chooser] = {
 
 
 def make_policy(name: str, config: RoutingConfig, rng: random.Random) -> Policy:
-    """Returns the policy with a name of RoutingPolicy. Raises ValueError for another name."""
+    """Returns the policy with this name, a value of RoutingPolicy. Raises ValueError for other names."""
     return Policy(_CHOOSERS[RoutingPolicy(name)], config, rng)
 
 
@@ -443,9 +444,9 @@ def _least_loaded(workers: WorkerColumns, rows: Rows) -> int:
 
 
 def _by_routing_key(key: str, workers: WorkerColumns, rows: Rows, ready: Rows, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
-    """Chooses the worker that ranks highest for the routing key, has free slots and is not too busy.
+    """Chooses the highest-ranked worker for the routing key among those that have free slots and are not too busy.
 
-    If there is none, chooses the least loaded worker. See "Consistent hashing with bounded loads" (Mirrokni et al. 2018).
+    If all are too busy, chooses the least loaded worker. See "Consistent hashing with bounded loads" (Mirrokni et al. 2018).
 
     Args:
         too_busy: bool[ready]: workers to avoid.
@@ -481,7 +482,7 @@ def pick_prefill(policy: Policy, columns: WorkerColumns, query: RoutingQuery, de
     Args:
         query: The request. `allowed` has the workers that can exchange pages with the decode worker.
         decode: The chosen decode worker.
-        min_tokens: If fewer prompt tokens are not cached at the decode worker, the decode worker computes them itself.
+        min_tokens: Smallest number of prompt tokens missing in the decode worker's cache for which a prefill worker is used.
 
     Returns:
         None if the decode worker computes the prompt itself.
@@ -501,7 +502,7 @@ def _have_decode_slots(columns: WorkerColumns) -> bool:
     """Returns whether the decode workers have free slots for all prompts at prefill workers and for one more.
 
     A prompt without a free decode slot would only occupy pages of the prefill worker. A prompt whose pages a decode worker
-    prefetches counts in the requests of both workers. So adding `prefetches` removes it from the decode worker's count.
+    prefetches counts in the requests of both workers. `prefetches` is therefore subtracted from the decode workers' requests.
     """
     takes = columns.takes
     free_slots = int((columns.limit + columns.prefetches - columns.requests)[takes].sum())

@@ -46,7 +46,7 @@ class _Owner:
 
 @dataclass(slots=True, order=True)
 class _Route:
-    """Speculative blocks of one routed request. Another request may extend them, and the worker may confirm them."""
+    """Speculative blocks of one routed request. Another request may delay their end, and the worker may confirm them."""
 
     until: float  # time at which expire() removes the blocks that were not extended, in seconds of the event loop
     order: int  # number of the route; decides between routes with equal `until`
@@ -161,7 +161,7 @@ class PrefixIndex:
         return frozenset(block for block, where in confirmed.items() if where == tier)
 
     def retire(self, owner: int) -> None:
-        """Removes all blocks of an owner from matches at once. sweep() later frees the blocks and the number.
+        """Immediately excludes the blocks of an owner from matches. sweep() later frees the blocks and the number.
 
         Raises:
             KeyError: The owner is not live.
@@ -350,7 +350,7 @@ class PrefixIndex:
 
 
 def _value_per_bit(masks: list[int], values: list[int], size: int) -> NDArray[np.int64]:
-    """Returns int64[size] with the value of a mask at each of its bits, and 0 elsewhere. No bit is in two masks."""
+    """Returns int64[size]: for each bit, the value of the mask that has the bit, or 0 if none has it. Masks share no bits."""
     width = (size + 7) // 8
     raw = np.frombuffer(b"".join([mask.to_bytes(width, "little") for mask in masks]), np.uint8)
     which, bits = np.divmod(np.flatnonzero(np.unpackbits(raw, bitorder="little").view(np.bool_)), 8 * width or 1)

@@ -3,9 +3,9 @@
 The KV of a session is on one worker. Each gateway computes the worker from the session's id and the ready workers. So gateways
 agree without communication and store no table.
 
-A session id from a gateway ends in the mark of its worker, a hash of the worker's id. So it always leads to this worker. A
-session id from a client leads to the worker with the highest hash of worker and session id (rendezvous hashing). If a
-new worker has the highest hash, it does not have the session.
+A session id from a gateway ends in the mark of its worker, a hash of the worker's id. So the id always leads to this worker.
+A session id from a client leads to the worker with the highest hash of worker and session id (rendezvous hashing). If a new
+worker has the highest hash, the id leads to the new worker, and the session is lost.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _GATEWAY_ID = re.compile(r"s-[0-9a-f]{32}-([0-9a-f]{8})")  # an id from a gatewa
 
 
 def worker_index(session_id: str, worker_ids: Sequence[str]) -> int | None:
-    """Returns the index of the session's worker by rendezvous hashing (Thaler and Ravishankar 1998).
+    """Returns the index of a session's worker. An id with a worker's mark leads to this worker; a hash decides for other ids.
 
-    The worker with the highest hash of worker and session is chosen. If a worker is added or removed, only the sessions of this
-    worker move.
+    Rendezvous hashing (Thaler and Ravishankar 1998) chooses the worker with the highest hash of worker and session. If a worker
+    is added or removed, only the sessions of this worker move.
 
     Returns:
         None if there are no workers, or the id has the mark of a worker that is not in the list.

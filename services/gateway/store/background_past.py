@@ -1,8 +1,9 @@
 """Reads the stored output of a background response in pages: its events, output ids, texts and logprobs.
 
 The output of one response may have 32 MiB, and a gateway that resumes the response needs each page once. Only the holder of the
-lease appends output. The end of a response deletes everything except its events. So if items that existed at the lookup are
-missing, another gateway has ended the response, or the response was deleted. The reader then raises LeaseLost.
+lease appends output. The end of a response deletes everything except its events. The lengths of the lists are looked up first. If
+items within these lengths are missing later, another gateway has ended the response, or the response was deleted. The reader then
+raises LeaseLost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class BackgroundPast:
     """The stored output of one response, up to the lengths of one lookup.
 
     Each method returns the page that begins with item `first`. A page has at most PAGE_ITEMS items and PAGE_BYTES bytes. An item
-    larger than PAGE_BYTES is a page of its own. A page of ids has no limit of items. A page that begins after the last item is
+    larger than PAGE_BYTES is a page of its own. Pages of ids may exceed PAGE_ITEMS. A page that begins after the last item is
     empty.
 
     Raises:
@@ -89,7 +90,7 @@ async def pages(page: Callable[[int], Awaitable[T]]) -> AsyncIterator[T]:
     """Yields all pages in order.
 
     Args:
-        page: Returns the page that begins with an item, such as a method of BackgroundPast.
+        page: Returns the page that begins with the given item, as the methods of BackgroundPast do.
     """
     first = 0
     while found := await page(first):

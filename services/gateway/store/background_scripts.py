@@ -3,8 +3,8 @@
 KEYS are those of background_store._keys(), and ARGV[1] is the lease's token. FIND_UNLEASED, RENEW, LIST_PAGE and FOLLOW have
 other arguments, and READ and DELETE need no token. KEYS[12] of FINISH is the record of the conversation.
 
-A script that begins with READS or WRITES is complete. BackgroundStore appends the other scripts to READS, or to the fence of
-Leases.write().
+Redis needs READS or WRITES as the first line of a script. BEGIN and TAKE contain this line. Leases.write() puts the line and a
+check of the lease before WRITE, FINISH, ORDER and GIVE_UP. The callers put READS before all other scripts.
 """
 
 from __future__ import annotations

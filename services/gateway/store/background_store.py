@@ -29,8 +29,8 @@ Each write is one script:
 1. begin() stores the request, the first events and the lease.
 2. write() stores a piece, and finish() stores the end with the extended conversation. Only the lease holder can call them.
 3. take() takes an expired or released lease. Any gateway may call it.
-4. seize() takes the lease by force for a client's cancellation. delete() removes all data. After both, the gateway that runs the
-   response can no longer write.
+4. seize() takes the lease by force for a client's cancellation. delete() removes all data. After either call, the gateway that
+   runs the response can no longer write.
 
 Pieces have numbers, so a repeated write after a lost reply has no effect.
 
@@ -250,7 +250,7 @@ class BackgroundStore:
         return lease if found else None
 
     async def release(self, lease: Lease, owner: str, response_id: str) -> None:
-        """Releases a lease, so that another gateway can take the response at once. Subtracts this gateway's take from `takes`.
+        """Releases a lease, so that another gateway can take the response at once. Decreases `takes` by 1.
 
         Idempotent. Has no effect if another gateway has taken the response.
         """

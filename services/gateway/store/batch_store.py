@@ -175,7 +175,7 @@ class BatchStore:
         self._lives_s, self._most, self._most_bytes = lives_s, most, most_bytes
 
     async def begin(self, order: BatchOrder) -> bool:
-        """Stores a new batch. Returns False if the owner has too many batches."""
+        """Stores a new batch. Returns False if the owner already has `most` batches."""
         keys = OwnerKeys(order.owner)
         redis_keys = [keys.batch(order.id), keys.batches, _OPEN]
         oldest = self._lives_s + MAX_BATCH_WINDOW_S
@@ -188,7 +188,7 @@ class BatchStore:
         return record_of({name.decode(): value for name, value in pairs}) if found else None
 
     async def listed(self, owner: str, after: str, limit: int) -> tuple[list[BatchRecord], bool]:
-        """Lists batches, the newest first, without those that are Unreadable.
+        """Lists batches, the newest first. Leaves out batches that this gateway cannot read.
 
         Args:
             after: Id of the last batch of the previous page; "" for the first page.
@@ -218,10 +218,10 @@ class BatchStore:
     async def waiting(self, most: int, each: int, now: int) -> list[WaitingBatch]:
         """Finds open batches without a lease holder, the oldest first.
 
-        Returns at most `each` runnable batches per owner. Batches that only have to be ended do not count.
+        Returns at most `each` runnable batches per owner, and any number of batches that only have to be ended.
 
-        If an owner has `each` runnable batches, a call checks only one in SAMPLES of the owner's newer batches, and returns
-        such a batch only if it has to be ended. `now` selects the checked batches. With a call per second, each newer batch is
+        After the first `each` runnable batches of an owner, a call checks only one in SAMPLES of the owner's newer batches, and
+        returns it only if it has to be ended. `now` selects the checked batches. With a call per second, each newer batch is
         checked once in SAMPLES seconds.
 
         Args:

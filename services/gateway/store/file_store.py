@@ -133,7 +133,7 @@ class FileStore:
         return bool(await self._redis.call(script, redis_keys, file_id, content, self.most_bytes, UPLOAD_S))
 
     async def seal(self, owner: str, file: StoredFile) -> bool:
-        """Makes an uploaded file visible. Returns False if the owner has too many files, or a chunk has expired."""
+        """Makes an uploaded file visible. Returns False if the owner already has `most` files, or a chunk has expired."""
         keys = OwnerKeys(owner)
         redis_keys = [keys.file(file.id), *keys.use, *keys.chunks(file)]
         script = WRITES + _SEAL

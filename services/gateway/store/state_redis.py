@@ -45,7 +45,7 @@ class StateRedis:
         """Returns the bytes of memory that Redis uses, and their limit. A limit of 0 means no limit.
 
         Raises:
-            StoreAway: The store does not respond, or refuses the command to this user.
+            StoreAway: The store does not respond, or does not allow this user to send the command.
         """
         try:
             found = await self._client.info("memory")
@@ -71,7 +71,7 @@ class StateRedis:
         return bool(there) or is_repeated
 
     async def _call_with_retries(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> tuple[Any, bool]:
-        """Returns the script's result, and whether it took more than one attempt. Raises StoreAway."""
+        """Returns the script's result, and whether the call took more than one attempt. Raises StoreAway."""
         is_repeated = False
         until = time.monotonic() + (0.0 if self._is_away else self._patience_s)
         while True:

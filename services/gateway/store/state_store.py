@@ -30,7 +30,7 @@ class StateStore(Protocol):
     """Stored records, by owner (see owner_of()) and name. Every method raises StoreAway if the store cannot be reached."""
 
     async def get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
-        """Returns a record for each name, in order, or None if it does not exist. Reading a record restarts its lifetime."""
+        """Returns for each name, in order, its record or None if it has none. Reading a record restarts the record's lifetime."""
 
     async def put(self, owner: str, name: str, content: bytes, version: int | None = None) -> bool:
         """Writes a record, which survives a restart of the store.

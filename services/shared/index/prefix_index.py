@@ -106,7 +106,7 @@ def block_hashes(root: bytes, ids: Sequence[int]) -> bytes:
 
 
 class BlockTier(enum.IntEnum):
-    """The tier of the block's slowest page. A smaller value is faster. The names are part of Redis keys."""
+    """The tier of a block, which is that of its slowest page. A smaller value is faster. The names are part of Redis keys."""
 
     DEVICE = 0
     HOST = 1
@@ -117,7 +117,8 @@ class BlockTier(enum.IntEnum):
 class IndexEvent:
     """A batch of changes of one worker, applied in the order stored, removed, host, storage.
 
-    A hash is in at most one of the four, except that a block which moves from the device to a lower tier is in `removed` too.
+    A hash is in at most one of these four lists. Exception: if a block moves from the device to a lower tier, its hash is also in
+    `removed`.
     """
 
     worker: str

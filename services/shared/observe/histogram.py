@@ -35,7 +35,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Records a value, in the unit of the metric."""
+        """Records a value, in the unit of the metric, as `times` observations."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 

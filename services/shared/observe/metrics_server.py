@@ -34,7 +34,7 @@ def serve(registry: CollectorRegistry, host: str, port: int) -> WSGIServer:
 def _text_of(registry: CollectorRegistry) -> Callable[..., list[bytes]]:
     """Returns a WSGI app that always answers in the text format.
 
-    Prometheus prefers OpenMetrics, in which the library replaces a colon in a name by an underscore. SGLang's names have colons.
+    Prometheus prefers OpenMetrics. But in OpenMetrics, the library would replace the colons in SGLang's names by underscores.
     """
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:

@@ -132,7 +132,8 @@ class LongLivedChannel:
         change = asyncio.create_task(self._channel.wait_for_state_change(state))
         try:
             while not change.done() and (state is grpc.ChannelConnectivity.READY or not self.is_stale):
-                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:  # repeated attempts do not leave this state
+                # The channel stays in TRANSIENT_FAILURE while gRPC retries, so no state change wakes this loop.
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                     await self._diagnose()
                 await asyncio.wait((change,), timeout=CHECK_S)
         finally:

@@ -92,7 +92,7 @@ class HealthService:
 class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
     """Checks the certificate's role and the token of each call.
 
-    gRPC itself refuses connections whose certificate another authority has signed. This interceptor must be the first one, so
+    gRPC itself refuses connections whose certificate no trusted authority has signed. This interceptor must be the first one, so
     that refused calls do not count as open calls.
     """
 
@@ -145,7 +145,7 @@ class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has
         raise AssertionError("abort raises")
 
     def _log(self, peer: str, why: str) -> None:
-        """Logs a refusal, at most once in LOG_S per client host. The client's port differs between connections."""
+        """Logs a refusal, at most once in LOG_S per client host. Ignores the client's port, which differs between connections."""
         host = peer.rpartition(":")[0]
         now = time.monotonic()
         if now < self._log_at.get(host, 0.0):
@@ -174,7 +174,10 @@ def checked(
 
 
 def _with_check(check: Callable[[grpc.aio.ServicerContext], Awaitable[None]], behavior: Behavior) -> Behavior:
-    """Wraps a behavior in a function of the same kind: a coroutine or an asynchronous generator. gRPC distinguishes them."""
+    """Returns a function that awaits `check` and then runs `behavior`.
+
+    It is a coroutine or an asynchronous generator like `behavior`, because gRPC distinguishes the two.
+    """
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         await check(context)

@@ -81,7 +81,7 @@ async def handshake_fault(target: str, client: ssl.SSLContext, role: Role) -> st
 
 
 async def _server_refusal(reader: asyncio.StreamReader) -> str:
-    """Returns why the server refuses the client, or "". A gRPC server sends the first bytes only to clients that it accepts."""
+    """Returns why the server refuses the client, or "". A gRPC server that accepts the client sends the first bytes."""
     try:
         async with asyncio.timeout(REFUSAL_S):
             received = await reader.read(1)

@@ -16,7 +16,7 @@ TOKEN_KEY = "rootstock-token"  # metadata key of the token in each call
 
 
 class MutualTls:
-    """The certificate files, role and tokens of this process. If they become unusable, their last usable content stays in use."""
+    """Certificate files, role and tokens of this process. If a file becomes unusable, its last usable content stays in use."""
 
     def __init__(self, files: CertificateFiles, role: Role, tokens: TokenFile | None = None) -> None:
         self.files = files
@@ -60,7 +60,10 @@ def _server_configuration(current: Certificates) -> grpc.ServerCertificateConfig
 
 
 def _changed_configuration(files: CertificateFiles, version: int) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
-    """Returns the function that gRPC calls before each handshake. It returns None if the certificate has not changed."""
+    """Returns the function that gRPC calls before each handshake.
+
+    The function returns the new configuration, or None if the certificate has not changed.
+    """
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal version

@@ -234,7 +234,7 @@ class FleetGateway:
         self.columns.serves[:first] = not self.columns.usable[first:].any()
 
     def _handed_over(self, worker: FleetWorker, finish: Finish) -> None:
-        """Moves a request whose prompt and next token the worker has computed."""
+        """Moves a request to another worker after `worker` has computed the request's prompt and next token."""
         request = self._open[finish.handle]
         request.prefilled = True
         request.source = None if finish.reservation is None else KvSource(finish.reservation, worker.name, finish.reserved_pages)
@@ -339,7 +339,7 @@ class FleetGateway:
         speculate(self.index, self.columns, row, request.hashes, len(request.message.prompt_ids), until)
 
     def _resumed(self, request: OpenRequest) -> Submit:
-        """Returns the message with the outputs so far and the KV source. Clears the source, because it can be read only once."""
+        """Returns a moved request's submit, with outputs and KV source. Clears the source, because it can be read only once."""
         output = self._script.output(request.message.handle)[: request.num_outputs]
         source, request.source, request.prefilled = request.source, None, False
         return replace(request.message, output_ids=tuple(output.tolist()), source=source)

@@ -45,7 +45,7 @@ class LoadLog:
         self._open.append(np.array(opened, np.int32))
 
     def open_between(self, begin: float, end: float) -> F64:
-        """Returns float64[samples, workers] of the samples after `begin` and up to `end`.
+        """Returns float64[samples, workers]: open requests in the samples after `begin` and up to `end`.
 
         If there are no such samples, returns all samples after `begin`.
         """
@@ -70,12 +70,12 @@ class HandoverLog:
         self._since[finish.handle] = now
 
     def add_outputs(self, handles: Sequence[int], now: float) -> None:
-        """Records the time of the next token of requests that were handed over."""
+        """Records `now` as the time of the first token after the handover, for each request in `handles` that was handed over."""
         if self._since:
             self._gaps += [now - self._since.pop(handle) for handle in handles if handle in self._since]
 
     def whole(self, finish: Finish) -> Finish:
-        """Returns the Finish that a client gets, which has the cached tokens and the queue time of the first worker."""
+        """Returns `finish` as a client gets it: with the cached tokens and the queue time of the first worker."""
         first = self._first.pop(finish.handle, None)
         return finish if first is None else replace(finish, cached_tokens=first.cached_tokens, queue_s=first.queue_s)
 

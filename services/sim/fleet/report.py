@@ -131,7 +131,7 @@ def as_dict(report: FleetReport) -> dict[str, object]:
 
 
 def worst_window(opened: F64, samples_per_window: int) -> float:
-    """Returns the largest ratio of the busiest worker's open requests to the mean, over windows of samples.
+    """Returns the largest ratio, over all windows, of the busiest worker's open requests to the mean over workers.
 
     Windows with fewer than MIN_MEAN_OPEN open requests per worker are ignored. The result is 0 if all windows are ignored.
 

@@ -27,7 +27,7 @@ SendOutput = Callable[["FleetWorker", PeerOutput], None]
 
 
 def namespace_root(namespace: str) -> bytes:
-    """Returns the root hash, which precedes the first block of a prompt, for workers and gateways."""
+    """Returns the root hash, to which workers and gateways chain the first block of a prompt."""
     return root_hash(MODEL, "", MODEL, namespace)
 
 
@@ -162,7 +162,7 @@ class FleetWorker:
         return SchedulerControl(self._sim.core).self_check()
 
     def _new_reservation(self) -> KvReservation:
-        """Returns a new KV reservation. Its epoch is the generation, so that no two reservations of a worker are equal."""
+        """Returns a new KV reservation. Its epoch is the worker's generation, so that all reservations of a worker differ."""
         self._num_reservations += 1
         secret = f"{self.row}/{self.generation}/{self._num_reservations}".encode().rjust(RESERVATION_SECRET_BYTES, b"-")
         return KvReservation(self._num_reservations, self.generation, secret[-RESERVATION_SECRET_BYTES:])
@@ -183,7 +183,7 @@ class FleetWorker:
             self._turn()
 
     def _turn(self) -> None:
-        """Runs one iteration of the worker's loop: messages, plan, commit; without overlap, messages, commit, plan."""
+        """Runs one iteration of the worker's loop. With overlap: messages, plan, commit. Without: messages, commit, plan."""
         if not self.alive:
             return
         self._sim.clock.pass_until(self._clock.now)

@@ -91,7 +91,7 @@ def arguments_of(call: Any) -> dict[str, Any] | str | None:
     """Returns the arguments of a call.
 
     Returns:
-        The object; the text itself if it is not a JSON object; None for a call without a function.
+        An object, if the arguments are an object or the JSON of one; otherwise, their text. None for a call without a function.
     """
     function = call.get("function")
     if not isinstance(function, dict):
@@ -153,7 +153,7 @@ def short_id(given: str) -> str:
 class Shape(NamedTuple):
     """The properties of a message that determine its form and its position in the order of roles.
 
-    In an order, the arguments of calls are always objects, and two calls represent two or more calls.
+    In the shapes of an order, all arguments count as objects, and more than two calls count as two calls.
     """
 
     role: str
@@ -199,7 +199,7 @@ class TemplateForms:
         return _repaired(turns, repairs or ()), repairs is not None
 
     def spelled(self, turns: Turns, tools: bool) -> list[Message]:
-        """Returns the messages in the forms of their shapes."""
+        """Returns the messages of the turns, each in the form that the template renders for its shape."""
         short = self._shortens(turns, tools)
         return [self._spelled(turn.message, tools, short, at) for at, turn in enumerate(turns)]
 
@@ -260,7 +260,7 @@ class TemplateForms:
         return self._short_ids[tools]
 
     def _tried(self, shape: Shape, tools: bool, short_ids: Sequence[bool] | None = None) -> Spelling:
-        """Returns the first spelling that the template renders completely; else the first that it renders; else the first."""
+        """Returns the first spelling that the template renders completely, else the first that it renders, else the first one."""
         ids = short_ids or ((self._needs_short_ids(tools),) if shape.arguments else (False,))
         arguments: tuple[Any, ...] = ("text", "named") if shape.arguments == "text" else ("object", "text")
         candidates = [
@@ -282,7 +282,7 @@ class TemplateForms:
         return rendered or candidates[0]
 
     def _surroundings(self, shape: Shape, tools: bool) -> Iterator[tuple[list[Message], list[Message]]]:
-        """Yields pairs of message lists, the usual pairs first: messages to put before and after a message of this shape."""
+        """Yields pairs (messages before, messages after) that may surround a message of this shape. Usual pairs come first."""
         if shape.role == "user":
             yield [], []
         elif shape.role == "assistant":
@@ -386,7 +386,7 @@ def _small_chat(order: Sequence[Shape]) -> Turns:
 
 
 def _marks_of(turn: Turn) -> list[str]:
-    """Returns the texts of a turn that the rendered chat must contain. A template may omit the text of a turn with calls."""
+    """Returns the texts of a turn that the rendered chat must contain: the arguments of its calls, or else its content."""
     if turn.calls:
         return [call["function"]["arguments"]["what"] for call in turn.calls]
     return [f"q{turn.index}{_MARK}t"] if "content" in turn.message else []
@@ -418,7 +418,7 @@ def _probe(shape: Shape, spelling: Spelling) -> Message:
 
 
 def _prints_nothing_as(spelling: Spelling, text: str, without: str) -> bool:
-    """Returns whether a template prints None, or the list of an empty part, for a message without text.
+    """Returns whether the template has rendered the missing text of a message as None, or as a list with an empty part.
 
     Args:
         without: the rendered chat without the message.
@@ -442,7 +442,8 @@ def _in_form(message: Message, content: ContentForm, in_text: bool) -> Message:
     """Returns the message with content in this form.
 
     Args:
-        in_text: whether arguments of calls become text; otherwise text that is not a JSON object becomes a named object.
+        in_text: True: arguments of calls become text. False: they become objects; a text that is not a JSON object becomes the
+            value of a member with a fixed name.
     """
     result = with_content(message, content)
     calls = message.get("tool_calls", ())

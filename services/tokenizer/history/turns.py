@@ -19,7 +19,7 @@ _JOINT = "\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of a chat whose form for the template is not chosen yet."""
+    """A chat message. Its form for the template is not chosen yet."""
 
     index: int  # index of the message in the request; for joined messages, the index of the first
     message: Message

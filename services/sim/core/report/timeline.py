@@ -97,7 +97,7 @@ def _curve(axes: Axes, edges: F64, values: F64, colour: str, label: str, style: 
 
 
 def _draw_rows(axes: Axes, steps: StepLog, edges: F64) -> None:
-    """Draws the rows on the device, stacked by the step's mode. Idle time counts as 0."""
+    """Draws the number of rows on the device over time, stacked by the step's mode. Idle time counts as 0 rows."""
     mode, rows = steps.column("mode"), steps.column("rows")
     shown = [m for m in _MODE_COLOURS if (mode == m).any()]
     means = [mean_of_intervals(steps.column("begin"), steps.column("end"), np.where(mode == m, rows, 0.0), edges) for m in shown]

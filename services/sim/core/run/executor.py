@@ -129,7 +129,7 @@ class SimExecutor:
         return tokens
 
     def _verified(self, plan: BatchPlan) -> tuple[I32, I32, I32]:
-        """Returns (tokens, counts, drafted) of a step with draft tokens, and advances the lengths of its decode rows.
+        """Returns (tokens of all rows, tokens per row, draft tokens per row) of a step. Advances the lengths of its decode rows.
 
         Rows of requests with a grammar get no draft tokens, because the simulation has no masks to verify them.
         """

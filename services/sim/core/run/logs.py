@@ -98,7 +98,7 @@ class RequestLog:
         self._last_output[plain] = now
 
     def gaps(self) -> F64:
-        """Returns float64[n], seconds between two messages of a request without a grammar."""
+        """Returns float64[n]: the seconds between successive outputs of a request, for all requests without a grammar."""
         gaps: F64 = np.concatenate([np.empty(0), *self._gaps])
         known: F64 = gaps[~np.isnan(gaps)]
         return known

@@ -32,7 +32,7 @@ class Wire:
             raise ValueError("the bandwidth and the latency between workers must not be negative")
 
     def seconds(self, num_bytes: int) -> float:
-        """Returns the seconds of a read. A read that would take longer than READ_TIMEOUT_S fails at that time."""
+        """Returns the seconds of a read. A read that would take longer than READ_TIMEOUT_S fails after READ_TIMEOUT_S."""
         if not self.bytes_per_s:
             return READ_TIMEOUT_S
         return min(self.latency_s + num_bytes / self.bytes_per_s, READ_TIMEOUT_S)
@@ -132,14 +132,14 @@ class RemoteReads:
             self._send_release(source, lane[-1].end if lane else now)
 
     def release_here(self, reservation: KvReservation) -> ReservationReleased | None:
-        """Returns a release of the reservation's last opening at this worker, or None if the reservation has ended."""
+        """Returns the message that releases a reservation at this worker, or None if the reservation has ended."""
         opened = self._reservations.find(self._address, reservation)
         return None if opened is None else ReservationReleased(reservation, opened.opening)
 
     def begin(self, operations: Sequence[PageOperation], at: float) -> None:
-        """Queues reads. All earlier steps have ended at `at`.
+        """Queues reads at time `at`. All earlier steps have ended by then.
 
-        A read begins at `at`, or later if earlier reads from the same address have not ended by then.
+        A read begins at `at`, or when all earlier reads from the same address have ended, if that is later.
         """
         for operation in operations:
             assert operation.kind is OperationKind.PULL and operation.pull is not None, "the only tier is remote KV"

@@ -35,7 +35,7 @@ class NoText:
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Seconds of the host's work per step, during which the device runs under overlap."""
+    """Seconds of the host's work per step. With overlap, the device runs during this time."""
 
     plan_s: float = 0.0
     commit_s: float = 0.0

@@ -107,7 +107,10 @@ class ScriptMatcher:
         return 0.0
 
     def forced(self) -> Sequence[int]:
-        """Accepts and returns the rest of a forced run. A single token is sampled by the model, as in production."""
+        """Accepts and returns the rest of the forced run at the current token.
+
+        Empty if the current token is not forced, or is the last one of its run. The model then samples it, as in production.
+        """
         while self._runs and sum(self._runs[-1]) <= self._index:
             self._runs.pop()
         begun = self._runs and self._runs[-1][0] <= self._index
