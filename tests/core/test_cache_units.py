@@ -12,7 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rootstock_llm.services.worker.core.contracts.cache_groups import STATES_PER_SLOT, CacheGroup, CacheKind, window_pages
+from rootstock_llm.services.worker.core.contracts.cache_groups import (
+    CacheGroup,
+    CacheKind,
+    draft_window_tokens,
+    states_per_slot,
+    window_pages,
+)
 from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.messages import FinishReason
 from rootstock_llm.services.worker.core.kv.unit_pool import NO_UNIT
@@ -110,10 +116,11 @@ def groups_of(config: SchedulerConfig, window: int, spare_windows: int, spare_st
     """
     groups = []
     if window:
-        pages = window_pages(window + config.max_chunk, config.page_size, config.max_pages_per_request)
+        tokens = window + max(config.max_chunk, draft_window_tokens(config.max_drafts))
+        pages = window_pages(tokens, config.page_size, config.max_pages_per_request)
         groups.append(CacheGroup(CacheKind.WINDOW, pages + spare_windows, window))
     if spare_states >= 0:
-        groups.append(CacheGroup(CacheKind.STATE, STATES_PER_SLOT * config.max_running_requests + spare_states))
+        groups.append(CacheGroup(CacheKind.STATE, states_per_slot(config.max_drafts) * config.max_running_requests + spare_states))
     return tuple(groups)
 
 
@@ -148,7 +155,9 @@ plain_configs = st.builds(
     prefill_max_requests=st.integers(0, 2),
     max_prompt_logprob_tokens=st.sampled_from([16, 4096]),
     max_sessions=st.integers(1, 3),
-    max_drafts=st.just(0),
+    max_drafts=st.sampled_from([0, 1, 3, 7]),
+    drafts_by_model=st.booleans(),
+    speculative_adaptive=st.booleans(),
     host_pages=st.just(0),
 )
 configs = st.builds(
@@ -277,7 +286,7 @@ def test_slot_of_a_prompt_of_32768_tokens_holds_a_window_and_a_chunk_and_three_s
         sizes = int(slots.num_shared[0]), int(slots.num_pages[0])
         most_states = max(most_states, len(units.slot_units(0, *sizes)[units.states.index]))
         most_pages = max(most_pages, sizes[1])
-    assert most_pages > length // page and most_states <= STATES_PER_SLOT
+    assert most_pages > length // page and most_states <= states_per_slot(0)
     assert window // page < most_windows <= (window + chunk) // page + 2
     of_all_layers = 26 * most_pages
     assert 4 * most_pages + 22 * most_windows <= 0.25 * of_all_layers, "windows reduce the KV of the slot to a quarter"
@@ -358,10 +367,9 @@ def test_pages_are_evicted_first_when_the_state_of_the_prompt_was_evicted() -> N
             "the group state has 11 units; it needs at least 12",
         ),
         ({"host_pages": 8}, "no tiers"),
-        ({"max_drafts": 2}, "no draft tokens"),
         ({"state_interval": 3}, "state_interval 3 is below page_size 4"),
     ],
-    ids=["window units", "states", "tiers", "drafts", "interval"],
+    ids=["window units", "states", "tiers", "interval"],
 )
 def test_configuration_refuses_invalid_settings_for_cache_groups(changes: dict[str, Any], message: str) -> None:
     given = dict(changes)

@@ -51,7 +51,7 @@ def configured_memory(
     config: SchedulerConfig, events: CacheEventLog | None = None, backups: BackupQueue | None = None
 ) -> KVMemory:
     sizes = config.num_pages, config.page_size, config.max_running_requests, config.max_pages_per_request
-    shape = KVShape(*sizes, config.groups, config.state_interval, config.max_chunk)
+    shape = KVShape(*sizes, config.groups, config.state_interval, config.max_chunk, config.max_drafts)
     return KVMemory(shape, config.eviction_policy, config.enable_radix_cache, events, backups)
 
 

@@ -189,6 +189,8 @@ class FakeExecutor:
         self.window_table: I32 = np.full_like(self.page_table, -1)
         # States: the checksum of all tokens of a sequence.
         self.states: NDArray[np.uint32] = np.zeros(units.get(CacheKind.STATE, 0), dtype=np.uint32)
+        # Saved inputs of draft tokens by slot: (first position, tokens) of the last two rows with draft tokens, newest first.
+        self._saved: dict[int, list[tuple[int, I32]]] = {}
         self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
         self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # number of tokens with valid KV, by slot
         self.host: dict[int, I32] = {}  # host tier: tokens of each page by host page
@@ -240,12 +242,13 @@ class FakeExecutor:
                     "a decode row begins at the first position without KV"
                 )
             self._write(slot, start, ids)
-            if not self._advance_units(plan, row, slot, start, ids):
-                wrong.add(row)
             if count > len(ids):
                 assert self._drafted_for[slot], "draft tokens are planned only for requests that were admitted with drafted_for"
                 draft_tokens, predicted[row] = self._proposed(slot, self._read(slot, start + 1), count - 1)
                 self._write(slot, start + 1, draft_tokens)
+                ids = np.concatenate((ids, draft_tokens))
+            if not self._advance_units(plan, row, slot, start, ids):
+                wrong.add(row)
         assert at == len(plan.input_ids), "each position of an extend row has a token"
         begin = max(self._busy_until, self._clock())
         self._busy_until = begin + self._time.seconds(plan)
@@ -253,7 +256,11 @@ class FakeExecutor:
         return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}), predicted, wrong)
 
     def _advance_units(self, plan: BatchPlan, row: int, slot: int, start: int, ids: I32) -> bool:
-        """Writes a row's window units and states. Returns whether the units and the state that the row reads fit its context."""
+        """Writes a row's window units and states. Returns whether the units and the state that the row reads fit its context.
+
+        Args:
+            ids: the row's tokens, with draft tokens.
+        """
         fits = True
         context = self._read(slot, start + len(ids))
         if len(self.window_kv):
@@ -263,13 +270,29 @@ class FakeExecutor:
             assert units[new].min() >= 0, "a row writes to window units that a plan has named"
             self.window_kv[units[new], positions[new] % self._page_size] = ids
             fits = bool((self.window_kv[units, positions % self._page_size] == context[positions]).all() and units.min() >= 0)
-        if len(self.states):
-            before, after = int(plan.state_before[row]), int(plan.state_after[row])
-            state = int(self.states[before]) if before >= 0 else 0
-            fits &= state == zlib.crc32(context[:start].tobytes())
-            if cut := int(plan.state_cuts[row]):
-                self.states[plan.state_at_cut[row]] = zlib.crc32(ids[:cut].tobytes(), state)
+        return fits and (not len(self.states) or self._advance_state(plan, row, slot, start, context, ids))
+
+    def _advance_state(self, plan: BatchPlan, row: int, slot: int, start: int, context: I32, ids: I32) -> bool:
+        """Replays accepted draft tokens and writes a row's states. Returns whether the state that the row reads is right."""
+        before, after, cut = int(plan.state_before[row]), int(plan.state_after[row]), int(plan.state_cuts[row])
+        stands_at, is_extend, saved = int(plan.state_starts[row]), row < plan.num_extend, self._saved.setdefault(slot, [])
+        state = int(self.states[before]) if before >= 0 else 0
+        fits = state == zlib.crc32(context[:stands_at].tobytes())
+        if stands_at < start:
+            replayed = next((tokens for first, tokens in saved if first == stands_at), None)
+            assert replayed is not None and len(replayed) >= start - stands_at, "replayed tokens have saved inputs"
+            if 0 < cut <= start - stands_at and not is_extend:
+                self.states[plan.state_at_cut[row]] = zlib.crc32(replayed[:cut].tobytes(), state)
+            state = zlib.crc32(replayed[: start - stands_at].tobytes(), state)
+        if is_extend and cut:
+            self.states[plan.state_at_cut[row]] = zlib.crc32(ids[:cut].tobytes(), state)
+        if len(plan.drafts) and plan.drafts[row]:
+            self.states[after] = state
+            self._saved[slot] = [(start, ids), *saved[:1]]
+        else:
             self.states[after] = zlib.crc32(ids.tobytes(), state)
+        if is_extend:
+            saved.clear()
         return fits
 
     def _proposed(self, slot: int, context: I32, number: int) -> tuple[I32, bool]:

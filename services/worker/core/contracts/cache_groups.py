@@ -23,8 +23,23 @@ class CacheGroup:
     window: int = 0  # number of last tokens, including the token itself, to which a token attends; 0 for states
 
 
-STATES_PER_SLOT = 3  # largest number of states of a slot: at the last page end, before and after the newest step
 SPARE_PAGES = 2  # pages at both ends of a window that are partly outside of it
+
+
+def states_per_slot(max_drafts: int) -> int:
+    """Returns the largest number of states of a slot: at the last page end, and before and after the newest step.
+
+    With draft tokens, the newest step may also store the state at a page end between them.
+    """
+    return 4 if max_drafts else 3
+
+
+def draft_window_tokens(max_drafts: int) -> int:
+    """Returns the number of tokens by which the window of a decode row grows because of draft tokens.
+
+    Two steps with draft tokens are not committed or not planned to their end, and a third one delays the kept page end.
+    """
+    return 3 * (max_drafts + 1) if max_drafts else 0
 
 
 def window_pages(tokens: int, page_size: int, pages_per_slot: int) -> int:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from rootstock_llm.services.worker.core.contracts.cache_groups import STATES_PER_SLOT, CacheGroup, CacheKind, window_pages
+from rootstock_llm.services.worker.core.contracts.cache_groups import (
+    CacheGroup,
+    CacheKind,
+    draft_window_tokens,
+    states_per_slot,
+    window_pages,
+)
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
 from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
 
@@ -115,14 +121,15 @@ class SchedulerConfig:
         for quota in (self.hicache_salt_quota, self.hicache_storage_salt_quota):
             if quota and self.page_bytes and not self.pages_within(quota):
                 raise ValueError(f"the salt quota of {quota} GB is smaller than one page of {self.page_bytes} bytes")
-        if self.groups and (self.host_pages or self.reads_peers or self.max_drafts):
-            raise ValueError("a model with windows or recurrent layers has no tiers, no remote KV and no draft tokens")
+        if self.groups and (self.host_pages or self.reads_peers):
+            raise ValueError("a model with windows or recurrent layers has no tiers and no remote KV")
         if self.groups and self.state_interval < self.page_size:
             raise ValueError(f"state_interval {self.state_interval} is below page_size {self.page_size}")
         for group in self.groups:
-            least = STATES_PER_SLOT * self.max_running_requests
+            least = states_per_slot(self.max_drafts) * self.max_running_requests
             if group.kind is CacheKind.WINDOW:
-                least = window_pages(group.window + self.max_chunk, self.page_size, self.max_pages_per_request)
+                tokens = group.window + max(self.max_chunk, draft_window_tokens(self.max_drafts))
+                least = window_pages(tokens, self.page_size, self.max_pages_per_request)
             if group.num_units < least:
                 raise ValueError(f"the group {group.kind} has {group.num_units} units; it needs at least {least}")
         if self.max_drafts < 0:

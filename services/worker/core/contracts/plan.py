@@ -169,11 +169,18 @@ class BatchPlan:
     window_counts: I32 = field(default_factory=no_tokens)  # [updates]
     window_units: I32 = field(default_factory=no_tokens)  # flat
     # State units of the recurrent layers, [rows] each; empty without such layers. No unit that a row reads is also written.
-    state_before: I32 = field(default_factory=no_tokens)  # state before the row's first token; -1: the sequence begins
-    state_after: I32 = field(default_factory=no_tokens)  # gets the state after the row's last token
-    # Number of the row's first tokens after which the state is also stored in state_at_cut; 0: it is not.
+    state_before: I32 = field(default_factory=no_tokens)  # state at state_starts; -1: the sequence begins
+    # Gets the state after the row's last token. If the row has draft tokens (`drafts`), it gets the state before the row's first
+    # token, because draft tokens may be rejected.
+    state_after: I32 = field(default_factory=no_tokens)
+    # Number of tokens after which the state is also stored in state_at_cut; 0: it is not. For extend rows, these are the row's
+    # first tokens. For decode rows, they are accepted draft tokens of earlier rows, from state_starts on; if fewer tokens are
+    # accepted, the state is not stored.
     state_cuts: I32 = field(default_factory=no_tokens)
     state_at_cut: I32 = field(default_factory=no_tokens)
+    # Position at which state_before stands. It is exact, unlike `starts`. The executor replays the accepted tokens between this
+    # position and the row's first token.
+    state_starts: I32 = field(default_factory=no_tokens)
     # Operations that begin when all previously launched steps have ended. A plan with operations and no rows is IDLE: it is not
     # launched and has no result.
     operations: tuple[PageOperation, ...] = ()

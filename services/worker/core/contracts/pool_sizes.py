@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rootstock_llm.services.worker.core.contracts.cache_groups import STATES_PER_SLOT, CacheGroup, CacheKind
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind, states_per_slot
 
 
 class PoolTooSmall(ValueError):
@@ -27,9 +27,9 @@ class PoolSizes:
         windows = (CacheGroup(CacheKind.WINDOW, self.windows, window),) if self.windows else ()
         return windows + ((CacheGroup(CacheKind.STATE, self.states),) if self.states else ())
 
-    def max_running_requests(self, wanted: int) -> int:
-        """Returns the number of requests whose states fit, at most `wanted`."""
-        return min(wanted, self.states // STATES_PER_SLOT) if self.states else wanted
+    def max_running_requests(self, wanted: int, max_drafts: int = 0) -> int:
+        """Returns the number of requests whose states fit, at most `wanted`. `max_drafts` is that of SchedulerConfig."""
+        return min(wanted, self.states // states_per_slot(max_drafts)) if self.states else wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,8 @@ class CacheShape:
     window_bytes: int = 0  # bytes of a window unit; 0 without a WINDOW group
     state_bytes: int = 0  # bytes of a state; 0 without recurrent layers
     scratch_states: int = 0  # states that a pool has in addition, for the executor's own use
+    replay_bytes: int = 0  # bytes of the saved inputs of recurrent layers, from which accepted draft tokens are replayed
+    max_drafts: int = 0  # largest number of draft tokens of a decode row
     max_slots: int = 1  # largest number of running requests
     slot_windows: int = 0  # window units that one request may need at once
     swa_full_tokens_ratio: float = 0.8  # window units per page
@@ -55,7 +57,12 @@ class CacheShape:
 
     @property
     def scratch_bytes(self) -> int:
-        return self.scratch_states * self.state_bytes
+        """Bytes that a pool of any size takes for the executor's own use."""
+        return self.scratch_states * self.state_bytes + self.replay_bytes
+
+    @property
+    def _slot_states(self) -> int:
+        return states_per_slot(self.max_drafts)
 
     def bytes_of(self, sizes: PoolSizes) -> int:
         """Returns the bytes of pools of these sizes."""
@@ -85,7 +92,10 @@ class CacheShape:
         if sizes.states and taken > budget:
             whose = "of max_mamba_cache_size" if self.max_mamba_cache_size else "for one request"
             count, own = sizes.states, f"{self.scratch_states} of the worker's own"
-            raise PoolTooSmall(f"{count} states {whose} and {own}, {_mib(self.state_bytes)} each, do not fit into {_mib(budget)}")
+            replay = f" and {_mib(self.replay_bytes)} of inputs of draft tokens" if self.replay_bytes else ""
+            raise PoolTooSmall(
+                f"{count} states {whose} and {own}, {_mib(self.state_bytes)} each,{replay} do not fit into {_mib(budget)}"
+            )
         if taken > budget:
             raise PoolTooSmall(
                 f"{self.slot_windows} window units of {_mib(self.window_bytes)} for one request do not fit into {_mib(budget)}"
@@ -102,7 +112,7 @@ class CacheShape:
             return PoolSizes(pages, windows)
         kv = pages * self.page_bytes + windows * self.window_bytes
         states = self.max_mamba_cache_size or int(kv * self._state_share / self.state_bytes)
-        return PoolSizes(pages, windows, max(states, STATES_PER_SLOT))
+        return PoolSizes(pages, windows, max(states, self._slot_states))
 
     def for_pages(self, pages: int, budget: int) -> PoolSizes:
         """Returns the numbers of units for a number of pages that a setting gives.
@@ -114,8 +124,8 @@ class CacheShape:
         if not self.state_bytes or self.max_mamba_cache_size:
             return sizes
         rest = budget - self.bytes_of(PoolSizes(pages, sizes.windows))
-        most = max(rest // self.state_bytes, STATES_PER_SLOT)
-        return PoolSizes(pages, sizes.windows, min(max(sizes.states, (STATES_PER_SLOT + 1) * self.max_slots), most))
+        most = max(rest // self.state_bytes, self._slot_states)
+        return PoolSizes(pages, sizes.windows, min(max(sizes.states, (self._slot_states + 1) * self.max_slots), most))
 
 
 def _mib(num_bytes: int) -> str:

@@ -10,20 +10,29 @@ The slot of a running request has a table of window units, like its page table, 
     kept ── the state at the last page end that the row has passed, for the next prefix hit
     current ── the state after the last planned token, which the next step reads
     next ── the unit that the next step writes; it becomes the current one when the step is planned
+    replayed ── the state at a page end between accepted draft tokens, which the newest step may store
 
 A step never writes a unit that it reads. A unit that a step reads is freed when the next step is planned. One forward stream
 orders all steps, so that a later step may then write it.
+
+If a decode row has draft tokens, its next state is the state before the row's first token, because draft tokens may be rejected.
+The next row of the slot first replays the accepted tokens. The position of the current state is known when a row is planned,
+because the step before the previous one is committed then:
+
+    position of the current state      first position of the new row
+    ├── accepted tokens of the previous row, replayed ──┤── own token and draft tokens ──
+                  └ page end: replayed
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind, window_pages
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind, draft_window_tokens, window_pages
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
 from rootstock_llm.services.worker.core.kv.hit_ends import HitEnds
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
@@ -33,6 +42,7 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 NO_LIMIT = 1 << 30
 _NONE: I32 = np.empty(0, dtype=np.int32)
+_NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +51,24 @@ class RowStates:
 
     before: int
     after: int
+    start: int  # position at which `before` stands
     cut: int = 0
     at_cut: int = NO_UNIT
 
 
-NO_STATES = RowStates(NO_UNIT, NO_UNIT)
+@dataclass(frozen=True, slots=True)
+class DecodeStates:
+    """The state units of decode rows, int32[rows] each; empty without states. See BatchPlan."""
+
+    before: I32 = field(default_factory=lambda: _NONE)
+    after: I32 = field(default_factory=lambda: _NONE)
+    cuts: I32 = field(default_factory=lambda: _NONE)
+    at_cut: I32 = field(default_factory=lambda: _NONE)
+    starts: I32 = field(default_factory=lambda: _NONE)
+
+
+NO_STATES = RowStates(NO_UNIT, NO_UNIT, 0)
+NO_DECODE_STATES = DecodeStates()
 
 
 class CacheUnits:
@@ -59,6 +82,7 @@ class CacheUnits:
         pages_per_slot: int,
         state_interval: int,
         max_chunk: int,
+        max_drafts: int,
         keeps_ends: bool,
         on_lost: Callable[[TreeNode], None],
         events: CacheEventLog | None,
@@ -72,6 +96,7 @@ class CacheUnits:
             pages_per_slot: pages of a slot's row in the page table.
             state_interval: smallest distance in tokens between two chunk ends whose units are kept for hits.
             max_chunk: largest number of tokens of a chunk.
+            max_drafts: largest number of draft tokens of a decode row.
             keeps_ends: whether slots keep the units of page ends for hits. False if nothing is cached.
             on_lost: called with a node that has lost a unit by eviction.
             events: log of the page ends at which hits can end; None if no prefix index reads it.
@@ -85,7 +110,8 @@ class CacheUnits:
         self._window = next((group.window for group in groups if group.kind is CacheKind.WINDOW), 0)
         self._page_size, self._interval, self._keeps_ends = page_size, state_interval, keeps_ends
         self._max_chunk, self._pages_per_slot = max_chunk, pages_per_slot
-        self.decode_pages = window_pages(self._window, page_size, pages_per_slot)
+        self._max_drafts, self._draft_tokens = max_drafts, draft_window_tokens(max_drafts)
+        self.decode_pages = window_pages(self._window + self._draft_tokens, page_size, pages_per_slot)
 
         def column(value: int) -> I64:
             return np.full(num_slots, value, dtype=np.int64)
@@ -100,6 +126,17 @@ class CacheUnits:
         )  # whether a cached page owns the current state, which is pinned
         self._kept, self._kept_end = column(NO_UNIT), column(0)  # state at a page end that decoding has passed, and the page end
         self._older, self._older_end = column(NO_UNIT), column(0)  # the previous such pair, until the new state is committed
+        # Number of the slot's committed tokens from which on a committed step has computed the kept or the older state.
+        self._kept_from, self._older_from = column(0), column(0)
+        # The following columns are used if there are draft tokens. Positions count all draft tokens in flight as accepted, like
+        # SlotColumns.computed; reject() corrects them.
+        self._at = column(0)  # position of the current state
+        self._drafts = column(0)  # draft tokens of the slot's newest row
+        self._replayed, self._replayed_end = column(NO_UNIT), column(0)  # state that the newest row may store, and its page end
+        # The state that the newest row reads, its position, and whether a cached page owns it, for drop_row(). NO_UNIT after an
+        # extend row.
+        self._before, self._before_at = column(NO_UNIT), column(0)
+        self._before_is_cached = np.zeros(num_slots, dtype=np.bool_)
         self._last_end = column(0)  # last page end at which the slot keeps units for hits
         self._branch = column(0)  # page end after which the prompt differs from cached prompts; 0: none
         # Page ends of planned chunks, rising, with their states. publish() gives the units to the pages when they are computed.
@@ -173,7 +210,8 @@ class CacheUnits:
 
     def _extend_pages(self, num_extend: int) -> int:
         """Returns the number of pages of a chunk and the window before it. This number of pages also suffices for decoding."""
-        return window_pages(self._window + min(num_extend, self._max_chunk), self._page_size, self._pages_per_slot)
+        tokens = max(min(num_extend, self._max_chunk), self._draft_tokens)
+        return window_pages(self._window + tokens, self._page_size, self._pages_per_slot)
 
     def begin(self, slot: int, hit: TreeNode, branch: int, num_extend: int) -> tuple[int, I32]:
         """Reserves window units for a slot, and pins the units of the slot's hit.
@@ -190,6 +228,7 @@ class CacheUnits:
         depth = hit.depth
         self._last_end[slot], self._branch[slot] = depth, branch if branch > depth else 0
         self._current[slot], self._current_is_cached[slot] = NO_UNIT, False
+        self._at[slot], self._drafts[slot], self._before[slot] = depth * self._page_size, 0, NO_UNIT
         if self.states is not None and depth:
             unit = int(hit.units[self.states.index][-1])
             assert unit != NO_UNIT, "a hit ends at a page with a state"
@@ -224,8 +263,8 @@ class CacheUnits:
             self.states.unpin(unit)
         elif unit != NO_UNIT and unit not in unpublished:
             unpublished.append(unit)
-        unpublished += [int(column[slot]) for column in (self._kept, self._older) if column[slot] != NO_UNIT]
-        self._current[slot] = self._kept[slot] = self._older[slot] = NO_UNIT
+        unpublished += [int(column[slot]) for column in (self._kept, self._older, self._replayed) if column[slot] != NO_UNIT]
+        self._current[slot] = self._kept[slot] = self._older[slot] = self._replayed[slot] = NO_UNIT
         self._current_is_cached[slot] = False
         self.states.free(np.array(unpublished, dtype=np.int32))
 
@@ -297,7 +336,9 @@ class CacheUnits:
         self._free_older(slot)
         if self.states is None:
             ends += [(end, NO_UNIT) for end in inside + kept]
+            self._drafts[slot] = 0
             return NO_STATES
+        self._settle_replayed(slot)
         before, after = int(self._current[slot]), int(self.states.alloc(1)[0])
         cut, at_cut = 0, NO_UNIT
         if inside:
@@ -306,50 +347,99 @@ class CacheUnits:
             ends.append((inside[0], at_cut))
         ends += [(end, after) for end in kept]
         self._leave_state(slot, before)
+        begin = int(self._at[slot]) if self._max_drafts else start
         self._current[slot], self._current_is_cached[slot] = after, False
-        return RowStates(before, after, cut, at_cut)
+        self._at[slot], self._drafts[slot], self._before[slot] = start + count, 0, NO_UNIT
+        return RowStates(before, after, begin, cut, at_cut)
 
-    def decode(self, slots: I64, positions: I64) -> tuple[I32, I32]:
+    def decode(self, slots: I64, starts: I64, drafts: I32) -> DecodeStates:
         """Allocates the states of decode rows.
 
         Args:
             slots: int64[n], distinct.
-            positions: int64[n], the row's position, which is the number of its planned tokens before this step.
-
-        Returns:
-            The units that the rows read and write, int32[n] each; empty without states.
+            starts: int64[n], the row's first position, which is the number of its planned tokens before this step.
+            drafts: int32[n], number of draft tokens of each row; empty without a drafter.
         """
         states = self.states
         if states is None:
-            return _NONE, _NONE
+            self._drafts[slots] = drafts if len(drafts) else 0
+            return NO_DECODE_STATES
         older = self._older[slots]
         if (older != NO_UNIT).any():
             states.free(older[older != NO_UNIT].astype(np.int32))
             self._older[slots] = NO_UNIT
-        before, after = self._current[slots], states.alloc(len(slots)).astype(np.int64)
-        at_end = (positions % self._page_size == 0) & self._keeps_ends
+        at = starts
+        if self._max_drafts:
+            at = self._at[slots]
+            for slot in slots[self._replayed[slots] != NO_UNIT].tolist():
+                self._settle_replayed(slot)
+        before, cached = self._current[slots], self._current_is_cached[slots]
+        at_end = (at % self._page_size == 0) & self._keeps_ends
         plain = ~at_end & ~self._current_is_cached[slots]
         if self._ends:
             plain &= ~np.isin(slots, list(self._ends))
         self._leaving.append(before[plain].astype(np.int32))
         for row in np.flatnonzero(~plain).tolist():
-            self._pass_end(int(slots[row]), int(positions[row]), bool(at_end[row]))
+            self._pass_end(int(slots[row]), int(at[row]), bool(at_end[row]))
+        after = states.alloc(len(slots)).astype(np.int64)
         self._current[slots], self._current_is_cached[slots] = after, False
-        return before.astype(np.int32), after.astype(np.int32)
+        cuts, at_cut = np.zeros(len(slots), dtype=np.int32), np.full(len(slots), NO_UNIT, dtype=np.int32)
+        if self._max_drafts:
+            self._replay(states, slots, at, starts, before, cuts, at_cut)
+            self._before[slots], self._before_at[slots], self._before_is_cached[slots] = before, at, cached
+            self._at[slots], self._drafts[slots] = starts + (drafts == 0), drafts
+        return DecodeStates(before.astype(np.int32), after.astype(np.int32), cuts, at_cut, at.astype(np.int32))
+
+    def reject(self, slots: I32, rejected: I64) -> None:
+        """Corrects the positions of states whose rows were planned before a step was committed.
+
+        Args:
+            slots: int32[n], distinct slots with a row after the committed step.
+            rejected: int64[n], tokens of the committed step that the plan of the later row has counted and that were rejected.
+        """
+        self._at[slots] -= rejected
+
+    def drop_row(self, slot: int, num_committed: int) -> None:
+        """Undoes the states of a slot's decode row in flight, if they have tokens after the first `num_committed`.
+
+        Called between the plan of the row and the next plan, because a grammar has replaced the tokens.
+        """
+        if self.states is None:
+            return
+        beyond = self._at[slot] > num_committed
+        if self._replayed[slot] != NO_UNIT and (beyond or self._replayed_end[slot] * self._page_size > num_committed):
+            self.states.free(self._replayed[slot : slot + 1].astype(np.int32))
+            self._replayed[slot] = NO_UNIT
+        if not beyond:
+            return
+        before, cached = int(self._before[slot]), bool(self._before_is_cached[slot])
+        assert before != NO_UNIT and self._before_at[slot] <= num_committed, "a step in flight has read a committed state"
+        self.states.free(self._current[slot : slot + 1].astype(np.int32))
+        if self._kept[slot] == before:
+            self._kept[slot], self._kept_end[slot] = self._older[slot], self._older_end[slot]
+            self._kept_from[slot], self._older[slot] = self._older_from[slot], NO_UNIT
+        elif cached:
+            self._unpinning.remove(before)
+        else:
+            self._leaving = [units[units != before] for units in self._leaving]
+        self._current[slot], self._current_is_cached[slot] = before, cached
+        self._at[slot], self._drafts[slot], self._before[slot] = self._before_at[slot], 0, NO_UNIT
 
     def leave_extend(self, slot: int, start: int, num_shared: int) -> None:
         """Frees and unpins the window units that a slot no longer needs when it extends from `start` on."""
         if self.windows is not None:
             self._leave(slot, self._first_needed(slot, start // self._page_size), num_shared)
 
-    def leave_decode(self, slots: I64, positions: I64, num_pages: I32, num_shared: I32) -> bool:
+    def leave_decode(self, slots: I64, planned: I64, committed: I64, num_pages: I32, num_shared: I32) -> bool:
         """Frees and unpins the window units that decode rows no longer need.
 
-        A row keeps the window of its last committed page end. The row's position may be one token after this page end.
+        A row keeps the window of its last committed page end. The row's position may be one token after this page end. The
+        planned position assumes that all draft tokens in flight are accepted, so that the smallest possible position decides.
 
         Args:
             slots: int64[n].
-            positions: int64[n], number of planned tokens of each row.
+            planned: int64[n], number of planned tokens of each row.
+            committed: int64[n], number of committed tokens of each row.
             num_pages: int32[slots], number of each slot's pages.
             num_shared: int32[slots], number of each slot's first pages that the tree owns.
 
@@ -358,8 +448,16 @@ class CacheUnits:
         """
         if self.windows is None:
             return False
+        positions = planned
+        if self._max_drafts:
+            positions = np.where(self._drafts[slots] > 0, np.minimum(planned, committed + 1), planned)
         ends = (positions - 1) // self._page_size
-        first = np.maximum((ends * self._page_size - self._window + 1) // self._page_size, 0)
+        first = self._first_pages(ends)
+        if self._max_drafts and self.states is not None:
+            # The kept state needs the window before its page end, as far as the reserved units suffice.
+            most = np.maximum(num_pages[slots], -(-(planned + 1 + self._max_drafts) // self._page_size)) - self.decode_pages
+            kept = np.where(self._kept[slots] != NO_UNIT, self._first_pages(self._kept_end[slots]), first)
+            first = np.minimum(first, np.maximum(kept, most))
         for row in np.flatnonzero(first > self._first[slots]).tolist():
             slot = int(slots[row])
             self._leave(slot, min(int(first[row]), self._first_needed(slot, int(ends[row]))), int(num_shared[slot]))
@@ -396,17 +494,24 @@ class CacheUnits:
                 self.keep_end(slot, end, at, unit)
         return changed, self.window_table[slot, changed : end.depth].copy()
 
-    def publish_last(self, slot: int, end: TreeNode) -> None:
+    def publish_last(self, slot: int, end: TreeNode, num_committed: int) -> None:
         """Gives the state at the slot's last page end to the page before this page end. Called before the slot ends.
 
-        `end` is the end of the published pages.
+        Args:
+            slot: the slot.
+            end: end of the published pages.
+            num_committed: number of the slot's committed tokens.
         """
         if self.states is None:
             if self.windows is not None and end.depth:
                 self.keep_end(slot, end, end.depth, NO_UNIT)
             return
-        for units, ends in ((self._kept, self._kept_end), (self._older, self._older_end)):
-            if units[slot] != NO_UNIT and 0 < ends[slot] <= end.depth:
+        self._before[slot] = NO_UNIT  # no later call of drop_row()
+        if self._max_drafts and (self._kept[slot] == NO_UNIT or self._kept_from[slot] <= num_committed):
+            self._keep_newest(slot, num_committed)
+        kept = self._kept, self._kept_end, self._kept_from
+        for units, ends, since in (kept, (self._older, self._older_end, self._older_from)):
+            if units[slot] != NO_UNIT and 0 < ends[slot] <= end.depth and since[slot] <= num_committed:
                 unit, units[slot] = int(units[slot]), NO_UNIT
                 self.keep_end(slot, end, int(ends[slot]), unit)
                 return
@@ -423,12 +528,18 @@ class CacheUnits:
         node, page = _page_of(end, at - 1)
         if self.states is not None and unit != NO_UNIT:
             is_current = unit == self._current[slot] and not self._current_is_cached[slot]
+            is_before = unit == self._before[slot]  # drop_row() may make it the current state again
             if node.units[self.states.index][page] == NO_UNIT:
                 self.states.own(unit, node, page)
                 self.states.need(unit)
-                if is_current:
+                if is_current or is_before:
                     self.states.pin(unit)
-                    self._current_is_cached[slot] = True
+                    self._current_is_cached[slot] |= is_current
+                if is_before:
+                    self._before_is_cached[slot] = True
+                    self._unpinning.append(unit)
+            elif is_before:
+                self._leaving.append(np.array([unit], dtype=np.int32))
             elif not is_current:
                 self.states.free(np.array([unit], dtype=np.int32))
         if self.windows is not None:
@@ -467,7 +578,7 @@ class CacheUnits:
             found[self.windows.index] = own[own != NO_UNIT].tolist()
         if self.states is not None:
             units = {unit for _, unit in self._ends.get(slot, ())}
-            units |= {int(column[slot]) for column in (self._kept, self._older)}
+            units |= {int(column[slot]) for column in (self._kept, self._older, self._replayed)}
             units |= set() if self._current_is_cached[slot] else {int(self._current[slot])}
             found[self.states.index] = sorted(units - {NO_UNIT})
         return found
@@ -481,6 +592,11 @@ class CacheUnits:
     def _first_page(self, end: int) -> int:
         """Returns the first page that the token after the page end `end` attends to in windowed layers."""
         return max((end * self._page_size - self._window + 1) // self._page_size, 0) if self.windows is not None else 0
+
+    def _first_pages(self, ends: I64) -> I64:
+        """Returns _first_page() of each page end, int64[n]."""
+        first: I64 = np.maximum((ends * self._page_size - self._window + 1) // self._page_size, 0)
+        return first
 
     def _first_needed(self, slot: int, end: int) -> int:
         """Returns the first page that the slot needs after the page end `end` or after one of its unpublished page ends."""
@@ -533,6 +649,65 @@ class CacheUnits:
         else:
             self._leaving.append(np.array([unit], dtype=np.int32))
 
+    def _replay(self, states: UnitPool, slots: I64, at: I64, starts: I64, before: I64, cuts: I32, at_cut: I32) -> None:
+        """Allocates a unit for each row that may replay tokens up to a page end. Sets its elements of `cuts` and `at_cut`.
+
+        A slot has at most four states. No unit is allocated if the slot has two states at page ends, and neither is `before`.
+        """
+        ends = at // self._page_size + 1
+        has_unit = (self._older[slots] == NO_UNIT) | (self._kept[slots] == before)
+        rows = np.flatnonzero((ends * self._page_size <= starts) & has_unit) if self._keeps_ends else _NO_ROWS
+        if len(rows):
+            at_cut[rows] = states.alloc(len(rows))
+            cuts[rows] = (ends * self._page_size - at)[rows]
+            self._replayed[slots[rows]], self._replayed_end[slots[rows]] = at_cut[rows], ends[rows]
+
+    def _settle_replayed(self, slot: int) -> None:
+        """Keeps the state that the slot's newest row may have stored at a page end. Frees the unit if the row did not reach it.
+
+        Called when the next row is planned. The first position of the newest row is then known.
+        """
+        unit = int(self._replayed[slot])
+        if unit == NO_UNIT:
+            return
+        assert self.states is not None
+        self._replayed[slot] = NO_UNIT
+        start = int(self._at[slot]) - (self._drafts[slot] == 0)
+        if self._replayed_end[slot] * self._page_size > start:
+            self.states.free(np.array([unit], dtype=np.int32))
+        else:
+            self._keep(slot, unit, int(self._replayed_end[slot]), start + 1)
+
+    def _keep_newest(self, slot: int, num_committed: int) -> None:
+        """Keeps the newest state at a page end of a slot that ends: the current state, or the one that was replayed last."""
+        self._free_older(slot)
+        self._settle_replayed(slot)
+        at, unit = int(self._at[slot]), int(self._current[slot])
+        ends = [each for _, each in self._ends.get(slot, ())]
+        if unit == NO_UNIT or self._current_is_cached[slot] or unit in ends or at % self._page_size or not self._keeps_ends:
+            return
+        since = at + (self._drafts[slot] > 0)
+        if since <= num_committed:
+            self._keep(slot, unit, at // self._page_size, since)
+            self._current[slot] = NO_UNIT
+
+    def _keep(self, slot: int, unit: int, end: int, since: int) -> None:
+        """Makes a state at a page end the slot's kept state.
+
+        Args:
+            slot: the slot.
+            unit: the state.
+            end: number of pages.
+            since: number of committed tokens of the slot from which on a committed step has computed the state.
+        """
+        if self._older[slot] == NO_UNIT:
+            self._older[slot], self._older_end[slot] = self._kept[slot], self._kept_end[slot]
+            self._older_from[slot] = self._kept_from[slot]
+        elif self._kept[slot] != NO_UNIT:  # the older state is committed, and the kept state is replaced before its commit
+            assert self.states is not None
+            self.states.free(self._kept[slot : slot + 1].astype(np.int32))
+        self._kept[slot], self._kept_end[slot], self._kept_from[slot] = unit, end, since
+
     def _free_older(self, slot: int) -> None:
         """Frees the kept state that a newer one has replaced. The step that computed the newer one is committed."""
         if self.states is not None and self._older[slot] != NO_UNIT:
@@ -546,8 +721,7 @@ class CacheUnits:
         if not at_end or self._current_is_cached[slot] or unpublished or unit == NO_UNIT:
             self._leave_state(slot, unit)
             return
-        self._older[slot], self._older_end[slot] = self._kept[slot], self._kept_end[slot]
-        self._kept[slot], self._kept_end[slot] = unit, position // self._page_size
+        self._keep(slot, unit, position // self._page_size, position + (self._drafts[slot] > 0))
 
     def _publish_windows(self, slot: int, windows: UnitPool, end: TreeNode, first: int) -> int:
         """Publishes the window units from page `first` on. Returns the first page whose unit has changed."""

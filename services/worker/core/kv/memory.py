@@ -176,6 +176,7 @@ class KVShape:
     groups: tuple[CacheGroup, ...] = ()
     state_interval: int = 0  # see SchedulerConfig
     max_chunk: int = 0  # see SchedulerConfig
+    max_drafts: int = 0  # see SchedulerConfig
 
 
 class KVMemory:
@@ -212,7 +213,7 @@ class KVMemory:
         self.units = self.tree.units = self._new_units(shape) if shape.groups else None
 
     def _new_units(self, shape: KVShape) -> CacheUnits:
-        sizes = shape.page_size, shape.num_slots, shape.pages_per_slot, shape.state_interval, shape.max_chunk
+        sizes = shape.page_size, shape.num_slots, shape.pages_per_slot, shape.state_interval, shape.max_chunk, shape.max_drafts
         return CacheUnits(shape.groups, *sizes, self._enable_radix_cache, self.tree.lost_unit, self._events)
 
     @property
@@ -392,7 +393,7 @@ class KVMemory:
         shared, have = int(self.slots.num_shared[slot]), int(self.slots.num_pages[slot])
         assert shared <= have, "the shared pages of a slot are among its pages"
         if self.units is not None:
-            self.units.publish_last(slot, lease.node)
+            self.units.publish_last(slot, lease.node, len(key) // TOKEN_BYTES)
             self.units.end(slot, shared, have)
             self._window_writes.end(slot)
         self.pages.free(self.slots.page_table[slot, shared:have].copy())

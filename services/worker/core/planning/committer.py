@@ -329,8 +329,12 @@ class Committer:
         columns.committed[slots] = (plan.starts + plan.num_tokens)[:extends][sound[:extends]]
         slots, counts = plan.slots[extends:], run.counts[extends:]
         sound_rows, live_rows = sound[extends:], live[extends:]
-        columns.committed[slots[sound_rows]] += counts[sound_rows]
         short = (plan.num_tokens[extends:] - counts)[live_rows]
+        if self._memory.units is not None:
+            mine = slots[live_rows]
+            is_followed = columns.computed[mine] > columns.committed[mine] + plan.num_tokens[extends:][live_rows]
+            self._memory.units.reject(mine[is_followed], short[is_followed])
+        columns.committed[slots[sound_rows]] += counts[sound_rows]
         columns.computed[slots[live_rows]] -= short
         columns.planned_out[slots[live_rows]] -= short
         drafting = plan.drafts[extends:] > 0 if len(plan.drafts) else np.zeros(len(live_rows), dtype=np.bool_)

@@ -107,13 +107,14 @@ class DecodePlanner:
             return
         if len(need):
             self._memory.grow_each(need)
-        if self._memory.units is not None:
-            rows.decode_states = self._memory.units.decode(slots, self._columns.computed[slots])
+        starts = self._columns.computed[slots]
         self._columns.computed[slots] += 1
         self._columns.planned_out[slots] += 1
         rows.decodes, rows.decode_slots = requests, slots
         if self._draft_controller is not None:
             rows.drafts = self._drafts(slots, self._draft_controller)
+        if self._memory.units is not None:
+            rows.decode_states = self._memory.units.decode(slots, starts, rows.drafts)
         self._decode_steps += 1
         if self._counters.retractions_total == before:
             self._ratio.step()
@@ -138,7 +139,8 @@ class DecodePlanner:
         if units is None or not self._queues.decoding:
             return
         decoding = self._queues.decoding_slots()
-        if units.leave_decode(decoding, self._columns.computed[decoding], slots.num_pages, slots.num_shared):
+        planned, committed = self._columns.computed[decoding], self._columns.committed[decoding]
+        if units.leave_decode(decoding, planned, committed, slots.num_pages, slots.num_shared):
             self._queues.batch_is_full = False
 
     def _drafts(self, slots: NDArray[np.int64], draft_controller: DraftController) -> NDArray[np.int32]:

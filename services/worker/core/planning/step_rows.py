@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_tokens
-from rootstock_llm.services.worker.core.kv.cache_units import RowStates
+from rootstock_llm.services.worker.core.kv.cache_units import NO_DECODE_STATES, DecodeStates, RowStates
 from rootstock_llm.services.worker.core.kv.memory import NO_UPDATES, TableUpdates
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
@@ -87,8 +87,7 @@ class StepRows:
     decodes: list[Request] = field(default_factory=list)
     decode_slots: NDArray[np.int64] = field(default_factory=_no_slots)
     drafts: I32 = field(default_factory=no_tokens)  # see BatchPlan.drafts; empty unless the executor drafts
-    # State units that the decode rows read and write; empty without recurrent layers.
-    decode_states: tuple[I32, I32] = field(default_factory=lambda: (_NONE, _NONE))
+    decode_states: DecodeStates = NO_DECODE_STATES  # of the decode rows
 
     @property
     def num_decode_tokens(self) -> int:
@@ -187,6 +186,7 @@ def build_step(
         state_after=states[1],
         state_cuts=states[2],
         state_at_cut=states[3],
+        state_starts=states[4],
     )
     assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "the columns have equal lengths"
     if num_extend:
@@ -198,17 +198,17 @@ def build_step(
     return Step(plan, rows.extends + rows.decodes, columns.epoch[slots])
 
 
-def _state_columns(rows: StepRows) -> tuple[I32, I32, I32, I32]:
-    """Returns the plan's columns of state units: before, after, cuts and at_cut. Empty without recurrent layers."""
-    before, after = rows.decode_states
-    if not rows.states and not len(before):
-        return _NONE, _NONE, _NONE, _NONE
-    none = np.zeros_like(before)
+def _state_columns(rows: StepRows) -> tuple[I32, I32, I32, I32, I32]:
+    """Returns the plan's columns of states: before, after, cuts, at_cut and starts. Empty without recurrent layers."""
+    decodes = rows.decode_states
+    if not rows.states and not len(decodes.before):
+        return _NONE, _NONE, _NONE, _NONE, _NONE
     return (
-        _before([states.before for states in rows.states], before),
-        _before([states.after for states in rows.states], after),
-        _before([states.cut for states in rows.states], none),
-        _before([states.at_cut for states in rows.states], none - 1),
+        _before([states.before for states in rows.states], decodes.before),
+        _before([states.after for states in rows.states], decodes.after),
+        _before([states.cut for states in rows.states], decodes.cuts),
+        _before([states.at_cut for states in rows.states], decodes.at_cut),
+        _before([states.start for states in rows.states], decodes.starts),
     )
 
 

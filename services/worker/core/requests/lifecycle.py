@@ -257,6 +257,8 @@ class RequestLifecycle:
         self._trace.add(request.request_id, TraceKind.JUMPED, len(output_ids))
         if self.config.max_drafts:
             columns.drop_flight(slot)
+            if self._memory.units is not None:
+                self._memory.units.drop_row(slot, int(columns.committed[slot]))
         columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
         columns.num_out[slot] = columns.planned_out[slot] = len(output_ids)
         columns.target[slot] = request.num_prompt_tokens + len(output_ids)
