@@ -52,6 +52,7 @@ class RaggedRows:
     window_table: Tensor | None = None  # the page table of windowed layers, if their KV is in other pages
     window_locations: Tensor | None = None  # int64[T]: `locations` in the pages of window_table
     states: StateRows | None = None  # states of recurrent layers
+    drafts: DraftStates | None = None  # replayed and saved tokens of recurrent layers; None if there are none
 
     def in_windows(self) -> RaggedRows:
         """Returns the same rows with the page table and the locations of windowed layers."""
@@ -68,6 +69,27 @@ class StateRows:
     after: Tensor  # int32[R]: unit that gets the state after the row's last token
     cuts: Tensor  # int32[R]: number of the row's tokens after which the state is also stored in at_cut; 0: not stored
     at_cut: Tensor  # int32[R]: unit that gets the state after `cuts` tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStates:
+    """How recurrent layers compute a step with draft tokens, or with accepted draft tokens of earlier steps.
+
+    The rows of RaggedRows.states have the tokens `offsets` and `num_tokens`, which may differ from those of RaggedRows. Q rows
+    only replay tokens, before the other rows are computed.
+    """
+
+    offsets: Tensor  # int32[R]: index of the row's first token
+    num_tokens: Tensor  # int32[R]
+    replays: StateRows  # [Q], the states of the rows that only replay
+    replay_offsets: Tensor  # int32[Q]
+    replay_num_tokens: Tensor  # int32[Q], may be 0: the row then copies its state
+    sources: Tensor  # int64: rows of the saved inputs that are read, first those of the rows that only replay
+    num_inserted: int  # number of the last elements of `sources` whose tokens are inserted into the step's tokens
+    order: Tensor  # int64: index of each token in the inserted tokens followed by the step's tokens; empty if none is inserted
+    own: Tensor  # int64[T]: index of each token of the step after the insertion; empty if none is inserted
+    saved: Tensor  # int64[S]: tokens of the step whose inputs are saved
+    targets: Tensor  # int64[S]: their rows of the saved inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +270,7 @@ class Kernels(Protocol):
             gates: [T, 2 J], inputs of b = sigmoid(.), then inputs of a = exp(-rate * softplus(. + bias)).
             weight: [C, K] of the convolution, whose result passes through silu.
             decay: rate and bias of each value head.
-            rows: the tokens' rows.
+            rows: the tokens' rows. A row may have no token; it then copies its state.
             states: the units that each row reads and writes.
             conv_pool: [U, K - 1, C], the last inputs of the convolution, oldest first.
             state_pool: float32[U, J, D, E].

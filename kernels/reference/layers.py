@@ -131,7 +131,8 @@ def gated_delta_rule(
         first = 0
         for stop in stops:
             part = slice(offset + first, offset + stop)
-            conv, state = _delta_run(out[part], qkv[part], gates[part], weight, decay, conv, state)
+            if stop > first:
+                conv, state = _delta_run(out[part], qkv[part], gates[part], weight, decay, conv, state)
             for unit, end in ((at_cut, cut), (after, count)):
                 if unit >= 0 and end == stop:
                     conv_pool[unit], state_pool[unit] = conv, state

@@ -120,7 +120,9 @@ def groups_of(config: SchedulerConfig, window: int, spare_windows: int, spare_st
         pages = window_pages(tokens, config.page_size, config.max_pages_per_request)
         groups.append(CacheGroup(CacheKind.WINDOW, pages + spare_windows, window))
     if spare_states >= 0:
-        groups.append(CacheGroup(CacheKind.STATE, states_per_slot(config.max_drafts) * config.max_running_requests + spare_states))
+        groups.append(
+            CacheGroup(CacheKind.STATE, states_per_slot(config.max_drafts) * config.max_running_requests + spare_states)
+        )
     return tuple(groups)
 
 

@@ -45,7 +45,7 @@ def _convolve_kernel(qkv, weight, pool, offsets, counts, before, after, cuts, at
     for part in tl.static_range(2):
         end = count if part == 0 else tl.load(cuts + row)
         unit = zeros + tl.load((after if part == 0 else at_cut) + row).to(tl.int64)
-        stored = inside & (unit >= 0) & (zeros + end > 0)
+        stored = inside & (unit >= 0) & (zeros + end > part - 1)  # a row without tokens copies its state
         for i in tl.static_range(TAPS - 1):
             x = _input(qkv, pool, first, source, zeros + end - (TAPS - 1) + i, channels, inside, SIZE, TAPS)
             tl.store(pool + (unit * (TAPS - 1) + i) * SIZE + channels, x.to(pool.dtype.element_ty), mask=stored)
@@ -121,7 +121,7 @@ def gated_delta_rule(
     if 2 * key_heads * key_dim + heads * value_dim != size or state_pool.dtype != torch.float32:
         raise misfit(weight, state_pool)
     num_rows = len(rows.offsets)
-    if not len(out) or not num_rows:
+    if not num_rows:
         return
     columns = (rows.offsets, rows.num_tokens, states.before, states.after, states.cuts, states.at_cut)
     block = min(CHANNELS, triton.next_power_of_2(size))

@@ -140,7 +140,7 @@ def build_device_executor(
         groups=sizes.groups(made.pools.window),
         window_bytes=made.pools.caches.window_bytes,
         state_bytes=made.pools.caches.state_bytes,
-        max_running_requests=sizes.max_running_requests(max_slots),
+        max_running_requests=sizes.max_running_requests(max_slots, options.max_drafts),
     )
     layout = f"{made.pools.layout} {info.numerics}"
     mover, host_pages = made.tiers(pages, layout)
@@ -476,7 +476,7 @@ class _Assembly:
         vocab_size = int(self._loaded.config.vocab_size)
         drafter = drafting.drafter(passes.table, self._page_size, vocab_size, self._streams)
         read = partial(_read_states, drafting, passes)
-        return DraftedSteps(self.runner, drafter, self._max_slots, self._max_tokens, read)
+        return DraftedSteps(self.runner, drafter, self._max_slots, self._max_tokens, self._options.max_drafts, read)
 
     def memory_parts(self, request: LoadRequest, sizes: PoolSizes) -> MemoryParts:
         shape = self._loaded.shape

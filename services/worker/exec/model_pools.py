@@ -8,12 +8,13 @@ from functools import cached_property
 import torch
 
 from rootstock_llm.kernels.contracts.ops import Kernels
-from rootstock_llm.services.worker.core.contracts.cache_groups import window_pages
+from rootstock_llm.services.worker.core.contracts.cache_groups import draft_window_tokens, window_pages
 from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolSizes, PoolTooSmall
 from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
 from rootstock_llm.services.worker.exec.pools import kv_pool
 from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerCache, LayerKV, LayerState
+from rootstock_llm.services.worker.exec.step.saved_inputs import saved_tokens
 
 
 class ModelPools:
@@ -46,10 +47,10 @@ class ModelPools:
         self._kernels, self._options, self._arrivals = kernels, options, arrivals
         self.has_states = any(isinstance(layer, LayerState) for layer in layers)
         assert not (self.has_states and states_refusal(options)), "such a model is refused before its weights are read"
-        in_pages_only = options.tiers is not None or options.peers is not None or options.max_drafts > 0
+        in_pages_only = options.tiers is not None or options.peers is not None
         windows = [layer.window for layer in layers if isinstance(layer, LayerKV)]
-        # Largest window in tokens of the layers whose KV is in window units; 0 if there is no such layer. Tiers, KV transfers and
-        # speculative decoding support only pages. With one of these features, windowed layers have their KV in pages.
+        # Largest window in tokens of the layers whose KV is in window units; 0 if there is no such layer. Tiers and KV transfers
+        # support only pages. With one of these features, windowed layers have their KV in pages.
         self.window = 0 if in_pages_only else max(windows, default=0)
 
     @property
@@ -71,7 +72,8 @@ class ModelPools:
     def caches(self) -> CacheShape:
         """The bytes of pages and units, and the settings by which memory is split between them."""
         size, options = self._page_size, self._options
-        chunk, pages_per_slot = options.max_chunk or self._context_len, -(-self._context_len // size)
+        pages_per_slot = -(-self._context_len // size)
+        longest = max(options.max_chunk or self._context_len, draft_window_tokens(options.max_drafts))
         return CacheShape(
             page_bytes=self.token_bytes * size,
             least_pages=0 if self.token_bytes else self._max_slots * pages_per_slot,
@@ -79,11 +81,18 @@ class ModelPools:
             state_bytes=kv_pool.state_bytes(self._layers, self._dtype),
             scratch_states=kv_pool.SCRATCH_STATES if self.has_states else 0,
             max_slots=self._max_slots,
-            slot_windows=window_pages(self.window + chunk, size, pages_per_slot) if self.window else 0,
+            slot_windows=window_pages(self.window + longest, size, pages_per_slot) if self.window else 0,
+            replay_bytes=self._saved_tokens * kv_pool.input_bytes(self._layers, self._dtype),
+            max_drafts=options.max_drafts,
             swa_full_tokens_ratio=options.swa_full_tokens_ratio,
             mamba_full_memory_ratio=options.mamba_full_memory_ratio,
             max_mamba_cache_size=options.max_mamba_cache_size if self.has_states else 0,
         )
+
+    @property
+    def _saved_tokens(self) -> int:
+        """Number of tokens whose inputs the recurrent layers can save."""
+        return saved_tokens(self._max_slots, self._options.max_drafts) if self.has_states else 0
 
     @property
     def smallest(self) -> PoolSizes:
@@ -110,8 +119,11 @@ class ModelPools:
             draft_layers: layers of the draft model, or None for those of the model.
         """
         with self._device:  # for kernels that allocate on torch's default device
-            own, first = (self._layers, 0) if draft_layers is None else (draft_layers, len(self._layers))
-            pool = kv_pool.allocate(own, sizes, self._page_size, self._dtype, self._kernels, self._arrivals, first)
+            if draft_layers is None:
+                own, first, saved = self._layers, 0, self._saved_tokens
+            else:  # a draft model has all its KV in pages
+                own, first, saved, sizes = draft_layers, len(self._layers), 0, PoolSizes(sizes.pages)
+            pool = kv_pool.allocate(own, sizes, self._page_size, self._dtype, self._kernels, self._arrivals, first, saved)
         if self._device.type == "cuda":
             for each in (*pool.keys, *pool.values):
                 each.zero_()
@@ -125,8 +137,11 @@ class ModelPools:
             megabytes = sizes.windows * caches.window_bytes >> 20
             progress(f"windows of up to {self.window} tokens: {sizes.windows} units of {size} tokens, {megabytes} MiB")
         if sizes.states:
-            megabytes, running = sizes.states * caches.state_bytes >> 20, sizes.max_running_requests(self._max_slots)
+            megabytes = sizes.states * caches.state_bytes >> 20
+            running = sizes.max_running_requests(self._max_slots, self._options.max_drafts)
             progress(f"states of recurrent layers: {sizes.states} states, {megabytes} MiB, for {running} running requests")
+        if caches.replay_bytes:
+            progress(f"inputs of draft tokens for recurrent layers: {caches.replay_bytes >> 20} MiB")
 
 
 def host_budget(mem_fraction_static: float) -> int:
@@ -139,7 +154,6 @@ def states_refusal(options: DeviceOptions) -> str:
     refused = {
         "--enable-hierarchical-cache": options.tiers is not None,
         "--disaggregation-mode": options.peers is not None,
-        "speculative decoding": options.max_drafts > 0,
     }
     name = next((name for name, refuses in refused.items() if refuses), "")
     return f"{name} is not available for a model with recurrent layers" if name else ""

@@ -461,7 +461,8 @@ class CacheUnits:
         for row in np.flatnonzero(first > self._first[slots]).tolist():
             slot = int(slots[row])
             self._leave(slot, min(int(first[row]), self._first_needed(slot, int(ends[row]))), int(num_shared[slot]))
-        wide = slots[(self._reserved[slots] > self.decode_pages) & (num_pages[slots] - self._first[slots] < self.decode_pages)]
+        after_step = num_pages[slots] - self._first[slots] + 1 - (-self._max_drafts // self._page_size)
+        wide = slots[(self._reserved[slots] > self.decode_pages) & (after_step <= self.decode_pages)]
         for slot in wide.tolist():
             self._reserve(slot, self.decode_pages)
         return len(wide) > 0

@@ -14,6 +14,7 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import RaggedRows
 from rootstock_llm.kernels.contracts.sample_ops import NO_SLOT, SampleRows
 from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, RowFault, RowLogprobs
+from rootstock_llm.services.worker.exec.contracts.draft_states import RecurrentColumns, Replays
 from rootstock_llm.services.worker.exec.streams.copies import Readback
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Graph
 
@@ -40,16 +41,18 @@ class ForwardBatch:
     max_tokens: int  # tokens of the longest row
     # int64[tokens of the plan]: for each token of the pass, its index in the plan; None if the orders are equal
     order: I64 | None = None
-    states: I32 | None = None  # [4, R], the columns of StateRows; None without recurrent layers
+    states: I32 | None = None  # [4, R], the columns of StateRows; None without recurrent layers, or if `recurrent` is set
+    recurrent: RecurrentColumns | None = None  # columns of recurrent layers if tokens are replayed or saved
 
     @classmethod
-    def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> ForwardBatch:
+    def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int, replays: Replays | None = None) -> ForwardBatch:
         """Returns the columns of a plan that runs without a graph.
 
         Args:
             samples: bool[rows], the rows that sample a token.
             capacity: number of positions that the page table maps for a slot. A row whose request has ended may start beyond it;
                 such a row is moved to lower positions.
+            replays: tokens that recurrent layers replay or save; None if there are none.
         """
         counts = plan.num_tokens
         starts = np.minimum(plan.starts, capacity - counts)
@@ -71,7 +74,8 @@ class ForwardBatch:
             sample_indices=(ends - 1)[rows].astype(np.int32),
             max_context=int((starts + counts).max()),
             max_tokens=longest,
-            states=_states_of(plan),
+            states=_states_of(plan) if replays is None else None,
+            recurrent=None if replays is None else RecurrentColumns.of(plan, replays),
         )
 
     @classmethod

@@ -134,7 +134,7 @@ class Attention:
         """Returns the buffers of queries, keys and values, [T, (H + 2 G) D], and of the attention result, [T, H D]."""
         return take("qkv", self.qkv.packed.out_features), take("mixed", self.o.packed.in_features)
 
-    def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
+    def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, ...], context: ForwardContext) -> None:
         """Writes keys and values of the tokens to the pools, and the attention's output to out [T, N].
 
         `out` may be x.

@@ -229,7 +229,7 @@ class Mixer(Protocol):
 
     def reserve(self, take: Take) -> None: ...
 
-    def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None: ...
+    def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, ...], context: ForwardContext) -> None: ...
 
     def tensors(self) -> Iterator[Tensor]: ...
 
@@ -256,12 +256,12 @@ class TransformerLayer:
         self.mixer.reserve(take)
         self.mlp.reserve(take)
 
-    def forward(self, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
+    def forward(self, x: Tensor, pools: tuple[Tensor, ...], context: ForwardContext) -> None:
         """Adds the output of the mixer to context.residual, and writes the output of the MLP to context.update.
 
         Args:
             x: [T, K], the input of the mixer after its norm. It may be context.hidden.
-            pools: the layer's keys and values, or its states.
+            pools: the layer's keys and values, or its states and saved inputs, see KVPool.layer().
         """
         hidden, update = context.hidden, context.update
         if self.output_norms is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -57,6 +57,11 @@ class LayerState:
         """Returns the bytes of one state. The matrices are float32, and the inputs have the model dtype."""
         return (self.taps - 1) * self.channels * dtype.itemsize + 4 * self.heads * self.key_dim * self.value_dim
 
+    @property
+    def input_size(self) -> int:
+        """Number of elements of the inputs of one token: the channels, and two gates for each head."""
+        return self.channels + 2 * self.heads
+
 
 LayerCache = LayerKV | LayerState
 SCRATCH_STATES = 2  # states at the end of a pool, for steps that are computed in pieces
@@ -74,18 +79,21 @@ class KVPool:
     arrivals: Arrivals | None = None  # layer-wise loads into the pool, None if there are no such loads
     first: int = 0  # number of the pool's first layer; layers are numbered across the pools of model and draft model
     num_states: int = 0  # number of states of each recurrent layer, without the SCRATCH_STATES after them
+    # Saved inputs of draft tokens, by recurrent layer: [tokens, channels] and [tokens, 2 heads] in the model dtype. Empty without
+    # draft tokens.
+    inputs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.values), "each layer has keys and values"
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values, or the two parts of its states, for the next launch on the current stream.
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        """Returns a layer's keys and values for the next launch on the current stream, which first waits for loads of the layer.
 
-        The stream first waits for loads of the layer.
+        For a recurrent layer, returns the two parts of its states, and then the two parts of the saved inputs if there are any.
         """
         if self.arrivals is not None:
             self.arrivals.wait(self.first + index)
-        return self.keys[index], self.values[index]
+        return self.keys[index], self.values[index], *self.inputs.get(index, ())
 
 
 NO_POOL = KVPool((), ())  # stands for a pool whose memory is released or not allocated yet
@@ -110,6 +118,11 @@ def state_bytes(layers: Sequence[LayerCache], dtype: torch.dtype) -> int:
     return sum(layer.num_bytes(dtype) for layer in layers if isinstance(layer, LayerState))
 
 
+def input_bytes(layers: Sequence[LayerCache], dtype: torch.dtype) -> int:
+    """Returns the bytes of the saved inputs of one token over all recurrent layers."""
+    return sum(layer.input_size * dtype.itemsize for layer in layers if isinstance(layer, LayerState))
+
+
 def _kv_bytes(layer: LayerKV, dtype: torch.dtype) -> int:
     return layer.size * dtype.itemsize
 
@@ -122,6 +135,7 @@ def allocate(
     kernels: Kernels,
     arrivals: Arrivals | None = None,
     first: int = 0,
+    saved_tokens: int = 0,
 ) -> KVPool:
     """Allocates a pool with undefined content.
 
@@ -133,22 +147,27 @@ def allocate(
         kernels: kernels that will use the pool; they allocate its tensors in the form that they need.
         arrivals: see KVPool.
         first: see KVPool.
+        saved_tokens: number of tokens whose inputs the recurrent layers can save; 0 without draft tokens.
     """
     assert sizes.pages > 0 and page_size > 0, "a pool has pages"
     keys, values = [], []
-    for layer in layers:
+    inputs: dict[int, tuple[Tensor, Tensor]] = {}
+    for index, layer in enumerate(layers):
         if isinstance(layer, LayerState):
             assert sizes.states > 0, "a pool of recurrent layers has states"
             count = sizes.states + SCRATCH_STATES
             keys.append(kernels.allocate_pool((count, layer.taps - 1, layer.channels), dtype))
             values.append(kernels.allocate_pool((count, layer.heads, layer.key_dim, layer.value_dim), torch.float32))
+            if saved_tokens:
+                channels = kernels.allocate_pool((saved_tokens, layer.channels), dtype)
+                inputs[index] = channels, kernels.allocate_pool((saved_tokens, 2 * layer.heads), dtype)
             continue
         assert layer.size > 0, "a token has keys and values"
         count = sizes.windows if layer.window and sizes.windows else sizes.pages
         shape = (count, layer.kv_heads, page_size)
         keys.append(kernels.allocate_pool((*shape, layer.key_dim), dtype))
         values.append(kernels.allocate_pool((*shape, layer.value_dim), dtype))
-    return KVPool(tuple(keys), tuple(values), arrivals, first, sizes.states)
+    return KVPool(tuple(keys), tuple(values), arrivals, first, sizes.states, inputs)
 
 
 @dataclass(frozen=True, slots=True)

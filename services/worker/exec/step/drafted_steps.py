@@ -9,6 +9,8 @@ that decode row into padding.
 The host needs the number of accepted draft tokens before the next step, because the next position and the text for drafting
 depend on it. forward() waits for earlier steps in three cases: an earlier step verifies draft tokens, the plan requests draft
 tokens, or the plan has tokens for a running request whose last sampled tokens are not on the host yet.
+
+In recurrent layers, the k + 1 inner rows are one row. SavedInputs records which accepted tokens a step replays there.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ import torch
 from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_tokens
+from rootstock_llm.services.worker.exec.contracts.draft_states import CONTINUED
 from rootstock_llm.services.worker.exec.contracts.drafter import Computed, Drafter, HiddenStates
 from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, Masks
 from rootstock_llm.services.worker.exec.contracts.step_data import SampleBatch, SampleOrder
 from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner, StepRun
 from rootstock_llm.services.worker.exec.step.passes import NOTHING
+from rootstock_llm.services.worker.exec.step.saved_inputs import SavedInputs
 from rootstock_llm.services.worker.exec.streams.copies import Readback
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Moment
 
@@ -75,6 +79,7 @@ class DraftedSteps:
         drafter: Drafter,
         max_slots: int,
         max_tokens: int,
+        max_drafts: int,
         read: Callable[[int], HiddenStates] = reads_nothing,
     ) -> None:
         """Stores the runner and the drafter.
@@ -82,12 +87,14 @@ class DraftedSteps:
         Args:
             max_slots: number of slots.
             max_tokens: largest number of tokens of one pass, draft tokens included.
+            max_drafts: largest number of draft tokens of a row.
             read: returns the target's hidden states that the drafter reads, for the first n tokens of the last pass.
         """
         self._runner, self._drafter, self._max_tokens, self._read = runner, drafter, max_tokens, read
         # int64[slots] each: number of tokens with valid KV, which is the position of the next token; number of admissions.
         self._lengths, self._admissions = np.zeros((2, max_slots), dtype=np.int64)
         self._drafted_for = np.zeros(max_slots, dtype=np.bool_)  # SlotParams.drafted_for of each slot's request
+        self._inputs = SavedInputs(max_slots, max_drafts)  # used if the model has recurrent layers
         self._steps: dict[int, _DraftedStep] = {}  # launched steps without a result, by step id
         self._unsettled: list[_DraftedStep] = []  # sampled steps whose tokens are not on the host yet, oldest first
 
@@ -246,6 +253,7 @@ class DraftedSteps:
         starts = plan.starts.astype(np.int64)
         starts[extends:] = self._lengths[plan.slots[extends:]]
         assert (starts <= plan.starts).all(), "a row starts at the planned position, or earlier if draft tokens were rejected"
+        replays = self._inputs.replays_of(plan, starts) if len(plan.state_before) else None
         index = np.arange(len(rows)) - firsts[rows]
         inner = replace(
             _without_table_updates(plan),
@@ -256,7 +264,16 @@ class DraftedSteps:
             mask_rows=firsts[plan.mask_rows].astype(np.int32),
             drafts=no_tokens(),
         )
-        run = StepRun(inner, Readback(self._runner.streams))
+        if len(plan.state_before):
+            inner = replace(
+                inner,
+                state_before=np.where(index > 0, CONTINUED, plan.state_before[rows]).astype(np.int32),
+                state_after=plan.state_after[rows],
+                state_cuts=plan.state_cuts[rows],
+                state_at_cut=plan.state_at_cut[rows],
+                state_starts=plan.state_starts[rows],
+            )
+        run = StepRun(inner, Readback(self._runner.streams), replays=replays)
         if draft_tokens:
             run.known = np.full(len(plan.input_ids) + len(rows) - extends, -1, dtype=np.int32)
             at = len(plan.input_ids) - extends
@@ -272,8 +289,9 @@ class DraftedSteps:
         starts, rows = plan.starts.copy(), np.arange(plan.num_rows)
         starts[plan.num_extend :] = self._lengths[plan.slots[plan.num_extend :]]
         assert (starts <= plan.starts).all(), "a row starts at the planned position, or earlier if draft tokens were rejected"
+        replays = self._inputs.replays_of(plan, starts.astype(np.int64)) if len(plan.state_before) else None
         inner = replace(_without_table_updates(plan), starts=starts, drafts=no_tokens())
-        run = StepRun(inner, Readback(self._runner.streams))
+        run = StepRun(inner, Readback(self._runner.streams), replays=replays)
         return _DraftedStep(plan, run, rows, self._admissions[plan.slots], {}, {}, [])
 
     # After the forward pass

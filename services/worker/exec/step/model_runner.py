@@ -20,6 +20,7 @@ from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates, Ste
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs, StepResult
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
+from rootstock_llm.services.worker.exec.contracts.draft_states import Replays
 from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorStats, Masks
 from rootstock_llm.services.worker.exec.contracts.step_data import (
     CudaGraph,
@@ -67,6 +68,7 @@ class StepRun:
     # int32[tokens of the plan], ids of draft tokens, -1 for other tokens, or None without draft tokens. If the step is computed
     # in pieces, the rows of draft tokens are not computed.
     known: NDArray[np.int32] | None = None
+    replays: Replays | None = None  # draft tokens that recurrent layers replay or save; None if there are none
     prompts: list[PromptPiece] = field(default_factory=list)  # prompt log probabilities in the readback
     embeddings: list[int] = field(default_factory=list)  # rows of the plan that have an embedding in the readback
     scores: list[ScorePiece] = field(default_factory=list)  # label log probabilities in the readback
@@ -155,9 +157,9 @@ class DeviceRunner:
         run.publish({})
         self._unsampled = plan
         try:
-            graph = self._graph_for(plan, run.known is not None)
+            graph = self._graph_for(plan, run.known is not None) if run.replays is None else None
             samples = self._samples(plan)
-            columns, ids = self._columns(plan, graph, samples, run.known)
+            columns, ids = self._columns(plan, graph, samples, run.known, run.replays)
             sections = self._sections(plan, columns, ids)
             views = self._ring.send(sections if run.known is None or graph is not None else [*sections, ("known", run.known)])
         except BaseException:  # of any type, such as no memory for a larger buffer; later plans may use the step's pages
@@ -314,7 +316,12 @@ class DeviceRunner:
         return self.graph_limits.hold(plan.starts, plan.num_tokens)
 
     def _columns(
-        self, plan: BatchPlan, graph: CudaGraph | None, samples: NDArray[np.bool_], known: NDArray[np.int32] | None = None
+        self,
+        plan: BatchPlan,
+        graph: CudaGraph | None,
+        samples: NDArray[np.bool_],
+        known: NDArray[np.int32] | None = None,
+        replays: Replays | None = None,
     ) -> tuple[ForwardBatch | None, NDArray[np.int32]]:
         """Returns the columns of the pass and the token ids to upload.
 
@@ -322,6 +329,7 @@ class DeviceRunner:
             graph: the graph that computes the plan, or None.
             samples: bool[rows], the rows that sample a token.
             known: see StepRun.
+            replays: see StepRun.
 
         Returns:
             The columns, None if the plan has no rows, and the ids. The ids are those of the extend rows. If a graph computes
@@ -330,7 +338,7 @@ class DeviceRunner:
         if not plan.num_rows:
             return None, plan.input_ids
         if graph is None:
-            return ForwardBatch.of(plan, samples, self.passes.capacity), plan.input_ids
+            return ForwardBatch.of(plan, samples, self.passes.capacity, replays), plan.input_ids
         if plan.num_extend or known is not None:
             return ForwardBatch.of_known(plan, self.passes.capacity, graph.size, known)
         return ForwardBatch.of_decode(plan, self.passes.capacity, graph.size), plan.input_ids
@@ -343,6 +351,8 @@ class DeviceRunner:
             sections += [("columns", columns.words()), ("ids", ids)]
             if columns.states is not None:
                 sections.append(("states", columns.states.ravel()))
+            if columns.recurrent is not None:
+                sections.append(("recurrent", columns.recurrent.words()))
         sections += _table_sections(plan)
         if plan.admitted:
             sections += self.sampler.admission(plan.admitted).sections()
@@ -404,7 +414,7 @@ class DeviceRunner:
         """
         assert columns.total <= self._max_tokens, "a pass has at most max_tokens tokens"
         plan, words = piece.plan, views["columns"]
-        ids, rows = self.passes.fresh_rows(columns, words, views.get("states"))
+        ids, rows = self.passes.fresh_rows(columns, words, views.get("states"), views.get("recurrent"))
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, columns.num_extend, rows))
         self.passes.run(ids, rows, columns, views["ids"], views.get("known"))
         prompts = self.sampler.logprobs.measure_prompts(plan, ids, self.passes.model.logits, run.readback, f"{len(run.prompts)}_")
@@ -474,7 +484,7 @@ class DeviceRunner:
         self._free_memory()
         piece, scratch = self._with_scratch(run, piece)
         try:
-            columns, ids = self._columns(piece.plan, None, self._samples(piece.plan))
+            columns, ids = self._columns(piece.plan, None, self._samples(piece.plan), replays=run.replays)
             assert columns is not None
             views = self._ring.send(self._sections(piece.plan, columns, ids))
             self.streams.forward_after_schedule()

@@ -72,17 +72,24 @@ class ForwardPass:
         """Number of positions for which the page table has pages, per slot."""
         return int(self.table.shape[1]) * self._page_size
 
-    def fresh_rows(self, columns: ForwardBatch, words: Tensor, states: Tensor | None = None) -> tuple[Tensor, RaggedRows]:
+    def fresh_rows(
+        self, columns: ForwardBatch, words: Tensor, states: Tensor | None = None, recurrent: Tensor | None = None
+    ) -> tuple[Tensor, RaggedRows]:
         """Allocates input ids, int64[T], and the rows of a pass. run() fills the ids, and positions and locations of the rows.
 
         Args:
             words: columns.words() on the device.
             states: columns.states on the device; None if no row reads or writes a state.
+            recurrent: columns.recurrent.words() on the device; None if columns.recurrent is not set.
         """
         total = columns.total
         assert columns.max_context <= self.capacity, "no row is longer than the pages of a slot"
         ids = torch.empty(total, dtype=torch.int64, device=self.device)
         slots, starts, num_tokens, offsets = columns.row_columns(words)
+        state_rows, drafts = self._state_rows(len(slots), states) if self.has_states else None, None
+        if columns.recurrent is not None:
+            assert recurrent is not None, "the columns of recurrent layers are uploaded"
+            state_rows, drafts = columns.recurrent.on_device(recurrent)
         rows = RaggedRows(
             page_table=self.table,
             slots=slots,
@@ -94,7 +101,8 @@ class ForwardPass:
             max_context=columns.max_context,
             window_table=self.window_table,
             window_locations=None if self.window_table is None else torch.empty(total, dtype=torch.int64, device=self.device),
-            states=self._state_rows(len(slots), states) if self.has_states else None,
+            states=state_rows,
+            drafts=drafts,
         )
         return ids, rows
 
@@ -198,6 +206,7 @@ def select(piece: Piece, rows: I64) -> Piece:
             state_after=plan.state_after[rows],
             state_cuts=plan.state_cuts[rows],
             state_at_cut=plan.state_at_cut[rows],
+            state_starts=plan.state_starts[rows],
         )
     assert len(chosen.input_ids) == int(chosen.num_tokens[: chosen.num_extend].sum()), (
         "the piece has exactly the token ids of its extend rows"

@@ -1,0 +1,132 @@
+"""Draft tokens of models with windows or recurrent layers: results have the bits of results without draft tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.drafting.ngram import NgramDrafter
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from tests.core.fake_grammar import spec
+from tests.exec.always_guessing import always, now_and_then
+from tests.exec.guesses import Guesses
+from tests.exec.random_contexts import Answer, Asked, Turned, World, alone, answer_in, random_context, strings, targets
+from tests.exec.test_speculation import guess_with
+from tests.exec.tiny_models import MODELS
+from tests.night import NIGHTLY
+
+CONTEXTS = 100 if NIGHTLY else 3  # contexts per kind of sampling
+WORLD = World(max_drafts=4)
+PROMPT_TOKENS, NEW_TOKENS = 45, 30
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two executors of one model, with the sizes of their workers."""
+
+    plain: DeviceExecutor
+    drafting: DeviceExecutor
+    plain_world: World
+    world: World  # of the executor with drafting
+
+
+def made_of(folder: Path, world: World, max_tokens: int = 512) -> tuple[DeviceExecutor, World]:
+    options = DeviceOptions(
+        device="cpu", num_threads=1, deterministic=True, max_drafts=world.max_drafts, max_tokens=max_tokens, max_chunk=256
+    )
+    sizes = (world.page_size, world.max_slots, world.num_pages, 0.5, world.context_len)
+    executor, info = build_device_executor(str(folder), "float32", *sizes, options, lambda _: None, check_relay=True)
+    return executor, replace(world, groups=info.groups)
+
+
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5-window", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    MODELS[request.param].build(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[Pair]:
+    (plain, plain_world), (drafting, world) = made_of(folder, World()), made_of(folder, WORLD)
+    assert world.groups and [group.kind for group in world.groups] == [group.kind for group in plain_world.groups]
+    yield Pair(plain, drafting, plain_world, world)
+    plain.close()
+    drafting.close()
+
+
+def drafts_of(pair: Pair, target: Asked, errors: float) -> tuple[Answer, Guesses]:
+    """Makes the executor draft the target's own output, with errors. Returns the output without drafts, and the drafter."""
+    expected = alone(pair.plain_world, pair.plain, target)
+    guesses = Guesses([[*target.prompt, *expected.tokens]], errors, WORLD.vocab_size)
+    guess_with(pair.drafting, guesses)
+    return expected, guesses
+
+
+@pytest.mark.by_day(one_in=3, seed=7)
+@pytest.mark.parametrize("steps", ["all", "third"])
+@pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
+def test_draft_tokens_change_no_bit_of_an_answer(pair: Pair, number: int, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step or every third step has draft tokens, about a third of which are wrong."""
+    monkeypatch.setattr(DraftController, "choose", always if steps == "all" else now_and_then())
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    expected, guesses = drafts_of(pair, target, 0.3)
+    seeds = range(CONTEXTS * number, CONTEXTS * (number + 1))
+    assert strings(pair.world, pair.drafting, target, seeds) == {expected.bits()}
+    assert 0 < guesses.accepted < guesses.drafted
+
+
+@pytest.mark.by_day(one_in=2, seed=3)
+def test_drafting_changes_no_bit_of_an_answer_with_a_grammar(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar forces some tokens, so that rows in flight are dropped and their states are undone."""
+    monkeypatch.setattr(DraftController, "choose", now_and_then())
+    bound = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    sampled = replace(bound.params, grammar=spec(1, NEW_TOKENS))
+    for params in (sampled, replace(sampled, top_logprobs=-1)):
+        target = Asked(bound.prompt, params)
+        expected, guesses = drafts_of(pair, target, 0.3)
+        for seed in range(CONTEXTS):
+            context = random_context(pair.world, seed, target, expected.tokens)
+            answer, kept = answer_in(context, pair.drafting), len(context.target.resumed)
+            assert answer.tokens == expected.tokens[kept:]
+            assert params is not sampled or answer.bits() == expected.bits()[kept:]
+        assert guesses.accepted > 0
+
+
+@pytest.mark.by_day(one_in=2, seed=1)
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+def test_ngram_drafts_change_no_bit_of_an_answer_that_is_retracted(pair: Pair, overlap: bool) -> None:
+    """The prompt has a text and its output, followed by the beginning of the text, so the model repeats the output."""
+    guess_with(pair.drafting, NgramDrafter())
+    (first, *_) = targets(WORLD, random.Random(8), 20, NEW_TOKENS)
+    output = alone(pair.plain_world, pair.plain, first).tokens
+    target = Asked((*first.prompt, *output, *first.prompt), first.params)
+    expected = alone(pair.plain_world, pair.plain, target)
+    turned = Turned(pair.world.config(retract_interval=5, speculative_adaptive=False), pair.drafting, overlap)
+    answers = [turned.submit(target) for _ in range(3)]
+    turned.finish()
+    assert [answer.bits() for answer in answers] == [expected.bits()] * 3
+    assert sum(answer.verified.accepted for answer in answers) > 0
+
+
+def test_drafting_changes_no_bit_of_an_answer_when_steps_are_computed_in_pieces(
+    folder: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts have more tokens than a forward pass may have, and share steps with decode rows."""
+    monkeypatch.setattr(DraftController, "choose", always)
+    executor, world = made_of(folder, WORLD, max_tokens=16)
+    target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    expected = alone(pair.plain_world, pair.plain, target)
+    guess_with(executor, Guesses([[*target.prompt, *expected.tokens]], 0.3, WORLD.vocab_size))
+    context = random_context(replace(world, chunks=(0,), few_pages=WORLD.num_pages), 4, target, list(range(9, 20)))
+    mixed = replace(context.config, enable_mixed_chunk=True, retract_interval=0)
+    late = (7, Asked(target.prompt[:1] * 40, target.params))
+    answer = answer_in(replace(context, config=mixed, target=target, at=0, arrivals=(late,)), executor)
+    assert answer.bits() == expected.bits() and executor.runner.stats.pieces > 0
+    executor.close()
