@@ -89,7 +89,8 @@ class WorkerSettings(ServiceSettings):
     max_mamba_cache_size: int = Field(
         0,
         ge=0,
-        description="Number of states of recurrent layers; a running request has up to 3. 0: mamba_full_memory_ratio sets it.",
+        description="Number of states of recurrent layers; a running request has up to 3, with draft tokens up to 4."
+        " 0: mamba_full_memory_ratio sets it.",
     )
     state_interval: int = Field(
         1024,

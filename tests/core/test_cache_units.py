@@ -21,7 +21,9 @@ from rootstock_llm.services.worker.core.contracts.cache_groups import (
 )
 from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.messages import FinishReason
+from rootstock_llm.services.worker.core.kv.cache_units import CacheUnits
 from rootstock_llm.services.worker.core.kv.unit_pool import NO_UNIT
+from tests.core.fake_grammar import spec
 from tests.core.harness import Engine, small
 from tests.core.test_scheduler_properties import check_run, config_of, drive
 from tests.night import NIGHTLY
@@ -252,6 +254,70 @@ def test_retracted_request_recomputes_at_most_one_page(kinds: str) -> None:
     extends = [plan.num_tokens[: plan.num_extend].sum() for plan in engine.plans if plan.num_extend]
     retractions = engine.core.counters.retractions_total
     assert retractions >= 2 and sum(extends) <= 30 + retractions * (engine.config.page_size + 1)
+
+
+def drafting(**changes: Any) -> Engine:
+    """Returns an engine with pages of 16 tokens whose decode rows always have draft tokens, about half of which are right."""
+    sizes = {"page_size": 16, "num_pages": 64, "context_len": 256, "chunked_prefill_size": 64, "window": 24}
+    return hybrid(**{**sizes, "max_drafts": 7, "speculative_adaptive": False, "state_interval": 64, **changes})
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_retracted_request_with_draft_tokens_recomputes_at_most_32_tokens(kinds: str, overlap: bool) -> None:
+    engine = drafting(overlap=overlap, retract_interval=9, **KINDS[kinds])
+    engine.submit(0, [*range(30)], max_new_tokens=180, ignore_eos=True)
+    engine.drain()
+    engine.check_answer(0)
+    extends = [int(plan.num_tokens[: plan.num_extend].sum()) for plan in engine.plans if plan.num_extend]
+    assert engine.core.counters.accepted_tokens_total > 60 and len(extends) > 4
+    assert max(extends[1:]) <= 32
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_next_turn_of_a_chat_with_draft_tokens_recomputes_at_most_32_tokens(kinds: str) -> None:
+    engine, context = drafting(**KINDS[kinds]), [*range(21)]
+    for turn in range(7):
+        cached = served(engine, turn, context, max_new_tokens=23)
+        assert not turn or cached >= len(context) - 5 - 32, (
+            "the new message and at most 32 tokens of the old context are computed"
+        )
+        context = [*context, *engine.outputs[turn], *range(900, 905)]
+
+
+def test_slot_with_draft_tokens_has_at_most_four_states() -> None:
+    engine = drafting(spare_states=0, max_running_requests=3, page_size=4, num_pages=256, chunked_prefill_size=16)
+    units, slots = engine.core.memory.units, engine.core.memory.slots
+    assert units is not None and units.states is not None and units.states.num_units == 12
+    for handle in range(5):
+        engine.submit(handle, [handle * 50 + each for each in range(40)], max_new_tokens=50, ignore_eos=True)
+    most = 0
+    while len(engine.finishes) < 5:
+        engine.turn()
+        sizes = [(slot, int(slots.num_shared[slot]), int(slots.num_pages[slot])) for slot in range(3)]
+        most = max(most, *(len(units.slot_units(*each)[units.states.index]) for each in sizes))
+    for handle in range(5):
+        engine.check_answer(handle)
+    assert most == states_per_slot(7) == 4
+
+
+def test_grammar_that_replaces_draft_tokens_undoes_the_states_of_the_row_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped = []
+    drop_row = CacheUnits.drop_row
+
+    def record(units: CacheUnits, slot: int, num_committed: int) -> None:
+        before = int(units._at[slot])
+        drop_row(units, slot, num_committed)
+        dropped.append(before - int(units._at[slot]))
+
+    monkeypatch.setattr(CacheUnits, "drop_row", record)
+    engine = drafting(max_running_requests=4)
+    for handle in range(24):
+        engine.submit(handle, [handle, *range(40)], max_new_tokens=40, grammar=spec(handle % 4, 25))
+    engine.drain()
+    for handle in range(24):
+        engine.check_answer(handle)
+    assert any(dropped), "a row in flight has read accepted tokens that the grammar has replaced"
 
 
 def test_requests_with_the_same_prompt_compute_the_prompt_once() -> None:

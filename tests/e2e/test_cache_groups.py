@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,27 @@ def test_no_cache_unit_stays_in_use_after_the_requests(served: Served) -> None:
         wait_until(lambda name=name: served.metric(f"sglang:{name}_used_tokens") == 0, 30, "all units to be free or cached")
         free, evictable = (served.metric(f"sglang:{name}_{kind}_tokens") for kind in ("available", "evictable"))
         assert free + evictable == served.metric(totals[name]) and evictable > 0
+
+
+def test_hybrid_demo_model_with_ngram_drafts_gives_the_same_texts_and_recomputes_at_most_32_tokens(tmp_path: Path) -> None:
+    """Each turn of the chats repeats words, so that draft tokens are accepted."""
+    texts, accepted = [], 0.0
+    model = str(DEMO.parent / HYBRID)
+    for flags in ("", "--speculative-algorithm ngram --speculative-num-steps 7 --no-speculative-adaptive"):
+        with System(tmp_path / (flags[2:8] or "plain"), model=model, max_total_tokens=16_384, worker_flags=flags) as system:
+            served, found = Served(HYBRID, system), []
+            for chat in range(3):
+                ids, known = prompt(40, chat) * 2, 0
+                for turn in range(6):
+                    answer = served.generate(ids, max_new_tokens=40)
+                    assert answer["meta_info"]["cached_tokens"] >= known - 2 * PAGE
+                    ids += answer["output_ids"]
+                    known = len(ids)
+                    ids += prompt(7, turn)
+                found.append(ids)
+            texts.append(found)
+            accepted = served.metric("rootstock_worker_accepted_tokens_total")
+    assert texts[0] == texts[1] and accepted > 20
 
 
 @pytest.mark.parametrize("served", [HYBRID], indirect=True)

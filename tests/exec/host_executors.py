@@ -33,9 +33,13 @@ def build_host_executor(
     progress: Callable[[str], None],
     check_relay: bool = False,
     kernels: str = "cpp",
+    max_drafts: int = 0,
 ) -> tuple[DeviceExecutor, LoadedInfo]:
-    """Builds an executor like build_device_executor does, with steps that are large enough for every prompt of the tests."""
-    options = DeviceOptions(device="cpu", num_threads=num_threads, kernels=kernels)
+    """Builds an executor like build_device_executor does, with steps that are large enough for every prompt of the tests.
+
+    With max_drafts above 0, the executor drafts by n-grams.
+    """
+    options = DeviceOptions(device="cpu", num_threads=num_threads, kernels=kernels, max_drafts=max_drafts)
     return build_device_executor(
         str(model_path), dtype, page_size, max_slots, num_pages, mem_fraction_static, context_len, options, progress, check_relay
     )

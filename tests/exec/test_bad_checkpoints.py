@@ -115,9 +115,8 @@ def test_loading_refuses_unsupported_configs_of_models_with_recurrent_layers(hyb
     ("options", "message"),
     [
         ({"tiers": TierOptions(1e9, 0, None, bytes(32), host_share=0.01)}, "--enable-hierarchical-cache is not available"),
-        ({"max_drafts": 3}, "speculative decoding is not available"),
     ],
-    ids=["tiers", "drafts"],
+    ids=["tiers"],
 )
 def test_unsupported_options_for_recurrent_layers_are_refused_before_the_weights_are_read(
     hybrid: Path, tmp_path: Path, options: dict[str, Any], message: str

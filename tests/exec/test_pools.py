@@ -34,6 +34,7 @@ HYBRID = CacheShape(page_bytes=100, state_bytes=1000, max_slots=2, mamba_full_me
         (replace(HYBRID, max_mamba_cache_size=7), 20_000, PoolSizes(130, 0, 7)),
         (replace(HYBRID, scratch_states=2), 22_000, PoolSizes(100, 0, 10)),
         (replace(HYBRID, scratch_states=2), 6000, PoolSizes(10, 0, 3)),
+        (replace(HYBRID, scratch_states=2, max_drafts=7, replay_bytes=500), 7500, PoolSizes(10, 0, 4)),
     ],
 )
 def test_memory_budget_is_split_into_pages_and_cache_units(shape: CacheShape, budget: int, expected: PoolSizes) -> None:
@@ -59,10 +60,13 @@ def test_configured_pool_gets_states_for_all_slots_if_memory_suffices() -> None:
     assert HYBRID.for_pages(10, 5999) == PoolSizes(10, 0, 4)
     assert HYBRID.for_pages(10, 0) == PoolSizes(10, 0, 3)
     assert HYBRID.for_pages(200, 100_000) == PoolSizes(200, 0, 20)
+    assert replace(HYBRID, max_drafts=1).for_pages(10, 100_000) == PoolSizes(10, 0, 10)
 
 
 def test_number_of_states_limits_the_number_of_running_requests() -> None:
     assert [PoolSizes(1, 0, states).max_running_requests(4) for states in (0, 3, 8, 100)] == [4, 1, 2, 4]
+    assert PoolSizes(1, 0, 8).max_running_requests(4, max_drafts=3) == 2
+    assert PoolSizes(1, 0, 11).max_running_requests(4, max_drafts=3) == 2
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -143,6 +143,7 @@ def serve(checkpoint: Checkpoint, config: SchedulerConfig, overlap: bool = True)
         progress=lambda _: None,
         check_relay=True,
         kernels=checkpoint.kernels,
+        max_drafts=config.max_drafts,
     )
     return Served(replace(config, groups=info.groups, state_interval=PAGE_SIZE), executor, overlap)
 
@@ -188,6 +189,17 @@ def test_outputs_equal_transformers_with_retractions(checkpoint: Checkpoint, ove
     served = serve(checkpoint, config_for(retract_interval=5), overlap)
     assert served.run(PROMPTS) == checkpoint.answers
     assert served.core.stats().retractions_total >= 10
+
+
+@pytest.mark.by_day(one_in=6, seed=5)
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("checkpoint", ["qwen3.5", "qwen3.5-window", "gemma3"], indirect=True, scope="module")
+def test_outputs_equal_transformers_with_ngram_drafts_and_retractions(checkpoint: Checkpoint, overlap: bool) -> None:
+    """The prompts have a text, its output and the beginning of the text again, so that the model repeats some n-grams."""
+    served = serve(checkpoint, config_for(retract_interval=6, max_drafts=4, speculative_adaptive=False), overlap)
+    assert served.run(PROMPTS) == checkpoint.answers
+    stats = served.core.stats()
+    assert stats.retractions_total >= 5 and served.core.counters.drafted_tokens_total > 0
 
 
 @pytest.mark.by_day(one_in=3, seed=4)

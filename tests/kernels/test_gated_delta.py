@@ -170,6 +170,38 @@ def layer_of_first(one: Layer, count: int) -> Layer:
     return Layer(one.net, one.hidden[:count])
 
 
+@pytest.mark.parametrize("name", ["torch", "C++", "Triton"])
+def test_row_without_tokens_copies_its_state(name: str) -> None:
+    """The row between two other rows has no token. Alone in a launch, it copies its state as well."""
+    one = layer((2, 4, 16, 24), 6)
+    kernels, net = kernels_of(name), one.net
+    _, conv_at, state_at = computed(kernels, one, [])
+    for counts in ([3, 0, 3], [0]):
+        qkv, gates = one.inputs(torch.float32)
+        conv, state = one.pools(torch.float32)
+        conv[0], state[0] = conv_at, state_at
+        units = [(-1, 2, 0, -1), (0, 1, 0, -1), (-1, 3, 0, -1)] if len(counts) > 1 else [(0, 1, 0, -1)]
+        out, total = torch.empty(sum(counts), net.value_dim), sum(counts)
+        kernels.gated_delta_rule(
+            out, qkv[:total], gates[:total], one.weight, one.decay, rows_of(counts), states_of(*units), conv, state
+        )
+        assert torch.equal(conv[1], conv_at) and torch.equal(state[1], state_at)
+        assert out.isfinite().all() and state[4:].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["torch", "C++", "Triton"])
+def test_row_without_unit_for_its_end_stores_no_state(name: str) -> None:
+    one = layer((2, 4, 16, 24), 6)
+    qkv, gates = one.inputs(torch.float32)
+    conv, state = one.pools(torch.float32)
+    conv[0], state[0] = computed(kernels_of(name), one, [])[1:]
+    out, before = torch.empty(6, one.net.value_dim), (conv.clone(), state.clone())
+    states = states_of((0, -1, 0, -1))
+    kernels_of(name).gated_delta_rule(out, qkv, gates, one.weight, one.decay, rows_of([6]), states, conv, state)
+    assert out.isfinite().all() and torch.equal(conv[0], before[0][0]) and torch.equal(state[0], before[1][0])
+    assert conv[1:].isnan().all() and state[1:].isnan().all()
+
+
 def test_row_without_cache_units_writes_no_state() -> None:
     one = layer((2, 4, 16, 24), 5)
     qkv, gates = one.inputs(torch.float32)

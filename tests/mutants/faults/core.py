@@ -206,7 +206,10 @@ CORE = (
         ("wanted = {int(self._branch[slot]), (target - 1) // size}", "wanted = {(target - 1) // size}"),
         ("cuts = 0 if self._kept[slot] != NO_UNIT or self._has_cut(slot) else 1", "cuts = 1"),
         ("self._first_needed(slot, int(ends[row])))", "int(first[row]))"),
-        ("at_end = (positions % self._page_size == 0) & self._keeps_ends", "at_end = np.zeros(len(slots), dtype=np.bool_)"),
+        ("at_end = (at % self._page_size == 0) & self._keeps_ends", "at_end = np.zeros(len(slots), dtype=np.bool_)"),
+        ("self._at[slots] -= rejected", "pass"),
+        ("np.minimum(planned, committed + 1), planned)", "planned, planned)"),
+        (" and since[slot] <= num_committed:", ":"),
         only="test_cache_units",
     ),
     *of(
@@ -220,7 +223,7 @@ CORE = (
         "groups",
         "services/worker/core/contracts/pool_sizes.py",
         ("max(int(pages * self._windows_per_page), self.slot_windows)", "int(pages * self._windows_per_page)"),
-        ("max(sizes.states, (STATES_PER_SLOT + 1) * self.max_slots), most)", "max(sizes.states, self.max_slots), most)"),
+        ("max(sizes.states, (self._slot_states + 1) * self.max_slots), most)", "max(sizes.states, self.max_slots), most)"),
         only="test_pools",
     ),
 )

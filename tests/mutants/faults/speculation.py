@@ -32,6 +32,13 @@ SPECULATION = (
     ),
     *of(
         "speculation",
+        "services/worker/exec/step/saved_inputs.py",
+        ("self._newest[mine] = 1 - self._newest[mine]", "pass"),
+        ("self._firsts[:, slots[:extends]] = NOT_SAVED", "pass"),
+        only="test_hybrid_speculation",
+    ),
+    *of(
+        "speculation",
         "services/worker/exec/sampling/sampler.py",
         ("slots=piece.slots.masked_fill(~alive, NO_SLOT)", "slots=piece.slots"),
         only="test_device_speculation",
