@@ -101,6 +101,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/exec/test_model_drafters.py",
         "tests/exec/test_ngrams.py",
         "tests/exec/test_speculation.py",
+        "tests/exec/test_hybrid_speculation.py",
         "tests/exec/test_device_speculation.py",
         "tests/core/test_rules_guesses.py",
     ),

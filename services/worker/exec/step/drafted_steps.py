@@ -408,5 +408,6 @@ class DraftedSteps:
 
 
 def _without_table_updates(plan: BatchPlan) -> BatchPlan:
-    """Returns the plan without its page-table updates, which map_pages() has applied."""
-    return replace(plan, table_slots=NOTHING, table_firsts=NOTHING, table_counts=NOTHING, table_pages=NOTHING)
+    """Returns the plan without its updates of page tables and window tables, which map_pages() has applied."""
+    plan = replace(plan, table_slots=NOTHING, table_firsts=NOTHING, table_counts=NOTHING, table_pages=NOTHING)
+    return replace(plan, window_slots=NOTHING, window_firsts=NOTHING, window_counts=NOTHING, window_units=NOTHING)
