@@ -9,14 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.reference import sampling as sampling_twin
 from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
-from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.build import DeviceOptions, DeviceParts, build_device_executor
 from rootstock_llm.services.worker.exec.drafting.ngram import NgramDrafter
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.kernel_set import KernelSet
 from tests.core.fake_grammar import spec
 from tests.exec.always_guessing import always, now_and_then
+from tests.exec.device_doubles import GraphMemoryDouble, Watch, WatchedKernels
 from tests.exec.guesses import Guesses
+from tests.exec.late_streams import LateStreams
 from tests.exec.random_contexts import Answer, Asked, Turned, World, alone, answer_in, random_context, strings, targets
+from tests.exec.test_device_graphs import CapturableTorch, WatchedAttention
 from tests.exec.test_speculation import guess_with
 from tests.exec.tiny_models import MODELS
 from tests.night import NIGHTLY
@@ -37,12 +43,14 @@ class Pair:
     dtype: str
 
 
-def made_of(folder: Path, world: World, dtype: str, max_tokens: int = 512) -> tuple[DeviceExecutor, World]:
+def made_of(
+    folder: Path, world: World, dtype: str, max_tokens: int = 512, parts: DeviceParts | None = None
+) -> tuple[DeviceExecutor, World]:
     options = DeviceOptions(
         device="cpu", num_threads=1, deterministic=True, max_drafts=world.max_drafts, max_tokens=max_tokens, max_chunk=256
     )
     sizes = (world.page_size, world.max_slots, world.num_pages, 0.5, world.context_len)
-    executor, info = build_device_executor(str(folder), dtype, *sizes, options, lambda _: None, check_relay=True)
+    executor, info = build_device_executor(str(folder), dtype, *sizes, options, lambda _: None, True, parts)
     return executor, replace(world, groups=info.groups)
 
 
@@ -131,3 +139,45 @@ def test_drafting_changes_no_bit_of_an_answer_when_steps_are_computed_in_pieces(
     answer = answer_in(replace(context, config=mixed, target=target, at=0, arrivals=(late,)), executor)
     assert answer.bits() == expected.bits() and executor.runner.stats.pieces > 0
     executor.close()
+
+
+def test_draft_tokens_change_no_bit_of_an_answer_on_a_late_device(
+    pair: Pair, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftController, "choose", now_and_then())
+    executor, world = made_of(folder, WORLD, pair.dtype, parts=DeviceParts(streams=LateStreams()))
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[2]
+    expected = alone(pair.plain_world, pair.plain, target)
+    guesses = Guesses([[*target.prompt, *expected.tokens]], 0.3, WORLD.vocab_size)
+    guess_with(executor, guesses)
+    assert strings(world, executor, target, range(CONTEXTS)) == {expected.bits()} and guesses.accepted > 0
+
+
+@pytest.mark.parametrize("folder", ["gemma3"], indirect=True, scope="module")
+def test_draft_tokens_change_no_token_of_a_model_with_windows_when_graphs_verify_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftController, "choose", always)
+    watch = Watch()
+    layers, sampling = WatchedKernels(reference, watch), WatchedKernels(sampling_twin, watch)
+    parts = DeviceParts(
+        streams=LateStreams(watch),
+        kernels=KernelSet(layers, sampling),  # type: ignore[arg-type]
+        attention=lambda _: WatchedAttention(CapturableTorch(reference), watch),
+        graph_memory=GraphMemoryDouble(watch),  # type: ignore[arg-type]
+        eager_cost=1.0,
+    )
+    sizes = (WORLD.page_size, 6, WORLD.num_pages, 0.5, WORLD.context_len)
+    outputs, guesses = [], Guesses([], 0.3, WORLD.vocab_size)
+    for max_drafts, given in ((0, None), (4, parts)):
+        options = DeviceOptions(device="cpu", num_threads=1, max_graph_rows=8, max_tokens=64, max_drafts=max_drafts)
+        executor, info = build_device_executor(str(folder), "float32", *sizes, options, lambda _: None, True, given)
+        world = replace(WORLD, max_slots=6, max_drafts=max_drafts, groups=info.groups)
+        target = next(targets(world, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+        if max_drafts:
+            guesses = Guesses([[*target.prompt, *outputs[0]]], 0.3, WORLD.vocab_size)
+            guess_with(executor, guesses)
+        before = replace(executor.runner.stats)
+        outputs.append(alone(world, executor, target).tokens)
+    assert outputs[0] == outputs[1] and guesses.accepted > 0
+    assert executor.runner.stats.eager_steps == before.eager_steps + 1, "only the step with the prompt runs without a graph"
