@@ -130,7 +130,8 @@ class Driver:
         after = [2 * sequence.slot + int(unit == 2 * sequence.slot) for (sequence, _), unit in zip(rows, before, strict=True)]
         self.states.update({sequence.slot: unit for (sequence, _), unit in zip(rows, after, strict=True)})
         none = i32([-1] * len(rows))
-        return {"state_before": i32(before), "state_after": i32(after), "state_cuts": 0 * none, "state_at_cut": none}
+        units = {"state_before": i32(before), "state_after": i32(after), "state_cuts": 0 * none, "state_at_cut": none}
+        return units | {"state_starts": i32([sequence.computed for sequence, _ in rows])}
 
     def _new_pages(self, sequence: Sequence, count: int) -> tuple[int, int, list[int]] | None:
         needed = -(-(sequence.computed + count) // self.page_size)

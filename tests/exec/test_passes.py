@@ -139,6 +139,7 @@ def test_pieces_leave_the_same_states_as_the_whole_plan(
         state_after=i32(list(range(total, 2 * total))),
         state_cuts=i32(cuts),
         state_at_cut=i32([2 * total + row if cut else -1 for row, cut in enumerate(cuts)]),
+        state_starts=plan.starts,
     )
     begun, states = whole(plan), {row: [(row, -1)] for row in range(total)}
     found = units_after(cut_up(begun), states)
