@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -84,13 +84,13 @@ def _server(
     layout: bytes,
     page_bytes: int,
     read_pages: ReadPages,
+    num_parts: Sequence[int] = (),
 ) -> KvServer:
     host, port = settings.disaggregation_host, settings.disaggregation_port
     carrier = _carrier() if settings.disaggregation_transfer_backend == "nixl" else None
     try:
-        return TcpKvServer(
-            host, port, layout, settings.page_size, page_bytes, read_pages, on_released, tls=tls, folder=folder, carrier=carrier
-        )
+        sizes = settings.page_size, page_bytes
+        return TcpKvServer(host, port, layout, *sizes, read_pages, on_released, None, tls, folder, carrier, num_parts)
     except OSError as error:
         if carrier is not None:
             carrier.close()

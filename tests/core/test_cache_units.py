@@ -434,7 +434,7 @@ def test_pages_are_evicted_first_when_the_state_of_the_prompt_was_evicted() -> N
             {"window": 0, "spare_states": 0, "groups": (CacheGroup(CacheKind.STATE, 11),)},
             "the group state has 11 units; it needs at least 12",
         ),
-        ({"host_pages": 8}, "no tiers"),
+        ({"host_pages": 8}, "tiers and remote workers need the bytes of the units"),
         ({"state_interval": 3}, "state_interval 3 is below page_size 4"),
     ],
     ids=["window units", "states", "tiers", "interval"],

@@ -30,9 +30,9 @@ def data(ids: list[int]) -> bytes:
     return np.array(ids, dtype=np.int32).tobytes()
 
 
-def keys_of(ids: list[int], secret: bytes = SECRET, layout: bytes = b"l", tree: str = "r\n0:t", group: int = 0) -> list[bytes]:
+def keys_of(ids: list[int], secret: bytes = SECRET, layout: bytes = b"l", tree: str = "r\n0:t") -> list[bytes]:
     keys = PageKeys(secret, layout, PAGE)
-    return keys.after(keys.root(tree, group), data(ids))
+    return keys.after(keys.root(tree), data(ids))
 
 
 @given(tokens)
@@ -51,13 +51,12 @@ def test_each_whole_page_has_a_unique_page_key(ids: list[int]) -> None:
         {"layout": b""},
         {"tree": "r\n0:t2"},
         {"tree": ""},
-        {"group": 1},
         {"layout": b"lr\n0:t", "tree": ""},
         {"layout": b"", "tree": "lr\n0:t"},
     ],
 )
 @given(ids=pages)
-def test_page_keys_differ_when_secret_or_layout_or_tree_or_group_differs(other: dict[str, object], ids: list[int]) -> None:
+def test_page_keys_differ_when_secret_or_layout_or_tree_differs(other: dict[str, object], ids: list[int]) -> None:
     one, another = ({key[TAG_BYTES:] for key in keys} for keys in (keys_of(ids), keys_of(ids, **other)))  # type: ignore[arg-type]
     assert not one & another, "keys without their tags differ, too"
     assert not set(keys_of(ids, tree="")) & set(keys_of(ids, tree="", secret=bytes(SECRET_BYTES))), (
@@ -123,3 +122,13 @@ def test_page_keys_refuse_a_short_secret() -> None:
 @pytest.mark.parametrize(("held", "count"), [("", 0), ("a", 1), ("abd", 2), ("bcd", 0), ("abcd", 4)])
 def test_number_of_leading_cached_keys_ends_at_the_first_missing_key(held: str, count: int) -> None:
     assert leading([letter.encode() for letter in "abcd"], {letter.encode() for letter in held}) == count
+
+
+def test_parts_of_units_have_unique_keys_with_the_tag_of_their_page() -> None:
+    keys = PageKeys(SECRET, b"l", PAGE)
+    made = keys.after(keys.root("r\n4:salt0:t"), data([1] * 12))
+    parts = [part for key in made for group in (1, 2) for part in keys.parts(key, group, 5)]
+    assert len({*made, *parts}) == 3 + 3 * 2 * 5
+    assert {tag_of(part) for part in parts} == {tag_of(made[0])} and all(len(part) == KEY_BYTES for part in parts)
+    assert keys.parts(made[0], 1, 2) == keys.parts(made[0], 1, 5)[:2]
+    assert keys.parts(made[0], 1, 1) != PageKeys(bytes(SECRET_BYTES), b"l", PAGE).parts(made[0], 1, 1)

@@ -9,7 +9,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,15 +80,15 @@ class Apart:
         assert server is not None
         self.address = f"127.0.0.1:{server.port}"
 
-    def _serve(self, layout: bytes, page_bytes: int, read_pages: ReadPages) -> KvServer:
+    def _serve(self, layout: bytes, page_bytes: int, read_pages: ReadPages, num_parts: Sequence[int]) -> KvServer:
         self.page_bytes = page_bytes
 
-        def late(pages: I32, out: memoryview) -> None:
+        def late(pages: I32, out: memoryview, group: int = 0) -> None:
             self.before()
-            read_pages(pages, out)
+            read_pages(pages, out, group)
             self.after()
 
-        return TcpKvServer("127.0.0.1", 0, layout, PAGE_SIZE, page_bytes, late, self._left.put)
+        return TcpKvServer("127.0.0.1", 0, layout, PAGE_SIZE, page_bytes, late, self._left.put, num_parts=num_parts)
 
     def turn(self) -> None:
         while not self._left.empty():

@@ -69,6 +69,7 @@ def build(
         max_drafts=info.max_drafts,
         drafts_by_model=info.drafts_by_model,
         reads_peers=info.reads_peers,
+        groups=info.groups,
     )
     secret = SECRET if tiers is None else tiers.secret
     keys = PageKeys(secret, info.kv_layout.encode(), PAGE_SIZE) if info.host_pages or info.reads_peers else None
@@ -96,8 +97,8 @@ class Served:
         executor.wake_on_facts(self._has_facts.set)
         if prefers_reading and core.tiers is not None:
             rates = core.tiers.rates
-            rates.reading_pays = lambda source, pages, lane, forgives: True  # type: ignore[method-assign]
-            rates.is_over = lambda source, pages, elapsed, rest, lane: False  # type: ignore[method-assign]
+            rates.reading_pays = lambda source, pages, lane, forgives, computed: True  # type: ignore[method-assign]
+            rates.is_over = lambda source, pages, elapsed, rest, lane, computed: False  # type: ignore[method-assign]
 
     def submit(
         self,

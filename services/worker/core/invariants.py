@@ -51,7 +51,7 @@ def _page_states(queues: RequestQueues, memory: KVMemory) -> list[str]:
 
 
 def _units(queues: RequestQueues, memory: KVMemory) -> list[str]:
-    """Checks that each unit of a cache group is free, used by one slot or owned by one cached page."""
+    """Checks that each unit of a cache group is free, quarantined, held by one slot or owned by one cached page."""
     units, out = memory.units, []
     if units is None:
         return []
@@ -65,7 +65,8 @@ def _units(queues: RequestQueues, memory: KVMemory) -> list[str]:
         held[units.states.index] += units.leaving_units()
     for pool in units.pools:
         owned = [unit for unit, _ in pool.owned()]
-        owners = np.bincount([*pool.free_units().tolist(), *owned, *held[pool.index]], minlength=pool.num_units)
+        free = pool.free_units().tolist()
+        owners = np.bincount([*free, *owned, *held[pool.index], *pool.quarantined], minlength=pool.num_units)
         if (owners != 1).any():
             out.append(f"{int((owners != 1).sum())} units of group {pool.index} have no owner or two owners")
         cached = [unit for node in memory.tree.nodes() for unit in node.units[pool.index].tolist() if unit != NO_UNIT]
@@ -74,6 +75,10 @@ def _units(queues: RequestQueues, memory: KVMemory) -> list[str]:
     owned_units = {(pool.index, unit) for pool in units.pools for unit, _ in pool.owned()}
     if units.hit_ends is not None and any(not owned_units.issuperset(end.units) for end in units.hit_ends.ends()):
         out.append("the prefix index has a hit end without its units")
+    if memory.unit_pins is not None:
+        out += memory.unit_pins.violations()
+    if units.num_slots != len(leases):
+        out.append("the cache units miscount the slots in use")
     if units.num_reserved and not leases:
         out.append("window units are reserved, but no request runs")
     slots = {lease.slot for lease in leases}
@@ -191,10 +196,17 @@ def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -
 def _tiers(queues: RequestQueues, memory: KVMemory, tiers: OtherTiers | None) -> list[str]:
     """Checks that operations own the quarantined pages, and that the requests waiting for an import are gated."""
     if tiers is None:
-        return ["pages are quarantined although there are no tiers"] if memory.quarantined else []
+        units = memory.units.pools if memory.units is not None else ()
+        has_any = memory.quarantined or any(pool.quarantined for pool in units)
+        return ["pages or units are quarantined although there are no tiers"] if has_any else []
     out = tiers.violations()
     if len(memory.quarantined) != tiers.num_quarantined:
         out.append("the quarantined pages are not those of the running operations")
+    for pool in memory.units.pools if memory.units is not None else ():
+        if len(pool.quarantined) != tiers.num_quarantined_units(pool.index):
+            out.append(f"the quarantined units of group {pool.index} are not those of the running operations")
+        if not memory.num_pins and pool.num_lent:
+            out.append(f"units of group {pool.index} are lent although no operation, request or reservation uses them")
     if set(queues.importing) != tiers.waiting():
         out.append("the requests that wait for imports are not those in the queue `importing`")
     if any(request.phase is not Phase.GATED for request in queues.importing.values()):

@@ -283,6 +283,8 @@ class Scheduler:
 
     def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
         assert self.tiers is not None, "only workers with tiers have operations"
+        if self.memory.units is not None and not self.queues.num_waiting:
+            self.memory.units.is_short = False
         operations, ready = self.tiers.plan(self.memory, now, bool(self._flight), self.begins_copies)
         for seq in ready:
             self.lifecycle.end_import(seq)
@@ -512,6 +514,7 @@ def _tier_limits(config: SchedulerConfig) -> TierLimits:
         salt_pages=config.pages_within(config.hicache_salt_quota),
         stored_salt_pages=config.pages_within(config.hicache_storage_salt_quota),
         hold_s=config.disaggregation_hold_s,
+        num_parts=tuple(group.num_parts(max(config.page_bytes, 1)) for group in config.groups),
     )
 
 

@@ -29,7 +29,7 @@ from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.kernel_set import KernelSet, bring_pieces, copies, sample_kernels
 from rootstock_llm.services.worker.exec.loading import load_again, load_model
 from rootstock_llm.services.worker.exec.memory_parts import MemoryParts, NoModel
-from rootstock_llm.services.worker.exec.model_pools import ModelPools, host_budget, states_refusal
+from rootstock_llm.services.worker.exec.model_pools import ModelPools, host_budget
 from rootstock_llm.services.worker.exec.models.attention import Attention
 from rootstock_llm.services.worker.exec.models.dense import Decoder
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
@@ -47,8 +47,9 @@ from rootstock_llm.services.worker.exec.step.passes import POISON, ForwardPass
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 from rootstock_llm.services.worker.exec.streams.returned_memory import return_cached, return_memory
 from rootstock_llm.services.worker.exec.tiers.make_tiers import make_mover
-from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier, PieceCopies, PoolReader
+from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier, PoolReader
 from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
+from rootstock_llm.services.worker.exec.tiers.unit_copier import PieceCopies
 from rootstock_llm.services.worker.exec.warm_up import PROMPTS, warm_up
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
@@ -111,8 +112,7 @@ def build_device_executor(
     threads = options.num_threads
     torch.set_num_threads(threads)
     target = load_target(device, options)
-    refusal = states_refusal(options)
-    request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases, refusal)
+    request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases)
     loaded = load_model(request)
     drafting = Drafting(draft := load_draft(request, loaded, options, load_model), options.draft_corpus)
     if draft.model is not None and draft.model.max_context < loaded.context_len:
@@ -137,13 +137,13 @@ def build_device_executor(
         weight_bytes=info.weight_bytes + draft.weight_bytes,
         kv_bytes_per_token=made.pools.token_bytes,
         pool_bytes=made.pools.caches.bytes_of(sizes),
-        groups=sizes.groups(made.pools.window),
+        groups=sizes.groups(made.pools.window, made.pools.caches.window_bytes, made.pools.caches.state_bytes),
         window_bytes=made.pools.caches.window_bytes,
         state_bytes=made.pools.caches.state_bytes,
         max_running_requests=sizes.max_running_requests(max_slots, options.max_drafts),
     )
     layout = f"{made.pools.layout} {info.numerics}"
-    mover, host_pages = made.tiers(pages, layout)
+    mover, host_pages = made.tiers(info.pool_bytes, layout)
     server = made.kv_server(layout)
     memory = made.memory_parts(request, sizes)
     executor = DeviceExecutor(made.runner, memory, steps=made.steps, mover=mover, server=server)
@@ -430,8 +430,12 @@ class _Assembly:
             self.runner.attention.release_graphs()
             self.runner.graphs, self.graph_rows = None, ()
 
-    def tiers(self, pages: int, layout: str) -> tuple[PageMover | None, int]:
-        """Makes the mover of pages between tiers and workers.
+    def tiers(self, num_bytes: int, layout: str) -> tuple[PageMover | None, int]:
+        """Makes the mover of pages and units between tiers and workers.
+
+        Args:
+            num_bytes: bytes of the pool's pages and units.
+            layout: see LoadedInfo.kv_layout.
 
         Returns:
             The mover and the number of pages of the host tier. (None, 0) if the model has no KV, or if the worker has neither
@@ -445,6 +449,8 @@ class _Assembly:
         if not self._has_kv or (options is None and open_reader is None):
             return None, 0
         reader = None if open_reader is None else open_reader(layout.encode(), self._copier().page_bytes)
+        page_bytes = self._copier().page_bytes
+        pages = -(-num_bytes // page_bytes)
         return make_mover(options, pages, self._copier, self._arrivals, layout, self._streams, self._progress, reader)
 
     def kv_server(self, layout: str) -> KvServer | None:
@@ -453,7 +459,8 @@ class _Assembly:
         if peers is None or peers.open_server is None or not self._has_kv:
             return None
         read_pages = PoolReader(self._streams, self._copier, self._arrivals)
-        return peers.open_server(layout.encode(), self._copier().page_bytes, read_pages)
+        copier = self._copier()
+        return peers.open_server(layout.encode(), copier.page_bytes, read_pages, [units.num_parts for units in copier.units])
 
     @property
     def _has_kv(self) -> bool:

@@ -54,6 +54,7 @@ from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, Draf
 
 I32 = NDArray[np.int32]
 FAKE_EMBEDDING_SIZE = 4
+TORN = -7  # content of a unit that was put together from parts of several units
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,7 @@ class FakeExecutor:
         self._busy_until = 0.0
         self.kv: I32 = np.full((num_pages, page_size), -1, dtype=np.int32)
         self.page_table: I32 = np.full((num_slots, pages_per_request), -1, dtype=np.int32)
+        self._kinds = [group.kind for group in groups]
         units = {group.kind: group.num_units for group in groups}
         self._window = next((group.window for group in groups if group.kind is CacheKind.WINDOW), 0)
         self.window_kv: I32 = np.full((units.get(CacheKind.WINDOW, 0), page_size), -1, dtype=np.int32)
@@ -193,8 +195,9 @@ class FakeExecutor:
         self._saved: dict[int, list[tuple[int, I32]]] = {}
         self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
         self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # number of tokens with valid KV, by slot
-        self.host: dict[int, I32] = {}  # host tier: tokens of each page by host page
-        self.storage: dict[bytes, I32] = {}  # storage tier: tokens of each page by page key
+        # Host tier by host page: the tokens of a page, or a part of a unit, see _parts().
+        self.host: dict[int, I32] = {}
+        self.storage: dict[bytes, I32] = {}  # storage tier by page key or key of a part, with the same values
         self.peers: dict[str, FakeExecutor] = {}  # remote workers by the address at which their KV is read
         self.open_reservations: dict[int, OpenReservation] = {}
         self.released_reservations: list[ReservationReleased] = []  # reservations that their readers have released
@@ -413,12 +416,12 @@ class FakeExecutor:
         return done
 
     def _report_at(self, until: float, operation: PageOperation) -> float:
-        return until - self.early_s if operation.kind is OperationKind.LOAD else until
+        return until - self.early_s if operation.kind is OperationKind.LOAD and not operation.group else until
 
     def _load_fact(self, until: float, operation: PageOperation) -> Fact:
         """Returns the fact of a load. If the load has ended, its pages are copied first; otherwise, the fact is an early one."""
         count = self.pages_moved(operation)
-        if count and until > self._clock():
+        if count and until > self._clock() and not operation.group:
             self._landing.append((until, operation, count))
             return Fact(operation.op_id, count, early=True)
         self._land()
@@ -427,38 +430,73 @@ class FakeExecutor:
 
     def _load(self, operation: PageOperation, count: int) -> None:
         if count:
-            self.kv[operation.pages[:count]] = [self.host[page] for page in operation.host_pages[:count].tolist()]
+            self._put(operation, [self.host[page] for page in operation.host_pages[:count].tolist()])
+
+    def _put(self, operation: PageOperation, rows: Sequence[I32]) -> None:
+        """Writes the first pages of an operation, or its first units of which all parts are in `rows`."""
+        if not operation.group:
+            self.kv[operation.pages[: len(rows)]] = rows
+            return
+        size = operation.num_parts
+        for at, unit in enumerate(operation.pages[: len(rows) // size].tolist()):
+            parts = rows[at * size : (at + 1) * size]
+            heads = [part[:2].tolist() for part in parts]
+            contents = {part[2:].tobytes() for part in parts}
+            is_whole = heads == [[operation.group, part] for part in range(size)] and len(contents) == 1
+            self._units_of(operation.group)[unit] = parts[0][2:] if is_whole else TORN
+
+    def _rows(self, operation: PageOperation) -> list[I32]:
+        """Returns the pages of an operation, or the parts of its units."""
+        if not operation.group:
+            return list(self.kv[operation.pages].copy())
+        return self.parts(operation.group, operation.pages, operation.num_parts)
+
+    def parts(self, group: int, units: I32, num_parts: int) -> list[I32]:
+        """Returns the parts of units. To detect mixed parts, each part has the group, its number and the unit's whole content."""
+        contents = self._units_of(group)[units]
+        return [np.array([group, part, *content], dtype=np.int32) for content in contents for part in range(num_parts)]
+
+    def _units_of(self, group: int) -> I32:
+        """Returns int32[units, n], a view of the units of a group (PageOperation.group)."""
+        is_window = self._kinds[group - 1] is CacheKind.WINDOW
+        return self.window_kv if is_window else self.states.view(np.int32)[:, None]
 
     def _moved(self, operation: PageOperation) -> Fact:
         """Moves the pages of an operation that is not a load, and returns its fact."""
         self._land()
         count = self.pages_moved(operation)
         if operation.pull is not None and count:
-            count = self._pulled(operation.pull, operation.pages[:count])
-        keys, pages, host_pages = operation.keys[:count], operation.pages[:count], operation.host_pages[:count].tolist()
+            count = self._pulled(operation, operation.pull, count)
+        keys, host_pages = operation.keys[:count], operation.host_pages[:count].tolist()
         stored: tuple[bytes, ...] = ()
         match operation.kind:
             case OperationKind.BACK_UP:
-                self.host |= zip(host_pages, self.kv[pages].copy(), strict=True)
+                self.host |= zip(host_pages, self._rows(operation)[:count], strict=True)
             case OperationKind.STORE:
                 stored = tuple(key for key in keys if key not in self.storage)
                 self.storage |= zip(keys, [self.host[page] for page in host_pages], strict=True)
             case OperationKind.FETCH if count:
-                self.kv[pages] = [self.storage[key] for key in keys]
+                self._put(operation, [self.storage[key] for key in keys])
         return Fact(operation.op_id, count, self._time.per_page_moved * count, stored)
 
-    def _pulled(self, pull: Pull, pages: I32) -> int:
-        """Copies pages from the fake executor of a remote worker. Returns the number of copied pages: all or 0."""
+    def _pulled(self, operation: PageOperation, pull: Pull, count: int) -> int:
+        """Copies pages or parts of units from the fake executor of a remote worker. Returns their number: `count` or 0."""
         peer, reservation = self.peers.get(pull.source.address), pull.source.reservation
         opened = None if peer is None else peer.open_reservations.get(reservation.number)
         if peer is None or opened is None or opened.reservation != reservation:
             return 0
-        end = pull.first + len(pages)
+        group, size = operation.group, operation.num_parts
+        rows = pull.first + count
+        end = opened.units_end if group else rows
+        has_rows = rows <= (len(opened.units[group - 1]) * size if opened.units else 0) if group else rows <= len(opened.pages)
         tokens = opened.tokens[: end * self._page_size * self.kv.itemsize]
-        if end > len(opened.pages) or proof(reservation.secret, opened.tree, tokens) != pull.proof:
+        if not has_rows or proof(reservation.secret, opened.tree, tokens) != pull.proof:
             return 0
-        self.kv[pages] = peer.kv[opened.pages[pull.first : end]]
-        return len(pages)
+        if group:
+            self._put(operation, peer.parts(group, opened.units[group - 1], size)[pull.first : rows])
+        else:
+            self._put(operation, list(peer.kv[opened.pages[pull.first : rows]]))
+        return count
 
     def apply(self, operation: Operation) -> None:
         match operation:

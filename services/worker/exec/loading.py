@@ -69,8 +69,6 @@ def load_model(request: LoadRequest) -> LoadedModel:
         native = _native_config(config)
         if isinstance(native, DenseConfig):
             config = text_config(config)
-            if native.recurrent and request.no_states:
-                raise UnsupportedModel(request.no_states)
         if isinstance(native, NotCovered):
             _refuse_by_config(request, config)
         checkpoint = Checkpoint(request.folder)

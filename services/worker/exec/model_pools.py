@@ -15,6 +15,7 @@ from rootstock_llm.services.worker.exec.pools import kv_pool
 from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerCache, LayerKV, LayerState
 from rootstock_llm.services.worker.exec.step.saved_inputs import saved_tokens
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 
 
 class ModelPools:
@@ -41,16 +42,25 @@ class ModelPools:
             dtype: dtype of keys and values.
             kernels: kernels that will use the pools.
             arrivals: layer-wise loads into the pools.
+
+        Raises:
+            UnsupportedModel: tiers or KV transfers are configured, and no layer has keys and values.
         """
         self._layers, self._draft_layers, self._dtype, self._page_size = layers, draft_layers, dtype, page_size
         self._max_slots, self._context_len, self._device = max_slots, context_len, device
         self._kernels, self._options, self._arrivals = kernels, options, arrivals
         self.has_states = any(isinstance(layer, LayerState) for layer in layers)
-        assert not (self.has_states and states_refusal(options)), "such a model is refused before its weights are read"
-        in_pages_only = options.tiers is not None or options.peers is not None
         windows = [layer.window for layer in layers if isinstance(layer, LayerKV)]
-        # Largest window in tokens of the layers whose KV is in window units; 0 if there is no such layer. Tiers and KV transfers
-        # support only pages. With one of these features, windowed layers have their KV in pages.
+        # Below the device, units take the space of whole pages, and pages have bytes only if they have the KV of some layer.
+        moves = options.tiers is not None or options.peers is not None
+        if moves and self.has_states and not windows:
+            raise UnsupportedModel(
+                "--enable-hierarchical-cache and --disaggregation-mode need a model in which some layer has attention;"
+                " all layers of this model are recurrent. Remove the settings"
+            )
+        # Largest window in tokens of the layers whose KV is in window units; 0 if there is no such layer. If tiers or KV transfers
+        # would otherwise have pages without bytes, windowed layers have their KV in pages.
+        in_pages_only = moves and 0 not in windows
         self.window = 0 if in_pages_only else max(windows, default=0)
 
     @property
@@ -61,11 +71,14 @@ class ModelPools:
 
     @property
     def layout(self) -> str:
-        """Dtype, page size and sizes of the layers, which determine the bytes of a page."""
-        layers = [
-            (layer.kv_heads, layer.key_dim, layer.value_dim) if isinstance(layer, LayerKV) else layer
-            for layer in (*self._layers, *self._draft_layers)
-        ]
+        """Dtype, page size and sizes of the layers, which determine the bytes of pages and units."""
+        layers: list[object] = []
+        for layer in (*self._layers, *self._draft_layers):
+            sizes: object = layer
+            if isinstance(layer, LayerKV):
+                in_window = (layer.window,) if self.window and layer.window else ()
+                sizes = (layer.kv_heads, layer.key_dim, layer.value_dim, *in_window)
+            layers.append(sizes)
         return f"{self._dtype} {self._page_size} {layers}"
 
     @cached_property
@@ -147,13 +160,3 @@ class ModelPools:
 def host_budget(mem_fraction_static: float) -> int:
     """Returns the bytes of the host's free memory that pools may take."""
     return int(free_memory() * mem_fraction_static)
-
-
-def states_refusal(options: DeviceOptions) -> str:
-    """Returns a message that names the option with which recurrent layers are not available; empty if they are."""
-    refused = {
-        "--enable-hierarchical-cache": options.tiers is not None,
-        "--disaggregation-mode": options.peers is not None,
-    }
-    name = next((name for name, refuses in refused.items() if refuses), "")
-    return f"{name} is not available for a model with recurrent layers" if name else ""

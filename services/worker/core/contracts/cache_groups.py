@@ -21,6 +21,11 @@ class CacheGroup:
     kind: CacheKind
     num_units: int
     window: int = 0  # number of last tokens, including the token itself, to which a token attends; 0 for states
+    unit_bytes: int = 0  # bytes of a unit; 0 if no tier and no remote worker gets units
+
+    def num_parts(self, page_bytes: int) -> int:
+        """Returns the number of pages of `page_bytes` bytes that store a unit below the device. The last page is padded."""
+        return -(-self.unit_bytes // page_bytes)
 
 
 SPARE_PAGES = 2  # pages at both ends of a window that are partly outside of it

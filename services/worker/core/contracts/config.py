@@ -121,8 +121,10 @@ class SchedulerConfig:
         for quota in (self.hicache_salt_quota, self.hicache_storage_salt_quota):
             if quota and self.page_bytes and not self.pages_within(quota):
                 raise ValueError(f"the salt quota of {quota} GB is smaller than one page of {self.page_bytes} bytes")
-        if self.groups and (self.host_pages or self.reads_peers):
-            raise ValueError("a model with windows or recurrent layers has no tiers and no remote KV")
+        if (self.host_pages or self.reads_peers) and any(not group.unit_bytes for group in self.groups):
+            raise ValueError("tiers and remote workers need the bytes of the units of cache groups")
+        if (self.host_pages or self.reads_peers) and self.groups and not self.page_bytes:
+            raise ValueError("tiers and remote workers need a layer with full attention, whose KV is in pages")
         if self.groups and self.state_interval < self.page_size:
             raise ValueError(f"state_interval {self.state_interval} is below page_size {self.page_size}")
         for group in self.groups:

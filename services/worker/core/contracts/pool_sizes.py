@@ -22,10 +22,16 @@ class PoolSizes:
     windows: int = 0  # units of the WINDOW group; 0 if windowed layers have their KV in pages, or if there are none
     states: int = 0  # units of the STATE group; 0 without recurrent layers
 
-    def groups(self, window: int) -> tuple[CacheGroup, ...]:
-        """Returns the cache groups with these units. `window` is the largest window of the model's layers in tokens."""
-        windows = (CacheGroup(CacheKind.WINDOW, self.windows, window),) if self.windows else ()
-        return windows + ((CacheGroup(CacheKind.STATE, self.states),) if self.states else ())
+    def groups(self, window: int, window_bytes: int = 0, state_bytes: int = 0) -> tuple[CacheGroup, ...]:
+        """Returns the cache groups with these units.
+
+        Args:
+            window: largest window of the model's layers in tokens.
+            window_bytes: bytes of a window unit.
+            state_bytes: bytes of a state.
+        """
+        windows = (CacheGroup(CacheKind.WINDOW, self.windows, window, window_bytes),) if self.windows else ()
+        return windows + ((CacheGroup(CacheKind.STATE, self.states, unit_bytes=state_bytes),) if self.states else ())
 
     def max_running_requests(self, wanted: int, max_drafts: int = 0) -> int:
         """Returns the number of requests whose states fit, at most `wanted`. `max_drafts` is that of SchedulerConfig."""

@@ -45,6 +45,9 @@ class OpenReservation:
     tree: str  # name of the tree that has the pages
     tokens: bytes  # prompt tokens as bytes of int32, from the beginning to the end of the last page or beyond
     pages: I32  # int32[n], in the order of the prompt
+    # Page end, as a number of pages, at which the next token reads `units`. 0 if there are no units.
+    units_end: int = 0
+    units: tuple[I32, ...] = ()  # for each cache group: the units that this token reads, in the order of the prompt
     # Number of this opening or growth, unique and rising over all reservations of this worker. KvReservations sets it.
     opening: int = 0
 

@@ -52,11 +52,12 @@ class WritePolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """The pages of a reservation that a PULL reads."""
+    """The pages, or the units of one cache group, that a PULL reads from a reservation."""
 
     source: KvSource
-    first: int  # index in the reservation of the first page to read
-    proof: bytes  # proof of the prompt up to the last page, see reservations.py
+    # Index in the reservation of the first page to read. For units: index of the first part among the parts of the group's units.
+    first: int
+    proof: bytes  # proof of the prompt up to the last page, or up to the page end of the units, see reservations.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +71,18 @@ class TierBlock:
 
 @dataclass(frozen=True, slots=True)
 class PageOperation:
-    """A copy of consecutive pages of one prompt."""
+    """A copy of consecutive pages of one prompt, or of the units of one cache group on consecutive pages.
+
+    Below the device, a unit takes whole pages, its parts (CacheGroup.num_parts). The parts of a unit are consecutive in `keys`.
+    An operation on device units has all parts of each unit.
+    """
 
     op_id: int
     kind: OperationKind
-    keys: tuple[bytes, ...]  # page key of each page
-    pages: I32  # device pages; empty for STORE
-    host_pages: I32  # pages of the host tier; empty for FETCH and PULL
-    group: int = 0  # cache group of the pages
+    keys: tuple[bytes, ...]  # page key of each page, or key of each part of each unit
+    pages: I32  # device pages, or device units with len(keys) / len(pages) parts each; empty for STORE
+    host_pages: I32  # pages of the host tier, one for each key; empty for FETCH and PULL
+    group: int = 0  # 0 for pages; otherwise 1 + index of the cache group
     pull: Pull | None = None  # source of the pages; set for PULL only
     # For STORE only: blocks whose last page is in `keys`. The storage keeps them, so that a restarted worker can report them.
     blocks: tuple[TierBlock, ...] = ()
@@ -85,8 +90,18 @@ class PageOperation:
     def __post_init__(self) -> None:
         assert (self.pull is not None) == (self.kind is OperationKind.PULL), "a PULL, and no other operation, has a source"
         assert self.keys, "an operation moves at least one page"
-        for column in (self.pages, self.host_pages):
-            assert len(column) in (0, len(self.keys)), "non-empty columns have one entry per page"
+        assert self.group >= 0, "a group is 0 for pages, or 1 + the index of a cache group"
+        assert len(self.host_pages) in (0, len(self.keys)), "each key has one page of the host tier"
+        assert (len(self.pages) == 0) == (self.kind is OperationKind.STORE), "only a STORE has no device pages"
+        if self.group:
+            assert not len(self.pages) or len(self.keys) % len(self.pages) == 0, "all units have the same number of parts"
+        else:
+            assert len(self.pages) in (0, len(self.keys)), "each key has one device page"
+
+    @property
+    def num_parts(self) -> int:
+        """Number of keys of each entry of `pages`: 1 for pages, and the parts of a unit for units."""
+        return len(self.keys) // max(len(self.pages), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +142,7 @@ class Fact:
     """The result of an operation, or a report of a storage's changes (op_id UNASKED)."""
 
     op_id: int
-    # Number of the operation's first pages that were moved. For STORE: number of the operation's pages that the storage now has.
+    # Number of the operation's first keys whose pages were moved. For STORE: number of the keys that the storage now has.
     count: int = 0
     seconds: float = 0.0  # duration of the copy
     stored: tuple[bytes, ...] = ()  # keys that the storage has gained

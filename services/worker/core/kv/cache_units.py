@@ -32,7 +32,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind, draft_window_tokens, window_pages
+from rootstock_llm.services.worker.core.contracts.cache_groups import (
+    CacheGroup,
+    CacheKind,
+    draft_window_tokens,
+    states_per_slot,
+    window_pages,
+)
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
 from rootstock_llm.services.worker.core.kv.hit_ends import HitEnds
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
@@ -111,6 +117,7 @@ class CacheUnits:
         self._page_size, self._interval, self._keeps_ends = page_size, state_interval, keeps_ends
         self._max_chunk, self._pages_per_slot = max_chunk, pages_per_slot
         self._max_drafts, self._draft_tokens = max_drafts, draft_window_tokens(max_drafts)
+        self._slot_states = states_per_slot(max_drafts)
         self.decode_pages = window_pages(self._window + self._draft_tokens, page_size, pages_per_slot)
 
         def column(value: int) -> I64:
@@ -120,6 +127,9 @@ class CacheUnits:
         self._first = column(0)  # first page with a unit in the slot's window table
         self._reserved = column(0)  # window units that are reserved for the slot
         self.num_reserved = 0  # sum of _reserved
+        self.num_slots = 0  # slots between begin() and end()
+        # Whether a request waits only because operations and reservations have units, see UnitPins.
+        self.is_short = False
         self._current = column(NO_UNIT)  # state after the last planned token; NO_UNIT: no token is planned
         self._current_is_cached = np.zeros(
             num_slots, dtype=np.bool_
@@ -170,6 +180,11 @@ class CacheUnits:
     def _has_units(self, pool: UnitPool, path: Sequence[tuple[TreeNode, int]], total: int) -> NDArray[np.bool_]:
         """Returns for each page end of a path, from 1 to `total`, whether the group has the units that the next token reads."""
         missing: NDArray[np.bool_] = _along(path, pool.index)[:total] == NO_UNIT
+        return self._fits_at_ends(pool, missing)
+
+    def _fits_at_ends(self, pool: UnitPool, missing: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Returns for each page end whether no page whose unit the next token reads is missing, bool[n] as `missing`."""
+        total = len(missing)
         if pool is not self.windows:
             return ~missing
         ends, counts = np.arange(1, total + 1), np.zeros(total + 1, dtype=np.int64)
@@ -182,6 +197,24 @@ class CacheUnits:
     def is_reachable(self, node: TreeNode) -> bool:
         """Returns whether a hit may end in the node. Checks only the node's own units."""
         return bool(node.units) and bool((node.units[-1] != NO_UNIT).any())
+
+    def kept_ends(self, path: Sequence[tuple[TreeNode, int]]) -> list[int]:
+        """Returns the page ends of a path at which all groups keep the units that the next token reads, rising."""
+        total = sum(count for _, count in path)
+        fits = np.ones(total, dtype=np.bool_)
+        for pool in self.pools if total else ():
+            kept = pool.are_needed(_along(path, pool.index))
+            fits &= self._fits_at_ends(pool, ~kept)
+        return (np.flatnonzero(fits) + 1).tolist()
+
+    def read_at(self, index: int, end: int) -> range:
+        """Returns the pages whose units of a group the token after the page end `end` reads."""
+        return range(end - 1 if self.pools[index] is self.states else self._first_page(end), end)
+
+    def unit_of(self, index: int, end: TreeNode, page: int) -> int:
+        """Returns the unit of a page, or NO_UNIT. `end` is a node at the page or after it."""
+        node, at = page_of(end, page)
+        return int(node.units[index][at])
 
     # Nodes
 
@@ -205,8 +238,22 @@ class CacheUnits:
     # Slots
 
     def can_reserve(self, num_extend: int) -> bool:
-        """Returns whether enough window units are unreserved for one more request, which extends by `num_extend` tokens."""
-        return self.windows is None or self.num_reserved + self._extend_pages(num_extend) <= self.windows.num_units
+        """Returns whether enough units are unreserved for one more request, which extends by `num_extend` tokens.
+
+        Operations and reservations must leave the reserved units free or evictable, see UnitPins.
+        """
+        fits = is_first = True
+        for pool in self.pools:
+            more = self._slot_states if pool is self.states else self._extend_pages(num_extend)
+            left = pool.num_units - self.num_reserved_of(pool) - more
+            fits &= left >= pool.num_lent
+            is_first &= left >= 0
+        self.is_short = is_first and not fits
+        return fits
+
+    def num_reserved_of(self, pool: UnitPool) -> int:
+        """Returns the number of units that are reserved for the slots."""
+        return self._slot_states * self.num_slots if pool is self.states else self.num_reserved
 
     def _extend_pages(self, num_extend: int) -> int:
         """Returns the number of pages of a chunk and the window before it. This number of pages also suffices for decoding."""
@@ -226,6 +273,7 @@ class CacheUnits:
             The first page with a window unit, and the units from this page on.
         """
         depth = hit.depth
+        self.num_slots += 1
         self._last_end[slot], self._branch[slot] = depth, branch if branch > depth else 0
         self._current[slot], self._current_is_cached[slot] = NO_UNIT, False
         self._at[slot], self._drafts[slot], self._before[slot] = depth * self._page_size, 0, NO_UNIT
@@ -255,6 +303,7 @@ class CacheUnits:
         """
         self._leave(slot, num_pages, num_shared)
         self._reserve(slot, 0)
+        self.num_slots -= 1
         unpublished = [unit for _, unit in self._ends.pop(slot, ())]
         if self.states is None:
             return
@@ -526,7 +575,7 @@ class CacheUnits:
             at: number of pages.
             unit: state at the page end; NO_UNIT without states.
         """
-        node, page = _page_of(end, at - 1)
+        node, page = page_of(end, at - 1)
         if self.states is not None and unit != NO_UNIT:
             is_current = unit == self._current[slot] and not self._current_is_cached[slot]
             is_before = unit == self._before[slot]  # drop_row() may make it the current state again
@@ -543,6 +592,13 @@ class CacheUnits:
                 self._leaving.append(np.array([unit], dtype=np.int32))
             elif not is_current:
                 self.states.free(np.array([unit], dtype=np.int32))
+        self.note_end(end, at)
+
+    def note_end(self, end: TreeNode, at: int) -> None:
+        """Marks the window units before the page end `at` as needed, and reports the page end to the prefix index.
+
+        `end` is a node at the page end or after it.
+        """
         if self.windows is not None:
             for node, page, _ in _backwards(end, self._first_page(at), at):
                 unit = int(node.units[self.windows.index][page])
@@ -556,7 +612,7 @@ class CacheUnits:
         assert self._events is not None and self.hit_ends is not None
         units: list[tuple[int, int]] = []
         if self.states is not None:
-            node, page = _page_of(end, at - 1)
+            node, page = page_of(end, at - 1)
             units.append((self.states.index, int(node.units[self.states.index][page])))
         if self.windows is not None:
             index = self.windows.index
@@ -771,7 +827,7 @@ def _backwards(end: TreeNode, first: int, stop: int | None = None) -> list[tuple
     return found
 
 
-def _page_of(end: TreeNode, page: int) -> tuple[TreeNode, int]:
+def page_of(end: TreeNode, page: int) -> tuple[TreeNode, int]:
     """Returns the node that has page `page` of the sequence that ends with the node `end`, and the page's index in the node."""
     node = end
     while node.parent is not None and node.parent.depth > page:

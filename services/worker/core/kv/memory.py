@@ -22,6 +22,7 @@ from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
 from rootstock_llm.services.worker.core.kv.cache_units import CacheUnits
 from rootstock_llm.services.worker.core.kv.radix_cache import RadixCache
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from rootstock_llm.services.worker.core.kv.unit_pins import UnitPins
 
 I32 = NDArray[np.int32]
 TableUpdates = tuple[I32, I32, I32, I32]
@@ -207,10 +208,11 @@ class KVMemory:
         self.slots = ReqToTokenPool(shape.num_slots, shape.pages_per_slot)
         self.tree = self._new_tree()
         self.quarantined: set[int] = set()
-        self._num_pins = 0
+        self.num_pins = 0  # calls of pin() that unpin() has not undone
         self._writes = TableWrites(shape.num_slots)
         self._window_writes = TableWrites(shape.num_slots)
         self.units = self.tree.units = self._new_units(shape) if shape.groups else None
+        self.unit_pins = UnitPins(self.units) if self.units is not None else None
 
     def _new_units(self, shape: KVShape) -> CacheUnits:
         sizes = shape.page_size, shape.num_slots, shape.pages_per_slot, shape.state_interval, shape.max_chunk, shape.max_drafts
@@ -238,6 +240,10 @@ class KVMemory:
         """Returns what peek() would return if no cached page of `key` lacked a unit."""
         node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
+
+    def match_cached(self, namespace: str, key: bytes, limit: int) -> TreeNode:
+        """Returns what match() would return if no cached page of `key` lacked a unit."""
+        return self.tree.match(namespace, key, self._usable(len(key), limit))
 
     def note_branch(self, namespace: str, key: bytes, limit: int) -> int:
         """Counts the cached pages of an admitted `key` that have to be computed again, because units are missing.
@@ -400,7 +406,7 @@ class KVMemory:
         self.tree.unlock(lease.node)
         self.slots.free(slot)
         self._writes.end(slot)
-        locks = self.tree.num_locks - self._num_pins - self.slots.num_leased
+        locks = self.tree.num_locks - self.num_pins - self.slots.num_leased
         assert locks in (0, 1), "each lease and each pin has a lock, and at most one match is locked"
         assert self.num_leased >= 0, "free + leased + cached + quarantined = total"
 
@@ -408,13 +414,13 @@ class KVMemory:
 
     def pin(self, node: TreeNode) -> None:
         """Locks the path to `node` for an operation that reads its pages, or for a waiting request."""
-        self._num_pins += 1
+        self.num_pins += 1
         self.tree.lock(node)
 
     def unpin(self, node: TreeNode, used: bool = False) -> None:
         """Undoes one pin(). `used` has the meaning of RadixCache.unlock()."""
-        assert self._num_pins > 0, "unpin without pin"
-        self._num_pins -= 1
+        assert self.num_pins > 0, "unpin without pin"
+        self.num_pins -= 1
         self.tree.unlock(node, used=used)
 
     def quarantine(self, count: int) -> I32:
@@ -455,6 +461,25 @@ class KVMemory:
     def _leave_quarantine(self, pages: I32) -> None:
         assert self.quarantined.issuperset(pages.tolist()), "only quarantined pages leave the quarantine"
         self.quarantined.difference_update(pages.tolist())
+
+    def num_lendable_units(self, index: int) -> int:
+        """Returns the number of units of a cache group that operations may take now, see UnitPins."""
+        return 0 if self.unit_pins is None else self.unit_pins.num_lendable(index)
+
+    def pin_units(self, index: int, end: TreeNode, pages: range) -> I32:
+        """Pins the units of cached pages in a cache group for an operation that reads them, as int32[n].
+
+        `end` is a pinned node at the pages or after them. Each page has a unit, and at most num_lendable_units() are pinned.
+        """
+        assert self.units is not None and self.unit_pins is not None, "the model has cache groups"
+        units = [self.units.unit_of(index, end, page) for page in pages]
+        self.unit_pins.pin(index, units)
+        return np.array(units, dtype=np.int32)
+
+    def unpin_units(self, index: int, units: I32) -> None:
+        """Undoes one pin_units()."""
+        assert self.unit_pins is not None, "the model has cache groups"
+        self.unit_pins.unpin(index, units.tolist())
 
     def settle_units(self) -> None:
         """Frees the units that the last plan read. Then pages without a lease have no pinned unit. Called between two plans."""

@@ -41,6 +41,14 @@ class Wanted:
         default_factory=list
     )  # page keys of the prompt's first pages; further keys are computed when needed
     arrived: Counter[str] = field(default_factory=Counter)  # pages that arrived while the request waited, by tier
+    end: int = 0  # page end up to which pages and units are read now; 0: not chosen yet
+    hit: int = 0  # pages of the prefix hit when `end` was chosen
+    num_rows: int = 0  # pages and parts of units that were missing when `end` was chosen; 0 without cache groups
+    # With cache groups: pages that arrived and of which no hit may exist yet, by tier.
+    unused: Counter[str] = field(default_factory=Counter)
+    num_unit_reads: int = 0  # number of times that reads of units began
+    # Page end at which `source` has the units that the next token reads; 0 without a source.
+    source_end: int = 0
     given_up: bool = False  # whether no further operation begins for it, so that the next plan() ends the wait
     source: PeerSource | None = None  # reservation in another worker with the prompt's first pages; None: there is none
     is_prefetch: bool = False  # whether the pages are for a prefetch, whose request has not arrived
@@ -95,6 +103,9 @@ class OtherTiers(Protocol):
     @property
     def num_quarantined(self) -> int:
         """Number of device pages that running operations write."""
+
+    def num_quarantined_units(self, index: int) -> int:
+        """Returns the number of units of a cache group that running operations write."""
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
         """Begins an import if the lower tiers have more of the prompt than the tree, and reading it is faster than computing it.

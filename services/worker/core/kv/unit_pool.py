@@ -1,4 +1,7 @@
-"""The units of one cache group: free, in a slot, or owned by a cached page. Cached units without a pin are evicted by recency."""
+"""The units of one cache group. Cached units without a pin are evicted by recency.
+
+Each unit is free, in a slot, owned by a cached page, or quarantined while an operation writes it.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,8 @@ class UnitPool:
         self._stack: I32 = np.arange(num_units, dtype=np.int32)[::-1].copy()
         self.num_free = num_units
         self.num_owned = 0  # units of cached pages
+        self.quarantined: set[int] = set()  # units that operations write
+        self.num_lent = 0  # quarantined units, plus the pins of operations, waiting requests and reservations; see UnitPins
         self.evicted_total = 0
         self.missed_pages_total = 0  # see CacheUnits.count_misses()
         self._owners: list[TreeNode | None] = [None] * num_units
@@ -45,7 +50,7 @@ class UnitPool:
     @property
     def num_in_slots(self) -> int:
         """Number of units that belong to slots."""
-        return self.num_units - self.num_free - self.num_owned
+        return self.num_units - self.num_free - self.num_owned - len(self.quarantined)
 
     @property
     def num_evictable(self) -> int:
@@ -70,8 +75,19 @@ class UnitPool:
         """Returns a copy of the free units as int32[num_free], for checks."""
         return self._stack[: self.num_free].copy()
 
+    def quarantine(self, count: int) -> I32:
+        """Allocates units that an operation will write, as int32[count]. The condition of alloc() applies."""
+        units = self.alloc(count)
+        self.quarantined.update(units.tolist())
+        return units
+
+    def leave_quarantine(self, units: I32) -> None:
+        """Ends the quarantine of units. The caller then frees each unit or gives it to a page."""
+        assert self.quarantined.issuperset(units.tolist()), "only quarantined units leave the quarantine"
+        self.quarantined.difference_update(units.tolist())
+
     def own(self, unit: int, node: TreeNode, page: int) -> None:
-        """Gives a slot's unit to a page of the tree. `page` is the page's index in the node."""
+        """Gives a unit that is in no other state to a page of the tree. `page` is the page's index in the node."""
         assert self._owners[unit] is None and node.units[self.index][page] == NO_UNIT, "a page has at most one unit"
         self._owners[unit], node.units[self.index][page] = node, unit
         self.num_owned += 1
@@ -92,7 +108,7 @@ class UnitPool:
         self._on_disowned(self.index, unit)
 
     def pin(self, unit: int) -> None:
-        """Protects an owned unit from eviction, because a running request reads it."""
+        """Protects an owned unit from eviction, because a request or an operation reads it."""
         assert self._owners[unit] is not None, "a page owns the pinned unit"
         if not self._pins[unit]:
             self._order.pop(unit, None)
@@ -113,6 +129,11 @@ class UnitPool:
     def need(self, unit: int) -> None:
         """Marks an owned unit as part of a possible prefix hit, so that it stays cached after its last pin."""
         self._needed[unit] = True
+
+    def are_needed(self, units: I32) -> NDArray[np.bool_]:
+        """Returns for each element of int32[n] whether it is an owned unit that need() has marked. NO_UNIT is none."""
+        found: NDArray[np.bool_] = (units != NO_UNIT) & self._needed[units]
+        return found
 
     def owned(self) -> list[tuple[int, TreeNode]]:
         """Returns the owned units with their nodes, for checks."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.graph_limits import strides
+from rootstock_llm.services.worker.core.kv.cache_units import CacheUnits
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
@@ -437,7 +438,7 @@ class ExtendPlanner:
         """Returns the result of the budgets and the number of tokens to compute in this step. `hit` is locked."""
         start = hit.depth * self.config.page_size
         extend = len(request.kv.token_key) // TOKEN_BYTES - start
-        if self._memory.units is not None and not self._memory.units.can_reserve(extend):
+        if self._memory.units is not None and not self._can_reserve_units(self._memory.units, extend):
             return AddResult.NO_TOKEN, 0
         available = self._memory.num_available * self.config.page_size
         if self._queues.waiting.num_blocked:
@@ -451,6 +452,15 @@ class ExtendPlanner:
             if self._memory.num_available:
                 return AddResult.CONTINUE, self._adder.chunk(start, extend, _computes_logprobs(request))
         return result, count
+
+    def _can_reserve_units(self, units: CacheUnits, extend: int) -> bool:
+        """Returns whether units can be reserved for one more request.
+
+        If they cannot and no request runs, releases the pins of waiting requests and tries again.
+        """
+        if units.can_reserve(extend):
+            return True
+        return not self._queues.num_running and self._lifecycle.release_pins() and units.can_reserve(extend)
 
     def _check_budgets(self, request: Request, hit: TreeNode, available: int) -> tuple[AddResult, int]:
         """Returns the result of the budgets for a given number of available tokens of KV."""

@@ -171,6 +171,8 @@ class RequestLifecycle:
         limit = self._memory.usable_pages(len(kv.token_key) // TOKEN_BYTES, request.prefix_limit())
         wanted = Wanted(request.seq, request.namespace, kv.token_key, limit, request.rank, kv.page_keys, kv.imported)
         wanted.source = kv.source
+        if kv.source is not None:
+            wanted.source_end = self._units_end(kv.token_key, len(request.progress.output_ids))
         if not self._tiers.consider(wanted, self._memory):
             return False
         self._queues.begin_import(request)
@@ -231,7 +233,9 @@ class RequestLifecycle:
         if count <= request.kv.num_announced or (request.kv.num_announced and not self._reservations.is_open(reservation)):
             return
         pages = self._memory.slots.page_table[lease.slot, :count].copy()
-        opened = OpenReservation(reservation, request.namespace, request.kv.token_key, pages)
+        opened = OpenReservation(
+            reservation, request.namespace, request.kv.token_key, pages, self._units_end(request.kv.token_key, 0)
+        )
         self._reservations.open(opened, (request.peer, request.handle), lease.node, self._memory)
         request.kv.num_announced = count
         self._outputs.add_ready(request.peer, PagesReady(request.handle, reservation, count))
@@ -363,12 +367,24 @@ class RequestLifecycle:
         if is_retired(request.namespace):
             self._reservations.end_of_request((request.peer, request.handle))
             return 0
-        node = self._memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
+        node = self._memory.match_cached(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
         if node.depth:
-            opened = OpenReservation(reservation, request.namespace, tokens, self._memory.tree.pages_to(node).copy())
+            pages = self._memory.tree.pages_to(node).copy()
+            end = self._units_end(tokens, len(request.progress.output_ids))
+            opened = OpenReservation(reservation, request.namespace, tokens, pages, end)
             self._reservations.open(opened, (request.peer, request.handle), node, self._memory)
             self._reservations.complete(reservation, now)
         return node.depth
+
+    def _units_end(self, tokens: bytes, num_outputs: int) -> int:
+        """Returns the last page end of a prompt before its last token. There, a prefill worker keeps units for the decode worker.
+
+        Args:
+            tokens: prompt and output tokens as bytes of int32.
+            num_outputs: number of output tokens. The prefill worker sampled the last of them and computed the tokens before it.
+        """
+        num_prompt = len(tokens) // TOKEN_BYTES - (1 if num_outputs else 0)
+        return max(num_prompt - 1, 0) // self.config.page_size
 
     def _release_source(self, request: Request) -> None:
         if request.kv.source is not None:

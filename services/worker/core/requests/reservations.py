@@ -1,6 +1,7 @@
 """The KV reservations of this worker's pages, and the reservations in other workers that this worker no longer reads.
 
-A reservation pins the pages of a prompt and has no slot. RequestLifecycle is the owner. The states are:
+A reservation pins the pages of a prompt, and the units of cache groups at the prompt's last page end. It has no slot.
+RequestLifecycle is the owner. The states are:
 
   GROWING   the request computes its prompt, and each chunk adds pages; no time limit
   WAITING   the request was retracted before its prompt was computed; the time limit runs
@@ -27,6 +28,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
+import numpy as np
+
 from rootstock_llm.services.worker.core.contracts.reservations import (
     KvReservation,
     KvSource,
@@ -50,6 +53,7 @@ class _Live:
     memory: KVMemory
     until: float  # time limit, absolute; inf in the state GROWING
     is_complete: bool  # True in the state COMPLETE
+    units: list[list[int]]  # pinned units of each cache group, see OpenReservation; empty without units
 
 
 class KvReservations:
@@ -83,7 +87,8 @@ class KvReservations:
         """Opens a reservation with the first pages of a prompt, or adds pages to an open one.
 
         Args:
-            opened: the reservation with all of its pages.
+            opened: the reservation with all of its pages. `units_end` is the page end whose units a reader needs. The reservation
+                gets these units if they are cached and may be lent (UnitPins).
             request_key: peer and handle of its request.
             node: end of the pages in the tree.
             memory: the owner of the pages.
@@ -93,15 +98,19 @@ class KvReservations:
         self._openings += 1
         live = self._live.get(opened.reservation.number)
         if live is None:
-            self._live[opened.reservation.number] = _Live(
-                opened.reservation, self._openings, request_key, node, memory, inf, False
-            )
+            live = _Live(opened.reservation, self._openings, request_key, node, memory, inf, False, [])
+            self._live[opened.reservation.number] = live
             self.opened_total += 1
         else:
             assert not live.is_complete and node.depth >= live.node.depth, "a reservation grows only while its prompt is computed"
+            _unpin_units(live)
             live.memory.unpin(live.node)
             live.opening, live.node, live.until = self._openings, node, inf
-        self._opened.append(replace(opened, opening=self._openings))
+        if memory.unit_pins is not None and 0 < opened.units_end <= node.depth:
+            live.units = memory.unit_pins.pin_end(node, opened.units_end)
+        units = tuple(np.array(each, dtype=np.int32) for each in live.units)
+        opened = replace(opened, opening=self._openings, units=units, units_end=opened.units_end if units else 0)
+        self._opened.append(opened)
 
     def complete(self, reservation: KvReservation, now: float) -> None:
         """Moves an open reservation to the state COMPLETE, and starts its time limit. Its reader may now release it."""
@@ -194,9 +203,17 @@ class KvReservations:
         self._freed = True
         self.next_expiry = -inf
         del self._live[live.reservation.number]
+        _unpin_units(live)
         live.memory.unpin(live.node, used=True)
         self._opened = [opened for opened in self._opened if opened.reservation.number != live.reservation.number]
         self._closed.append(live.reservation)
+
+
+def _unpin_units(live: _Live) -> None:
+    for index, units in enumerate(live.units):
+        assert live.memory.unit_pins is not None, "only a model with cache groups has units"
+        live.memory.unit_pins.unpin(index, units)
+    live.units = []
 
 
 def _tree_of(node: TreeNode) -> str:

@@ -1,14 +1,15 @@
-"""Copies of cached pages to lower tiers: from the device to the host, and from the host to the storage if there is one.
+"""Copies of cached pages and units to lower tiers: from the device to the host, and from the host to the storage if there is one.
 
 Pages are copied before their eviction, in the order of BackupQueue. A path is copied from its beginning, because a later request
-can only use a whole prefix. The number of running copies is limited. A page that is evicted before its copy began counts as lost.
-No step waits for a copy. Tiers is the owner.
+can only use a whole prefix. With cache groups, the units of the page ends at which hits can end follow their pages
+(stored_units.py), and pages after the last such page end are not copied. The number of running copies is limited. A page that is
+evicted before its copy began counts as lost. No step waits for a copy. Tiers is the owner.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, TierBlock
@@ -16,8 +17,10 @@ from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.core.kv.radix_cache import is_retired
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.kv.unit_pool import NO_UNIT
 from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
 from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, PageKeys, tag_of
+from rootstock_llm.services.worker.core.tiers.stored_units import PathCopy, StoredUnit, StoredUnits
 from rootstock_llm.services.worker.core.tiers.tier_blocks import TierBlocks
 
 MOST_EXAMINED = 16  # largest number of queued nodes that one call of plan() examines
@@ -27,6 +30,7 @@ MOST_BACK_UPS = 8
 MOST_PATH_SHARE = 2  # one prompt has at most 1/2 of all host pages
 MOST_STORED_SHARE = 2  # at most 1/2 of all host pages wait for their write to the storage
 MOST_QUOTA_SHARE = 2  # one prompt has at most 1/2 of its salt's quota in the storage
+NOTHING = PathCopy(0, (), ())
 
 
 @dataclass(slots=True)
@@ -39,6 +43,7 @@ class _BackUp:
     node: TreeNode  # node of this path with the copied pages; pinned until the copy ends
     memory: KVMemory
     blocks: list[TierBlock]  # blocks with a token in the copied pages that TierBlocks does not know yet
+    path_keys: Sequence[bytes]  # keys of the pages and parts of the whole path, in the order of a PathCopy
     counts: bool = True  # whether the host tier caches the copied pages when the copy ends; False: it frees them
     forgotten: bool = False  # whether the tree drops the device pages when the copy ends
 
@@ -55,6 +60,7 @@ class Backups:
         blocks: TierBlocks | None,
         at_once: int,
         ids: Iterator[int],
+        units: StoredUnits,
         stored_salt_pages: int = 0,
     ) -> None:
         """Starts without copies.
@@ -67,15 +73,17 @@ class Backups:
             blocks: blocks of lower tiers, or None if no prefix index reads them.
             at_once: largest number of pages of an operation.
             ids: op_ids of new operations.
+            units: maker of the keys of parts.
             stored_salt_pages: pages of one salt in the storage; 0: no limit.
         """
         self._queue, self._keys, self._host, self._stored, self._blocks = queue, keys, host, stored, blocks
-        self._at_once, self._ids = at_once, ids
+        self._at_once, self._ids, self._units = at_once, ids, units
         self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
         self._most_salted = max(stored_salt_pages // MOST_QUOTA_SHARE, 1) if stored_salt_pages else 0
         self._current: TreeNode | None = None  # queued node whose path _copy_next() copies
-        # Number of first pages of this path that lower tiers have, and the page keys of the path.
-        self._num_copied, self._current_keys = 0, list[bytes]()
+        # Number of first pages and of first units of this path that lower tiers have, and the page keys, pages and units to copy.
+        self._num_copied, self._num_copied_units, self._current_keys = 0, 0, list[bytes]()
+        self._path_copy = NOTHING
         host.on_gone = self.gone
         self._copying: dict[int, _BackUp] = {}  # running copies to the host, by op_id
         self._storing: PageOperation | None = None  # running write to the storage
@@ -129,7 +137,7 @@ class Backups:
         if copy is None:
             return False
         operation = copy.operation
-        count = fact.count if copy.counts else 0
+        count = fact.count - fact.count % operation.num_parts if copy.counts else 0
         self._being_copied.difference_update(operation.keys)
         self._host.put(operation.keys[:count], operation.host_pages[:count])
         if count and self._blocks is not None:
@@ -137,9 +145,12 @@ class Backups:
             self._blocks.add(copy.blocks)
         self._host.give_back(operation.host_pages[count:])
         # Touches the whole path, so that its beginning is evicted last.
-        self._host.touch([key for part in _path(copy.node) for key in part.page_keys])
+        self._host.touch(copy.path_keys)
         copy.memory.unpin(copy.node)
-        self.backed_up_pages_total += count
+        if operation.group:
+            copy.memory.unpin_units(operation.group - 1, operation.pages)
+        else:
+            self.backed_up_pages_total += count
         if fact.count < len(operation.keys):
             self.failed_total += 1
             self._drop_first(copy.offered)
@@ -147,7 +158,7 @@ class Backups:
             copy.node.backed = False
         if copy.forgotten:
             copy.memory.forget(copy.node)
-        self._store(operation.keys[:count], copy.first)
+        self._store(operation.keys[:count], copy.first, operation.group)
         return True
 
     def forget_copies(self, pages_too: bool, tag: bytes | None = None) -> None:
@@ -212,10 +223,10 @@ class Backups:
             self._drop_first(node)
             return None
         if self._current is not node:
-            self._current, self._num_copied = node, 0
-            keys = self._path_keys(path)
-            self._current_keys = keys[: min(self._most, self._host.most_pages(tag_of(keys[0])))]
-            self._host.touch(self._current_keys)  # so that a page of the path does not evict another one
+            self._current, self._num_copied, self._num_copied_units = node, 0, 0
+            self._path_copy = self._chosen(path, memory)
+            self._current_keys = [key for part in path for key in part.page_keys][: self._path_copy.num_pages]
+            self._host.touch(self._path_copy.keys)  # so that a page of the path does not evict another one
         keys, at = self._current_keys, self._num_copied
         while at < len(keys) and self._is_backed(keys[at]):
             at += 1
@@ -230,6 +241,15 @@ class Backups:
                 names = self._blocks.unknown(path, keys, at, at + len(operation.keys))
                 self._copying[operation.op_id].blocks = names
             return operation
+        while self._num_copied_units < len(self._path_copy.units):
+            unit = self._path_copy.units[self._num_copied_units]
+            if not self._are_backed(unit.keys) and _present(unit, node, memory):
+                operation = self._copy_units(node, memory)
+                if operation is None and self._host.is_full(tag_of(unit.keys[0])):
+                    self._drop_first(node)
+                return operation
+            self._num_copied_units += 1
+        units = self._path_copy.units
         self._current = None
         self._queue.drop(node)
         for part in path:
@@ -237,7 +257,56 @@ class Backups:
                 memory.tree.mark_backed(part)
         self._name(path, keys)
         self._store(keys, 0)
+        for unit in units:
+            self._store(unit.keys, 0, 1 + unit.index)
         return None
+
+    def _chosen(self, path: list[TreeNode], memory: KVMemory) -> PathCopy:
+        """Returns the pages and units of a path that are copied. Makes the page keys of the path's nodes complete."""
+        keys = self._path_keys(path)
+        tag = tag_of(keys[0])
+        most = min(self._most, self._host.most_pages(tag))
+        if memory.units is None:
+            return PathCopy(min(most, len(keys)), (), tuple(keys[:most]))
+        if self._stored is not None and self._most_salted and tag != UNSALTED:
+            most = min(most, self._most_salted)  # pages without their units would be of no use in the storage
+        return self._units.path_copy(memory.units, path, keys, most)
+
+    def _copy_units(self, offered: TreeNode, memory: KVMemory) -> PageOperation | None:
+        """Begins a copy of the next units of the current path: units of one group on consecutive pages.
+
+        Returns:
+            The operation, or None if the host tier has no free pages or no unit may be lent.
+        """
+        first = self._path_copy.units[self._num_copied_units]
+        index, size = first.index, len(first.keys)
+        most = min(max(self._at_once // size, 1), memory.num_lendable_units(index))
+        some = [first]
+        for unit in self._path_copy.units[self._num_copied_units + 1 :]:
+            follows = unit.index == index and unit.page == some[-1].page + 1
+            if len(some) >= most or not follows or self._are_backed(unit.keys) or not _present(unit, offered, memory):
+                break
+            some.append(unit)
+        if most < 1:
+            return None
+        host_pages = self._host.take(len(some) * size, tag_of(first.keys[0]))
+        count = len(host_pages) // size
+        self._host.give_back(host_pages[count * size :])
+        if not count:
+            return None
+        some, host_pages = some[:count], host_pages[: count * size]
+        keys = tuple(key for unit in some for key in unit.keys)
+        node = next(part for part in _path(offered) if part.depth > some[-1].page)
+        units = memory.pin_units(index, node, range(first.page, first.page + count))
+        memory.pin(node)
+        operation = PageOperation(next(self._ids), OperationKind.BACK_UP, keys, units, host_pages, group=1 + index)
+        self._copying[operation.op_id] = _BackUp(operation, 0, offered, node, memory, [], self._path_copy.keys)
+        self._being_copied.update(keys)
+        return operation
+
+    def _are_backed(self, keys: Sequence[bytes]) -> bool:
+        """Returns whether lower tiers have all of these keys, or running copies move them to the host."""
+        return all(map(self._is_backed, keys))
 
     def _copy(
         self, offered: TreeNode, node: TreeNode, begin: int, first: int, limit: int, memory: KVMemory
@@ -265,7 +334,7 @@ class Backups:
         keys = node.page_keys[first:end]
         operation = PageOperation(next(self._ids), OperationKind.BACK_UP, keys, node.pages[first:end].copy(), host_pages)
         memory.pin(node)
-        self._copying[operation.op_id] = _BackUp(operation, begin + first, offered, node, memory, [])
+        self._copying[operation.op_id] = _BackUp(operation, begin + first, offered, node, memory, [], self._path_copy.keys)
         self._being_copied.update(keys)
         return operation
 
@@ -293,13 +362,14 @@ class Backups:
         if self._blocks is not None:
             self._blocks.add(self._blocks.unknown(path, keys, 0, len(keys)))
 
-    def _store(self, keys: tuple[bytes, ...] | list[bytes], first: int) -> None:
-        """Queues writes of pages that the host has and the storage lacks.
+    def _store(self, keys: tuple[bytes, ...] | list[bytes], first: int, group: int = 0) -> None:
+        """Queues writes of pages or parts that the host has and the storage lacks.
 
         Args:
-            keys: page keys of consecutive pages of a path. Pages beyond the number that one prompt of the salt may have in the
-                storage are not stored.
-            first: index in the path of the first page.
+            keys: page keys of consecutive pages of a path, or keys of the parts of units. Pages beyond the number that one prompt
+                of the salt may have in the storage are not stored.
+            first: index in the path of the first page; 0 for parts.
+            group: PageOperation.group.
         """
         if self._stored is None:
             return
@@ -309,28 +379,35 @@ class Backups:
         for at in range(0, len(lacking), self._at_once):
             some = tuple(lacking[at : at + self._at_once])
             if (self._num_to_store + len(some)) * MOST_STORED_SHARE > self._host.num_pages:
-                self.unstored_pages_total += len(lacking) - at
+                self.unstored_pages_total += 0 if group else len(lacking) - at
                 return
             self._num_to_store += len(some)
             self._keys_to_store.update(some)
             blocks = () if self._blocks is None else self._blocks.ending(some)
             pages = self._host.pin(some)
-            self._to_store.append(PageOperation(next(self._ids), OperationKind.STORE, some, NO_PAGES, pages, blocks=blocks))
+            operation = PageOperation(next(self._ids), OperationKind.STORE, some, NO_PAGES, pages, group, blocks=blocks)
+            self._to_store.append(operation)
 
     def _record_write(self, operation: PageOperation, fact: Fact) -> None:
-        self.stored_pages_total += len(fact.stored)
-        self.unstored_pages_total += len(operation.keys) - fact.count
+        if not operation.group:
+            self.stored_pages_total += len(fact.stored)
+            self.unstored_pages_total += len(operation.keys) - fact.count
         self.failed_total += fact.count < len(operation.keys)
         self._end_write(operation)
 
     def _drop_write(self, operation: PageOperation) -> None:
-        self.unstored_pages_total += len(operation.keys)
+        self.unstored_pages_total += 0 if operation.group else len(operation.keys)
         self._end_write(operation)
 
     def _end_write(self, operation: PageOperation) -> None:
         self._num_to_store -= len(operation.keys)
         self._keys_to_store.difference_update(operation.keys)
         self._host.unpin(operation.host_pages)
+
+
+def _present(unit: StoredUnit, end: TreeNode, memory: KVMemory) -> bool:
+    """Returns whether the tree has the unit. `end` is a node at the unit's page or after it."""
+    return memory.units is not None and memory.units.unit_of(unit.index, end, unit.page) != NO_UNIT
 
 
 def _tree_of(path: list[TreeNode]) -> str:

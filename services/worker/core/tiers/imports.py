@@ -6,6 +6,8 @@
 - A request stops waiting when computing the other pages would be faster, or when no device pages are available. Its running
   operations continue. Their pages stay quarantined until the facts arrive, and are then published for other requests.
 - Pins are released when running requests need pages.
+- With cache groups, a request has a page end as its target (unit_reads.py). It reads the missing pages up to the target, and then
+  the missing units. If a read fails, it has a shorter target, or computes.
 
 Tiers is the owner.
 """
@@ -24,6 +26,8 @@ from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
 from rootstock_llm.services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport
 from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys, leading
 from rootstock_llm.services.worker.core.tiers.rates import Rates
+from rootstock_llm.services.worker.core.tiers.stored_units import StoredUnit, StoredUnits
+from rootstock_llm.services.worker.core.tiers.unit_reads import MOST_UNIT_READS, UnitReads
 
 MOST_QUARANTINED_SHARE = 2  # divisor: operations may write at most 1/2 of the pool's pages at a time
 MOST_AT_ONCE = 32  # largest number of operations that one plan() begins for one request
@@ -43,6 +47,7 @@ class Imports:
         at_once: int,
         load_at_once: int,
         ids: Iterator[int],
+        units: StoredUnits,
     ) -> None:
         """Starts without waiting requests.
 
@@ -55,6 +60,7 @@ class Imports:
             at_once: largest number of pages of an operation.
             load_at_once: largest number of pages of a load from the host, which arrives layer by layer.
             ids: op_ids of new operations.
+            units: maker of the keys of parts.
         """
         self._keys, self._host, self._ids, self._rates = keys, host, ids, rates
         self._at_once, self._load_at_once = at_once, load_at_once
@@ -64,6 +70,7 @@ class Imports:
         self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}  # pinned nodes, by seq
         self._freed = False  # whether pins were released since the last take_freed()
         self._lanes = lanes
+        self._unit_reads = UnitReads(units, host, self._stored, lanes)
         self.imported_pages_total: Counter[Tier] = Counter()  # pages that arrived, by tier
         self.prefetched_pages_total = 0  # pages that arrived before their request
         # Pages that were computed although a tier had them; operations that did not read all of their pages; reads from remote
@@ -88,9 +95,9 @@ class Imports:
         """
         assert wanted.seq not in self._waits, "a request waits once"
         hit = self._hit(wanted, memory)
-        if hit >= wanted.limit or not self._is_readable(wanted, hit):
+        if not self._choose_end(wanted, memory, hit):
             return False
-        place, count = self._next_run(wanted, hit)
+        place, count = self._next_read(wanted, memory)
         if place is not None and not self._is_worth_reading(wanted, place, count):
             return False
         self._waits[wanted.seq] = self._due[wanted.seq] = wanted
@@ -116,7 +123,7 @@ class Imports:
             begun = self._move_on(wanted, memory, None if in_flight else now)
             operations += begun
             if not begun and not self._lanes.is_awaited(wanted):
-                del self._waits[seq]
+                self._stop_waiting(seq)
                 ready.append(seq)
         return operations, ready
 
@@ -154,22 +161,49 @@ class Imports:
             self._host.unpin(operation.host_pages)
         self.failed_total += fact.count < len(operation.keys)
         self.refused_pulls_total += tier is Tier.PEER and not fact.count
-        count = self._published(running, fact.count if running.counts else 0)
-        self.prefetched_pages_total += count if running.wanted.is_prefetch else 0
-        if count < len(operation.keys):
-            memory.free_quarantined(operation.pages[count:])
+        moved = fact.count if running.counts else 0
+        if operation.group:
+            pinned, _ = self._pinned.get(running.wanted.seq, (None, None)) if running.wanted.seq in self._waits else (None, None)
+            count = self._unit_reads.publish(running, moved, pinned)
+        else:
+            count = self._publish_pages(running, moved)
         memory.unpin(running.node)
-        self.imported_pages_total[tier] += count
-        for wanted in self._waits.values():
-            if shared := _shared(operation.keys[:count], wanted.keys, running.first):
-                wanted.arrived[tier] += shared
         for wanted in running.waits:
             if count == len(operation.keys) or _reservation_of(wanted) != _reservation_of(running.wanted):
                 # All pages arrived, or other pages may still be read from the request's own source.
                 self._due[wanted.seq] = wanted
+            elif memory.units is not None and not wanted.is_prefetch:
+                self._shorten(wanted, running, count)
+                self._due[wanted.seq] = wanted
             else:
                 self._give_up(wanted)
         return True
+
+    def _publish_pages(self, running: RunningImport, moved: int) -> int:
+        """Publishes the pages of an ended operation, and frees the others. Returns the number of published pages."""
+        operation, memory, tier = running.operation, running.memory, running.place.tier
+        count = self._published(running, moved)
+        self.prefetched_pages_total += count if running.wanted.is_prefetch else 0
+        if count < len(operation.keys):
+            memory.free_quarantined(operation.pages[count:])
+        self.imported_pages_total[tier] += count
+        for wanted in self._waits.values():
+            if shared := _shared(operation.keys[:count], wanted.keys, running.first):
+                counted = wanted.arrived if memory.units is None or wanted.is_prefetch else wanted.unused
+                counted[tier] += shared
+        return count
+
+    def _shorten(self, wanted: Wanted, running: RunningImport, count: int) -> None:
+        """Excludes the targets of a request that need the part of an operation which was not read.
+
+        Args:
+            wanted: a request that waits for the operation.
+            running: the operation.
+            count: number of its keys that were read.
+        """
+        wanted.limit = wanted.end - 1 if running.operation.group else running.first + count
+        if running.place.tier is Tier.PEER:
+            wanted.source = None  # the remote worker has closed the reservation or cannot be read
 
     def release_pins(self) -> bool:
         """Releases the pins of all waiting requests, because running requests need pages. Returns whether a request had a pin."""
@@ -197,6 +231,32 @@ class Imports:
         """Returns the number of the prompt's first pages that the tree has."""
         return memory.peek(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)[1] // memory.page_size
 
+    def _choose_end(self, wanted: Wanted, memory: KVMemory, hit: int) -> bool:
+        """Sets the page end up to which a request reads. Returns whether there is more to read than the `hit` pages."""
+        if memory.units is None:
+            wanted.end = wanted.limit
+            return hit < wanted.limit and self._is_readable(wanted, hit)
+        if hit >= wanted.limit:
+            return False
+        self._keys.extend(wanted.keys, self._keys.root(wanted.tree), wanted.tokens, wanted.limit)
+        cached = memory.cached(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)[1] // memory.page_size
+        return self._unit_reads.choose_end(wanted, memory, hit, cached, _source_of(wanted))
+
+    def _next_read(self, wanted: Wanted, memory: KVMemory) -> tuple[Place | None, int]:
+        """Returns the place of the next read of a request, and the pages and parts that the request reads together.
+
+        Without cache groups, these are the next pages in this place. The place is None if the next page or unit is being read.
+        """
+        cached = memory.cached(wanted.tree, wanted.tokens, wanted.end * memory.page_size)[1] // memory.page_size
+        if cached < wanted.end:
+            place, count = self._next_run(wanted, cached)
+            return place, wanted.num_rows or count
+        for unit in self._unit_reads.missing(wanted, memory, wanted.end):
+            if unit.keys[0] in self._lanes.coming:
+                return None, 0
+            return self._unit_reads.place_of(unit, wanted, wanted.end, _source_of(wanted)), wanted.num_rows
+        return None, 0
+
     def _is_readable(self, wanted: Wanted, at: int) -> bool:
         """Returns whether page `at` of the prompt is in a lower tier or a remote worker, or a running operation reads it.
 
@@ -208,13 +268,15 @@ class Imports:
         return here or (source is not None and at < source.num_pages)
 
     def _is_worth_reading(self, wanted: Wanted, place: Place, count: int) -> bool:
-        """Returns whether reading `count` pages is faster than computing them, and the lane has no late operation.
+        """Returns whether reading `count` pages and parts is faster than computing, and the lane has no late operation.
 
         For a prefetch, the result False does not raise the assumed rate of reading (see Rates.reading_pays), because this method
         is called once per chunk of the prompt.
         """
+        computed = wanted.end - wanted.hit if wanted.num_rows else 0
+        forgives = not wanted.is_prefetch
         pays = self._rates.reading_pays
-        return not self._lanes.is_stuck(place.lane) and pays(place.tier, count, place.lane, forgives=not wanted.is_prefetch)
+        return not self._lanes.is_stuck(place.lane) and pays(place.tier, count, place.lane, forgives, computed)
 
     def _next_run(self, wanted: Wanted, first: int) -> tuple[Place | None, int]:
         """Returns the place of page `first`, and the number of consecutive pages in the same place that are not being read.
@@ -222,16 +284,15 @@ class Imports:
         Returns:
             (None, 0) if page `first` is being read or is in no place.
         """
-        rest = wanted.keys[first : wanted.limit]
+        rest = wanted.keys[first : wanted.end]
         if not rest or rest[0] in self._lanes.coming:
             return None, 0
         for place, cached in ((HOST, self._host), (STORAGE, self._stored)):
             if count := leading(rest, cached):
                 return place, self._before_coming(rest[:count])
-        source = wanted.source
-        if source is not None and source.num_pages > first:
-            assert isinstance(source, KvSource), "the source of a prompt is a KvSource"
-            return Place(Tier.PEER, source), self._before_coming(rest[: source.num_pages - first])
+        source = _source_of(wanted)
+        if source is not None and source.source is not None and source.source.num_pages > first:
+            return source, self._before_coming(rest[: source.source.num_pages - first])
         return None, 0
 
     def _before_coming(self, keys: Sequence[bytes]) -> int:
@@ -246,17 +307,94 @@ class Imports:
         """
         if wanted.given_up:
             return []
-        hit = memory.match(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)
-        first = hit.depth
-        self._pin(wanted.seq, hit, memory)
-        if first >= wanted.limit or not self._is_readable(wanted, first):
+        hit = self._hit(wanted, memory)
+        if wanted.unused and hit >= wanted.end > 0:
+            wanted.arrived.update(wanted.unused)
+            wanted.unused.clear()
+        before = wanted.end
+        has_more = self._choose_end(wanted, memory, hit)
+        if not has_more or wanted.end != before:
+            self._unit_reads.unpin(wanted.seq)
+        end = wanted.end if has_more else wanted.limit
+        node = (memory.match_cached if has_more else memory.match)(wanted.tree, wanted.tokens, end * memory.page_size)
+        self._pin(wanted.seq, node, memory)
+        if not has_more:
             return []
-        coming = self._lanes.coming.get(wanted.keys[first])
-        if coming is not None:
-            if coming.counts and not coming.late:
-                self._lanes.wait_for(coming, wanted)
+        if node.depth < wanted.end:
+            if self._is_coming(wanted, wanted.keys[node.depth]):
+                return []
+            return self._begin_more(wanted, node, node.depth, memory, began)
+        return self._begin_units(wanted, node, memory, began)
+
+    def _is_coming(self, wanted: Wanted, key: bytes) -> bool:
+        """Returns whether an operation reads a page or part. The request then waits for the operation, unless it is late."""
+        coming = self._lanes.coming.get(key)
+        if coming is not None and coming.counts and not coming.late:
+            self._lanes.wait_for(coming, wanted)
+        return coming is not None
+
+    def _begin_units(self, wanted: Wanted, node: TreeNode, memory: KVMemory, began: float | None) -> list[PageOperation]:
+        """Begins the reads of all missing units of a request's target. The request waits for the first of them.
+
+        Args:
+            wanted: the request.
+            node: node at the target.
+            memory: the owner of the device units.
+            began: time at which the operations can begin, or None if a step runs.
+        """
+        end, source = wanted.end, _source_of(wanted)
+        missing = self._unit_reads.missing(wanted, memory, end)
+        if not missing or self._is_coming(wanted, missing[0].keys[0]):
             return []
-        return self._begin_more(wanted, hit, first, memory, began)
+        place = self._unit_reads.place_of(missing[0], wanted, end, source)
+        if place is None or wanted.num_unit_reads >= MOST_UNIT_READS:
+            return []
+        if not self._is_worth_reading(wanted, place, wanted.num_rows):
+            return []
+        wanted.num_unit_reads += 1
+        operations: list[PageOperation] = []
+        for place, run in self._unit_runs(wanted, missing):
+            running = self._begin_run(wanted, node, place, run, memory, began)
+            if not operations:
+                self._lanes.wait_for(running, wanted)
+            operations.append(running.operation)
+        return operations
+
+    def _unit_runs(self, wanted: Wanted, missing: Sequence[StoredUnit]) -> list[tuple[Place, list[StoredUnit]]]:
+        """Returns the reads of the missing units: units of one group and place on consecutive pages that are not being read."""
+        runs: list[tuple[Place, list[StoredUnit]]] = []
+        for unit in missing:
+            place = self._unit_reads.place_of(unit, wanted, wanted.end, _source_of(wanted))
+            if place is None or unit.keys[0] in self._lanes.coming:
+                continue
+            last = runs[-1][1] if runs else []
+            follows = bool(last) and last[-1].index == unit.index and last[-1].page + 1 == unit.page and runs[-1][0] == place
+            if follows and (len(last) + 1) * len(unit.keys) <= self._at_once:
+                last.append(unit)
+            else:
+                runs.append((place, [unit]))
+        return runs
+
+    def _begin_run(
+        self, wanted: Wanted, node: TreeNode, place: Place, run: Sequence[StoredUnit], memory: KVMemory, began: float | None
+    ) -> RunningImport:
+        """Begins the read of a run of units."""
+        assert memory.unit_pins is not None, "the model has cache groups"
+        keys = tuple(key for unit in run for key in unit.keys)
+        index, size = run[0].index, memory.page_size * TOKEN_BYTES
+        memory.pin(node)
+        units = memory.unit_pins.quarantine(index, len(run))
+        host_pages = self._host.pin(keys) if place.tier is Tier.HOST else NO_PAGES
+        self._host.touch(keys)
+        self._host.touch(wanted.keys[: wanted.end])
+        pull, prover = None, _prover(wanted)
+        if place.source is not None and prover is not None:
+            first_row = self._unit_reads.first_row(run[0], memory, wanted.end)
+            pull = Pull(place.source, first_row, prover.up_to(wanted.end * size))
+        operation = PageOperation(next(self._ids), _KINDS[place.tier], keys, units, host_pages, 1 + index, pull)
+        running = RunningImport(operation, place, wanted, node, run[0].page, memory, began)
+        self._lanes.begin(running)
+        return running
 
     def _begin_more(
         self, wanted: Wanted, node: TreeNode, first: int, memory: KVMemory, began: float | None
@@ -267,8 +405,9 @@ class Imports:
         while len(operations) < MOST_AT_ONCE:
             place, count = self._next_run(wanted, at)
             at_once = self._load_at_once if place is HOST else self._at_once
-            num_pages = min(count, at_once, self._max_quarantine(wanted, first, memory))
-            if place is None or num_pages <= 0 or (not operations and not self._is_worth_reading(wanted, place, count)):
+            num_pages = min(count, at_once, self._max_quarantine(wanted, wanted.hit if wanted.num_rows else first, memory))
+            to_read = wanted.num_rows or count
+            if place is None or num_pages <= 0 or (not operations and not self._is_worth_reading(wanted, place, to_read)):
                 break
             pull = None
             if place.source is not None and prover is not None:
@@ -320,7 +459,7 @@ class Imports:
         if not count:
             return 0
         size = memory.page_size * TOKEN_BYTES
-        hit = memory.match(wanted.tree, wanted.tokens, running.first * memory.page_size)
+        hit = memory.match_cached(wanted.tree, wanted.tokens, running.first * memory.page_size)
         if hit.depth < running.first:
             return 0
         tokens = wanted.tokens[running.first * size : (running.first + count) * size]
@@ -337,6 +476,7 @@ class Imports:
         if wanted is not None:
             self._due.pop(seq, None)
             self._lanes.forget(wanted)
+            self._unit_reads.unpin(seq)
 
     def _give_up(self, wanted: Wanted) -> None:
         """Ends the wait of a request, so that the next plan() returns its seq."""
@@ -346,11 +486,13 @@ class Imports:
     def _pin(self, seq: int, node: TreeNode, memory: KVMemory) -> None:
         """Pins a node for the request and releases its previous pin."""
         memory.pin(node)
-        self._unpin(seq)
+        if (pinned := self._pinned.pop(seq, None)) is not None:
+            pinned[1].unpin(pinned[0])
         self._pinned[seq] = node, memory
 
     def _unpin(self, seq: int) -> bool:
-        """Releases the request's pin. Returns whether there was one."""
+        """Releases the pins of the request's pages and units. Returns whether pages were pinned."""
+        self._unit_reads.unpin(seq)
         if (pinned := self._pinned.pop(seq, None)) is not None:
             pinned[1].unpin(pinned[0])
         return pinned is not None
@@ -359,6 +501,15 @@ class Imports:
 def _prover(wanted: Wanted) -> Prover | None:
     source = wanted.source
     return Prover(source.reservation.secret, wanted.tree, wanted.tokens) if isinstance(source, KvSource) else None
+
+
+def _source_of(wanted: Wanted) -> Place | None:
+    """Returns the remote worker from which the prompt can be read, or None."""
+    source = wanted.source
+    if source is None:
+        return None
+    assert isinstance(source, KvSource), "the source of a prompt is a KvSource"
+    return Place(Tier.PEER, source)
 
 
 def _reservation_of(wanted: Wanted) -> object:

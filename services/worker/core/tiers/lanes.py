@@ -41,12 +41,21 @@ class RunningImport:
     place: Place
     wanted: Wanted  # the request or prefetch for which it began
     node: TreeNode  # pinned node before its pages, or before the unpublished pages of preceding operations
-    first: int  # index in the prompt of its first page
+    first: int  # index in the prompt of its first page, or of the page of its first unit
     memory: KVMemory
     began: float | None  # time at which all steps launched before this operation had ended; unset until then
     waits: list[Wanted] = field(default_factory=list)  # requests and prefetches that wait for it
     counts: bool = True  # whether its pages are published when it ends
     late: bool = False  # whether computing its pages would now be faster than waiting; new requests do not wait for it
+
+    def compared(self, wanted: Wanted) -> tuple[int, int]:
+        """Returns the pages and parts that a waiting request reads after this operation, and the pages to compute instead.
+
+        The second number is 0 if these are the pages to read, which holds without cache groups.
+        """
+        if not wanted.num_rows:
+            return wanted.limit - self.first - len(self.operation.keys), 0
+        return max(wanted.num_rows - len(self.operation.keys), 0), wanted.end - wanted.hit
 
 
 class Lanes:
@@ -70,7 +79,11 @@ class Lanes:
     @property
     def num_pages(self) -> int:
         """Number of device pages that the operations write."""
-        return sum(len(running.operation.pages) for running in self)
+        return sum(len(running.operation.pages) for running in self if not running.operation.group)
+
+    def num_units(self, index: int) -> int:
+        """Number of units of a cache group that the operations write."""
+        return sum(len(running.operation.pages) for running in self if running.operation.group == 1 + index)
 
     def begin(self, running: RunningImport) -> None:
         self._running[running.operation.op_id] = running
@@ -171,13 +184,19 @@ class Lanes:
         """
         tier, lane, count, wanted = running.place.tier, running.place.lane, len(running.operation.keys), running.wanted
         if not running.waits:
-            rest = wanted.limit - running.first - count if still_waits else 0
-            running.late = self._rates.is_over(tier, count, elapsed, rest, lane)
+            rest, computed = running.compared(wanted) if still_waits else (0, 0)
+            running.late = self._rates.is_over(tier, count, elapsed, rest, lane, computed)
             return []
-        over = [w for w in running.waits if self._rates.is_over(tier, count, elapsed, w.limit - running.first - count, lane)]
+        over = [w for w in running.waits if self._is_over(running, w, elapsed)]
         running.waits = [wanted for wanted in running.waits if wanted not in over]
         if over and not running.waits:
             running.late = True
             self._rates.given_up(tier, count, elapsed, lane)
             self.given_up_total += 1
         return over
+
+    def _is_over(self, running: RunningImport, wanted: Wanted, elapsed: float) -> bool:
+        """Returns whether computing would be faster than waiting, for a request that waits for the operation."""
+        rest, computed = running.compared(wanted)
+        place, count = running.place, len(running.operation.keys)
+        return self._rates.is_over(place.tier, count, elapsed, rest, place.lane, computed)

@@ -1,8 +1,9 @@
 """Page keys: keyed 256-bit digests by which tiers and other workers identify pages.
 
 - The digest of a page covers the page key of the previous page, or the root for the first page, and the tokens of the page.
-- The root covers the model's layout (dtype, page size, layers, heads), the tree's name (weights, adapter, salt) and the cache
-  group.
+- The root covers the model's layout (dtype, page size, layers, heads) and the tree's name (weights, adapter, salt).
+- A unit of a cache group is stored as parts, each of the size of a page. The digest of a part covers the page key of the unit's
+  page, the cache group and the number of the part.
 - Page keys depend on a secret. Without it, tokens cannot be tested against a page key.
 - KV is read by page key, never by the 64-bit block names of the prefix index, which only serve routing.
 - A tag precedes the digest. The tag is a keyed digest of the salt, so that a storage can count and delete the pages of one salt
@@ -23,6 +24,8 @@ KEY_BYTES = TAG_BYTES + DIGEST_BYTES
 SECRET_BYTES = 32
 UNSALTED = bytes(TAG_BYTES)  # tag of KV without a salt, which all clients share and which has no quota
 _OF_SALTS = b"salt"  # personalization of the digests of salts, so that they differ from digests of pages
+_OF_PARTS = b"part"  # personalization of the digests of parts of units
+_OF_PAGES = b"0"  # a constant part of each root
 
 
 class PageKeys:
@@ -45,9 +48,9 @@ class PageKeys:
         """Returns bytes[TAG_BYTES], the tag of a cache salt. The empty salt has the tag UNSALTED."""
         return blake2b(salt.encode(), digest_size=TAG_BYTES, key=self._secret, person=_OF_SALTS).digest() if salt else UNSALTED
 
-    def root(self, tree: str, group: int = 0) -> bytes:
+    def root(self, tree: str) -> bytes:
         """Returns the root of a tree, which precedes its first page. `tree` is a name from tree_name()."""
-        parts = (self._layout, tree.encode(), str(group).encode())
+        parts = (self._layout, tree.encode(), _OF_PAGES)
         packed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         return self.tag(salt_of_tree(tree)) + self._digest(packed)
 
@@ -65,6 +68,20 @@ class PageKeys:
         for at in range(len(keys) * self._page_bytes, end * self._page_bytes, self._page_bytes):
             link = link[:TAG_BYTES] + self._digest(link + tokens[at : at + self._page_bytes])
             keys.append(link)
+
+    def parts(self, page_key: bytes, group: int, count: int) -> tuple[bytes, ...]:
+        """Returns the keys of the first parts of the unit that a page owns in a cache group.
+
+        Args:
+            page_key: page key of the page.
+            group: PageOperation.group.
+            count: number of parts.
+        """
+        tag, found = page_key[:TAG_BYTES], []
+        for part in range(count):
+            data = page_key + group.to_bytes(4, "little") + part.to_bytes(4, "little")
+            found.append(tag + blake2b(data, digest_size=DIGEST_BYTES, key=self._secret, person=_OF_PARTS).digest())
+        return tuple(found)
 
     def after(self, link: bytes, tokens: bytes) -> list[bytes]:
         """Returns the page keys of the whole pages of `tokens`, which follow the page with the page key or root `link`."""

@@ -120,6 +120,7 @@ def wanted_of_prefetch(message: Prefetch, seq: int, config: SchedulerConfig, rev
     fits = len(message.prompt_ids) < config.context_len
     tokens = message.prompt_ids.tobytes() if fits else b""
     wanted = Wanted(seq, namespace, tokens, 0, config.rank(message.priority), source=message.source, is_prefetch=True)
+    wanted.source_end = max(len(tokens) // TOKEN_BYTES - 1, 0) // config.page_size
     if message.page_keys is not None and message.page_keys.tree == namespace:
         wanted.keys = list(message.page_keys.keys)
     return wanted

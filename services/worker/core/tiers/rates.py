@@ -67,17 +67,18 @@ class Rates:
     def computing_s(self, pages: int) -> float:
         return UNKNOWN_S if self._token_s is None else pages * self._page_size * self._token_s
 
-    def reading_pays(self, source: Tier, pages: int, lane: str = "", forgives: bool = True) -> bool:
+    def reading_pays(self, source: Tier, pages: int, lane: str = "", forgives: bool = True, computed: int = 0) -> bool:
         """Returns whether reading the pages is faster than computing them. True if the time of computing is unknown.
 
         Args:
             source: tier of the pages.
-            pages: number of pages.
+            pages: number of pages to read, parts of units included.
             lane: address of the remote worker; "" for other tiers.
             forgives: if True and the result is False, multiplies the source's rate by FORGIVES, so that a source that was slow
                 once is read and measured again later. Pass False if one request causes many calls, as a prefetch does.
+            computed: number of pages to compute if the pages are not read; 0 if it is `pages`.
         """
-        pays = self._token_s is None or self.reading_s(source, pages, lane) < self.computing_s(pages)
+        pays = self._token_s is None or self.reading_s(source, pages, lane) < self.computing_s(computed or pages)
         if not pays and forgives:
             self._measured(source, lane, self.bytes_s(source, lane) * FORGIVES)
         return pays
@@ -98,7 +99,7 @@ class Rates:
             return None
         return max(0.0, 1.0 - self.reading_s(source, pages) / self.computing_s(pages))
 
-    def is_over(self, source: Tier, pages: int, elapsed: float, rest: int, lane: str = "") -> bool:
+    def is_over(self, source: Tier, pages: int, elapsed: float, rest: int, lane: str = "", computed: int = 0) -> bool:
         """Returns whether computing would now be faster than waiting for an operation that has not ended.
 
         The comparison is for the operation's pages and the `rest` pages after them. If the operation has taken longer than
@@ -110,10 +111,11 @@ class Rates:
             elapsed: seconds since the lane began the operation.
             rest: number of pages that the request needs after those of the operation.
             lane: address of the remote worker; "" for other tiers.
+            computed: number of pages to compute instead; 0 if it is `pages` + `rest`.
         """
         left = max(self.reading_s(source, pages, lane) - elapsed, 0.0) or elapsed
         behind = self.reading_s(source, rest, lane) if rest else 0.0
-        return left + behind > self.computing_s(pages + rest)
+        return left + behind > self.computing_s(computed or pages + rest)
 
     def _measured(self, source: Tier, lane: str, bytes_s: float) -> None:
         """Stores a rate. If there are more than MOST_LANES remote workers, drops the least recently measured of them."""

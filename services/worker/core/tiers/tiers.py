@@ -24,6 +24,7 @@ from rootstock_llm.services.worker.core.tiers.lanes import Lanes
 from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys
 from rootstock_llm.services.worker.core.tiers.prefetches import Prefetches
 from rootstock_llm.services.worker.core.tiers.rates import Rates
+from rootstock_llm.services.worker.core.tiers.stored_units import StoredUnits
 from rootstock_llm.services.worker.core.tiers.tier_blocks import TierBlocks
 
 SELECTIVE_HITS = 2  # number of admissions on a path after which `write_through_selective` copies the path
@@ -45,6 +46,7 @@ class TierLimits:
     salt_pages: int  # largest number of host pages of one salt; 0: no limit
     stored_salt_pages: int  # largest number of pages of one salt in the storage; 0: no limit
     hold_s: float  # seconds for which prefetched pages stay pinned after the last message about them
+    num_parts: tuple[int, ...] = ()  # parts of a unit below the device, by cache group
 
 
 class Tiers:
@@ -69,13 +71,15 @@ class Tiers:
         ids = count(1)
         at_once, load_at_once = (max(1, size // max(limits.page_bytes, 1)) for size in (OPERATION_BYTES, LOAD_BYTES))
         self._lanes = Lanes(self.rates)
-        self._imports = Imports(keys, self._host, stored, self.rates, self._lanes, at_once, load_at_once, ids)
+        units = StoredUnits(keys, limits.num_parts)
+        self._imports = Imports(keys, self._host, stored, self.rates, self._lanes, at_once, load_at_once, ids, units)
         self.prefetches = Prefetches(self._imports, limits.hold_s)
         self._blocks = None
         if events is not None and limits.host_pages:
             reported = self._stored if events.reports_storage else ()
             self._blocks = TierBlocks(events, self._host, reported, limits.page_size, revision)
-        self._backups = Backups(self.queue, keys, self._host, stored, self._blocks, at_once, ids, limits.stored_salt_pages)
+        salt_pages = limits.stored_salt_pages
+        self._backups = Backups(self.queue, keys, self._host, stored, self._blocks, at_once, ids, units, salt_pages)
 
     @property
     def num_running(self) -> int:
@@ -90,6 +94,9 @@ class Tiers:
     @property
     def num_quarantined(self) -> int:
         return self._lanes.num_pages
+
+    def num_quarantined_units(self, index: int) -> int:
+        return self._lanes.num_units(index)
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
         return self._imports.consider(wanted, memory)
@@ -130,6 +137,7 @@ class Tiers:
         Returns:
             The new operations, and the seqs of the requests that stop waiting for an import.
         """
+        memory.settle_units()  # so that units which no step reads any more may be lent
         if now >= self.prefetches.next_expiry:
             self.prefetches.expire(now)
         imports, moved = self._imports.plan(memory, now, in_flight)

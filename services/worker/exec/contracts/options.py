@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,11 +34,11 @@ class TierOptions:
     host_share: float = 0.25  # largest part of the free host memory that host_ratio may take
 
 
-OpenServer = Callable[[bytes, int, ReadPages], KvServer]
+OpenServer = Callable[[bytes, int, ReadPages, Sequence[int]], KvServer]
 """Opens the server of this worker's KV reservations.
 
-The arguments are the KV layout, the bytes of a page, and the function that reads pages of the pool. Raises ValueError if the
-server cannot be opened with the worker's settings."""
+The arguments are the KV layout, the bytes of a page, the function that reads pages of the pool, and for each cache group the
+number of pages that a unit takes. Raises ValueError if the server cannot be opened with the worker's settings."""
 OpenReader = Callable[[bytes, int], PeerReader]
 """Opens the reader of remote workers' pages. The arguments are the KV layout and the bytes of a page."""
 

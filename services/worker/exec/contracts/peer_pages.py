@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation
 from rootstock_llm.services.worker.core.contracts.transfers import I32, Pull
 
-ReadPages = Callable[[I32, memoryview], None]
-"""Copies pages of the KV pool to host memory.
 
-The arguments are page ids, int32[n], and a writable buffer of n * page_bytes bytes, which is filled page after page. Several
-threads may call the function at once."""
+class ReadPages(Protocol):
+    """Copies pages, or parts of the units of a cache group, to host memory. Several threads may call it at once."""
+
+    def __call__(self, pages: I32, out: memoryview, group: int = 0) -> None:
+        """Fills a buffer, page after page.
+
+        Args:
+            pages: page ids, int32[n]. For a cache group: part p of unit u has the id u * (parts of a unit) + p.
+            out: writable, n * page_bytes bytes.
+            group: PageOperation.group.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +47,14 @@ class PeerReader(Protocol):
     Calls for one address come from one thread at a time. Calls for several addresses may come at once.
     """
 
-    def read(self, pull: Pull, count: int, out: memoryview) -> int:
+    def read(self, pull: Pull, count: int, out: memoryview, group: int = 0) -> int:
         """Reads `count` pages into `out`, one after another.
 
         Args:
             pull: KV source and first page.
-            count: pages to read.
+            count: pages to read; for a cache group, parts of units.
             out: writable, count * page_bytes bytes; its content is undefined if 0 is returned.
+            group: PageOperation.group.
 
         Returns:
             `count`, or 0 if the reservation was closed before the last page was read, or if the remote worker did not respond in

@@ -12,7 +12,7 @@ writers of these pages, or of the host memory that is loaded, call settle() firs
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheKind
 from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
 from rootstock_llm.services.worker.core.contracts.transfers import EARLY_S, I32
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Arrival, LoadFailed, Streams
@@ -79,12 +80,18 @@ class KVPool:
     arrivals: Arrivals | None = None  # layer-wise loads into the pool, None if there are no such loads
     first: int = 0  # number of the pool's first layer; layers are numbered across the pools of model and draft model
     num_states: int = 0  # number of states of each recurrent layer, without the SCRATCH_STATES after them
+    # Cache group of each layer, None for a layer in pages; empty: all layers are in pages.
+    kinds: tuple[CacheKind | None, ...] = ()
     # Saved inputs of draft tokens, by recurrent layer: [tokens, channels] and [tokens, 2 heads] in the model dtype. Empty without
     # draft tokens.
     inputs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.values), "each layer has keys and values"
+
+    def kind(self, index: int) -> CacheKind | None:
+        """Returns the cache group of a layer, or None if its KV is in pages."""
+        return self.kinds[index] if self.kinds else None
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """Returns a layer's keys and values for the next launch on the current stream, which first waits for loads of the layer.
@@ -150,10 +157,11 @@ def allocate(
         saved_tokens: number of tokens whose inputs the recurrent layers can save; 0 without draft tokens.
     """
     assert sizes.pages > 0 and page_size > 0, "a pool has pages"
-    keys, values = [], []
+    keys, values, kinds = [], [], list[CacheKind | None]()
     inputs: dict[int, tuple[Tensor, Tensor]] = {}
     for index, layer in enumerate(layers):
         if isinstance(layer, LayerState):
+            kinds.append(CacheKind.STATE)
             assert sizes.states > 0, "a pool of recurrent layers has states"
             count = sizes.states + SCRATCH_STATES
             keys.append(kernels.allocate_pool((count, layer.taps - 1, layer.channels), dtype))
@@ -163,11 +171,13 @@ def allocate(
                 inputs[index] = channels, kernels.allocate_pool((saved_tokens, 2 * layer.heads), dtype)
             continue
         assert layer.size > 0, "a token has keys and values"
-        count = sizes.windows if layer.window and sizes.windows else sizes.pages
+        in_windows = bool(layer.window and sizes.windows)
+        kinds.append(CacheKind.WINDOW if in_windows else None)
+        count = sizes.windows if in_windows else sizes.pages
         shape = (count, layer.kv_heads, page_size)
         keys.append(kernels.allocate_pool((*shape, layer.key_dim), dtype))
         values.append(kernels.allocate_pool((*shape, layer.value_dim), dtype))
-    return KVPool(tuple(keys), tuple(values), arrivals, first, sizes.states, inputs)
+    return KVPool(tuple(keys), tuple(values), arrivals, first, sizes.states, tuple(kinds), inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +188,19 @@ class LayerGroups:
     of: tuple[int, ...]  # group of each layer
 
     @classmethod
-    def for_pools(cls, num_layers: Sequence[int]) -> LayerGroups:
+    def for_pools(cls, num_layers: Sequence[int], without_pages: Collection[int] = ()) -> LayerGroups:
         """Returns the groups for pools with these numbers of layers. The first pool is the model's.
 
         The model's layers come last, because the draft model computes with its pool before the model runs.
+
+        Args:
+            num_layers: number of layers of each pool.
+            without_pages: layers without pages. They are in no group, and a step that waits for them waits for the first group.
         """
         total, first = sum(num_layers), num_layers[0]
-        assert total, "pools have layers"
-        order = [*range(first, total), *range(first)]
-        layers = tuple(tuple(part.tolist()) for part in np.array_split(order, min(MOST_GROUPS, total)))
+        order = [layer for layer in (*range(first, total), *range(first)) if layer not in without_pages]
+        assert order, "a layer has pages"
+        layers = tuple(tuple(part.tolist()) for part in np.array_split(order, min(MOST_GROUPS, len(order))))
         of = [0] * total
         for group, part in enumerate(layers):
             for layer in part:

@@ -32,8 +32,8 @@ MAX_LAYOUT_BYTES = 4096  # longest layout in a hello; a longer one is cut, but t
 MAX_ERROR_BYTES = 16384  # longest error message in bytes
 _MAGIC = b"RSTKVPGS"
 _HELLO = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, bytes of the layout, digest
-# kind, first page, number, epoch and secret of the reservation, count of pages, proof
-_REQUEST = struct.Struct(f"<B3xIQQ{RESERVATION_SECRET_BYTES}sI4x{PROOF_BYTES}s")
+# kind, group, first page, number, epoch and secret of the reservation, count of pages, proof
+_REQUEST = struct.Struct(f"<BB2xIQQ{RESERVATION_SECRET_BYTES}sI4x{PROOF_BYTES}s")
 _RESPONSE = struct.Struct("<B7xQ")  # status, bytes of the payload
 _RING = struct.Struct("<I4xQ")  # slots, bytes of a slot
 _RESERVATION = struct.Struct(f"<QQ{RESERVATION_SECRET_BYTES}s")  # number, epoch, secret
@@ -101,13 +101,16 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """A request for pages of a reservation."""
+    """A request for pages of a reservation, or for parts of its units."""
 
     kind: RequestKind
     reservation: KvReservation
-    first: int = 0  # READ: index of the first page in the reservation; otherwise 0
-    count: int = 0  # READ: number of pages; otherwise 0
-    proof: bytes = _NO_PROOF  # READ: proof that the reader has the prompt up to the last page (reservations.py); otherwise zeros
+    first: int = 0  # READ: index of the first page in the reservation, or of the first part among those of the group; otherwise 0
+    count: int = 0  # READ: number of pages or parts; otherwise 0
+    # READ: proof that the reader has the prompt up to the last page, or up to the page end of the units (reservations.py);
+    # otherwise zeros.
+    proof: bytes = _NO_PROOF
+    group: int = 0  # READ: PageOperation.group. A worker without cache groups sends 0, as do workers of earlier versions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +169,16 @@ def pack_request(request: PageRequest) -> bytes:
         raise ValueError(f"the proof has {len(request.proof)} bytes; it must have {PROOF_BYTES}")
     number, epoch, secret = _RESERVATION.unpack(pack_reservation(request.reservation))
     try:
-        return _REQUEST.pack(request.kind, request.first, number, epoch, secret, request.count, request.proof)
+        return _REQUEST.pack(request.kind, request.group, request.first, number, epoch, secret, request.count, request.proof)
     except struct.error as error:
         raise ValueError(f"first page or count does not fit into a frame: {error}") from error
 
 
 def parse_request(frame: bytes | bytearray) -> PageRequest:
     """Parses a request. Raises Malformed for an unknown kind."""
-    kind, first, number, epoch, secret, count, proof = _REQUEST.unpack(frame)
+    kind, group, first, number, epoch, secret, count, proof = _REQUEST.unpack(frame)
     try:
-        return PageRequest(RequestKind(kind), KvReservation(number, epoch, secret), first, count, proof)
+        return PageRequest(RequestKind(kind), KvReservation(number, epoch, secret), first, count, proof, group)
     except ValueError as error:
         raise Malformed(f"the request has the unknown kind {kind}") from error
 

@@ -18,8 +18,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, OpenReservation, ReservationReleased, proof
+from rootstock_llm.services.worker.core.contracts.transfers import I32, NO_PAGES
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
 from rootstock_llm.services.worker.exec.remote_kv import frames
@@ -65,6 +68,7 @@ class TcpKvServer:
         tls: PeerTls | None = None,
         folder: SocketFolder | None = None,
         carrier: Carrier | None = None,
+        num_parts: Sequence[int] = (),
     ) -> None:
         """Starts the listeners.
 
@@ -83,10 +87,12 @@ class TcpKvServer:
                 these readers read over TCP.
             carrier: process that sends pages through NIXL, for readers that request it. It is closed with this server. None for
                 no NIXL.
+            num_parts: pages that a unit takes, by cache group.
 
         Raises:
             OSError: the server cannot listen on the address.
         """
+        self._num_parts = tuple(num_parts)
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._limits = limits or ServerLimits()
         self._on_left, self._tls, self._carrier = on_left, tls, carrier
@@ -333,10 +339,11 @@ class TcpKvServer:
         if offered is None or version is None or status is not Status.OK:
             self._refuse(connection, status)
             return
-        pages = version.pages[request.first : request.first + request.count]
+        pages = self._rows(version, request.group)[request.first : request.first + request.count]
         # Before the send, so that the reservation is also released if the connection ends during the send.
         self._reservations.was_read(offered, version, connection)
-        sent = sender.send(pages, partial(self._reservations.copy, offered), time.monotonic() + self._limits.send_timeout_s)
+        copy = partial(self._reservations.copy, offered, group=request.group)
+        sent = sender.send(pages, copy, time.monotonic() + self._limits.send_timeout_s)
         with self._lock:
             self._served_bytes += sent * self._layout.page_bytes
         if not sent:
@@ -350,13 +357,27 @@ class TcpKvServer:
         Sizes are checked first, before any memory is allocated.
         """
         end = request.first + request.count
+        rows = self._rows(version, request.group)
         if request.count * self._layout.page_bytes > max(self._limits.max_read_bytes, self._layout.page_bytes):
             return Status.TOO_LARGE
-        if not request.count or end > len(version.pages):
+        if not request.count or end > len(rows):
             return Status.OUT_OF_RANGE
-        tokens = version.tokens[: end * self._layout.page_size * TOKEN_BYTES]
+        num_pages = version.units_end if request.group else end
+        tokens = version.tokens[: num_pages * self._layout.page_size * TOKEN_BYTES]
         is_same_prompt = request.proof == proof(version.reservation.secret, version.tree, tokens)
         return Status.OK if is_same_prompt else Status.OTHER_PROMPT
+
+    def _rows(self, version: OpenReservation, group: int) -> I32:
+        """Returns the pages of a reservation, or the ids of the parts of its units of a group, see ReadPages."""
+        if not group:
+            return version.pages
+        if group > min(len(version.units), len(self._num_parts)):
+            return NO_PAGES
+        count = self._num_parts[group - 1]
+        rows: I32 = (
+            version.units[group - 1].astype(np.int32)[:, None] * np.int32(count) + np.arange(count, dtype=np.int32)
+        ).ravel()
+        return rows
 
     def _refuse(self, connection: Connection, status: Status, message: str = "") -> None:
         """Counts and sends a refusal. Ends the connection if the refusal cannot be sent."""

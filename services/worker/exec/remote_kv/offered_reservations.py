@@ -79,8 +79,8 @@ class OfferedReservations:
             return None
         return offered
 
-    def copy(self, offered: OfferedReservation, pages: I32, out: memoryview) -> bool:
-        """Copies pages of an open reservation into `out`. Raises the errors of read_pages.
+    def copy(self, offered: OfferedReservation, pages: I32, out: memoryview, group: int = 0) -> bool:
+        """Copies pages of an open reservation into `out`, or parts of its units, see ReadPages. Raises the errors of read_pages.
 
         Returns:
             False if the reservation was closed before the copy ended. The bytes in `out` must then not be sent.
@@ -92,7 +92,10 @@ class OfferedReservations:
                 1  # under the same lock as the check, so that close_all_reservations() does not return in between
             )
         try:
-            self._read_pages(pages, out)
+            if group:
+                self._read_pages(pages, out, group)
+            else:
+                self._read_pages(pages, out)
         finally:
             with self._changed:
                 self._num_copying -= 1

@@ -134,10 +134,10 @@ class TcpPeerReader:
         with self._lock:
             return dict(self._read_bytes)
 
-    def read(self, pull: Pull, count: int, out: memoryview) -> int:
+    def read(self, pull: Pull, count: int, out: memoryview, group: int = 0) -> int:
         assert count > 0 and out.nbytes == count * self._layout.page_bytes, "`out` has the size of all pages"
         deadline = time.monotonic() + self._read_timeout_s
-        request = PageRequest(RequestKind.READ, pull.source.reservation, pull.first, count, pull.proof)
+        request = PageRequest(RequestKind.READ, pull.source.reservation, pull.first, count, pull.proof, group)
         is_read, transport = False, ""
         with self._exclusive(pull.source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:

@@ -36,7 +36,7 @@ def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_byte
 
     Args:
         options: requested sizes.
-        pool_pages: pages of the pool.
+        pool_pages: size of the pool, units included, in pages.
         page_bytes: bytes of a page.
         free_bytes: free host memory. If the pool is in host memory, its bytes count as free here.
         pool_bytes: bytes of the pool if it is in host memory, otherwise 0.
@@ -77,7 +77,7 @@ def make_mover(
 
     Args:
         options: options of host and storage tier, None for no tiers.
-        pool_pages: pages of the pool.
+        pool_pages: size of the pool, units included, in pages.
         copier: returns a copier of the present pools.
         arrivals: layer-wise loads into the pools.
         layout: see LoadedInfo.kv_layout.

@@ -1,7 +1,8 @@
 """Copies pages between the KV pools and rows of bytes in host memory, for tiers that store pages and for remote workers.
 
-A row has the KV of all layers of one page. A piece is the keys or the values of one layer in a page. PageCopier copies on the
-current stream of the calling thread. PoolReader copies pages out of the pools for the threads of the KV server.
+A row has the KV of one page in all layers whose KV is in pages. UnitCopier copies the other layers. A piece is the keys or the
+values of one layer in a page. PageCopier copies on the current stream of the calling thread. PoolReader copies pages and units
+out of the pools for the threads of the KV server.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,24 +17,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.step_ops import BringPieces
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheKind
 from rootstock_llm.services.worker.core.contracts.transfers import I32
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.services.worker.exec.tiers.unit_copier import Addresses, PieceCopies, UnitCopier
 
 STAGED_BYTES = 16 << 20  # bytes of GPU memory for pages that are copied between the pools and the host
 WORD_BYTES = 8  # a GPU copies multiples of this size from host memory, see kernels/triton/page_pieces.py
 Bytes = NDArray[np.uint8]
-Addresses = NDArray[np.int64]
-
-
-class PieceCopies(Protocol):
-    """Copies many pieces of host memory in one call. Declares the C++ copies."""
-
-    def copy_pieces(self, to: Addresses, source: Addresses, sizes: Addresses, streamed: bool) -> None: ...
 
 
 class PageCopier:
-    """Copies pages of pools on the current stream of their device. All pools have the same number of pages."""
+    """Copies pages of pools on the current stream of their device. All pools have the same number of pages.
+
+    `units` has the copiers of the units of each cache group, in the order of PoolSizes.groups().
+    """
 
     def __init__(self, pools: Sequence[KVPool], copies: PieceCopies | None = None, bring: BringPieces | None = None) -> None:
         """Computes the addresses and sizes of the pieces.
@@ -44,7 +42,11 @@ class PageCopier:
             copies: copies pieces if the pools are in host memory; None to copy them one by one with numpy.
             bring: kernel with which a GPU reads rows in host memory; None if there is no such kernel.
         """
-        tensors = [each for pool in pools for pair in zip(pool.keys, pool.values, strict=True) for each in pair]
+        numbered = [(pool, at) for pool in pools for at in range(len(pool.keys))]
+        layers = [number for number, (pool, at) in enumerate(numbered) if pool.kind(at) is None]
+        tensors = [each for number in layers for each in _tensors(*numbered[number])]
+        self._part_of = {layer: 2 * place for place, layer in enumerate(layers)}  # index of the keys of a layer in `_parts`
+        self._without_pages = set(range(len(numbered))) - set(layers)
         assert len({len(each) for each in tensors}) == 1, "all pools have the same number of pages"
         self._parts = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
         self.page_bytes = sum(part.shape[1] for part in self._parts)  # bytes of a page over all pools, which is the size of a row
@@ -58,11 +60,18 @@ class PageCopier:
         self._sizes = np.array([part.shape[1] for part in self._parts], dtype=np.int64)
         self._offsets = self._sizes.cumsum() - self._sizes
         self._all = np.arange(len(self._parts))
+        self.units: list[UnitCopier] = []
+        for kind in CacheKind:
+            in_group = [(pool, at) for pool, at in numbered if pool.kind(at) is kind]
+            if in_group:
+                of_units = [each for layer in in_group for each in _tensors(*layer)]
+                count = in_group[0][0].num_states if kind is CacheKind.STATE else len(of_units[0])
+                self.units.append(UnitCopier(of_units, count, self.page_bytes, copies))
 
     @cached_property
     def groups(self) -> LayerGroups:
         """Groups of layers, in the order in which pages are loaded layer by layer."""
-        return LayerGroups.for_pools(self._num_layers)
+        return LayerGroups.for_pools(self._num_layers, self._without_pages)
 
     @property
     def can_load_groups(self) -> bool:
@@ -112,8 +121,8 @@ class PageCopier:
 
     def _parts_of(self, group: int) -> Addresses:
         """Returns the indices in self._parts of the keys and values of a group's layers."""
-        layers = np.array(self.groups.layers[group], dtype=np.int64)
-        return np.stack((2 * layers, 2 * layers + 1), axis=1).ravel()
+        parts = np.array([self._part_of[layer] for layer in self.groups.layers[group]], dtype=np.int64)
+        return np.stack((parts, parts + 1), axis=1).ravel()
 
     def save(self, pages: I32, rows: Sequence[Tensor], streamed: bool = False) -> None:
         """Copies pages to rows.
@@ -224,6 +233,10 @@ class PageCopier:
         return zip(self._parts, self._offsets.tolist(), strict=True)
 
 
+def _tensors(pool: KVPool, layer: int) -> tuple[Tensor, Tensor]:
+    return pool.keys[layer], pool.values[layer]
+
+
 class PoolReader:
     """Implements ReadPages for an executor's pools. Any thread may call it.
 
@@ -242,20 +255,21 @@ class PoolReader:
         self._streams, self._copier, self._arrivals = streams, copier, arrivals
         self._per_thread = threading.local()  # per thread: pinned memory
 
-    def __call__(self, pages: I32, out: memoryview) -> None:
+    def __call__(self, pages: I32, out: memoryview, group: int = 0) -> None:
         torch.set_num_threads(1)  # applies to the calling thread only
         device = self._streams.device
         with torch.inference_mode(), self._streams.on_spare():
             copier = self._copier()
             self._arrivals.settle()
             rows = torch.frombuffer(out, dtype=torch.uint8).view(len(pages), copier.page_bytes)
-            if device.type == "cuda":
-                pinned = self._pinned(len(pages), copier.page_bytes)
-                copier.save(pages, pinned.unbind())
-                torch.cuda.current_stream(device).synchronize()
-                rows.copy_(pinned)
+            to = self._pinned(len(pages), copier.page_bytes) if device.type == "cuda" else rows
+            if group:
+                copier.units[group - 1].save(pages.astype(np.int64), to.unbind())
             else:
-                copier.save(pages, rows.unbind())
+                copier.save(pages, to.unbind())
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+                rows.copy_(to)
 
     def _pinned(self, pages: int, page_bytes: int) -> Tensor:
         """Returns uint8[pages, page_bytes] of this thread's pinned memory."""

@@ -1,4 +1,4 @@
-"""Moves KV pages between the device's pools, the host tier, the storage tier and remote workers, while steps run.
+"""Moves KV pages and units between the device's pools, the host tier, the storage tier and remote workers, while steps run.
 
 The mover has one thread for backups (copies to the host tier), one for loads (copies from the host tier), one for the storage
 tier and one per remote worker. So a slow disk or remote worker does not delay the host tier, and a backup does not delay a load.
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor
 from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.worker.core.contracts.reservations import KvSource
 from rootstock_llm.services.worker.core.contracts.transfers import (
-    I32,
     UNASKED,
     Deleted,
     Fact,
@@ -45,6 +44,7 @@ CLOSE_TIMEOUT_S = 30.0  # seconds for which close() waits for each thread
 PEER_IDLE_S = 60.0  # seconds without a job after which the thread of a remote worker ends
 NEWS_S = 1.0  # seconds between two queries of a shared storage for changes
 MORE_NEWS_S = 0.02  # seconds until the next query if a query has returned only a part of the changes
+PULLED_BYTES = 16 << 20  # largest number of bytes of units in one read from a remote worker, unless a page is larger
 FACT_KEYS = 8192  # largest number of keys or blocks in one fact
 # Nice value of the thread for backups. It gets about a tenth of the share of a step's thread on a contended core. A backup may be
 # slow, because its pages are pinned.
@@ -269,7 +269,7 @@ class PageMover:
         with torch.inference_mode(), self._streams.on_spare(URGENT if jobs is self._load_jobs else 0):
             while (job := self._next(jobs, idle_s, address)) is not None:
                 match job:
-                    case _Work(operation) if self._by_layers and operation.kind is OperationKind.LOAD:
+                    case _Work(operation) if self._by_layers and operation.kind is OperationKind.LOAD and not operation.group:
                         self._load(job)
                     case _Work():
                         self._report(self._run(job))
@@ -378,10 +378,14 @@ class PageMover:
         match operation.kind:
             case OperationKind.BACK_UP:
                 self._arrivals.settle()  # a load may still write these pages, or read these rows
-                self._copier().save(operation.pages, self._host_rows(operation), streamed=True)
+                if operation.group:
+                    units = self._copier().units[operation.group - 1]
+                    units.save(units.rows_of(operation.pages), self._host_rows(operation), streamed=True)
+                else:
+                    self._copier().save(operation.pages, self._host_rows(operation), streamed=True)
                 return len(operation.keys), (), ()
             case OperationKind.LOAD:
-                self._restore(self._host_rows(operation), operation.pages)
+                self._restore(operation, self._host_rows(operation))
                 return len(operation.keys), (), ()
             case OperationKind.STORE:
                 return self._stored(operation)
@@ -398,10 +402,15 @@ class PageMover:
         assert self._peers is not None, "a PULL needs a reader of remote workers"
         assert operation.pull is not None, "a PULL has a KV source"
         rows = self._staging(len(operation.keys))
-        count = self._peers.read(operation.pull, len(rows), rows.numpy().reshape(-1).data)
-        if count:
-            self._restore(rows[:count].unbind(), operation.pages[:count])
-        return count
+        at_once = len(rows) if not operation.group else max(1, PULLED_BYTES // rows.shape[1])
+        for at in range(0, len(rows), at_once):
+            some, pull = rows[at : at + at_once], replace(operation.pull, first=operation.pull.first + at)
+            out = some.numpy().reshape(-1).data
+            group = (operation.group,) if operation.group else ()
+            if not self._peers.read(pull, len(some), out, *group):
+                return 0
+        self._restore(operation, rows.unbind())
+        return len(rows)
 
     def _stored(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
         assert self._store is not None, "a STORE operation needs a storage tier"
@@ -416,15 +425,23 @@ class PageMover:
         assert self._store is not None, "a FETCH operation needs a storage tier"
         rows = self._staging(len(operation.keys))
         count = self._store.read(operation.keys, rows.numpy().data)
-        if count:
-            self._restore(rows[:count].unbind(), operation.pages[:count])
+        self._restore(operation, rows[:count].unbind())
         missing = operation.keys[count : count + 1]
         return count, (), tuple(dict.fromkeys((*self._store.take_lost(), *missing)))
 
-    def _restore(self, rows: Sequence[Tensor], pages: I32) -> None:
-        """Copies rows to the pools, after earlier loads have ended, because they may still write to these pages."""
+    def _restore(self, operation: PageOperation, rows: Sequence[Tensor]) -> None:
+        """Copies the first rows of an operation to its pages, or to its units of which all parts are in `rows`.
+
+        Waits for earlier loads, because they may still write to these pages.
+        """
+        count = len(rows) // operation.num_parts
+        if not count:
+            return
         self._arrivals.settle()
-        self._copier().restore(rows, pages)
+        if operation.group:
+            self._copier().units[operation.group - 1].restore(rows[: count * operation.num_parts], operation.pages[:count])
+        else:
+            self._copier().restore(rows, operation.pages[:count])
 
     def _host_rows(self, operation: PageOperation) -> list[Tensor]:
         """Returns the operation's rows of the host tier, uint8[page bytes] each. The core pins them during the operation."""

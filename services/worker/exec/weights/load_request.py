@@ -66,8 +66,6 @@ class LoadRequest:
     progress: Callable[[str], None]  # called with lines for the log
     target: LoadTarget
     phases: LoadPhases = field(default_factory=LoadPhases)
-    # reason why a model with recurrent layers is refused before its weights are read; empty if it is accepted
-    no_states: str = ""
 
 
 def load_weights(

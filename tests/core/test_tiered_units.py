@@ -1,0 +1,203 @@
+"""Windows and states in the tiers below the device, checked with FakeExecutor and with the oracle of token prefixes."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.transfers import (
+    UNASKED,
+    Deleted,
+    Fact,
+    OperationKind,
+    PageOperation,
+    Selection,
+    Tier,
+    WritePolicy,
+)
+from rootstock_llm.services.worker.exec.contracts.operations import DeleteStored
+from tests.core.harness import Engine, slow, small
+from tests.core.peers import Relayed
+from tests.core.test_cache_units import KINDS, check_hits, configs, groups_of, served
+from tests.core.test_scheduler_properties import check_run, drive
+from tests.night import NIGHTLY
+
+PARTS = {CacheKind.WINDOW: 2, CacheKind.STATE: 3}  # parts of a unit in tests with pages of 64 bytes
+
+
+def with_bytes(groups: tuple[CacheGroup, ...], page_bytes: int) -> tuple[CacheGroup, ...]:
+    """Returns groups whose units have the parts of PARTS, the last one with padding."""
+    return tuple(replace(group, unit_bytes=PARTS[group.kind] * page_bytes - 1) for group in groups)
+
+
+def tiered(window: int = 8, spare_windows: int = 40, spare_states: int = 12, **changes: Any) -> Engine:
+    """Returns an engine like that of test_cache_units.hybrid() with a host tier, which prefers reading to computing."""
+    changes = {"num_pages": 64, "host_pages": 200, "state_interval": 16, **changes}
+    groups = groups_of(small(**changes).config, window, spare_windows, spare_states)
+    return slow(small(groups=with_bytes(groups, 64), **changes))
+
+
+def build(config: SchedulerConfig, **tiers: Any) -> SchedulerConfig:
+    """Returns a configuration with tiers, whose units have the parts of PARTS."""
+    return replace(config, groups=with_bytes(config.groups, config.page_bytes), **tiers)
+
+
+tiered_configs = st.builds(
+    build,
+    configs,
+    host_pages=st.sampled_from([6, 60, 600]),
+    hicache_salt_quota=st.sampled_from([0.0, 2e-5]),
+    hicache_storage_salt_quota=st.sampled_from([0.0, 2e-5]),
+    has_storage=st.booleans(),
+    hicache_write_policy=st.sampled_from(WritePolicy),
+)
+
+
+@settings(max_examples=200 if NIGHTLY else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=tiered_configs, seed=st.integers(0, 2**32), overlap=st.booleans())
+def test_random_traffic_through_tiers_gets_the_right_tokens_and_leaks_no_unit(
+    config: SchedulerConfig, seed: int, overlap: bool
+) -> None:
+    rng = random.Random(seed)
+    engine = drive(config, seed, 120, overlap, after_turn=lambda engine: check_hits(engine, rng))
+    check_run(engine)
+    units = engine.core.memory.units
+    assert units is not None
+    engine.core.memory.settle_units()
+    assert units.num_reserved == units.num_slots == 0
+    assert all(pool.num_in_slots == pool.num_lent == len(pool.quarantined) == 0 for pool in units.pools)
+
+
+def lower(engine: Engine, kinds: set[OperationKind]) -> list[PageOperation]:
+    """Returns the planned operations of these kinds."""
+    return [operation for plan in engine.plans for operation in plan.operations if operation.kind in kinds]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_prompt_is_read_from_the_host_after_the_device_was_flushed(kinds: str) -> None:
+    engine = tiered(**KINDS[kinds])
+    served(engine, 0, [*range(43)])
+    engine.control.flush_cache()
+    assert served(engine, 1, [*range(43)]) == 40
+    assert engine.finishes[1].cached_from == {Tier.DEVICE: 0, Tier.HOST: 40}
+    assert {operation.group for operation in lower(engine, {OperationKind.LOAD})} == {0, *range(1, 1 + len(engine.config.groups))}
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_prompt_is_read_from_the_storage_after_device_and_host_were_flushed(kinds: str) -> None:
+    engine = tiered(has_storage=True, **KINDS[kinds])
+    served(engine, 0, [*range(43)])
+    engine.control.flush_cache()
+    engine.control.flush_tiers((Tier.HOST,))
+    assert served(engine, 1, [*range(43)]) == 40
+    assert engine.finishes[1].cached_from == {Tier.DEVICE: 0, Tier.STORAGE: 40}
+
+
+def test_only_the_state_is_read_when_the_device_has_the_pages() -> None:
+    engine = tiered(window=0, spare_states=1, max_running_requests=1, state_interval=64)
+    served(engine, 0, [*range(20)], max_new_tokens=1)
+    for handle in range(1, 5):
+        served(engine, handle, [100 * handle + each for each in range(20)], max_new_tokens=1)
+    before = len(engine.plans)
+    assert served(engine, 5, [*range(20)], max_new_tokens=1) == 16
+    loads = [each for plan in engine.plans[before:] for each in plan.operations if each.kind is OperationKind.LOAD]
+    assert [(load.group, len(load.pages)) for load in loads] == [(1, 1)]
+
+
+def test_shorter_prefix_is_read_when_the_state_at_its_end_was_lost() -> None:
+    engine = tiered(window=0, state_interval=16, chunked_prefill_size=16)
+    served(engine, 0, [*range(43)], max_new_tokens=1)
+    host = engine.core.tiers._host  # type: ignore[union-attr]
+    states = [key for key in host._cached if key not in set(page_keys(engine, [*range(43)]))]
+    assert len(states) == 3 * PARTS[CacheKind.STATE], "states at the ends of 16, 32 and 40 tokens are in the host tier"
+    engine.control.flush_cache()
+    last = engine.core.tiers._backups._units.of_page(0, 9, page_keys(engine, [*range(43)])[9])  # type: ignore[union-attr]
+    for key in last.keys:
+        host._evict_key(key)
+    assert served(engine, 1, [*range(43)], max_new_tokens=1) == 32
+
+
+def page_keys(engine: Engine, prompt: list[int]) -> list[bytes]:
+    keys = engine.core.tiers._keys  # type: ignore[union-attr]
+    return keys.after(keys.root(""), np.array(prompt, dtype=np.int32).tobytes())
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_prefix_is_computed_when_reads_of_units_fail(kinds: str) -> None:
+    engine = tiered(**KINDS[kinds])
+    served(engine, 0, [*range(43)])
+    engine.control.flush_cache()
+    engine.executor.pages_moved = lambda operation: len(operation.keys) - (operation.group > 0)
+    served(engine, 1, [*range(43)])
+    units = engine.core.memory.units
+    assert units is not None and all(not pool.quarantined and not pool.num_lent for pool in units.pools)
+
+
+def test_running_requests_keep_their_reserved_states_while_copies_run() -> None:
+    """All states are reserved while three requests run, so that no copy and no read takes one."""
+    engine = tiered(window=0, spare_states=0, max_running_requests=3, context_len=128)
+    for handle in range(9):
+        engine.submit(handle, [handle * 50 + each for each in range(40)], max_new_tokens=12, ignore_eos=True)
+    engine.drain()
+    for handle in range(9):
+        engine.check_answer(handle)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_deleted_salt_has_no_units_in_any_tier(kinds: str) -> None:
+    engine = tiered(has_storage=True, **KINDS[kinds])
+    served(engine, 0, [*range(43)], salt="tenant")
+    engine.control.forget_salt("tenant", (Tier.DEVICE, Tier.HOST, Tier.STORAGE))
+    engine.drain()
+    done: Future[Deleted] = Future()
+    engine.executor.apply(DeleteStored(Selection(engine.core.tiers.tag("tenant")), done))  # type: ignore[union-attr]
+    engine.core.ended(Fact(UNASKED, dropped=done.result().dropped), engine.now)
+    stats = engine.core.stats()
+    assert stats.host_pages_used == stats.storage_pages == 0 and not engine.executor.storage
+    assert served(engine, 1, [*range(43)], salt="tenant") == 0
+
+
+def pair_of(kinds: str, page_moved_s: float = 0.0, **changes: Any) -> Relayed:
+    """Returns a prefill worker and a decode worker with the cache groups of KINDS."""
+    given = {"window": 8, "spare_windows": 40, "spare_states": 12, **KINDS[kinds]}
+    changes = {"num_pages": 64, "context_len": 128, "state_interval": 16, **changes}
+    groups = with_bytes(groups_of(small(**changes).config, **given), 64)
+    return Relayed(page_moved_s, {**changes, "groups": groups}, **changes, groups=groups)
+
+
+@pytest.mark.parametrize("length", [5, 43, 40])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_decode_worker_reads_pages_and_units_of_the_prompt(kinds: str, length: int) -> None:
+    pair, prompt = pair_of(kinds), [*range(length)]
+    finish = pair.answer(0, prompt, max_new_tokens=6)
+    assert finish.cached_from[Tier.PEER] == finish.cached_tokens == (length - 1) // 4 * 4
+    computed = pair.second.plans[0].num_tokens if pair.second.plans[0].num_rows else pair.second.plans[-1].num_tokens
+    assert int(computed.sum()) <= 5
+    pair.assert_answers_and_ends()
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_pages_are_read_ahead_and_units_at_the_end_of_the_prompt(kinds: str) -> None:
+    pair = pair_of(kinds, page_moved_s=0.003)
+    pair.begin(0, [*range(75)], max_new_tokens=6)
+    finish = pair.finish(0, max_new_tokens=6)
+    assert finish.cached_tokens == 72
+    pair.assert_answers_and_ends()
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_prompt_is_computed_when_the_reservation_has_ended_before_its_units_are_read(kinds: str) -> None:
+    pair, prompt = pair_of(kinds), [*range(43)]
+    pair.second.executor.pages_moved = lambda operation: 0 if operation.group else len(operation.keys)
+    finish = pair.answer(0, prompt, max_new_tokens=6)
+    assert finish.cached_tokens == 0
+    pair.assert_answers_and_ends()
