@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheKind
 from rootstock_llm.services.worker.core.contracts.messages import Finish, PagesReady, Submit
 from rootstock_llm.services.worker.core.contracts.plan import RowLogprobs, SamplingParams
 from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
@@ -187,14 +189,21 @@ class Served:
             self.executor.change_reservations(events)
 
     def _poison(self) -> None:
-        """Fills free pages. This is safe: no step is in flight, and a free page that a load is still writing has no request."""
-        free = torch.from_numpy(self.core.memory.pages.free_pages().astype(np.int64))
-        pool = self.executor.runner.passes.pool
+        """Fills free pages and units.
+
+        This is safe: no step is in flight, and a free page that a load is still writing has no request.
+        """
+        memory, pool = self.core.memory, self.executor.runner.passes.pool
+        free: dict[CacheKind | None, NDArray[np.int32]] = {None: memory.pages.free_pages()}
+        if memory.units is not None:
+            free |= {group.kind: memory.units.pools[at].free_units() for at, group in enumerate(self.core.config.groups)}
         with torch.inference_mode():
-            for each in (*pool.keys, *pool.values):
-                # FlashInfer multiplies masked values by 0, and 0 times NaN is NaN. A GPU's free pages therefore get a large
-                # number, which also changes the result of a step that reads beyond its context.
-                each[free.to(each.device)] = torch.nan if each.device.type == "cpu" else 1e4
+            for layer in range(len(pool.keys)):
+                ids = torch.from_numpy(free[pool.kind(layer)].astype(np.int64))
+                for each in (pool.keys[layer], pool.values[layer]):
+                    # FlashInfer multiplies masked values by 0, and 0 times NaN is NaN. A GPU's free pages therefore get a large
+                    # number, which also changes the result of a step that reads beyond its context.
+                    each[ids.to(each.device)] = torch.nan if each.device.type == "cpu" else 1e4
 
     def _take(self) -> None:
         outputs = self.core.take_output()

@@ -15,7 +15,6 @@ from rootstock_llm.services.worker.exec.pools import kv_pool
 from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerCache, LayerKV, LayerState
 from rootstock_llm.services.worker.exec.step.saved_inputs import saved_tokens
-from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 
 
 class ModelPools:
@@ -42,9 +41,6 @@ class ModelPools:
             dtype: dtype of keys and values.
             kernels: kernels that will use the pools.
             arrivals: layer-wise loads into the pools.
-
-        Raises:
-            UnsupportedModel: tiers or KV transfers are configured, and no layer has keys and values.
         """
         self._layers, self._draft_layers, self._dtype, self._page_size = layers, draft_layers, dtype, page_size
         self._max_slots, self._context_len, self._device = max_slots, context_len, device
@@ -53,11 +49,6 @@ class ModelPools:
         windows = [layer.window for layer in layers if isinstance(layer, LayerKV)]
         # Below the device, units take the space of whole pages, and pages have bytes only if they have the KV of some layer.
         moves = options.tiers is not None or options.peers is not None
-        if moves and self.has_states and not windows:
-            raise UnsupportedModel(
-                "--enable-hierarchical-cache and --disaggregation-mode need a model in which some layer has attention;"
-                " all layers of this model are recurrent. Remove the settings"
-            )
         # Largest window in tokens of the layers whose KV is in window units; 0 if there is no such layer. If tiers or KV transfers
         # would otherwise have pages without bytes, windowed layers have their KV in pages.
         in_pages_only = moves and 0 not in windows

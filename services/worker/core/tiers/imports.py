@@ -405,7 +405,7 @@ class Imports:
         while len(operations) < MOST_AT_ONCE:
             place, count = self._next_run(wanted, at)
             at_once = self._load_at_once if place is HOST else self._at_once
-            num_pages = min(count, at_once, self._max_quarantine(wanted, wanted.hit if wanted.num_rows else first, memory))
+            num_pages = min(count, at_once, self._max_quarantine(wanted, first, memory))
             to_read = wanted.num_rows or count
             if place is None or num_pages <= 0 or (not operations and not self._is_worth_reading(wanted, place, to_read)):
                 break
