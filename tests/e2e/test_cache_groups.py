@@ -1,4 +1,4 @@
-"""Models with windows and recurrent layers through the whole system: prefix hits, and memory that requests free at their end."""
+"""Models with windows and recurrent layers through the whole system: prefix hits, tiers, KV transfers, and freed memory."""
 
 from __future__ import annotations
 
@@ -127,3 +127,56 @@ def test_hybrid_demo_model_answers_questions(served: Served) -> None:
     for question, answer in questions.items():
         body = {"model": served.name, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
         assert served.system.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"] == answer
+
+
+PROMPTS = [prompt(400 + 7 * number, 50 + number) for number in range(5)]
+HYBRID_FLAGS = {"model": str(DEMO.parent / HYBRID), "log_level": "info"}
+
+
+@pytest.fixture(scope="module")
+def plain_outputs(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """Output ids of the hybrid model for PROMPTS, from a deterministic server without tiers."""
+    folder = tmp_path_factory.mktemp("plain")
+    with System(folder, worker_flags="--deterministic", max_total_tokens=16_384, **HYBRID_FLAGS) as system:
+        return [Served(HYBRID, system).generate(ids, 20)["output_ids"] for ids in PROMPTS]
+
+
+def outputs_and_tiers(served: Served) -> tuple[list[list[int]], list[dict[str, int]]]:
+    """Returns the output ids of PROMPTS, and the cached tokens of each prompt by tier."""
+    answers = [served.generate(ids, 20) for ids in PROMPTS]
+    return [answer["output_ids"] for answer in answers], [
+        answer["meta_info"].get("cached_tokens_details", {}) for answer in answers
+    ]
+
+
+def test_hybrid_prompts_are_read_from_host_and_files_with_equal_outputs(tmp_path: Path, plain_outputs: list[list[int]]) -> None:
+    """The pool has pages for two prompts. Deleted pages and states are computed again."""
+    tiers = f"--enable-hierarchical-cache --hicache-size 1 --hicache-storage-backend file --hicache-storage-dir {tmp_path / 'kv'}"
+    flags = f"--deterministic --max-running-requests 4 --context-len 1024 {tiers}"
+    with System(tmp_path / "tiers", worker_flags=flags, max_total_tokens=1024, **HYBRID_FLAGS) as system:
+        served = Served(HYBRID, system)
+        for tier in ("", "host", "storage"):
+            outputs, found = outputs_and_tiers(served)
+            assert outputs == plain_outputs
+            if tier:
+                assert [sum(each.values()) for each in found] == [(len(ids) - 1) // PAGE * PAGE for ids in PROMPTS]
+                assert sum(each[tier] for each in found) > sum(map(len, PROMPTS)) // 2
+            if tier == "host":
+                system.kill("worker-0")
+                system.start("worker-0")
+                system.wait_ready()
+        assert system.metric("worker-0", "rootstock_worker_failed_copies_total") == 0
+        assert '"level":"error"' not in system.log("worker-0"), "the worker must log no failed step and no broken invariant"
+
+
+def test_decode_worker_reads_windows_and_states_of_hybrid_prompts(tmp_path: Path, plain_outputs: list[list[int]]) -> None:
+    more = {"gateway_flags": "--disaggregation-min-tokens 24", "max_total_tokens": 16_384, **HYBRID_FLAGS}
+    with System(tmp_path, prefill_workers=1, decode_workers=1, worker_flags="--deterministic", **more) as system:
+        wait_until(lambda: system.metric("gateway", "rootstock_gateway_connected", service="worker") == 2, 120, "both workers")
+        outputs, _ = outputs_and_tiers(Served(HYBRID, system))
+        assert outputs == plain_outputs
+        pages = sum((len(ids) - 1) // PAGE for ids in PROMPTS)
+        assert system.metric("decode-0", "rootstock_worker_pulled_tokens_total") == pages * PAGE
+        assert system.metric("decode-0", "rootstock_worker_refused_pulls_total") == 0
+        cached = system.metric("decode-0", "sglang:cached_tokens_total")
+        assert cached == pages * PAGE, "the decode worker computes only the last page of each prompt"

@@ -18,7 +18,7 @@ import pytest
 from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
 from tests.e2e.plain_answers import PlainAnswers
-from tests.e2e.system import System, wait_until
+from tests.e2e.system import DEMO, System, wait_until
 from tests.exec.remote_kv.certificates import Authority
 from tests.night import NIGHTLY
 
@@ -116,9 +116,14 @@ def test_decode_worker_reads_each_whole_page_once_over_tls(tmp_path: Path) -> No
         assert prefill == sum(len(body["prompt"]) for body in asked)
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with separate_system(tmp_path_factory.mktemp("fleet"), 1, 2, "--disaggregation-hold-s 2", gateways=2) as system:
+HYBRID = {"model": str(DEMO.parent / "demo-hybrid"), "served_model_name": "demo", "max_total_tokens": 16_384}
+MODELS: dict[str, dict[str, Any]] = {"demo": {}, "demo-hybrid": HYBRID}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder, more = tmp_path_factory.mktemp("fleet"), MODELS[request.param]
+    with separate_system(folder, 1, 2, "--disaggregation-hold-s 2", gateways=2, **more) as system:
         wait_until(lambda: workers(system) == 3, 120, "all workers to be connected")
         yield system
 
