@@ -230,7 +230,9 @@ class WorkerSettings(ServiceSettings):
         False,
         description="Copy KV from the pool to a tier in host memory, and read it back if this is faster than to recompute it.",
     )
-    hicache_ratio: float = Field(2.0, gt=0, description="Size of the host tier as a multiple of the KV pool's size.")
+    hicache_ratio: float = Field(
+        2.0, gt=0, description="Size of the host tier as a multiple of the KV pool's bytes, windows and states included."
+    )
     hicache_size: int = Field(0, ge=0, description="Size of the host tier in GB. 0: hicache_ratio sets the size.")
     hicache_memory_fraction: float = Field(
         0.25,

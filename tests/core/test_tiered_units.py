@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason
 from rootstock_llm.services.worker.core.contracts.transfers import (
     UNASKED,
     Deleted,
@@ -166,9 +167,9 @@ def test_deleted_salt_has_no_units_in_any_tier(kinds: str) -> None:
     assert served(engine, 1, [*range(43)], salt="tenant") == 0
 
 
-def pair_of(kinds: str, page_moved_s: float = 0.0, **changes: Any) -> Relayed:
-    """Returns a prefill worker and a decode worker with the cache groups of KINDS."""
-    given = {"window": 8, "spare_windows": 40, "spare_states": 12, **KINDS[kinds]}
+def pair_of(kinds: str, page_moved_s: float = 0.0, spare: int = 40, **changes: Any) -> Relayed:
+    """Returns a prefill worker and a decode worker with the cache groups of KINDS, and `spare` spare units of each group."""
+    given = {"window": 8, "spare_windows": spare, "spare_states": spare, **KINDS[kinds]}
     changes = {"num_pages": 64, "context_len": 128, "state_interval": 16, **changes}
     groups = with_bytes(groups_of(small(**changes).config, **given), 64)
     return Relayed(page_moved_s, {**changes, "groups": groups}, **changes, groups=groups)
@@ -201,3 +202,57 @@ def test_prompt_is_computed_when_the_reservation_has_ended_before_its_units_are_
     finish = pair.answer(0, prompt, max_new_tokens=6)
     assert finish.cached_tokens == 0
     pair.assert_answers_and_ends()
+
+
+@settings(max_examples=100 if NIGHTLY else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    kinds=st.sampled_from(list(KINDS)),
+    spare=st.sampled_from([2, 12, 40]),
+    host_pages=st.sampled_from([0, 60]),
+    page_moved_s=st.sampled_from([0.0, 0.001, 0.005]),
+)
+def test_random_traffic_between_two_workers_gets_the_right_tokens_and_leaks_no_unit(
+    seed: int, kinds: str, spare: int, host_pages: int, page_moved_s: float
+) -> None:
+    drive_pair(seed, kinds, spare, host_pages, page_moved_s)
+
+
+def drive_pair(seed: int, kinds: str, spare: int, host_pages: int, page_moved_s: float) -> Relayed:
+    """Runs random requests on a prefill worker and a decode worker, with aborts, failed reads and flushes."""
+    rng = random.Random(seed)
+    pair = pair_of(kinds, page_moved_s, host_pages=host_pages, spare=spare)
+    if rng.random() < 0.5:
+        pair.second.executor.pages_moved = lambda operation: rng.choice((len(operation.keys), 0))
+    went_on: set[int] = set()
+
+    def go_on() -> None:
+        for ended in set(pair.first.finishes) - went_on:
+            went_on.add(ended)
+            if pair.first.finishes[ended].reason is FinishReason.HANDED_OVER:
+                pair.go_on(ended, pair.prompts[ended], max_new_tokens=8)
+
+    def all_have_ended() -> bool:
+        go_on()
+        return len(pair.first.finishes) == 16 and set(pair.second.submitted) == set(pair.second.finishes)
+
+    for handle in range(16):
+        prompt = [rng.randrange(3)] * rng.randrange(1, 50) + [rng.randrange(50) for _ in range(rng.randrange(30))]
+        pair.begin(handle, prompt, max_new_tokens=8)
+        for _ in range(rng.randrange(8)):
+            pair.turn()
+            go_on()
+        if rng.random() < 0.2:
+            pair.first.abort(rng.randrange(handle + 1))
+        if rng.random() < 0.2 and (running := set(pair.second.submitted) - set(pair.second.finishes)):
+            pair.second.abort(rng.choice(sorted(running)))
+        if rng.random() < 0.1:
+            rng.choice((pair.first, pair.second)).control.flush_cache()
+    pair.until(all_have_ended)
+    pair.assert_answers_and_ends()
+    for engine in (pair.first, pair.second):
+        units = engine.core.memory.units
+        assert units is not None
+        engine.core.memory.settle_units()
+        assert all(pool.num_in_slots == pool.num_lent == len(pool.quarantined) == 0 for pool in units.pools)
+    return pair

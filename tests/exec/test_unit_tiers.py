@@ -23,6 +23,7 @@ from rootstock_llm.services.worker.exec.contracts.options import TierOptions
 from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, LayerState, allocate
 from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 from rootstock_llm.services.worker.exec.tiers.redis_page_store import RedisPageStore
+from rootstock_llm.services.worker.exec.tiers.unit_copier import UnitCopier
 from tests.exec.remote_kv.served_reservations import until
 from tests.exec.test_peers import SAMPLED, Apart, ended
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS, came_from, options, prompt
@@ -34,6 +35,12 @@ from tests.services.redis_server import redis_server
 NAMES = ["qwen3.5-window", "qwen3.5", "gemma3"]
 LAYERS = (LayerKV(2, 8, 6, 24), LayerState(4, 10, 2, 3, 5), LayerKV(1, 16, 16), LayerState(4, 10, 2, 3, 5), LayerKV(2, 8, 6, 24))
 SIZES = PoolSizes(pages=6, windows=5, states=4)
+
+
+class DeviceUnits(UnitCopier):
+    """A copier that treats host pools as a device's."""
+
+    _on_host = property(lambda self: False)  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -51,7 +58,7 @@ def plain(folder: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_units_are_restored_to_the_bit_with_one_call_and_with_single_copies(dtype: torch.dtype) -> None:
+def test_units_are_restored_to_the_bit_with_each_way_of_copying(dtype: torch.dtype) -> None:
     pool = allocate(LAYERS, SIZES, 4, dtype, reference)
     for each in (*pool.keys, *pool.values):
         each.copy_(torch.randn(each.shape))
@@ -66,14 +73,14 @@ def test_units_are_restored_to_the_bit_with_one_call_and_with_single_copies(dtyp
         tensors = [each for at in range(len(LAYERS)) if pool.kind(at) is kind for each in (pool.keys[at], pool.values[at])]
         before = [each.clone() for each in tensors]
         saved = []
-        for copier in (one_call, single):
-            units = copier.units[group]
-            rows = torch.full((2 * size, copier.page_bytes), 7, dtype=torch.uint8)
+        device = DeviceUnits(tensors, single.units[group].num_units, single.page_bytes, None)
+        for units in (one_call.units[group], single.units[group], device):
+            rows = torch.full((2 * size, single.page_bytes), 7, dtype=torch.uint8)
             units.save(units.rows_of(ids), rows.unbind())
-            part = torch.full((1, copier.page_bytes), 7, dtype=torch.uint8)
+            part = torch.full((1, single.page_bytes), 7, dtype=torch.uint8)
             units.save(units.rows_of(ids)[size : size + 1], part.unbind())
             assert part[0].equal(rows[size])
-            assert not rows[size - 1, units.unit_bytes - (size - 1) * copier.page_bytes :].any()
+            assert not rows[size - 1, units.unit_bytes - (size - 1) * single.page_bytes :].any()
             saved.append(rows)
             units.restore(rows.unbind(), ids[::-1].copy())
             assert all(each[0].equal(was[3]) and each[3].equal(was[0]) for each, was in zip(tensors, before, strict=True))
@@ -82,7 +89,7 @@ def test_units_are_restored_to_the_bit_with_one_call_and_with_single_copies(dtyp
             for unit in (-1, SIZES.states if kind is CacheKind.STATE else SIZES.windows):
                 with pytest.raises(IndexError):
                     units.restore(rows[:size].unbind(), np.array([unit], dtype=np.int32))
-        assert saved[0].equal(saved[1])
+        assert saved[0].equal(saved[1]) and saved[0].equal(saved[2])
 
 
 def test_completions_have_the_same_bits_with_units_from_the_host_tier(folder: Path, plain: Served) -> None:

@@ -15,7 +15,7 @@ LOADS = (
         ("each.wait(each.groups.of[layer])", "each.wait(each.count - 1)"),
         ("self._awaited[-1].wait(self._awaited[-1].count - 1)", "pass"),
         ("if group >= self.next:", "if group > self.next:"),
-        ("order = [*range(first, total), *range(first)]", "order = [*range(total)]"),
+        ("(*range(first, total), *range(first))", "range(total)"),
         ("each.arrival.settle(each.count - 1)", "pass"),
     ),
     *of(
@@ -32,7 +32,7 @@ LOADS = (
         "loads",
         "services/worker/exec/tiers/page_mover.py",
         ("self._arrivals.settle()  # a load may", "pass  # a load may"),
-        ("        self._arrivals.settle()\n        self._copier().restore", "        self._copier().restore"),
+        ("        self._arrivals.settle()\n        if operation.group:\n", "        if operation.group:\n"),
         ("self.on_lost(str(error))", "pass"),
         ("Fact(operation.op_id, count, early=True)", "Fact(operation.op_id, count)"),
     ),
@@ -47,7 +47,7 @@ LOADS = (
     *of(
         "loads",
         "services/worker/exec/tiers/page_copier.py",
-        ("np.stack((2 * layers, 2 * layers + 1), axis=1).ravel()", "2 * layers"),
+        ("np.stack((parts, parts + 1), axis=1).ravel()", "parts"),
         ("memory.data_ptr() + rows.astype(np.int64) * memory.stride(0)", "memory.data_ptr() + rows.astype(np.int64)"),
     ),
     *of(

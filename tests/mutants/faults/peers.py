@@ -92,7 +92,7 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/tiers/imports.py",
-        (", forgives=not wanted.is_prefetch)", ")"),
+        ("forgives = not wanted.is_prefetch", "forgives = True"),
         only="test_rules_chunks",
     ),
     *of(
@@ -110,7 +110,7 @@ PEERS = (
         ("return any(running.late and running.place.lane == lane for", "return any(running.late for"),
         ("lanes.setdefault(running.place.lane, [])", "lanes.setdefault(running.place.tier, [])"),
         ("for running in behind if first.late else ():", "for running in ():"),
-        ("rest = wanted.limit - running.first - count if still_waits else 0", "rest = 0"),
+        ("running.compared(wanted) if still_waits else (0, 0)", "(0, 0)"),
         only="test_rules_peers",
     ),
     *of(
@@ -134,8 +134,8 @@ PEERS = (
         "services/worker/core/requests/reservations.py",
         ("        memory.pin(node)\n", ""),
         (
-            "        del self._live[live.reservation.number]\n        live.memory.unpin(live.node, used=True)\n",
-            "        del self._live[live.reservation.number]\n",
+            "        _unpin_units(live)\n        live.memory.unpin(live.node, used=True)\n",
+            "        _unpin_units(live)\n",
         ),
         ("        self._closed.append(live.reservation)\n", ""),
         ("live is not None and live.reservation == notice.reservation", "live is not None"),
@@ -270,7 +270,7 @@ PEERS = (
         "peers",
         "services/worker/exec/remote_kv/kv_server.py",
         ("return Status.OK if is_same_prompt else Status.OTHER_PROMPT", "return Status.OK"),
-        ("if not request.count or end > len(version.pages):", "if not request.count:"),
+        ("if not request.count or end > len(rows):", "if not request.count:"),
         ("        self._report_released(self._reservations.release_read_by(connection))\n", ""),
         ("len(self._connections) < self._limits.max_connections and", ""),
         only="peers",

@@ -160,7 +160,14 @@ class StepStats:
         int, ExportedAs("rootstock_worker_quarantined_tokens", "Tokens of KV that imports from other tiers are writing.", True)
     ] = 0
     host_pages: Annotated[int, ExportedAs("sglang:hicache_host_total_tokens", "Size of the host tier in tokens.", True)] = 0
-    host_pages_used: Annotated[int, ExportedAs("sglang:hicache_host_used_tokens", "Tokens of KV in the host tier.", True)] = 0
+    host_pages_used: Annotated[
+        int,
+        ExportedAs(
+            "sglang:hicache_host_used_tokens",
+            "Tokens of KV in the host tier. A window unit or a state counts as the pages that it takes.",
+            True,
+        ),
+    ] = 0
     host_salts: Annotated[int, ExportedAs("rootstock_worker_host_salts", "Cache salts with KV in the host tier.")] = 0
     host_over_quota_pages_total: Annotated[
         int,
@@ -170,7 +177,14 @@ class StepStats:
             True,
         ),
     ] = 0
-    storage_pages: Annotated[int, ExportedAs("rootstock_worker_storage_tokens", "Tokens of KV in the storage tier.", True)] = 0
+    storage_pages: Annotated[
+        int,
+        ExportedAs(
+            "rootstock_worker_storage_tokens",
+            "Tokens of KV in the storage tier. A window unit or a state counts as the pages that it takes.",
+            True,
+        ),
+    ] = 0
     storage_bytes: Annotated[
         int, ExportedAs("rootstock_worker_storage_bytes", "Bytes of the pages in the storage tier that this worker can read.")
     ] = 0

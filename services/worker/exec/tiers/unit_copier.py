@@ -43,7 +43,7 @@ class UnitCopier:
         """
         self._tensors = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
         assert all(each.is_contiguous() for each in self._tensors), "the units of a layer are contiguous"
-        self._num_units, self._page_bytes, self._copies = num_units, page_bytes, copies
+        self.num_units, self._page_bytes, self._copies = num_units, page_bytes, copies
         self._device = tensors[0].device
         sizes = [each.shape[1] for each in self._tensors]
         self._ends: list[int] = np.cumsum(sizes).tolist()
@@ -80,7 +80,7 @@ class UnitCopier:
         for row, part in zip(rows, (row_ids % self.num_parts).tolist(), strict=True):
             if part == self.num_parts - 1:
                 row[self.unit_bytes - part * self._page_bytes :] = 0
-        if self._device.type == "cpu":
+        if self._on_host:
             self._copy_on_host(row_ids, rows, True, streamed)
             return
         at_once = self._rows_at_once
@@ -97,7 +97,7 @@ class UnitCopier:
         """Copies rows to whole units. There are num_parts rows per unit. Errors are those of save()."""
         row_ids = self.rows_of(units)
         self._check(row_ids, rows)
-        if self._device.type == "cpu":
+        if self._on_host:
             self._copy_on_host(row_ids, rows, False, False)
             return
         at_once = self._rows_at_once // self.num_parts
@@ -111,14 +111,18 @@ class UnitCopier:
                 tensor.index_copy_(0, ids, flat[:, end - tensor.shape[1] : end])
 
     @property
+    def _on_host(self) -> bool:
+        return self._device.type == "cpu"
+
+    @property
     def _rows_at_once(self) -> int:
         return max(1, STAGED_BYTES // (self.num_parts * self._page_bytes)) * self.num_parts
 
     def _check(self, row_ids: Addresses, rows: Sequence[Tensor]) -> None:
         assert len(row_ids) == len(rows), "each row of the group has a row in host memory"
-        if len(row_ids) and not 0 <= row_ids.min() <= row_ids.max() < self._num_units * self.num_parts:
+        if len(row_ids) and not 0 <= row_ids.min() <= row_ids.max() < self.num_units * self.num_parts:
             first, last = row_ids.min() // self.num_parts, row_ids.max() // self.num_parts
-            raise IndexError(f"units {first} to {last} are requested; the pool has units 0 to {self._num_units - 1}")
+            raise IndexError(f"units {first} to {last} are requested; the pool has units 0 to {self.num_units - 1}")
         if not all(row.is_contiguous() and row.nbytes == self._page_bytes for row in rows):
             raise ValueError(f"each row must be contiguous and have {self._page_bytes} bytes")
 
