@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rootstock_llm.services.shared.index.prefix_index import END_MARK, BlockTier
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.messages import FinishReason
@@ -26,7 +27,7 @@ from rootstock_llm.services.worker.core.contracts.transfers import (
     WritePolicy,
 )
 from rootstock_llm.services.worker.exec.contracts.operations import DeleteStored
-from tests.core.harness import Engine, slow, small
+from tests.core.harness import Engine, chained, slow, small
 from tests.core.peers import Relayed
 from tests.core.test_cache_units import KINDS, check_hits, configs, groups_of, served
 from tests.core.test_scheduler_properties import check_run, drive
@@ -256,3 +257,19 @@ def drive_pair(seed: int, kinds: str, spare: int, host_pages: int, page_moved_s:
         engine.core.memory.settle_units()
         assert all(pool.num_in_slots == pool.num_lent == len(pool.quarantined) == 0 for pool in units.pools)
     return pair
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_hit_ends_in_the_host_tier_are_reported_to_the_prefix_index(kinds: str) -> None:
+    engine = tiered(context_len=256, num_pages=64, host_pages=400, **KINDS[kinds])
+    served(engine, 0, [*range(140)], max_new_tokens=1)
+    on_device = {chained(each, END_MARK) for each in engine.index} & engine.index
+    assert on_device
+    engine.control.flush_cache()
+    engine.check()
+    blocks = {name for name in engine.below if chained(name, END_MARK) in engine.below}
+    assert len(blocks) >= 1 and all(engine.below[chained(block, END_MARK)] is BlockTier.HOST for block in blocks)
+    assert {chained(block, END_MARK) for block in blocks} <= on_device
+    engine.control.flush_tiers((Tier.HOST,))
+    engine.check()
+    assert not engine.below

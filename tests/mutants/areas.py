@@ -150,6 +150,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "groups": (
         "tests/core/test_cache_units.py",
+        "tests/core/test_tiered_units.py",
+        "tests/exec/test_unit_tiers.py",
         "tests/exec/test_pools.py",
         "tests/exec/test_passes.py",
         "tests/exec/test_device_memory.py",

@@ -209,7 +209,7 @@ class Hits:
 def usable_reach(
     reach: NDArray[np.int64], index: PrefixIndex, workers: WorkerColumns, hashes: Sequence[bytes]
 ) -> NDArray[np.int64]:
-    """Returns `reach`, with the numbers of PrefixIndex.match_ends() for workers that mark hit ends.
+    """Returns `reach`, with the numbers of PrefixIndex.reach_ends() for workers that mark hit ends.
 
     Args:
         reach: See PrefixIndex.reach().
@@ -219,7 +219,7 @@ def usable_reach(
     if len(rows):
         owners = workers.owner[rows]
         reach = reach.copy()
-        reach[:, owners] = index.match_ends(hashes)[owners]
+        reach[:, owners] = index.reach_ends(hashes)[:, owners]
     return reach
 
 

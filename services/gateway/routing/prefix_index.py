@@ -230,16 +230,27 @@ class PrefixIndex:
     def match_ends(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
         """Returns int64[num_owners]: the number of leading blocks after which a prefix hit of each live owner can end.
 
-        Owners mark these blocks with end_mark(). The result is 0 for owners without marks.
+        Owners mark these blocks with end_mark(). The result is 0 for owners without marks. Only devices count.
         """
-        shards, left = self._shards, self._live
+        return self._leading_ends(hashes, self._tiers[:1])
+
+    def reach_ends(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
+        """Returns int64[tiers, num_owners]: match_ends() with the blocks and marks in each BlockTier and in faster ones.
+
+        The result has the rows of reach().
+        """
+        tiers = self._tiers if self._num_slower else self._tiers[:1]
+        return np.stack([self._leading_ends(hashes, tiers[: number + 1]) for number in range(len(tiers))])
+
+    def _leading_ends(self, hashes: Sequence[bytes], tiers: Sequence[_Shards]) -> NDArray[np.int64]:
+        """Returns int64[num_owners]: the number of leading blocks, in these tiers, up to the last one with a mark."""
+        left = self._live
         found: list[int] = []  # owners with a mark, by number of blocks - 1
         for block in hashes:
-            left &= shards[block[0]].get(block, 0)
+            left &= _owners_of(block, tiers)
             if not left:
                 break
-            mark = end_mark(block)
-            found.append(left & shards[mark[0]].get(mark, 0))
+            found.append(left & _owners_of(end_mark(block), tiers))
         masks: list[int] = []
         reached: list[int] = []
         done = 0  # owners whose last marked block is found
@@ -347,6 +358,14 @@ class PrefixIndex:
                 masks[block] ^= bit
         if extended:
             self._add_route(min(ends[block] for block in extended), owner, extended)
+
+
+def _owners_of(name: bytes, tiers: Sequence[_Shards]) -> int:
+    """Returns the mask of the owners that have a block or mark in one of the tiers."""
+    mask = 0
+    for shards in tiers:
+        mask |= shards[name[0]].get(name, 0)
+    return mask
 
 
 def _value_per_bit(masks: list[int], values: list[int], size: int) -> NDArray[np.int64]:

@@ -62,11 +62,11 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class TierBlock:
-    """A block of the prefix index in a tier below the device, with the keys of its pages."""
+    """A block of the prefix index in a tier below the device, with the keys of its pages, or the mark of a hit end."""
 
-    name: bytes  # hash of the block
+    name: bytes  # hash of the block, or the mark
     weights: bytes  # bytes[8], digest of the weights that computed the block
-    keys: tuple[bytes, ...]  # page keys of its pages, in order
+    keys: tuple[bytes, ...]  # page keys of its pages, in order; for a mark, the keys of StoredEnd
 
 
 @dataclass(frozen=True, slots=True)

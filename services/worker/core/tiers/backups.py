@@ -42,7 +42,8 @@ class _BackUp:
     offered: TreeNode  # node of the queue whose path is copied
     node: TreeNode  # node of this path with the copied pages; pinned until the copy ends
     memory: KVMemory
-    blocks: list[TierBlock]  # blocks with a token in the copied pages that TierBlocks does not know yet
+    # Blocks with a token in the copied pages that TierBlocks does not know yet; for units, the marks of the path's page ends.
+    blocks: list[TierBlock]
     path_keys: Sequence[bytes]  # keys of the pages and parts of the whole path, in the order of a PathCopy
     counts: bool = True  # whether the host tier caches the copied pages when the copy ends; False: it frees them
     forgotten: bool = False  # whether the tree drops the device pages when the copy ends
@@ -83,7 +84,7 @@ class Backups:
         self._current: TreeNode | None = None  # queued node whose path _copy_next() copies
         # Number of first pages and of first units of this path that lower tiers have, and the page keys, pages and units to copy.
         self._num_copied, self._num_copied_units, self._current_keys = 0, 0, list[bytes]()
-        self._path_copy = NOTHING
+        self._path_copy, self._marks = NOTHING, list[TierBlock]()
         host.on_gone = self.gone
         self._copying: dict[int, _BackUp] = {}  # running copies to the host, by op_id
         self._storing: PageOperation | None = None  # running write to the storage
@@ -226,6 +227,7 @@ class Backups:
             self._current, self._num_copied, self._num_copied_units = node, 0, 0
             self._path_copy = self._chosen(path, memory)
             self._current_keys = [key for part in path for key in part.page_keys][: self._path_copy.num_pages]
+            self._marks = [] if self._blocks is None else self._blocks.marks(node, self._path_copy.ends)
             self._host.touch(self._path_copy.keys)  # so that a page of the path does not evict another one
         keys, at = self._current_keys, self._num_copied
         while at < len(keys) and self._is_backed(keys[at]):
@@ -300,7 +302,7 @@ class Backups:
         units = memory.pin_units(index, node, range(first.page, first.page + count))
         memory.pin(node)
         operation = PageOperation(next(self._ids), OperationKind.BACK_UP, keys, units, host_pages, group=1 + index)
-        self._copying[operation.op_id] = _BackUp(operation, 0, offered, node, memory, [], self._path_copy.keys)
+        self._copying[operation.op_id] = _BackUp(operation, 0, offered, node, memory, self._marks, self._path_copy.keys)
         self._being_copied.update(keys)
         return operation
 
@@ -361,6 +363,7 @@ class Backups:
         """
         if self._blocks is not None:
             self._blocks.add(self._blocks.unknown(path, keys, 0, len(keys)))
+            self._blocks.add(self._marks)
 
     def _store(self, keys: tuple[bytes, ...] | list[bytes], first: int, group: int = 0) -> None:
         """Queues writes of pages or parts that the host has and the storage lacks.

@@ -24,12 +24,21 @@ class StoredUnit:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredEnd:
+    """A page end at which a hit can end while lower tiers have its units."""
+
+    end: int  # number of pages
+    keys: tuple[bytes, ...]  # keys of its last page and of one part of some of its units; the others are copied with these units
+
+
+@dataclass(frozen=True, slots=True)
 class PathCopy:
     """The pages and units of a path that lower tiers may have, within the share of one prompt."""
 
     num_pages: int  # number of the path's first pages
     units: tuple[StoredUnit, ...]  # units of the last page end first
     keys: tuple[bytes, ...]  # keys of all pages and parts: the parts of a page's units follow the page
+    ends: tuple[StoredEnd, ...] = ()  # page ends with these units, the last one first
 
 
 class StoredUnits:
@@ -69,6 +78,7 @@ class StoredUnits:
         """
         num_pages = used = 0
         chosen: dict[tuple[int, int], StoredUnit] = {}
+        ends: list[StoredEnd] = []
         for end in reversed(units.kept_ends([(node, len(node.pages)) for node in path])):
             more = [
                 (index, page)
@@ -83,8 +93,14 @@ class StoredUnits:
                 continue
             num_pages, used = num_pages or end, size
             chosen |= {(index, page): self.of_page(index, page, page_keys[page]) for index, page in more}
+            outer = [(index, page) for index in range(len(self.num_parts)) for page in _first_and_last(units.read_at(index, end))]
+            ends.append(StoredEnd(end, (page_keys[end - 1], *(chosen[each].keys[-1] for each in outer))))
         of_pages: dict[int, list[bytes]] = {}
         for (_, page), unit in chosen.items():
             of_pages.setdefault(page, []).extend(unit.keys)
         keys = [key for page in range(num_pages) for key in (page_keys[page], *of_pages.get(page, ()))]
-        return PathCopy(num_pages, tuple(chosen.values()), tuple(keys))
+        return PathCopy(num_pages, tuple(chosen.values()), tuple(keys), tuple(ends))
+
+
+def _first_and_last(pages: range) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((pages[0], pages[-1]))) if pages else ()

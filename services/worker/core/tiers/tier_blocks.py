@@ -2,7 +2,8 @@
 
 The name of a block is computed from tokens, which only the radix tree has; page keys do not reveal them. Each copy of pages to a
 lower tier therefore carries the names of the pages' blocks, and a storage stores these names with the pages. A block is forgotten
-when no lower tier has a page of it, so that the number of known blocks is bounded. Tiers is the owner.
+when no lower tier has a page of it, so that the number of known blocks is bounded. With cache groups, the marks of page ends at
+which hits can end are handled like blocks. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rootstock_llm.services.shared.index.prefix_index import BlockTier
 from rootstock_llm.services.worker.core.contracts.transfers import TierBlock
 from rootstock_llm.services.worker.core.kv.cache_events import BLOCK_TOKENS, CacheEventLog
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.tiers.stored_units import StoredEnd
 
 WEIGHTS_BYTES = 8
 MOST_CHECKED = 4096  # largest number of blocks that one call of violations() checks
@@ -62,6 +64,14 @@ class TierBlocks:
             if names[at] not in self._keys:
                 out.append(TierBlock(names[at], self._weights, tuple(keys[begin:after])))
         return out
+
+    def marks(self, node: TreeNode, ends: Iterable[StoredEnd]) -> list[TierBlock]:
+        """Returns the marks of page ends at which hits can end, as blocks with the keys of the page ends.
+
+        `node` is at the page ends or after them.
+        """
+        found = ((self._events.mark_of(node, each.end), each.keys) for each in ends)
+        return [TierBlock(mark, self._weights, keys) for mark, keys in found if mark is not None]
 
     def ending(self, keys: Iterable[bytes]) -> tuple[TierBlock, ...]:
         """Returns the known blocks whose last page has one of the keys."""

@@ -153,6 +153,16 @@ def test_hit_ends_after_the_last_marked_block_of_the_leading_blocks(
     assert depths(index, chain[:prompt_blocks]) == [min(length, prompt_blocks) for length, _ in blocks]
 
 
+def test_hit_end_counts_in_the_tier_that_has_its_mark_and_blocks() -> None:
+    index, chain = PrefixIndex(), CHAINS[0]
+    owner = index.owner("a", 1)
+    index.stored(owner, [*chain[:3], end_mark(chain[0])])
+    assert index.reach_ends(chain).tolist() == [[1]]
+    index.stored(owner, [end_mark(chain[1])], BlockTier.HOST)
+    index.stored(owner, [chain[3], end_mark(chain[3])], BlockTier.STORAGE)
+    assert index.reach_ends(chain).tolist() == [[1], [2], [4]]
+
+
 def test_number_of_a_retired_owner_is_reused_only_after_the_sweep() -> None:
     index = PrefixIndex()
     old = index.owner("a", 1)
