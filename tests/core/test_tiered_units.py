@@ -216,7 +216,13 @@ def test_prompt_is_computed_when_the_reservation_has_ended_before_its_units_are_
 def test_random_traffic_between_two_workers_gets_the_right_tokens_and_leaks_no_unit(
     seed: int, kinds: str, spare: int, host_pages: int, page_moved_s: float
 ) -> None:
-    drive_pair(seed, kinds, spare, host_pages, page_moved_s)
+    pair = drive_pair(seed, kinds, spare, host_pages, page_moved_s)
+    pair.assert_answers_and_ends()
+    for engine in (pair.first, pair.second):
+        units = engine.core.memory.units
+        assert units is not None
+        engine.core.memory.settle_units()
+        assert all(pool.num_in_slots == pool.num_lent == len(pool.quarantined) == 0 for pool in units.pools)
 
 
 def drive_pair(seed: int, kinds: str, spare: int, host_pages: int, page_moved_s: float) -> Relayed:
@@ -250,12 +256,6 @@ def drive_pair(seed: int, kinds: str, spare: int, host_pages: int, page_moved_s:
         if rng.random() < 0.1:
             rng.choice((pair.first, pair.second)).control.flush_cache()
     pair.until(all_have_ended)
-    pair.assert_answers_and_ends()
-    for engine in (pair.first, pair.second):
-        units = engine.core.memory.units
-        assert units is not None
-        engine.core.memory.settle_units()
-        assert all(pool.num_in_slots == pool.num_lent == len(pool.quarantined) == 0 for pool in units.pools)
     return pair
 
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,13 +27,14 @@ class PlainAnswers:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def of(self, asks: Sequence[Ask]) -> list[Essence]:
-        asked = json.dumps([asdict(ask) for ask in asks])
+    def of(self, asks: Sequence[Ask], **settings: Any) -> list[Essence]:
+        """Returns the responses to the requests, in their order. `settings` are further settings of the system."""
+        asked = json.dumps([[asdict(ask) for ask in asks], settings])
         kept = self._folder / f"plain-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
         with kept.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not kept.exists():
-                with System(kept.with_suffix(""), worker_flags="--deterministic") as system:
+                with System(kept.with_suffix(""), worker_flags="--deterministic", **settings) as system:
                     essences = [asdict(essence(answers)) for answers in asyncio.run(ask_all(system, list(asks), 4))]
                 kept.write_text(json.dumps(essences))
         return [Essence(**each) for each in json.loads(kept.read_text())]

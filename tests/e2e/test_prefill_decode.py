@@ -18,7 +18,7 @@ import pytest
 from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
 from tests.e2e.plain_answers import PlainAnswers
-from tests.e2e.system import DEMO, System, wait_until
+from tests.e2e.system import MODELS, System, wait_until
 from tests.exec.remote_kv.certificates import Authority
 from tests.night import NIGHTLY
 
@@ -114,10 +114,6 @@ def test_decode_worker_reads_each_whole_page_once_over_tls(tmp_path: Path) -> No
         wait_until(lambda: system.metric("prefill-0", "rootstock_worker_rooms") == 0, 60, "the KV reservations to end")
         prefill = system.metric("prefill-0", "sglang:prompt_tokens_total")
         assert prefill == sum(len(body["prompt"]) for body in asked)
-
-
-HYBRID = {"model": str(DEMO.parent / "demo-hybrid"), "served_model_name": "demo", "max_total_tokens": 16_384}
-MODELS: dict[str, dict[str, Any]] = {"demo": {}, "demo-hybrid": HYBRID}
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -9,9 +9,11 @@ import asyncio
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
 from tests.e2e.plain_answers import PlainAnswers
-from tests.e2e.system import System
+from tests.e2e.system import MODELS, System
 from tests.night import NIGHTLY
 
 CROWD = "--retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
@@ -24,11 +26,16 @@ def read_from(system: System) -> tuple[float, float]:
     return system.metric("worker-0", "sglang:load_back_tokens_total"), system.metric("worker-0", "sglang:prefetched_tokens_total")
 
 
-def test_mixed_requests_get_bitwise_equal_results_from_every_tier(tmp_path: Path, plain_answers: PlainAnswers) -> None:
-    expected = plain_answers.of(ASKS)
+@pytest.mark.parametrize("model", MODELS)
+def test_mixed_requests_get_bitwise_equal_results_from_every_tier(
+    tmp_path: Path, plain_answers: PlainAnswers, model: str
+) -> None:
+    settings = MODELS[model]
+    expected = plain_answers.of(ASKS, **settings)
     tiers = f"--enable-hierarchical-cache --hicache-size 1 --hicache-storage-backend file --hicache-storage-dir {tmp_path / 'kv'}"
     flags = f"--deterministic {CROWD} {tiers}"
-    with System(tmp_path / "tiers", max_total_tokens=POOL_TOKENS, worker_flags=flags, log_level="info") as system:
+    more = settings | {"max_total_tokens": POOL_TOKENS, "worker_flags": flags, "log_level": "info"}
+    with System(tmp_path / "tiers", **more) as system:
         for turn in range(3):
             order = random.Random(turn).sample(range(len(ASKS)), len(ASKS))
             answers = asyncio.run(ask_all(system, [ASKS[index] for index in order], 20))

@@ -29,10 +29,7 @@ Bytes = NDArray[np.uint8]
 
 
 class PageCopier:
-    """Copies pages of pools on the current stream of their device. All pools have the same number of pages.
-
-    `units` has the copiers of the units of each cache group, in the order of PoolSizes.groups().
-    """
+    """Copies pages of pools on the current stream of their device. All pools have the same number of pages."""
 
     def __init__(self, pools: Sequence[KVPool], copies: PieceCopies | None = None, bring: BringPieces | None = None) -> None:
         """Computes the addresses and sizes of the pieces.
@@ -60,13 +57,19 @@ class PageCopier:
         self._sizes = np.array([part.shape[1] for part in self._parts], dtype=np.int64)
         self._offsets = self._sizes.cumsum() - self._sizes
         self._all = np.arange(len(self._parts))
-        self.units: list[UnitCopier] = []
+        self._numbered = numbered
+
+    @cached_property
+    def units(self) -> list[UnitCopier]:
+        """Copiers of the units of each cache group, in the order of PoolSizes.groups()."""
+        found = []
         for kind in CacheKind:
-            in_group = [(pool, at) for pool, at in numbered if pool.kind(at) is kind]
-            if in_group:
-                of_units = [each for layer in in_group for each in _tensors(*layer)]
-                count = in_group[0][0].num_states if kind is CacheKind.STATE else len(of_units[0])
-                self.units.append(UnitCopier(of_units, count, self.page_bytes, copies))
+            layers = [(pool, at) for pool, at in self._numbered if pool.kind(at) is kind]
+            if layers:
+                tensors = [each for layer in layers for each in _tensors(*layer)]
+                count = layers[0][0].num_states if kind is CacheKind.STATE else len(tensors[0])
+                found.append(UnitCopier(tensors, count, self.page_bytes, self._copies))
+        return found
 
     @cached_property
     def groups(self) -> LayerGroups:
