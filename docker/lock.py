@@ -79,7 +79,11 @@ def closure(requirements: list[Requirement]) -> dict[str, str]:
 
 
 def cuda_extras(report: Path | None, known: dict[str, str]) -> dict[str, str]:
-    """Returns packages of the CUDA image that `known` lacks or has in another version. Raises KeyError for a wrong report."""
+    """Returns the versions of the CUDA image's packages that `known` lacks, and the version of triton in any case.
+
+    Raises:
+        KeyError: the report is not a report of pip.
+    """
     if report is None:
         pins = (line.partition("==") for line in (FOLDER / "worker-cuda.txt").read_text().splitlines() if "==" in line)
         found = {name: version for name, _, version in pins}

@@ -191,7 +191,8 @@ class WorkerSettings(ServiceSettings):
     grammar_fill_ms: float = Field(
         20.0,
         gt=0,
-        description="CPU time in ms for all grammar masks of a step. Time beyond it counts as time of the slowest grammar.",
+        description="CPU time in ms that all grammar masks of a step may take. Time beyond it is charged to the most expensive"
+        " grammar of the step.",
     )
     grammar_mask_threads: int = Field(
         1, ge=1, le=64, description="Threads that fill grammar masks. More than 1 is faster only for large vocabularies."

@@ -1,9 +1,11 @@
 """Effect of time-bounded prompt chunks on streams: python -m tests.benchmarks.chunk_pace [--adaptive-chunk-s S] ...
 
 Two whole systems run on this machine, each with one worker of two threads: one with --adaptive-chunk-s (bounded), and one without
-it (unbounded). Only one system at a time gets the load (streams_and_prompts.py): lanes that each run one stream after another,
-and at the same time long prompts one by one. The output has median ratios, bounded over unbounded, with 95 % intervals, for the
-streams' inter-token latency (p50, p99) and the prompts' time to the first token.
+it (unbounded). Only one system at a time gets the load (streams_and_prompts.py), which has two parts that run at the same time.
+Several lanes each run streams with short prompts, one after another. A separate lane sends long prompts one at a time.
+
+The output has median ratios, bounded over unbounded, with 95 % intervals, for the streams' inter-token latency (p50, p99) and the
+prompts' time to the first token.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 The benchmark starts the whole system. Normal greedy streams run in `--streams` lanes, in four phases per repetition:
 
 1. quiet: the streams run alone;
-2. control: a process of the lowest priority writes to memory. This measures the slowdown by any busy process. Grammar compilation
-   cannot cause less;
-3. a second process sends every hostile grammar, one after another;
-4. the second process sends all hostile grammars at once.
+2. control: a process of the lowest priority writes to memory. The measured slowdown is the one that any busy process causes.
+   Grammar compilation causes at least as much;
+3. after the end of the control process, another process sends every hostile grammar, one after another;
+4. one more process sends all hostile grammars at once.
 
 Each repetition changes the grammars, so that none is cached. The output has inter-token latencies (gaps between chunks in ms) and
 their ratio to the quiet phase of the same repetition. After that, the output has one line for each name of a hostile request: all
@@ -95,9 +95,9 @@ async def _send(http: aiohttp.ClientSession, url: str, name: str, body: bytes) -
 
 
 def _text_of(status: int, text: str) -> str:
-    """Returns the first 100 characters of the output or of the error message, on one line.
+    """Returns at most 100 characters of the output or error message.
 
-    A text that is not JSON is cut to 100 characters and may contain newlines.
+    If the response is JSON, each run of white space in this text becomes one space.
     """
     try:
         answer = json.loads(text)

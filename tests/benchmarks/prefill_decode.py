@@ -1,9 +1,12 @@
 """Effect of separate prefill and decode workers on streams: python -m tests.benchmarks.prefill_decode [--pairs N] ...
 
 Two whole systems run on this machine: one with a prefill and a decode worker of one thread each (separate), and one with a single
-worker of two threads that chunks prompts (single). Only one system at a time gets the load (streams_and_prompts.py): lanes that
-each run one stream after another, and at the same time long prompts one by one. The output has median ratios, separate over
-single, with 95 % intervals, for the streams' inter-token latency (p50, p99) and the prompts' time to the first token.
+worker of two threads that chunks prompts (single). Only one system at a time gets the load (streams_and_prompts.py), which has
+two parts that run at the same time. Several lanes each run streams with short prompts, one after another. A separate lane sends
+long prompts one at a time.
+
+The output has median ratios, separate over single, with 95 % intervals, for the streams' inter-token latency (p50, p99) and the
+prompts' time to the first token.
 """
 
 from __future__ import annotations

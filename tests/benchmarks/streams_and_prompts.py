@@ -1,4 +1,7 @@
-"""A load for several benchmarks: lanes that each run one stream after another, and at the same time long prompts one by one."""
+"""A load for several benchmarks, with two parts that run at the same time.
+
+Several lanes each run streams with short prompts, one after another. A separate lane sends long prompts one at a time.
+"""
 
 from __future__ import annotations
 

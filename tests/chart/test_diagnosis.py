@@ -273,7 +273,8 @@ def test_diagnosis_role_allows_only_reading() -> None:
     (role,) = [each for each in release.kind("Role") if each["metadata"]["name"] == f"{FULL}-test-diagnosis"]
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list"}
     assert "secrets" not in {each for rule in role["rules"] for each in rule["resources"]}
-    # An installer needs every right of the Role. Namespace admins lack rights on these groups, so they are added only if needed.
+    # Kubernetes lets an installer create only rights that the installer has. Namespace admins have no rights on
+    # external.metrics.k8s.io and keda.sh. The Role therefore has these groups only if autoscaling uses them.
     keda = {"autoscaling": {"engine": "keda", "adapterRules": False}}
     fixed = {"worker": {"autoscaling": {"enabled": False}}}
     for values, asked in (({}, {"external.metrics.k8s.io"}), (keda, {"keda.sh"}), (fixed, set()), ({**keda, **fixed}, set())):

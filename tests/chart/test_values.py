@@ -468,7 +468,8 @@ def test_prefill_workers_are_checked_like_workers() -> None:
     from_zero = merged(KEDA, worker(prefill=PREFILL))
     assert "needs at least one decode worker, and worker.autoscaling.minReplicas is 0." in refusal(from_zero)
     assert refusal(merged(from_zero, worker(autoscaling={"minReplicas": 1}))) == ""
-    assert refusal(worker(replicas=0)) == refusal(worker(kind="LeaderWorkerSet", hosts=1)) == ""  # refused only with prefill
+    # The chart refuses 0 replicas and one-host LeaderWorkerSets only if prefill workers are on.
+    assert refusal(worker(replicas=0)) == refusal(worker(kind="LeaderWorkerSet", hosts=1)) == ""
 
 
 def test_accepted_memory_limit_fits_the_workers_host_tier() -> None:

@@ -168,7 +168,10 @@ def test_outputs_end_and_satisfy_random_schemas(system: System) -> None:
 
 
 def test_random_model_writes_no_json_without_a_schema(system: System) -> None:
-    """So the JSON in test_outputs_end_and_satisfy_random_schemas is caused by the grammar."""
+    """The random model writes no JSON by itself.
+
+    The JSON in test_outputs_end_and_satisfy_random_schemas therefore comes from the grammar.
+    """
     body = {"model": "senseless", "prompt": "JSON", "max_tokens": 50, "temperature": 1, "seed": 1, "n": 8}
     status, answer = system.post("/v1/completions", body)
     assert status == 200

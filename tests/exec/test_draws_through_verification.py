@@ -56,7 +56,7 @@ def write_toy(folder: Path) -> None:
         model.model.embed_tokens.weight.zero_()[:, 0] = 1.0
         for linear in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
             linear.weight.zero_()
-        # Of the 16 elements, one is not 0; the RMS norm makes it 4.
+        # Only one of the 16 elements of the hidden state is not 0. The RMS norm scales it to 4, so the head is divided by 4.
         model.lm_head.weight.zero_()[:, 0] = torch.tensor(LOGITS) / 4
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -77,7 +77,9 @@ def test_sampled_tokens_follow_the_exact_probabilities_with_draft_tokens(
 ) -> None:
     """The sum of the two largest probabilities is 0.8403.
 
-    0.84 is just below this sum, so two tokens remain. 0.841 is just above it, so three remain. 1.0 keeps all tokens.
+    - A top_p of 0.84 is just below this sum, so it keeps two tokens.
+    - A top_p of 0.841 is just above this sum, so it keeps three tokens.
+    - A top_p of 1.0 keeps the four tokens with a probability above 0.
 
     The test checks the counts of all tokens together, and of the tokens at each index within a step. Both include accepted draft
     tokens and the tokens that replace rejected ones.

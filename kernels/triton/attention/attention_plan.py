@@ -159,8 +159,10 @@ def reach(max_context: int, window: int) -> int:
 def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
     """Returns (scratch_lanes, counters) that no plan of plan_decode() or plan_extend() exceeds.
 
-    A plan for prompts has at most 4/3 of EXTEND_PROGRAMS programs per multiprocessor, because 1.5 splits per tile are rounded up
-    to 2. If one row's heads need more than DECODE_PROGRAMS programs per multiprocessor, a decode plan has one extra split.
+    A split plan for prompts has at most 4/3 of EXTEND_PROGRAMS programs per multiprocessor, because 1.5 splits per tile are
+    rounded up to 2. A plan without splits needs no scratch. A decode plan with several rows always has at least one dealt split.
+    If the heads of one row alone need more than DECODE_PROGRAMS programs per multiprocessor, that split still adds one row's
+    programs.
     """
     row = plan_decode(shape, 0, 1, 1, multiprocessors)
     dealt = max(DECODE_PROGRAMS * multiprocessors, row.programs)

@@ -100,8 +100,8 @@ class GatewaySettings(ServiceSettings):
     routing_imbalance_abs: float = Field(
         ROUTING.gate_abs,
         ge=0,
-        description="If the least loaded worker has n open requests, load is imbalanced if another worker has more than"
-        " n + this number, and more than n x --routing-imbalance-rel.",
+        description="Load is imbalanced if a worker has more than n + this number and more than n x --routing-imbalance-rel open"
+        " requests. n is the number of open requests of the least loaded worker, which prefix_aware routing then picks.",
     )
     routing_imbalance_rel: float = Field(
         ROUTING.gate_rel,
@@ -121,8 +121,8 @@ class GatewaySettings(ServiceSettings):
     max_speculative_blocks: int = Field(
         1 << 18,
         ge=0,
-        description="A routed prompt's 64-token blocks count as cached before the worker reports them. Largest number of such"
-        " blocks over all workers. If there are more, the oldest are dropped.",
+        description="Largest number of 64-token blocks, over all workers, that the gateway counts as cached before a worker"
+        " reports them. If there are more, it drops the oldest.",
     )
     worker_queue_slack: float = Field(
         0.25,

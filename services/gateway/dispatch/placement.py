@@ -179,7 +179,8 @@ class Placement:
         # Copies and pages on other workers.
         self.hedge: HedgeCopy | None = None  # copy of the choice on a second worker
         self._hedge_timer: asyncio.TimerHandle | None = None  # timer after which a copy may be made
-        # Prefetches by the handle of the submit to the prefill worker. The handle is 0 after the prefill worker has finished.
+        # Prefetches. The dictionary's key is the handle of the submit to the prefill worker while this worker computes the
+        # prompt, and 0 after it has finished.
         self._prefetched: dict[int, PrefetchedPages] = {}
         self._reservation: KvReservation | None = None  # reservation that the next submit will name
         self._submitted_reservation: tuple[int, KvReservation] | None = (

@@ -245,12 +245,13 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
     async def serve_until(self, stop: asyncio.Event, grace_s: float, drain: Callable[[], Awaitable[None]]) -> None:
-        """Serves until `stop` is set, then becomes not ready, drains, and gives running calls at most grace_s seconds.
+        """Serves until `stop` is set, then becomes not ready, drains, and waits for running calls.
 
-        The server sends GOAWAY only when no call is left. After GOAWAY, gRPC closes a connection as soon as its last call has
-        ended on this side. If the client then sends a frame (such as WINDOW_UPDATE), the kernel answers with a reset, which
-        destroys the unread rest of a large response. GOAWAY includes a ping, and the client replies to the ping after the
-        client has read everything that was sent before the ping.
+        The server sends GOAWAY only when no call is left, or when grace_s seconds have passed. In the second case, running calls
+        get CLOSE_S more seconds. If GOAWAY came earlier, gRPC would close the connection right after the last call ends. A later
+        frame of the client (such as WINDOW_UPDATE) would then make the kernel reset the connection, and the unread rest of a
+        large response would be lost. When no call is left, the ping in GOAWAY delays the close until the client has read
+        everything that was sent before the ping.
         """
         await stop.wait()
         logger.info("stopping")

@@ -77,7 +77,7 @@ def api() -> Iterator[Api]:
         ("embedding", "/v1/embeddings", {"input": QUESTION}, "an embedding of 3 numbers"),
     ],
 )
-def test_first_request_depends_on_the_kind_of_model(kind: Kind, path: str, fields: dict[str, Any], answer: str) -> None:
+def test_first_question_uses_the_endpoint_of_the_model_kind(kind: Kind, path: str, fields: dict[str, Any], answer: str) -> None:
     written: list[str] = []
     with api() as server:
         assert ask(server.endpoint(), kind, "m", "the-key", written.append) == answer

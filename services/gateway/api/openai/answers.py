@@ -256,7 +256,9 @@ class ModelCard(ResponseModel):
         description="Largest number of tokens of prompt and output; null until a worker reports it."
     )
     sampling_defaults: SamplingDefaultValues
-    type: Literal["model"] = Field(description="For Anthropic's clients, as are display_name and created_at.")
+    type: Literal["model"] = Field(
+        description="Always `model`. Anthropic's clients read this field, display_name and created_at."
+    )
     display_name: str
     created_at: str = Field(description="Same time as `created`, in the format of RFC 3339.")
 

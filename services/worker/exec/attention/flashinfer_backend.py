@@ -86,8 +86,8 @@ class FlashInferAttention:
         self._counting.copy_(torch.arange(shape.max_rows + 1))
         num_indices = shape.max_pages + shape.max_rows  # max_rows more, because each padding row also has a page
         self._pages = wrappers.PageMemory(self._zeros(2 * shape.max_rows + 1, torch.int32), self._zeros(num_indices, torch.int32))
-        # Page memory by window. All windows use the columns of self._pages, because a row has the same number of pages in the
-        # page table and in the window table.
+        # Page memory by window. A row has the same number of pages in both page tables, so all windows share the columns of
+        # self._pages. Windowed layers with a page table of their own have separate page indices.
         self._pages_of = dict.fromkeys(shape.windows, self._pages)
         if shape.separate_windows:
             in_windows = replace(self._pages, indices=self._zeros(num_indices, torch.int32))
@@ -170,7 +170,9 @@ class FlashInferAttention:
         return planned
 
     def _decoders(self, columns: StagedColumns, pages: _PagesOf, slot: StagingSlot, schedule: int) -> dict[int, Any]:
-        if self._tensor_cores:  # a decode wrapper uses the same kernels, but its plan copies from pageable memory
+        # A prefill wrapper on tensor cores, because it runs the same kernels. The plan of a decode wrapper copies from pageable
+        # memory.
+        if self._tensor_cores:
             return self._prefillers(DECODE, columns, pages, slot, schedule)
         planned = {}
         for index, window in enumerate(self._shape.windows, schedule):

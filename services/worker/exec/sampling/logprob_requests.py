@@ -261,7 +261,8 @@ class LogprobRequests:
             logits: float32[n, V].
             tokens: int32[m], the token whose log probability is measured in each of the rows.
             rows: int32[m], rows of `logits`; a negative row is not measured.
-            num_top: number of top tokens, which is rounded up to a number in TOPS.
+            num_top: number of top tokens, which is rounded up to a number in TOPS. A number above the largest entry of TOPS is
+                not rounded.
         """
         assert len(tokens) == len(rows), "each row has a token whose log probability is measured"
         count, num_top = len(rows), next((size for size in TOPS if size >= num_top), num_top)

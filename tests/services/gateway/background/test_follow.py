@@ -60,7 +60,7 @@ def test_streams_of_one_response_share_store_reads_and_poll_rarely_when_idle(mon
     asyncio.run(run())
 
 
-def test_streams_of_one_response_receive_local_events_at_once(monkeypatch: Any) -> None:
+def test_streams_of_one_response_receive_local_events_without_polling(monkeypatch: Any) -> None:
     monkeypatch.setattr(follow, "POLL_S", 600.0)
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 600.0)
 

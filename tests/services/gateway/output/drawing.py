@@ -32,7 +32,10 @@ CLOSERS = ["}", "]", '"', ")", '"}', "}}", "0"]
 
 
 class Drawer:
-    """Draws texts under grammars. `marks` are texts that a model of the family often writes."""
+    """Generates random texts that a grammar allows.
+
+    `marks` are texts that models of one family write often, such as their tool-call tags.
+    """
 
     def __init__(self, marks: Sequence[str]) -> None:
         texts = [*marks, *WORDS, *CLOSERS]

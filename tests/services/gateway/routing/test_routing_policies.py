@@ -289,8 +289,12 @@ def test_cache_hits_are_device_matches_when_the_index_has_no_lower_tiers() -> No
 def test_routed_prompt_counts_up_to_the_ends_that_its_worker_will_mark(cached: int, num_tokens: int, ends: int) -> None:
     """A prefix hit at a worker with windowed layers can end only after blocks that the worker marks.
 
-    The predicted hit of the same prompt has `ends` blocks, up to the last mark. If another prompt shares only the first `cached`
-    tokens, its predicted hit is `cached` tokens. `num_tokens`: tokens of the prompt and of the output so far.
+    The worker already has the first `cached` tokens of a prompt. The gateway then routes this prompt to it and predicts the marks
+    that the worker will set. If the same prompt comes again, its predicted hit is `ends` blocks. If another prompt shares only
+    the first `cached` tokens, its predicted hit is these tokens.
+
+    Args:
+        num_tokens: Number of tokens of the prompt and of the output so far.
     """
     workers, index = fleet([0, 0]), PrefixIndex()
     workers.owner[:2] = [index.owner("marks", 0), index.owner("plain", 0)]
