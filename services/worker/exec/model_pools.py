@@ -49,8 +49,8 @@ class ModelPools:
         windows = [layer.window for layer in layers if isinstance(layer, LayerKV)]
         # Below the device, units take the space of whole pages, and pages have bytes only if they have the KV of some layer.
         moves = options.tiers is not None or options.peers is not None
-        # Largest window in tokens of the layers whose KV is in window units; 0 if there is no such layer. If tiers or KV transfers
-        # would otherwise have pages without bytes, windowed layers have their KV in pages.
+        # Largest window in tokens of the layers whose KV is in window units; 0 if there is no such layer. If pages would
+        # otherwise have no bytes for tiers or KV transfers, windowed layers have their KV in pages.
         in_pages_only = moves and 0 not in windows
         self.window = 0 if in_pages_only else max(windows, default=0)
 

@@ -374,10 +374,8 @@ class TcpKvServer:
         if group > min(len(version.units), len(self._num_parts)):
             return NO_PAGES
         count = self._num_parts[group - 1]
-        rows: I32 = (
-            version.units[group - 1].astype(np.int32)[:, None] * np.int32(count) + np.arange(count, dtype=np.int32)
-        ).ravel()
-        return rows
+        firsts = version.units[group - 1] * count
+        return (firsts[:, None] + np.arange(count)).ravel().astype(np.int32)
 
     def _refuse(self, connection: Connection, status: Status, message: str = "") -> None:
         """Counts and sends a refusal. Ends the connection if the refusal cannot be sent."""
