@@ -306,9 +306,11 @@ def test_grammar_that_replaces_draft_tokens_undoes_the_states_of_the_row_in_flig
     drop_row = CacheUnits.drop_row
 
     def record(units: CacheUnits, slot: int, num_committed: int) -> None:
-        before = int(units._at[slot])
+        assert units.slot_states is not None
+        positions = units.slot_states._at
+        before = int(positions[slot])
         drop_row(units, slot, num_committed)
-        dropped.append(before - int(units._at[slot]))
+        dropped.append(before - int(positions[slot]))
 
     monkeypatch.setattr(CacheUnits, "drop_row", record)
     engine = drafting(max_running_requests=4)
@@ -350,7 +352,7 @@ def test_slot_of_a_prompt_of_32768_tokens_holds_a_window_and_a_chunk_and_three_s
     most_windows = most_states = most_pages = 0
     while 0 not in engine.finishes:
         engine.turn()
-        most_windows = max(most_windows, int((units.window_table[0] != NO_UNIT).sum()))
+        most_windows = max(most_windows, int((units.slot_windows.table[0] != NO_UNIT).sum()))
         sizes = int(slots.num_shared[0]), int(slots.num_pages[0])
         most_states = max(most_states, len(units.slot_units(0, *sizes)[units.states.index]))
         most_pages = max(most_pages, sizes[1])
@@ -377,7 +379,7 @@ def test_no_slot_holds_a_unit_after_random_submits_and_aborts() -> None:
     engine.core.memory.settle_units()
     assert len(engine.finishes) == count and units.num_reserved == 0 and not units.slots_with_ends()
     assert all(pool.num_in_slots == 0 for pool in units.pools)
-    assert (units.window_table == NO_UNIT).all()
+    assert (units.slot_windows.table == NO_UNIT).all()
 
 
 def test_pool_without_spare_units_serves_requests_one_after_another() -> None:

@@ -33,3 +33,30 @@ class TreeNode:
     backed: bool = False  # whether a lower tier has the whole node
     entry: int = 0  # number of the node's valid entry in the eviction queue; 0: the queue has no valid entry for the node
     gone: bool = False  # whether the node was evicted
+
+
+def backwards(end: TreeNode, first: int, stop: int | None = None) -> list[tuple[TreeNode, int, int]]:
+    """Returns (node, index of the page in the node, index in the sequence) of the pages from `first` to `stop`, last first.
+
+    Args:
+        end: node at the end of the pages, or after it.
+        first: first page.
+        stop: number of pages; None for all pages up to the end of the node.
+    """
+    found = []
+    node = end
+    last = end.depth if stop is None else stop
+    while node.parent is not None and node.depth > first:
+        begin = node.parent.depth
+        found += [(node, at - begin, at) for at in range(min(node.depth, last) - 1, max(begin, first) - 1, -1)]
+        node = node.parent
+    return found
+
+
+def page_of(end: TreeNode, page: int) -> tuple[TreeNode, int]:
+    """Returns the node that has page `page` of the sequence that ends with the node `end`, and the page's index in the node."""
+    node = end
+    while node.parent is not None and node.parent.depth > page:
+        node = node.parent
+    assert node.parent is not None and node.parent.depth <= page < node.depth, "the page is on the path"
+    return node, page - node.parent.depth

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock_llm.services.worker.core.kv.cache_units import CacheUnits, page_of
-from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.kv.cache_units import CacheUnits
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode, page_of
 from rootstock_llm.services.worker.core.kv.unit_pool import NO_UNIT
 
 I32 = NDArray[np.int32]

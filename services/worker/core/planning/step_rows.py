@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_tokens
-from rootstock_llm.services.worker.core.kv.cache_units import NO_DECODE_STATES, DecodeStates, RowStates
 from rootstock_llm.services.worker.core.kv.memory import NO_UPDATES, TableUpdates
+from rootstock_llm.services.worker.core.kv.slot_states import NO_DECODE_STATES, DecodeStates, RowStates
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
 
