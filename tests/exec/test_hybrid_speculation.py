@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,11 @@ from rootstock_llm.services.worker.exec.build import DeviceOptions, DeviceParts,
 from rootstock_llm.services.worker.exec.drafting.ngram import NgramDrafter
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.kernel_set import KernelSet
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 from tests.core.fake_grammar import spec
 from tests.exec.always_guessing import always, now_and_then
 from tests.exec.device_doubles import GraphMemoryDouble, Watch, WatchedKernels
+from tests.exec.draft_folders import write_eagle3
 from tests.exec.guesses import Guesses
 from tests.exec.late_streams import LateStreams
 from tests.exec.random_contexts import Answer, Asked, Turned, World, alone, answer_in, random_context, strings, targets
@@ -44,11 +47,11 @@ class Pair:
 
 
 def made_of(
-    folder: Path, world: World, dtype: str, max_tokens: int = 512, parts: DeviceParts | None = None
+    folder: Path, world: World, dtype: str, max_tokens: int = 512, parts: DeviceParts | None = None, **more: Any
 ) -> tuple[DeviceExecutor, World]:
-    options = DeviceOptions(
-        device="cpu", num_threads=1, deterministic=True, max_drafts=world.max_drafts, max_tokens=max_tokens, max_chunk=256
-    )
+    """Builds an executor. `more` has further fields of DeviceOptions. Returns it with the world of its cache groups."""
+    options = DeviceOptions(device="cpu", num_threads=1, deterministic=True, max_drafts=world.max_drafts, max_chunk=256)
+    options = replace(options, max_tokens=max_tokens, **more)
     sizes = (world.page_size, world.max_slots, world.num_pages, 0.5, world.context_len)
     executor, info = build_device_executor(str(folder), dtype, *sizes, options, lambda _: None, True, parts)
     return executor, replace(world, groups=info.groups)
@@ -181,3 +184,30 @@ def test_draft_tokens_change_no_token_of_a_model_with_windows_when_graphs_verify
         outputs.append(alone(world, executor, target).tokens)
     assert outputs[0] == outputs[1] and guesses.accepted > 0
     assert executor.runner.stats.eager_steps == before.eager_steps + 1, "only the step with the prompt runs without a graph"
+
+
+@pytest.mark.parametrize("folder", ["qwen3.5-window"], indirect=True, scope="module")
+@pytest.mark.parametrize("algorithm", ["draft", "eagle3"])
+def test_draft_models_change_no_bit_of_an_answer(
+    pair: Pair, folder: Path, algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The separate draft model has windows. Its KV is in pages at full length, beside window units and states of the target."""
+    monkeypatch.setattr(DraftController, "choose", always)
+    if algorithm == "draft":
+        MODELS["gemma3"].build(tmp_path / "drafter")
+    else:
+        write_eagle3(tmp_path / "drafter", folder, draft_vocab=100)
+    given = {"speculative_algorithm": algorithm, "draft_model": str(tmp_path / "drafter")}
+    executor, world = made_of(folder, replace(WORLD, drafts_by_model=True), pair.dtype, **given)
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[1]
+    expected = alone(pair.plain_world, pair.plain, target)
+    assert strings(world, executor, target, range(2)) == {expected.bits()}
+    assert alone(world, executor, target).verified.drafted > 0
+    executor.close()
+
+
+def test_draft_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    MODELS["qwen3"].build(tmp_path / "target")
+    MODELS["qwen3.5"].build(tmp_path / "drafter")
+    with pytest.raises(UnsupportedModel, match="cannot draft: it has recurrent layers"):
+        made_of(tmp_path / "target", WORLD, "float32", speculative_algorithm="draft", draft_model=str(tmp_path / "drafter"))
