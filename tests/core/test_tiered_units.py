@@ -273,3 +273,60 @@ def test_hit_ends_in_the_host_tier_are_reported_to_the_prefix_index(kinds: str) 
     engine.control.flush_tiers((Tier.HOST,))
     engine.check()
     assert not engine.below
+
+
+def test_decode_worker_reads_only_the_window_units_that_it_lacks() -> None:
+    """The second prompt ends one page after the first one, so that one of its two window units is on the decode worker."""
+    pair, first = pair_of("both"), [*range(37)]
+    second = [*first[:36], *range(500, 507)]
+    pair.answer(0, first, max_new_tokens=6)
+    finish = pair.answer(1, second, max_new_tokens=6)
+    assert finish.cached_tokens == 40
+    pulls = lower(pair.second, {OperationKind.PULL})
+    assert [(pull.group, len(pull.pages)) for pull in pulls][-3:] == [(0, 1), (1, 1), (2, 1)]
+    assert pulls[-2].pull is not None and pulls[-2].pull.first == PARTS[CacheKind.WINDOW]
+    check_hits(pair.second, random.Random(0))
+    pair.assert_answers_and_ends()
+
+
+def test_units_that_are_reserved_for_slots_are_not_lent() -> None:
+    engine = tiered(window=0, spare_states=2, max_running_requests=3)
+    pins, units = engine.core.memory.unit_pins, engine.core.memory.units
+    assert pins is not None and units is not None and pins.num_lendable(0) == 11
+    for handle in range(3):
+        engine.submit(handle, [*range(handle * 50, handle * 50 + 5)], max_new_tokens=9, ignore_eos=True)
+    engine.turn()
+    assert units.num_slots == 3 and pins.num_lendable(0) == 2
+    engine.drain()
+    assert pins.num_lendable(0) == 11
+
+
+def test_units_of_a_page_end_are_pinned_together_or_not_at_all() -> None:
+    engine = tiered(spare_windows=2, host_pages=0, reads_peers=True)
+    served(engine, 0, [*range(43)], max_new_tokens=1)
+    memory, tokens = engine.core.memory, np.arange(43, dtype=np.int32).tobytes()
+    assert memory.unit_pins is not None
+    node = memory.match("", tokens, 40)
+    found = memory.unit_pins.pin_end(node, 10)
+    assert [len(each) for each in found] == [2, 1]
+    assert memory.unit_pins.pin_end(node, 5) == [], "no page end inside of the chunk has a state"
+    for index, each in enumerate(found):
+        memory.unit_pins.unpin(index, each)
+    lent = memory.unit_pins.num_lendable(0)
+    quarantined = memory.unit_pins.quarantine(0, lent - 1)
+    assert memory.unit_pins.pin_end(node, 10) == [], "one of the two window units may not be lent"
+    memory.unit_pins.free_quarantined(0, quarantined)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_reservation_that_grows_pins_its_units_once(kinds: str) -> None:
+    """The second request has a prefix hit of all its pages, so that its reservation opens with units and grows at the handover."""
+    pair = pair_of(kinds)
+    for handle in range(2):
+        pair.compute(handle, [*range(43)], max_new_tokens=6)
+    units = pair.first.core.memory.units
+    assert units is not None
+    expected = [2 if pool is units.windows else 1 for pool in units.pools]
+    assert [pool.num_lent for pool in units.pools] == [2 * count for count in expected], "two reservations pin the same units"
+    pair.assert_answers_and_ends()
+    assert not any(pool.num_lent for pool in units.pools)

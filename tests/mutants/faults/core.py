@@ -245,14 +245,14 @@ CORE = (
         "groups",
         "services/worker/core/tiers/stored_units.py",
         ("num_pages, used = num_pages or end, size", "num_pages, used = end, size"),
-        ("self._keys.parts(page_key, 1 + index, 1)[0]", "page_key"),
+        ("1 + index, self.num_parts[index])", "1, self.num_parts[index])"),
         only="test_tiered_units",
     ),
     *of(
         "groups",
         "services/worker/core/requests/reservations.py",
         ("if memory.unit_pins is not None and 0 < opened.units_end <= node.depth:", "if False:"),
-        ("    live.units = []\n", "    live.units = live.units\n"),
+        ("            _unpin_units(live)\n", ""),
         only="test_tiered_units",
     ),
     *of(

@@ -103,7 +103,7 @@ class UnitPins:
         return [
             f"group {pool.index} has fewer units than {pool.num_lent} lent and {self._units.num_reserved_of(pool)} reserved units"
             for pool in self._units.pools
-            if pool.num_lent < len(pool.quarantined) or self._num_unreserved(pool.index) < 0
+            if pool.num_lent < len(pool.quarantined) or pool.num_lent + self._units.num_reserved_of(pool) > pool.num_units
         ]
 
     def _num_unreserved(self, index: int) -> int:
