@@ -126,6 +126,7 @@ def test_shorter_prefix_is_read_when_the_state_at_its_end_was_lost() -> None:
     for key in last.keys:
         host._evict_key(key)
     assert served(engine, 1, [*range(43)], max_new_tokens=1) == 32
+    assert engine.core.stats().recomputed_pages_total == 2, "the host tier has the two pages before the lost state"
 
 
 def page_keys(engine: Engine, prompt: list[int]) -> list[bytes]:
