@@ -321,7 +321,7 @@ def test_units_of_a_page_end_are_pinned_together_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("kinds", KINDS)
 def test_reservation_that_grows_pins_its_units_once(kinds: str) -> None:
-    """The second request has a prefix hit of all its pages, so that its reservation opens with units and grows at the handover."""
+    """The second request has a prefix hit of all its pages. Its reservation opens with units and grows at the handover."""
     pair = pair_of(kinds)
     for handle in range(2):
         pair.compute(handle, [*range(43)], max_new_tokens=6)

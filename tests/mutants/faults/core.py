@@ -237,7 +237,7 @@ CORE = (
         "services/worker/core/tiers/unit_reads.py",
         ("for end in range(min(readable, wanted.limit), hit, -1):", "for end in range(min(readable, wanted.limit), hit, -99):"),
         ("return source if end == wanted.source_end else None", "return None"),
-        ("(unit.page - memory.units.read_at(unit.index, end).start) * len(unit.keys)", "0"),
+        ("(run[0].page - memory.units.read_at(index, end).start) * len(run[0].keys)", "0"),
         ("            memory.units.note_end(running.node, wanted.end)\n", "            pass\n"),
         only="test_tiered_units",
     ),

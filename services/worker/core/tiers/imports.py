@@ -17,21 +17,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from rootstock_llm.services.worker.core.contracts.reservations import KvSource, Prover
-from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull, Tier
+from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, Fact, PageOperation, Pull, Tier
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.core.kv.other_tiers import Wanted
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
-from rootstock_llm.services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport
+from rootstock_llm.services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport, prover_of, source_of
 from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys, leading
 from rootstock_llm.services.worker.core.tiers.rates import Rates
-from rootstock_llm.services.worker.core.tiers.stored_units import StoredUnit, StoredUnits
+from rootstock_llm.services.worker.core.tiers.stored_units import StoredUnits
 from rootstock_llm.services.worker.core.tiers.unit_reads import MOST_UNIT_READS, UnitReads
 
 MOST_QUARANTINED_SHARE = 2  # divisor: operations may write at most 1/2 of the pool's pages at a time
 MOST_AT_ONCE = 32  # largest number of operations that one plan() begins for one request
-_KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH, Tier.PEER: OperationKind.PULL}
 
 
 class Imports:
@@ -70,7 +68,7 @@ class Imports:
         self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}  # pinned nodes, by seq
         self._freed = False  # whether pins were released since the last take_freed()
         self._lanes = lanes
-        self._unit_reads = UnitReads(units, host, self._stored, lanes)
+        self._unit_reads = UnitReads(units, host, self._stored, lanes, at_once)
         self.imported_pages_total: Counter[Tier] = Counter()  # pages that arrived, by tier
         self.prefetched_pages_total = 0  # pages that arrived before their request
         # Pages that were computed although a tier had them; operations that did not read all of their pages; reads from remote
@@ -240,7 +238,7 @@ class Imports:
             return False
         self._keys.extend(wanted.keys, self._keys.root(wanted.tree), wanted.tokens, wanted.limit)
         cached = memory.cached(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)[1] // memory.page_size
-        return self._unit_reads.choose_end(wanted, memory, hit, cached, _source_of(wanted))
+        return self._unit_reads.choose_end(wanted, memory, hit, cached, source_of(wanted))
 
     def _next_read(self, wanted: Wanted, memory: KVMemory) -> tuple[Place | None, int]:
         """Returns the place of the next read of a request, and the pages and parts that the request reads together.
@@ -254,7 +252,7 @@ class Imports:
         for unit in self._unit_reads.missing(wanted, memory, wanted.end):
             if unit.keys[0] in self._lanes.coming:
                 return None, 0
-            return self._unit_reads.place_of(unit, wanted, wanted.end, _source_of(wanted)), wanted.num_rows
+            return self._unit_reads.place_of(unit, wanted, wanted.end, source_of(wanted)), wanted.num_rows
         return None, 0
 
     def _is_readable(self, wanted: Wanted, at: int) -> bool:
@@ -290,7 +288,7 @@ class Imports:
         for place, cached in ((HOST, self._host), (STORAGE, self._stored)):
             if count := leading(rest, cached):
                 return place, self._before_coming(rest[:count])
-        source = _source_of(wanted)
+        source = source_of(wanted)
         if source is not None and source.source is not None and source.source.num_pages > first:
             return source, self._before_coming(rest[: source.source.num_pages - first])
         return None, 0
@@ -342,7 +340,7 @@ class Imports:
             memory: the owner of the device units.
             began: time at which the operations can begin, or None if a step runs.
         """
-        end, source = wanted.end, _source_of(wanted)
+        end, source = wanted.end, source_of(wanted)
         missing = self._unit_reads.missing(wanted, memory, end)
         if not missing or self._is_coming(wanted, missing[0].keys[0]):
             return []
@@ -353,55 +351,19 @@ class Imports:
             return []
         wanted.num_unit_reads += 1
         operations: list[PageOperation] = []
-        for place, run in self._unit_runs(wanted, missing):
-            running = self._begin_run(wanted, node, place, run, memory, began)
+        for place, run in self._unit_reads.runs(wanted, missing, source):
+            running = self._unit_reads.begin(next(self._ids), wanted, node, place, run, memory, began)
             if not operations:
                 self._lanes.wait_for(running, wanted)
             operations.append(running.operation)
         return operations
-
-    def _unit_runs(self, wanted: Wanted, missing: Sequence[StoredUnit]) -> list[tuple[Place, list[StoredUnit]]]:
-        """Returns the reads of the missing units: units of one group and place on consecutive pages that are not being read."""
-        runs: list[tuple[Place, list[StoredUnit]]] = []
-        for unit in missing:
-            place = self._unit_reads.place_of(unit, wanted, wanted.end, _source_of(wanted))
-            if place is None or unit.keys[0] in self._lanes.coming:
-                continue
-            last = runs[-1][1] if runs else []
-            follows = bool(last) and last[-1].index == unit.index and last[-1].page + 1 == unit.page and runs[-1][0] == place
-            if follows and (len(last) + 1) * len(unit.keys) <= self._at_once:
-                last.append(unit)
-            else:
-                runs.append((place, [unit]))
-        return runs
-
-    def _begin_run(
-        self, wanted: Wanted, node: TreeNode, place: Place, run: Sequence[StoredUnit], memory: KVMemory, began: float | None
-    ) -> RunningImport:
-        """Begins the read of a run of units."""
-        assert memory.unit_pins is not None, "the model has cache groups"
-        keys = tuple(key for unit in run for key in unit.keys)
-        index, size = run[0].index, memory.page_size * TOKEN_BYTES
-        memory.pin(node)
-        units = memory.unit_pins.quarantine(index, len(run))
-        host_pages = self._host.pin(keys) if place.tier is Tier.HOST else NO_PAGES
-        self._host.touch(keys)
-        self._host.touch(wanted.keys[: wanted.end])
-        pull, prover = None, _prover(wanted)
-        if place.source is not None and prover is not None:
-            first_row = self._unit_reads.first_row(run[0], memory, wanted.end)
-            pull = Pull(place.source, first_row, prover.up_to(wanted.end * size))
-        operation = PageOperation(next(self._ids), _KINDS[place.tier], keys, units, host_pages, 1 + index, pull)
-        running = RunningImport(operation, place, wanted, node, run[0].page, memory, began)
-        self._lanes.begin(running)
-        return running
 
     def _begin_more(
         self, wanted: Wanted, node: TreeNode, first: int, memory: KVMemory, began: float | None
     ) -> list[PageOperation]:
         """Begins consecutive operations while reading pays and pages are available. The request waits for the first of them."""
         operations: list[PageOperation] = []
-        at, prover = first, _prover(wanted)
+        at, prover = first, prover_of(wanted)
         while len(operations) < MOST_AT_ONCE:
             place, count = self._next_run(wanted, at)
             at_once = self._load_at_once if place is HOST else self._at_once
@@ -435,7 +397,7 @@ class Imports:
         pages = memory.quarantine(count)
         host_pages = self._host.pin(keys) if place.tier is Tier.HOST else NO_PAGES
         self._host.touch(wanted.keys[: first + count])
-        operation = PageOperation(next(self._ids), _KINDS[place.tier], keys, pages, host_pages, pull=pull)
+        operation = PageOperation(next(self._ids), place.kind, keys, pages, host_pages, pull=pull)
         running = RunningImport(operation, place, wanted, node, first, memory, began)
         self._lanes.begin(running)
         return running
@@ -496,20 +458,6 @@ class Imports:
         if (pinned := self._pinned.pop(seq, None)) is not None:
             pinned[1].unpin(pinned[0])
         return pinned is not None
-
-
-def _prover(wanted: Wanted) -> Prover | None:
-    source = wanted.source
-    return Prover(source.reservation.secret, wanted.tree, wanted.tokens) if isinstance(source, KvSource) else None
-
-
-def _source_of(wanted: Wanted) -> Place | None:
-    """Returns the remote worker from which the prompt can be read, or None."""
-    source = wanted.source
-    if source is None:
-        return None
-    assert isinstance(source, KvSource), "the source of a prompt is a KvSource"
-    return Place(Tier.PEER, source)
 
 
 def _reservation_of(wanted: Wanted) -> object:

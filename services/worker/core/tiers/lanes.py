@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rootstock_llm.services.worker.core.contracts.reservations import KvSource
-from rootstock_llm.services.worker.core.contracts.transfers import Fact, PageOperation, Tier
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource, Prover
+from rootstock_llm.services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Tier
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.core.kv.other_tiers import Wanted
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
@@ -29,7 +29,13 @@ class Place:
         """Name of the lane: the tier, or the address of the remote worker."""
         return self.tier if self.source is None else self.source.address
 
+    @property
+    def kind(self) -> OperationKind:
+        """Kind of the operations that read from it."""
+        return _KINDS[self.tier]
 
+
+_KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH, Tier.PEER: OperationKind.PULL}
 HOST, STORAGE = Place(Tier.HOST), Place(Tier.STORAGE)
 
 
@@ -200,3 +206,18 @@ class Lanes:
         rest, computed = running.compared(wanted)
         place, count = running.place, len(running.operation.keys)
         return self._rates.is_over(place.tier, count, elapsed, rest, place.lane, computed)
+
+
+def source_of(wanted: Wanted) -> Place | None:
+    """Returns the remote worker from which the prompt can be read, or None."""
+    source = wanted.source
+    if source is None:
+        return None
+    assert isinstance(source, KvSource), "the source of a prompt is a KvSource"
+    return Place(Tier.PEER, source)
+
+
+def prover_of(wanted: Wanted) -> Prover | None:
+    """Returns the maker of the proofs with which the prompt is read from a remote worker, or None without a remote worker."""
+    source = wanted.source
+    return Prover(source.reservation.secret, wanted.tree, wanted.tokens) if isinstance(source, KvSource) else None

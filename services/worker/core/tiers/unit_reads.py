@@ -1,4 +1,4 @@
-"""The page ends up to which imports read, and the units that they read, for models with cache groups.
+"""The page ends up to which imports read, and the reads of units, for models with cache groups.
 
 A hit needs all pages up to its end and the units that the next token reads there. An import therefore has one page end as its
 target: the longest one at which nothing is missing that neither the tree nor another tier has. It reads the missing pages first.
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, PageOperation, Pull
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.core.kv.other_tiers import Wanted
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from rootstock_llm.services.worker.core.kv.unit_pool import NO_UNIT
 from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
-from rootstock_llm.services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport
+from rootstock_llm.services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport, prover_of
 from rootstock_llm.services.worker.core.tiers.stored_units import StoredUnit, StoredUnits
 
 MOST_UNIT_READS = 16  # largest number of times that a request begins to read units
@@ -24,7 +25,7 @@ MOST_UNIT_READS = 16  # largest number of times that a request begins to read un
 class UnitReads:
     """Chooses the targets of imports, and publishes the units that arrive."""
 
-    def __init__(self, units: StoredUnits, host: HostIndex, stored: Collection[bytes], lanes: Lanes) -> None:
+    def __init__(self, units: StoredUnits, host: HostIndex, stored: Collection[bytes], lanes: Lanes, at_once: int) -> None:
         """Starts without imports.
 
         Args:
@@ -32,8 +33,9 @@ class UnitReads:
             host: index of the host tier.
             stored: page keys in the storage.
             lanes: the running operations.
+            at_once: largest number of parts of an operation, unless a single unit has more.
         """
-        self._units, self._host, self._stored, self._lanes = units, host, stored, lanes
+        self._units, self._host, self._stored, self._lanes, self._at_once = units, host, stored, lanes, at_once
         self._pinned: dict[int, list[tuple[KVMemory, int, int]]] = {}  # (memory, group's index, unit) of arrived units, by seq
 
     def choose_end(self, wanted: Wanted, memory: KVMemory, hit: int, cached: int, source: Place | None) -> bool:
@@ -88,10 +90,48 @@ class UnitReads:
                 return place
         return source if end == wanted.source_end else None
 
-    def first_row(self, unit: StoredUnit, memory: KVMemory, end: int) -> int:
-        """Returns the index of a unit's first part among the parts that a reservation with units at `end` has."""
-        assert memory.units is not None, "the model has cache groups"
-        return (unit.page - memory.units.read_at(unit.index, end).start) * len(unit.keys)
+    def runs(self, wanted: Wanted, missing: Sequence[StoredUnit], source: Place | None) -> list[tuple[Place, list[StoredUnit]]]:
+        """Returns the reads of the missing units: units of one group and place on consecutive pages that are not being read."""
+        runs: list[tuple[Place, list[StoredUnit]]] = []
+        for unit in missing:
+            place = self.place_of(unit, wanted, wanted.end, source)
+            if place is None or unit.keys[0] in self._lanes.coming:
+                continue
+            last = runs[-1][1] if runs else []
+            follows = bool(last) and last[-1].index == unit.index and last[-1].page + 1 == unit.page and runs[-1][0] == place
+            if follows and (len(last) + 1) * len(unit.keys) <= self._at_once:
+                last.append(unit)
+            else:
+                runs.append((place, [unit]))
+        return runs
+
+    def begin(
+        self,
+        op_id: int,
+        wanted: Wanted,
+        node: TreeNode,
+        place: Place,
+        run: Sequence[StoredUnit],
+        memory: KVMemory,
+        began: float | None,
+    ) -> RunningImport:
+        """Begins the read of one of runs(). `node` is the node at the target; the other arguments are those of RunningImport."""
+        assert memory.units is not None and memory.unit_pins is not None, "the model has cache groups"
+        index, end = run[0].index, wanted.end
+        keys = tuple(key for unit in run for key in unit.keys)
+        memory.pin(node)
+        units = memory.unit_pins.quarantine(index, len(run))
+        host_pages = self._host.pin(keys) if place is HOST else NO_PAGES
+        self._host.touch(keys)
+        self._host.touch(wanted.keys[:end])
+        pull, prover = None, prover_of(wanted)
+        if place.source is not None and prover is not None:
+            first_part = (run[0].page - memory.units.read_at(index, end).start) * len(run[0].keys)
+            pull = Pull(place.source, first_part, prover.up_to(end * memory.page_size * TOKEN_BYTES))
+        operation = PageOperation(op_id, place.kind, keys, units, host_pages, 1 + index, pull)
+        running = RunningImport(operation, place, wanted, node, run[0].page, memory, began)
+        self._lanes.begin(running)
+        return running
 
     def publish(self, running: RunningImport, count: int, pinned_node: TreeNode | None) -> int:
         """Gives the units of an ended operation to their pages. Frees the units that were not read.
