@@ -92,8 +92,9 @@ def test_units_are_restored_to_the_bit_with_each_way_of_copying(dtype: torch.dty
         assert saved[0].equal(saved[1]) and saved[0].equal(saved[2])
 
 
-def test_completions_have_the_same_bits_with_units_from_the_host_tier(folder: Path, plain: Served) -> None:
-    served = Served(*build(folder, POOL_PAGES, options()), poisoned=True)
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_completions_have_the_same_bits_with_units_from_the_host_tier(folder: Path, plain: Served, max_drafts: int) -> None:
+    served = Served(*build(folder, POOL_PAGES, options(), max_drafts=max_drafts, speculative_algorithm="ngram"), poisoned=True)
     first = [served.ask(prompt(number), seed=number) for number in range(4)]
     again = [served.ask(prompt(number), seed=number) for number in range(4)]
     for number in range(4):
