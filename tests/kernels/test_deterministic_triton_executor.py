@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,21 @@ import pytest
 import torch
 
 from rootstock_llm.kernels.triton.layers.layers import TritonLayers
+from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
 from rootstock_llm.services.worker.exec.attention.triton_backend import TritonAttention
 from rootstock_llm.services.worker.exec.build import DeviceParts, assemble_executor
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.loading import load_model
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from rootstock_llm.services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
+from tests.exec.always_guessing import now_and_then
 from tests.exec.device_executors import options_for
-from tests.exec.random_contexts import World, strings, targets
-from tests.exec.tiny_models import TinyModel
+from tests.exec.guesses import Guesses
+from tests.exec.random_contexts import World, alone, strings, targets
+from tests.exec.test_speculation import guess_with
+from tests.exec.tiny_models import QWEN35, TinyModel
 from tests.kernels.ordered_products import products_in_order
 from tests.night import NIGHTLY
 
@@ -39,19 +46,35 @@ WORLD = World(
 MODEL = TinyModel("Qwen3", {"vocab_size": 67, "num_hidden_layers": 1, "head_dim": 16, "max_position_embeddings": 64})
 
 
-@pytest.fixture
-def executor(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+# A recurrent layer, and a layer with attention.
+HYBRID = TinyModel(
+    "Qwen3_5",
+    {**QWEN35, "vocab_size": 67, "num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": 64}
+    | {"layer_types": ["linear_attention", "full_attention"]},
+    config="Qwen3_5TextConfig",
+)
+
+
+def made_of(
+    model: TinyModel, folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, max_drafts: int = 0
+) -> DeviceExecutor:
     def weights(checkpoint: Any, read: Any, dtype: Any, kernels: Any, progress: Any, phases: Any) -> Any:
         return stream_weights(checkpoint, read, dtype, device, kernels, StreamOptions(threads=1), progress, phases)
 
     products_in_order(monkeypatch)
-    MODEL.build(tmp_path)
+    model.build(folder)
     target = LoadTarget(device, lambda _: TritonLayers(device, deterministic=True), weights, lambda *_: "one")
-    loaded = load_model(LoadRequest(tmp_path, "float32", WORLD.page_size, WORLD.context_len, 1, lambda _: None, target=target))
+    loaded = load_model(LoadRequest(folder, "float32", WORLD.page_size, WORLD.context_len, 1, lambda _: None, target=target))
     parts = DeviceParts(attention=lambda shape: TritonAttention(shape, device, deterministic=True))
-    options = options_for(str(device), kernels="triton", max_tokens=64, deterministic=True)
+    options = options_for(str(device), kernels="triton", max_tokens=64, deterministic=True, max_drafts=max_drafts)
     size, pages = WORLD.page_size, WORLD.num_pages
     made, _ = assemble_executor(loaded, WORLD.max_slots, size, pages, 0.5, options, lambda _: None, True, parts)
+    return made
+
+
+@pytest.fixture
+def executor(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    made = made_of(MODEL, tmp_path, device, monkeypatch)
     yield made
     made.close()
 
@@ -62,3 +85,22 @@ def executor(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPat
 def test_executor_gives_the_same_token_ids_and_logprob_bits_in_any_context(executor: Executor, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), 11, 5))[number]
     assert len(strings(WORLD, executor, target, range(100 * number, 100 * number + CONTEXTS))) == 1
+
+
+@pytest.mark.timeout(7200)
+def test_drafting_changes_no_bit_of_an_answer_of_a_model_with_recurrent_layers(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftController, "choose", now_and_then())
+    answers = []
+    for max_drafts in (0, 3):
+        executor = made_of(HYBRID, tmp_path / str(max_drafts), device, monkeypatch, max_drafts)
+        groups = (CacheGroup(CacheKind.STATE, executor.runner.passes.pool.num_states),)
+        world = replace(WORLD, max_drafts=max_drafts, groups=groups)
+        target = next(targets(world, random.Random(5), 11, 9))
+        if max_drafts:
+            guesses = Guesses([[*target.prompt, *answers[0].tokens]], 0.3, WORLD.vocab_size)
+            guess_with(executor, guesses)
+        answers.append(alone(world, executor, target))
+        executor.close()
+    assert answers[0].bits() == answers[1].bits() and guesses.accepted > 0

@@ -40,9 +40,9 @@ def states_per_slot(max_drafts: int) -> int:
 
 
 def draft_window_tokens(max_drafts: int) -> int:
-    """Returns the number of tokens by which the window of a decode row grows because of draft tokens.
+    """Returns the number of tokens beyond the window for which a decode row needs window units because of draft tokens.
 
-    Two steps with draft tokens are not committed or not planned to their end, and a third one delays the kept page end.
+    These are the tokens of the step in flight, the tokens of the next step, and the accepted tokens after the kept page end.
     """
     return 3 * (max_drafts + 1) if max_drafts else 0
 
