@@ -11,9 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rootstock_llm.services.worker.exec.build import build_device_executor
-from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions, TierOptions
-from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 from tests.exec.transformers_families import SERVED
@@ -109,19 +107,3 @@ def test_loading_refuses_unsupported_configs_of_models_with_recurrent_layers(hyb
     (tmp_path / "config.json").write_text(json.dumps(json.loads((hybrid / "config.json").read_text()) | values))
     with pytest.raises(ValueError, match=message):
         build(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tiers": TierOptions(1e9, 0, None, bytes(32), host_share=0.01)}, "--enable-hierarchical-cache is not available"),
-    ],
-    ids=["tiers"],
-)
-def test_unsupported_options_for_recurrent_layers_are_refused_before_the_weights_are_read(
-    hybrid: Path, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
-    (tmp_path / "config.json").write_text((hybrid / "config.json").read_text())
-    wanted = DeviceOptions(device="cpu", num_threads=1, **options)
-    with pytest.raises(UnsupportedModel, match=message):
-        build_device_executor(str(tmp_path), "auto", 4, 2, 8, 0.5, None, wanted, lambda _: None)

@@ -43,7 +43,7 @@ READ_BY_FUNCTIONS = {
         "admitted",
         *(f"table_{name}" for name in ("slots", "firsts", "counts", "pages")),
         *(f"window_{name}" for name in ("slots", "firsts", "counts", "units")),
-        *(f"state_{name}" for name in ("before", "after", "cuts", "at_cut")),
+        *(f"state_{name}" for name in ("before", "after", "cuts", "at_cut", "starts")),
     }
 }
 
