@@ -214,7 +214,6 @@ CORE = (
         ("return 0 if self.kept[slot] != NO_UNIT or has_cut else 1", "return 1"),
         ("at_end = (at % self._page_size == 0) & self._keeps_ends", "at_end = np.zeros(len(slots), dtype=np.bool_)"),
         ("self._at[slots] -= rejected", "pass"),
-        (" and since[slot] <= num_committed:", ":"),
         only="test_cache_units",
     ),
     *of(

@@ -34,7 +34,6 @@ SPECULATION = (
         "speculation",
         "services/worker/exec/step/saved_inputs.py",
         ("self._newest[mine] = 1 - self._newest[mine]", "pass"),
-        ("self._firsts[:, slots[:extends]] = NOT_SAVED", "pass"),
         only="test_hybrid_speculation",
     ),
     *of(
