@@ -97,10 +97,10 @@ def test_draft_tokens_change_no_bit_of_an_answer(pair: Pair, number: int, steps:
 @pytest.mark.by_day(one_in=2, seed=3)
 def test_drafting_changes_no_bit_of_an_answer_with_a_grammar(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar forces some tokens, so that rows in flight are dropped and their states are undone."""
-    monkeypatch.setattr(DraftController, "choose", now_and_then())
     bound = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     sampled = replace(bound.params, grammar=spec(1, NEW_TOKENS))
-    for params in (sampled, replace(sampled, top_logprobs=-1)):
+    for params, choose in ((sampled, now_and_then()), (replace(sampled, top_logprobs=-1), always)):
+        monkeypatch.setattr(DraftController, "choose", choose)
         target = Asked(bound.prompt, params)
         expected, guesses = drafts_of(pair, target, 0.3)
         for seed in range(CONTEXTS):
