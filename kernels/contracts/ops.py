@@ -52,7 +52,7 @@ class RaggedRows:
     window_table: Tensor | None = None  # the page table of windowed layers, if their KV is in other pages
     window_locations: Tensor | None = None  # int64[T]: `locations` in the pages of window_table
     states: StateRows | None = None  # states of recurrent layers
-    drafts: DraftStates | None = None  # replayed and saved tokens of recurrent layers; None if there are none
+    drafts: DraftStates | None = None  # tokens that recurrent layers replay or save; None if they do neither
 
     def in_windows(self) -> RaggedRows:
         """Returns the same rows with the page table and the locations of windowed layers."""
@@ -73,7 +73,7 @@ class StateRows:
 
 @dataclass(frozen=True, slots=True)
 class DraftStates:
-    """How recurrent layers compute a step with draft tokens, or with accepted draft tokens of earlier steps.
+    """The replayed and saved tokens of recurrent layers, in a step with draft tokens or with accepted ones of earlier steps.
 
     The rows of RaggedRows.states have the tokens `offsets` and `num_tokens`, which may differ from those of RaggedRows. Q rows
     only replay tokens, before the other rows are computed.

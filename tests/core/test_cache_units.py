@@ -382,13 +382,17 @@ def test_no_slot_holds_a_unit_after_random_submits_and_aborts() -> None:
     assert (units.slot_windows.table == NO_UNIT).all()
 
 
-def test_pool_without_spare_units_serves_requests_one_after_another() -> None:
-    engine = hybrid(spare_windows=0, spare_states=0, max_running_requests=3, context_len=128)
-    for handle in range(5):
+def serve_different_prompts(engine: Engine, count: int) -> None:
+    """Serves requests whose prompts of 40 tokens share no prefix, and checks their answers."""
+    for handle in range(count):
         engine.submit(handle, [handle * 50 + each for each in range(40)], max_new_tokens=12, ignore_eos=True)
     engine.drain()
-    for handle in range(5):
+    for handle in range(count):
         engine.check_answer(handle)
+
+
+def test_pool_without_spare_units_serves_requests_one_after_another() -> None:
+    serve_different_prompts(hybrid(spare_windows=0, spare_states=0, max_running_requests=3, context_len=128), 5)
 
 
 def test_reused_prompt_stays_cached_longer_than_an_unused_prompt() -> None:

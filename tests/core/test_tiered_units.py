@@ -29,7 +29,7 @@ from rootstock_llm.services.worker.core.contracts.transfers import (
 from rootstock_llm.services.worker.exec.contracts.operations import DeleteStored
 from tests.core.harness import Engine, chained, slow, small
 from tests.core.peers import Relayed
-from tests.core.test_cache_units import KINDS, check_hits, configs, groups_of, served
+from tests.core.test_cache_units import KINDS, check_hits, configs, groups_of, serve_different_prompts, served
 from tests.core.test_scheduler_properties import check_run, drive
 from tests.night import NIGHTLY
 
@@ -147,12 +147,7 @@ def test_prefix_is_computed_when_reads_of_units_fail(kinds: str) -> None:
 
 def test_running_requests_keep_their_reserved_states_while_copies_run() -> None:
     """All states are reserved while three requests run, so that no copy and no read takes one."""
-    engine = tiered(window=0, spare_states=0, max_running_requests=3, context_len=128)
-    for handle in range(9):
-        engine.submit(handle, [handle * 50 + each for each in range(40)], max_new_tokens=12, ignore_eos=True)
-    engine.drain()
-    for handle in range(9):
-        engine.check_answer(handle)
+    serve_different_prompts(tiered(window=0, spare_states=0, max_running_requests=3, context_len=128), 9)
 
 
 @pytest.mark.parametrize("kinds", KINDS)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from rootstock_llm.services.worker.control.flush import flush, parse
-from rootstock_llm.services.worker.core.contracts.messages import FinishReason
 from rootstock_llm.services.worker.core.contracts.transfers import OperationKind, PageOperation, Tier
 from rootstock_llm.services.worker.core.control import SchedulerControl
 from rootstock_llm.services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
@@ -21,6 +20,7 @@ from rootstock_llm.services.worker.exec.contracts.options import TierOptions
 from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 from rootstock_llm.services.worker.exec.tiers.redis_page_store import RedisPageStore
 from tests.exec.draft_folders import write_eagle3
+from tests.exec.late_copies import delay_copies, serve_and_compare
 from tests.exec.remote_kv.served_reservations import until
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS, came_from, options, prompt
 from tests.exec.tiered import DEADLINE_S, PAGE_SIZE, SECRET, Served, build
@@ -225,35 +225,11 @@ def test_requests_read_no_poisoned_page_when_copies_are_late(
     """Requests with shared prefixes arrive and are aborted at random times, while copies take many steps."""
     rng = random.Random(seed)
     served = Served(*build(folder, POOL_PAGES, options(tmp_path / "pages")), poisoned=True)
-    mover = served.executor._mover
-    assert mover is not None
-    move = mover._move
-
-    def late(operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
-        time.sleep(rng.choice((0.0, 0.0, 0.02, 0.1)))
-        return move(operation)
-
-    monkeypatch.setattr(mover, "_move", late)
-    mover._loads._bytes_s = seed % 2 * 1e18  # loads are reported at their ends (even seeds) or immediately (odd seeds)
+    delay_copies(served, rng, monkeypatch)
+    # Loads are reported at their ends (even seeds) or immediately (odd seeds).
+    served.executor._mover._loads._bytes_s = seed % 2 * 1e18  # type: ignore[union-attr]
     slowly(monkeypatch, lambda _: time.sleep(rng.choice((0.0, 0.0, 0.002, 0.02))))
-    asked: dict[int, tuple[int, int]] = {}
-    for _ in range(14):
-        number, length = rng.randrange(3), rng.choice((60, 120, PROMPT_TOKENS))
-        handle = served.submit(prompt(number)[:length], seed=number, temperature=1.0, frequency_penalty=0.3)
-        asked[handle] = number, length
-        for _ in range(rng.randrange(12)):
-            served.turn()
-        if rng.random() < 0.3:
-            served.abort(rng.choice(list(asked)))
-        if rng.random() < 0.1:
-            SchedulerControl(served.core).flush_cache()
-    served.drain()
-    for handle, (number, length) in asked.items():
-        answer = served.answers[handle]
-        assert answer.finish is not None
-        if answer.finish.reason is FinishReason.LENGTH:
-            wanted = plain.ask(prompt(number)[:length], seed=number, temperature=1.0, frequency_penalty=0.3)
-            assert answer.bits == wanted.bits
+    serve_and_compare(served, plain, rng, 0.1, temperature=1.0, frequency_penalty=0.3)
     memory, stats = served.core.memory, served.core.stats()
     assert memory.num_leased == 0 and not memory.quarantined and memory.tree.num_evictable == memory.tree.num_pages
     assert stats.backed_up_pages_total > 0 and stats.failed_operations_total == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +14,14 @@ from rootstock_llm.kernels.cpu.build import built_library
 from rootstock_llm.kernels.cpu.library import CpuCopies
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheKind
-from rootstock_llm.services.worker.core.contracts.messages import FinishReason
 from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
-from rootstock_llm.services.worker.core.contracts.transfers import PageOperation, Tier
-from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
 from rootstock_llm.services.worker.exec.contracts.options import TierOptions
 from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, LayerState, allocate
 from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 from rootstock_llm.services.worker.exec.tiers.redis_page_store import RedisPageStore
 from rootstock_llm.services.worker.exec.tiers.unit_copier import UnitCopier
+from tests.exec.late_copies import delay_copies, serve_and_compare
 from tests.exec.remote_kv.served_reservations import until
 from tests.exec.test_peers import SAMPLED, Apart, ended
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS, came_from, options, prompt
@@ -152,31 +150,8 @@ def test_requests_read_no_poisoned_unit_when_copies_are_late(
     """Requests with shared prefixes arrive and are aborted at random times, while copies take many steps."""
     rng = random.Random(seed)
     served = Served(*build(folder, POOL_PAGES, options(tmp_path / "pages")), poisoned=True)
-    mover = served.executor._mover
-    assert mover is not None
-    move = mover._move
-
-    def late(operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
-        time.sleep(rng.choice((0.0, 0.0, 0.02, 0.1)))
-        return move(operation)
-
-    monkeypatch.setattr(mover, "_move", late)
-    asked: dict[int, tuple[int, int]] = {}
-    for _ in range(14):
-        number, length = rng.randrange(3), rng.choice((60, 120, PROMPT_TOKENS))
-        asked[served.submit(prompt(number)[:length], seed=number, **SAMPLED)] = number, length
-        for _ in range(rng.randrange(12)):
-            served.turn()
-        if rng.random() < 0.3:
-            served.abort(rng.choice(list(asked)))
-        if rng.random() < 0.2:
-            SchedulerControl(served.core).flush_cache()
-    served.drain()
-    for handle, (number, length) in asked.items():
-        answer = served.answers[handle]
-        assert answer.finish is not None
-        if answer.finish.reason is FinishReason.LENGTH:
-            assert answer.bits == plain.ask(prompt(number)[:length], seed=number, **SAMPLED).bits
+    delay_copies(served, rng, monkeypatch)
+    serve_and_compare(served, plain, rng, 0.2, **SAMPLED)
     memory, stats = served.core.memory, served.core.stats()
     assert memory.num_leased == 0 and not memory.quarantined and memory.units is not None
     assert all(not pool.num_lent for pool in memory.units.pools)
