@@ -42,7 +42,7 @@ def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | N
     """Serves page reads until stdin ends. Prints the port first."""
     pool = np.random.default_rng(0).standard_normal((POOL_PAGES, PAGE_BYTES // 4), np.float32)
 
-    def read_pages(pages: I32, out: memoryview) -> None:
+    def read_pages(pages: I32, out: memoryview, group: int = 0) -> None:
         np.take(pool, pages, 0, np.frombuffer(out, np.float32).reshape(len(pages), -1), mode="clip")
 
     server = TcpKvServer(

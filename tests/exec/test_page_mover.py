@@ -273,7 +273,7 @@ class Elsewhere:
         self.going = threading.Event()
         self.left: list[KvSource] = []
 
-    def read(self, pull: Pull, count: int, out: memoryview) -> int:
+    def read(self, pull: Pull, count: int, out: memoryview, group: int = 0) -> int:
         if pull.source.address == "slow" and not self.going.wait(DEADLINE_S):
             raise AssertionError("the test did not permit the read")
         out[:] = bytes([pull.source.reservation.number]) * len(out)

@@ -55,7 +55,7 @@ class Pool:
         self.before: Callable[[], object] = lambda: None
         self.after: Callable[[], object] = lambda: None
 
-    def __call__(self, pages: I32, out: memoryview) -> None:
+    def __call__(self, pages: I32, out: memoryview, group: int = 0) -> None:
         self.reads.append(pages.tolist())
         self.before()
         np.take(self.pages, pages, 0, np.frombuffer(out, np.uint8).reshape(len(pages), -1), mode="clip")

@@ -92,10 +92,7 @@ class OfferedReservations:
                 1  # under the same lock as the check, so that close_all_reservations() does not return in between
             )
         try:
-            if group:
-                self._read_pages(pages, out, group)
-            else:
-                self._read_pages(pages, out)
+            self._read_pages(pages, out, group)
         finally:
             with self._changed:
                 self._num_copying -= 1

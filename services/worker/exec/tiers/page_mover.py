@@ -406,8 +406,7 @@ class PageMover:
         for at in range(0, len(rows), at_once):
             some, pull = rows[at : at + at_once], replace(operation.pull, first=operation.pull.first + at)
             out = some.numpy().reshape(-1).data
-            group = (operation.group,) if operation.group else ()
-            if not self._peers.read(pull, len(some), out, *group):
+            if not self._peers.read(pull, len(some), out, operation.group):
                 return 0
         self._restore(operation, rows.unbind())
         return len(rows)
