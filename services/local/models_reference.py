@@ -20,7 +20,7 @@ WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- e
 
 def render(page: str) -> str:
     """Returns the page with the current list of architectures."""
-    from rootstock_llm.services.worker.exec.models.dense_config import CAUSAL
+    from rootstock_llm.services.worker.exec.models.decoder_config import CAUSAL
     from rootstock_llm.services.worker.exec.models.registry import FAMILIES
 
     names = ", ".join(f"{family}{CAUSAL}" for family in sorted(FAMILIES))

@@ -22,7 +22,7 @@ from rootstock_llm.services.worker.exec.attention.flashinfer_backend import Flas
 from rootstock_llm.services.worker.exec.attention.flashinfer_prebuild import missing, needed_modules
 from rootstock_llm.services.worker.exec.attention.flashinfer_staging import SLOTS, StagingRing, StagingSlot, fill, make_slot
 from rootstock_llm.services.worker.exec.loading import load_model
-from rootstock_llm.services.worker.exec.models.dense import Decoder
+from rootstock_llm.services.worker.exec.models.decoder import Decoder
 from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, allocate
 from tests.all_pairs import each_value
 from tests.exec.flashinfer_double import HostWaits, Library

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import PackedLinear
 from rootstock_llm.kernels.reference import layers as reference
-from rootstock_llm.services.worker.exec.models.dense import DenseModel
+from rootstock_llm.services.worker.exec.models.decoder import DecoderModel
 from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, config_of
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, read_config
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
@@ -59,7 +59,7 @@ def broken(saved: Callable[[str], Path], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def reading(folder: Path) -> Callable[[WeightReader], DenseModel]:
+def reading(folder: Path) -> Callable[[WeightReader], DecoderModel]:
     config = config_of(read_config(folder))
     return partial(ARCHITECTURES[config.architecture].read, config=config)
 
@@ -72,12 +72,12 @@ def streamed(
     kernels: Any = reference,
     say: Callable[[str], None] = lambda _: None,
     slab: Callable[[int, torch.device], PinnedSlab] = PinnedSlab,
-) -> DenseModel:
+) -> DecoderModel:
     with closing(Checkpoint(folder)) as checkpoint:
         return stream_weights(checkpoint, reading(folder), dtype, device, kernels, options, say, LoadPhases(), slab)
 
 
-def plain(folder: Path, dtype: torch.dtype = torch.float32) -> DenseModel:
+def plain(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
     with closing(Checkpoint(folder)) as checkpoint:
         return load_weights(checkpoint, reading(folder), dtype, reference, lambda _: None, LoadPhases())
 
@@ -94,7 +94,7 @@ def leaves(value: Any, path: str = "weights") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def assert_same(found: DenseModel, expected: DenseModel, device: torch.device) -> None:
+def assert_same(found: DecoderModel, expected: DecoderModel, device: torch.device) -> None:
     ours, theirs = dict(leaves(found)), dict(leaves(expected))
     assert ours.keys() == theirs.keys()
     for path, value in theirs.items():

@@ -31,7 +31,7 @@ from rootstock_llm.services.worker.exec.loading import load_again, load_model
 from rootstock_llm.services.worker.exec.memory_parts import MemoryParts, NoModel
 from rootstock_llm.services.worker.exec.model_pools import ModelPools, host_budget
 from rootstock_llm.services.worker.exec.models.attention import Attention
-from rootstock_llm.services.worker.exec.models.dense import Decoder
+from rootstock_llm.services.worker.exec.models.decoder import Decoder
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
 from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool

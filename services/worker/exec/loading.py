@@ -15,8 +15,8 @@ import torch
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
 from rootstock_llm.kernels.cpu import load_kernels
 from rootstock_llm.services.shared import served_config
-from rootstock_llm.services.worker.exec.models.dense import Decoder
-from rootstock_llm.services.worker.exec.models.dense_config import DenseConfig
+from rootstock_llm.services.worker.exec.models.decoder import Decoder
+from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
 from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, NotCovered, config_of, text_config
 from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
@@ -67,7 +67,7 @@ def load_model(request: LoadRequest) -> LoadedModel:
     with request.phases.timed("config"):
         config = read_config(request.folder)
         native = _native_config(config)
-        if isinstance(native, DenseConfig):
+        if isinstance(native, DecoderConfig):
             config = text_config(config)
         if isinstance(native, NotCovered):
             _refuse_by_config(request, config)
@@ -77,7 +77,7 @@ def load_model(request: LoadRequest) -> LoadedModel:
         target = request.target
         opened = _Opened(request, config, checkpoint, dtype, target, target.kernels(dtype))
         with torch.inference_mode():
-            if isinstance(native, DenseConfig):
+            if isinstance(native, DecoderConfig):
                 return _native(opened, native.resolved(checkpoint, dtype))
             return _through_transformers(opened, native)
     finally:
@@ -117,7 +117,7 @@ def load_again(request: LoadRequest, shape: tuple[object, ...]) -> LoadedModel:
     return loaded
 
 
-def _native_config(config: Any) -> DenseConfig | NotCovered:
+def _native_config(config: Any) -> DecoderConfig | NotCovered:
     """Returns the config of a registered model class, or the reason why no class covers the model."""
     try:
         return config_of(config)
@@ -125,7 +125,7 @@ def _native_config(config: Any) -> DenseConfig | NotCovered:
         return reason
 
 
-def _native(opened: _Opened, config: DenseConfig) -> LoadedModel:
+def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
     request, context = opened.request, opened.context(config.max_position_embeddings)
     config = config.within(context)
     read = partial(ARCHITECTURES[config.architecture].read, config=config)

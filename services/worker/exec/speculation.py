@@ -18,7 +18,7 @@ from rootstock_llm.services.worker.exec.contracts.options import DRAFT, EAGLE3, 
 from rootstock_llm.services.worker.exec.drafting.model_drafter import MOST_PENDING, ModelDrafter
 from rootstock_llm.services.worker.exec.drafting.ngram import NgramDrafter
 from rootstock_llm.services.worker.exec.drafting.ngram_index import NgramIndex
-from rootstock_llm.services.worker.exec.models.dense import Decoder
+from rootstock_llm.services.worker.exec.models.decoder import Decoder
 from rootstock_llm.services.worker.exec.models.drafts import DecoderDraftModel, HeadDraftModel, load_eagle3, load_mtp
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
 from rootstock_llm.services.worker.exec.pools.kv_pool import NO_POOL, KVPool, LayerKV

@@ -30,8 +30,8 @@ from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
 from rootstock_llm.services.worker.exec.contracts.drafter import HiddenStates
 from rootstock_llm.services.worker.exec.models import registry
-from rootstock_llm.services.worker.exec.models.dense import Decoder, read_layer
-from rootstock_llm.services.worker.exec.models.dense_config import DenseConfig
+from rootstock_llm.services.worker.exec.models.decoder import Decoder, read_layer
+from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig
 from rootstock_llm.services.worker.exec.models.layers import (
     Embedding,
     ForwardContext,
@@ -82,7 +82,7 @@ class DecoderDraftModel:
 class DraftHead(ABC):
     """The weights of a head of one layer, and the formulas in which EAGLE-3 and MTP differ. N is the hidden size."""
 
-    config: DenseConfig  # sizes and switches of the layer
+    config: DecoderConfig  # sizes and switches of the layer
     embedding: Embedding
     embedding_norm: RmsNorm  # norm of the token's embedding
     state_norm: RmsNorm  # norm of the state
@@ -247,7 +247,7 @@ def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kern
         )
 
 
-def _eagle3_config(folder: Path, given: Any, target: DenseConfig) -> DenseConfig:
+def _eagle3_config(folder: Path, given: Any, target: DecoderConfig) -> DecoderConfig:
     """Returns the config of the head's layer. The name of the architecture begins with its family. Raises UnsupportedModel."""
     architecture = architecture_of(given)
     if not architecture.endswith(EAGLE3):

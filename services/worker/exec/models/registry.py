@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
-from rootstock_llm.services.worker.exec.models.dense import MODELS, DenseModel
-from rootstock_llm.services.worker.exec.models.dense_config import CAUSAL, DenseConfig
+from rootstock_llm.services.worker.exec.models.decoder import MODELS, DecoderModel
+from rootstock_llm.services.worker.exec.models.decoder_config import CAUSAL, DecoderConfig
 from rootstock_llm.services.worker.exec.models.rope import ROPE_TYPES
 from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
 
 BASE = "Model"  # ending of an architecture without a vocabulary projection
 WRAPPER = "ForConditionalGeneration"  # ending of an architecture of text and images, whose decoder is in text_config
 
-FAMILIES: dict[str, type[DenseModel]] = {model.__name__: model for model in MODELS}
+FAMILIES: dict[str, type[DecoderModel]] = {model.__name__: model for model in MODELS}
 
 
-def _endings(family: type[DenseModel]) -> Iterator[str]:
+def _endings(family: type[DecoderModel]) -> Iterator[str]:
     yield CAUSAL
     if family.has_base:
         yield BASE
@@ -32,7 +32,7 @@ class NotCovered(UnsupportedModel):
     """Raised if no class of this registry can compute the model. transformers' code may be able to compute it."""
 
 
-def config_of(given: Any) -> DenseConfig:
+def config_of(given: Any) -> DecoderConfig:
     """Converts a config for the model class of its architecture.
 
     Args:
@@ -77,7 +77,7 @@ def model_type_of(architecture: str) -> str:
     return _family_of(architecture).model_type
 
 
-def _family_of(architecture: str) -> type[DenseModel]:
+def _family_of(architecture: str) -> type[DecoderModel]:
     family = ARCHITECTURES.get(architecture)
     if family is None:
         raise NotCovered(
@@ -93,7 +93,7 @@ def ropes_of(given: Any) -> list[dict[str, Any]]:
     return by_type or [rope]
 
 
-def _check_covered(given: Any, family: type[DenseModel]) -> None:
+def _check_covered(given: Any, family: type[DecoderModel]) -> None:
     """Checks that the model class implements the arithmetic of the config. Raises NotCovered if not."""
     activation = getattr(given, family.activation_key, None)
     if activation != family.activation:

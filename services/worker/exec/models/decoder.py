@@ -1,10 +1,10 @@
-"""Llama, Mistral, Qwen2, Qwen3, Qwen3.5 and Gemma 3: one decoder without experts, with variants by switches of DenseConfig.
+"""Llama, Mistral, Qwen2, Qwen3, Qwen3.5 and Gemma 3: one decoder, with variants by switches of DecoderConfig.
 
 embedding ─► layers: norm ─► mixer ─► + ─► norm ─► gated MLP ─► + ─► ... ─► norm ─► head
 
 The mixer is attention or, in most layers of Qwen3.5, Gated DeltaNet. In Gemma 3, the outputs of mixer and MLP also have norms.
 
-A DenseModel has the weights, and a Decoder runs it over the ragged batch of a step. Neither stores anything about a request.
+A DecoderModel has the weights, and a Decoder runs it over the ragged batch of a step. Neither stores anything about a request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rootstock_llm.kernels.contracts.ops import MOST_TAPS, RaggedRows
 from rootstock_llm.services.shared.served_config import LAYER_TYPES, RECURRENT
 from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
 from rootstock_llm.services.worker.exec.models.attention import Attention
-from rootstock_llm.services.worker.exec.models.dense_config import DenseConfig, dense_config, windows_by_layer
+from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig, decoder_config, windows_by_layer
 from rootstock_llm.services.worker.exec.models.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from rootstock_llm.services.worker.exec.models.layers import (
     Attend,
@@ -45,7 +45,7 @@ from rootstock_llm.services.worker.exec.weights.source import WeightReader
 class Decoder:
     """Implements CausalModel. Owns the activation buffers of its passes; one thread calls it at a time."""
 
-    def __init__(self, model: DenseModel, cos_sin: Sequence[Tensor], attend: Attend, aux_layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, model: DecoderModel, cos_sin: Sequence[Tensor], attend: Attend, aux_layers: tuple[int, ...] = ()) -> None:
         """
         Args:
             cos_sin: tables of the model's rotary embeddings, see ForwardContext.
@@ -119,8 +119,8 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class DenseModel(ABC):
-    """The weights of a decoder without experts. Each layer has attention or a recurrence, and an MLP.
+class DecoderModel(ABC):
+    """The weights of a decoder. Each layer has attention or a recurrence, and an MLP.
 
     The name of a subclass is that of its architectures without the ending: Qwen3 computes Qwen3ForCausalLM and Qwen3Model.
     """
@@ -133,7 +133,7 @@ class DenseModel(ABC):
     layer_types: ClassVar[frozenset[str]] = LAYER_TYPES  # supported values in layer_types of the configs
     partial_rotation: ClassVar[bool] = False  # whether partial_rotary_factor may be below 1
 
-    config: DenseConfig
+    config: DecoderConfig
     embedding: Embedding
     layers: tuple[TransformerLayer, ...]
     norm: RmsNorm
@@ -141,11 +141,11 @@ class DenseModel(ABC):
 
     @classmethod
     @abstractmethod
-    def config_of(cls, given: Any) -> DenseConfig:
+    def config_of(cls, given: Any) -> DecoderConfig:
         """Reads a transformers PreTrainedConfig. Raises UnsupportedModel for sizes that no decoder can have."""
 
     @classmethod
-    def read(cls, weights: WeightReader, config: DenseConfig) -> Self:
+    def read(cls, weights: WeightReader, config: DecoderConfig) -> Self:
         """Reads the model's tensors, each of them once, the embedding first."""
         body = weights.at(config.prefix.removesuffix(".")) if config.prefix else weights
         embedding = Embedding.read(body.at("embed_tokens"), config.vocab_size, config.hidden_size, config.embedding_scale)
@@ -199,53 +199,54 @@ class DenseModel(ABC):
         return storage_bytes(self.tensors())
 
 
-class Llama(DenseModel):
+class Llama(DecoderModel):
     """Llama 2 and 3 (arXiv 2307.09288, 2407.21783), and models that use their architecture."""
 
     model_type = "llama"
     has_base = True
 
     @classmethod
-    def config_of(cls, given: Any) -> DenseConfig:
+    def config_of(cls, given: Any) -> DecoderConfig:
         bias = bool(given.attention_bias)
-        return dense_config(given, (0,) * int(given.num_hidden_layers), qkv_bias=bias, o_bias=bias, mlp_bias=bool(given.mlp_bias))
+        windows = (0,) * int(given.num_hidden_layers)
+        return decoder_config(given, windows, qkv_bias=bias, o_bias=bias, mlp_bias=bool(given.mlp_bias))
 
 
-class Mistral(DenseModel):
+class Mistral(DecoderModel):
     """Mistral (arXiv 2310.06825): a sliding window in all layers, or in none."""
 
     model_type = "mistral"
     has_base = True
 
     @classmethod
-    def config_of(cls, given: Any) -> DenseConfig:
-        return dense_config(given, (int(given.sliding_window or 0),) * int(given.num_hidden_layers))
+    def config_of(cls, given: Any) -> DecoderConfig:
+        return decoder_config(given, (int(given.sliding_window or 0),) * int(given.num_hidden_layers))
 
 
-class Qwen2(DenseModel):
+class Qwen2(DecoderModel):
     """Qwen2 and Qwen2.5 (arXiv 2407.10671): biases of queries, keys and values; sliding windows in some layers."""
 
     model_type = "qwen2"
     has_base = True
 
     @classmethod
-    def config_of(cls, given: Any) -> DenseConfig:
-        return dense_config(given, windows_by_layer(given), qkv_bias=True)
+    def config_of(cls, given: Any) -> DecoderConfig:
+        return decoder_config(given, windows_by_layer(given), qkv_bias=True)
 
 
-class Qwen3(DenseModel):
+class Qwen3(DecoderModel):
     """Qwen3 (arXiv 2505.09388): an RMS norm of each head's queries and keys; sliding windows in some layers."""
 
     model_type = "qwen3"
     has_base = True
 
     @classmethod
-    def config_of(cls, given: Any) -> DenseConfig:
+    def config_of(cls, given: Any) -> DecoderConfig:
         bias = bool(given.attention_bias)
-        return dense_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        return decoder_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-class Qwen3_5(DenseModel):
+class Qwen3_5(DecoderModel):
     """Qwen3.5 without experts: Gated DeltaNet in most layers, and attention with an output gate in the others.
 
     Each norm's weight is stored minus 1, and a part of each head is rotated, a quarter by default. The model's rotary embedding
@@ -259,7 +260,7 @@ class Qwen3_5(DenseModel):
     partial_rotation = True
 
     @classmethod
-    def config_of(cls, given: Any) -> DenseConfig:
+    def config_of(cls, given: Any) -> DecoderConfig:
         delta = DeltaNetSizes(
             key_heads=given.linear_num_key_heads,
             value_heads=given.linear_num_value_heads,
@@ -276,14 +277,14 @@ class Qwen3_5(DenseModel):
         if "sliding_attention" in given.layer_types and not getattr(given, "sliding_window", None):
             raise UnsupportedModel("layers of type sliding_attention need sliding_window, which is not set")
         bias = bool(given.attention_bias)
-        config = dense_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        config = decoder_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
         recurrent = tuple(index for index, kind in enumerate(given.layer_types) if kind == RECURRENT)
         if len(recurrent) == len(given.layer_types):
             raise UnsupportedModel("all layers are recurrent; at least one layer must have attention")
         return replace(config, centered_norms=True, output_gate=True, delta=delta, recurrent=recurrent)
 
 
-class Gemma3(DenseModel):
+class Gemma3(DecoderModel):
     """Gemma 3 (arXiv 2503.19786): windows in five of six layers, which have their own rotary base.
 
     Attention and MLP have norms before and after them. Each norm's weight is stored minus 1, and the embedding is multiplied by
@@ -296,12 +297,12 @@ class Gemma3(DenseModel):
     activation_key = "hidden_activation"
 
     @classmethod
-    def config_of(cls, given: Any) -> DenseConfig:
+    def config_of(cls, given: Any) -> DecoderConfig:
         bias = bool(given.attention_bias)
         ropes = given.rope_parameters or {}
         if missing := LAYER_TYPES - ropes.keys():
             raise UnsupportedModel(f"rope_parameters has no entry for layers of type {', '.join(sorted(missing))}")
-        config = dense_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        config = decoder_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
         return replace(
             config,
             rope=dict(ropes["full_attention"]),
@@ -315,10 +316,10 @@ class Gemma3(DenseModel):
         )
 
 
-MODELS: tuple[type[DenseModel], ...] = (Llama, Mistral, Qwen2, Qwen3, Qwen3_5, Gemma3)
+MODELS: tuple[type[DecoderModel], ...] = (Llama, Mistral, Qwen2, Qwen3, Qwen3_5, Gemma3)
 
 
-def read_layer(weights: WeightReader, config: DenseConfig, index: int, attention_features: int = 0) -> TransformerLayer:
+def read_layer(weights: WeightReader, config: DecoderConfig, index: int, attention_features: int = 0) -> TransformerLayer:
     """Reads one layer.
 
     Args:

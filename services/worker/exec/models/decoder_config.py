@@ -1,4 +1,4 @@
-"""The sizes and switches of decoders without experts, as read from a transformers config."""
+"""The sizes and switches of decoders, as read from a transformers config."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CAUSAL = "ForCausalLM"  # ending of an architecture with a vocabulary projection
 
 
 @dataclass(frozen=True, slots=True)
-class DenseConfig:
-    """Sizes and switches of a decoder without experts."""
+class DecoderConfig:
+    """Sizes and switches of a decoder."""
 
     architecture: str
     vocab_size: int
@@ -78,15 +78,15 @@ class DenseConfig:
         ropes = (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
         return tuple(rope_table(rope, self.head_dim, num_positions, self.rotary_dim) for rope in ropes)
 
-    def within(self, context_len: int) -> DenseConfig:
+    def within(self, context_len: int) -> DecoderConfig:
         """Returns the config for a context in tokens. A window that is not shorter than the context has no effect."""
         return replace(self, windows=tuple(window if window < context_len else 0 for window in self.windows))
 
-    def of_one_layer(self) -> DenseConfig:
+    def of_one_layer(self) -> DecoderConfig:
         """Returns the config of a model with one layer of full attention, such as a draft head."""
         return replace(self, num_layers=1, windows=(0,), local_rope=None, local_layers=(), delta=None, recurrent=())
 
-    def resolved(self, checkpoint: Checkpoint, dtype: torch.dtype) -> DenseConfig:
+    def resolved(self, checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderConfig:
         """Returns the config, corrected by what the checkpoint's tensors show, as transformers does it.
 
         - If tensor names lack "model.", the model was saved without its vocabulary projection. It then has a projection only if
@@ -115,21 +115,21 @@ def windows_by_layer(given: Any) -> tuple[int, ...]:
     )
 
 
-def dense_config(
+def decoder_config(
     given: Any,
     windows: tuple[int, ...],
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
-) -> DenseConfig:
+) -> DecoderConfig:
     head_dim = getattr(given, "head_dim", None) or given.hidden_size // given.num_attention_heads
     rotary_dim = int(head_dim * float((given.rope_parameters or {}).get("partial_rotary_factor", 1.0)))
     if head_dim % 2 or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise UnsupportedModel(
             f"head_dim is {head_dim} and its rotated part {rotary_dim}; both must be even, and the part between 2 and head_dim"
         )
-    return DenseConfig(
+    return DecoderConfig(
         architecture=architecture_of(given),
         vocab_size=given.vocab_size,
         hidden_size=given.hidden_size,
