@@ -174,7 +174,7 @@ configs = st.builds(
 ).filter(lambda config: bool(config.groups))
 
 
-@settings(max_examples=200 if NIGHTLY else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200 if NIGHTLY else 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_random_traffic_gets_the_right_tokens_and_leaks_no_cache_unit(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     rng = random.Random(seed)

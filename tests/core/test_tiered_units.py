@@ -64,7 +64,7 @@ tiered_configs = st.builds(
 )
 
 
-@settings(max_examples=200 if NIGHTLY else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200 if NIGHTLY else 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=tiered_configs, seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_random_traffic_through_tiers_gets_the_right_tokens_and_leaks_no_unit(
     config: SchedulerConfig, seed: int, overlap: bool
@@ -201,7 +201,7 @@ def test_prompt_is_computed_when_the_reservation_has_ended_before_its_units_are_
     pair.assert_answers_and_ends()
 
 
-@settings(max_examples=100 if NIGHTLY else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100 if NIGHTLY else 4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     kinds=st.sampled_from(list(KINDS)),
