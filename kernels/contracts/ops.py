@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rootstock_llm.kernels.contracts.coded_weight import Matrix, Scheme
+
 MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
 
 
@@ -30,7 +32,15 @@ class PackedLinear:
     bias: Tensor | None  # [N] in the model dtype; None if the layer has no bias
     in_features: int  # K
     out_features: int  # N
-    packed: bool  # whether `data` has a layout other than [N, K]
+    packed: bool  # whether `data` has a layout other than [N, K], or [N, K / 2] for a scheme with 4 bits
+    scheme: Scheme | None = None  # meaning of the codes in `data`; None if `data` has the elements
+    scales: Tensor | None = None  # bfloat16 or float32, a scale per channel and group; None without a scheme
+    zeros: Tensor | None = None  # uint8, a zero point per channel and group; None if the scheme has no zero points
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the weight."""
+        return tuple(each for each in (self.data, self.bias, self.scales, self.zeros) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +141,30 @@ class Kernels(Protocol):
         The contents are undefined. On a CPU, the system commits a page of memory when a kernel first writes to it.
         """
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Packs a weight [N, K] into the layout that linear() reads.
+    def pack_linear(self, weight: Matrix, bias: Tensor | None) -> PackedLinear:
+        """Packs a weight [N, K], or codes of it, into the layout that linear() reads.
 
-        The caller may drop the weight afterwards.
+        The caller may drop the weight afterwards. Codes are stored with the bits of their scheme.
         """
 
     def linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """Computes out [T, N] = x [T, K] @ weight.T + bias, accumulated in float32.
 
-        `out` has the model dtype or float32.
+        `out` has the model dtype or float32. If the weight has codes and the model dtype is bfloat16, an implementation may round
+        the elements of x to 8 bits, with a scale per row and group of the depth, so that products are integers.
         """
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Packs a weight [2 N, K], whose first N rows are the gate, into the layout that gated_linear() reads."""
+    def embedding(self, out: Tensor, input_ids: Tensor, weight: PackedLinear) -> None:
+        """Copies rows of a weight [N, K] to out [T, K].
+
+        Args:
+            input_ids: int64[T] from 0 to N - 1, the rows.
+            weight: a result of pack_linear() without bias, or an unpacked weight. If it has codes, their scheme has 8 bits and a
+                scale per row.
+        """
+
+    def pack_gated(self, weight: Matrix, bias: Tensor | None) -> PackedLinear:
+        """Packs a weight [2 N, K], or codes of it, whose first N rows are the gate, into the layout that gated_linear() reads."""
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """Computes out [T, N] = silu(x @ gate.T) * (x @ up.T) with x [T, K]; biases are added before the activation."""

@@ -28,6 +28,7 @@ import rootstock_llm
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V4_VNNI = _V4 | {"avx512_vnni"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Variant:
 
 
 VARIANTS = (  # for each architecture, from the fastest variant to the baseline, which all its CPUs can run
-    Variant("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Variant("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V4_VNNI | {"avx512_bf16"}),
+    Variant("x86-64-v4-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _V4_VNNI),
     Variant("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
     Variant("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
     Variant("x86-64-v2", "x86_64", ("-march=x86-64-v2",), _V2),

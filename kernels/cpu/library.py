@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix, Scheme, compact_scales
 from rootstock_llm.kernels.contracts.ops import DeltaGates, PackedLinear, RaggedRows, StateRows, misfit, require_contiguous
 from rootstock_llm.kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
@@ -39,6 +40,11 @@ LAYER_SIGNATURES: dict[str, list[type]] = {
     "linear": [POINTER] * 4 + [INT64] * 3 + [INT, INT, INT],
     "pack_ordered": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "linear_ordered": [POINTER] * 4 + [INT64] * 3 + [INT, INT, INT],
+    "embedding": [POINTER] * 3 + [INT64] * 3 + [INT],
+    "pack_coded": [POINTER] * 3 + [INT64] * 3 + [INT, INT],
+    "linear_coded": [POINTER] * 7 + [INT64] * 4 + [INT] * 6,
+    "embedding_coded": [POINTER] * 4 + [INT64] * 2 + [INT, INT],
+    "has_int8_products": [POINTER],
     "prefer_huge_pages": [POINTER, INT64],
     "has_packed_linear": [POINTER],
 }
@@ -72,9 +78,13 @@ class CpuKernels:
         """
         self._functions = load_functions(path, LAYER_SIGNATURES)
         self._threads, self._deterministic = threads, deterministic
-        packs = torch.zeros(1, dtype=torch.int32)
-        self._functions["has_packed_linear"](packs.data_ptr())
-        self._packs = bool(packs)
+        self._packs, self.rounds_activations = self._has("has_packed_linear"), self._has("has_int8_products")
+        self._tables: dict[tuple[int, ...], Tensor] = {}  # tables of schemes as int8[16]
+
+    def _has(self, name: str) -> bool:
+        result = torch.zeros(1, dtype=torch.int32)
+        self._functions[name](result.data_ptr())
+        return bool(result)
 
     def _call(self, name: str, *arguments: int | float | None) -> None:
         self._functions[name](*arguments, self._threads)
@@ -84,13 +94,15 @@ class CpuKernels:
         self._functions["prefer_huge_pages"](pool.data_ptr(), pool.numel() * pool.itemsize)
         return pool
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Matrix, bias: Tensor | None) -> PackedLinear:
         return self._pack(weight, bias, gated=False)
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_gated(self, weight: Matrix, bias: Tensor | None) -> PackedLinear:
         return self._pack(weight, bias, gated=True)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None, gated: bool) -> PackedLinear:
+    def _pack(self, weight: Matrix, bias: Tensor | None, gated: bool) -> PackedLinear:
+        if isinstance(weight, CodedWeight):
+            return self._pack_coded(weight, bias, gated)
         rows, depth = weight.shape
         if not self._packs or not _is_bfloat16(weight) or depth % 2:
             return self._pack_ordered(weight, bias)
@@ -107,19 +119,78 @@ class CpuKernels:
         self._call("pack_ordered", data.data_ptr(), source.data_ptr(), rows, depth, _is_bfloat16(weight))
         return PackedLinear(data, None if bias is None else bias.contiguous(), depth, rows, True)
 
+    def _pack_coded(self, weight: CodedWeight, bias: Tensor | None, gated: bool) -> PackedLinear:
+        """Packs codes as described in src/coded.h. Scales, zero points and biases have the order of the packed columns."""
+        rows, depth = weight.shape
+        order = _packed_columns(rows, gated)
+        data = torch.empty(len(order) * depth * weight.scheme.bits // 8, dtype=torch.uint8)
+        self._functions["prefer_huge_pages"](data.data_ptr(), data.numel())
+        codes = weight.codes.contiguous()
+        sizes = (len(order), rows, depth, weight.scheme.bits)
+        self._call("pack_coded", data.data_ptr(), codes.data_ptr(), order.data_ptr(), *sizes)
+        scales = _in_blocks(compact_scales(weight.scales) if weight.scheme.group else weight.scales, order)
+        zeros = None if weight.zeros is None else _in_blocks(weight.zeros, order)
+        padded = None if bias is None else torch.cat((bias, bias.new_zeros(1)))[order].float()
+        return PackedLinear(data, padded, depth, rows, True, weight.scheme, scales, zeros)
+
+    def _linear_coded(self, out: Tensor, x: Tensor, weight: PackedLinear, width: int, gated: bool) -> None:
+        require_contiguous(out, x)
+        rows, depth = x.shape
+        scheme, scales = weight.scheme, weight.scales
+        assert scheme is not None and scales is not None, "the weight has codes"
+        wide = out.dtype == torch.float32
+        if depth != weight.in_features or out.shape != (rows, width) or not (wide or out.dtype == x.dtype):
+            raise misfit(out, x)
+        tensors = (out, x, weight.data, scales, weight.zeros, weight.bias, self._table(scheme))
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        sizes = (rows, weight.out_features, depth, scheme.group or depth, scheme.bits)
+        self._call("linear_coded", *addresses, *sizes, scales.dtype == torch.bfloat16, wide, gated, _is_bfloat16(x))
+
+    def _table(self, scheme: Scheme) -> Tensor | None:
+        if scheme.table is None:
+            return None
+        if scheme.table not in self._tables:
+            self._tables[scheme.table] = torch.tensor(scheme.table, dtype=torch.int8)
+        return self._tables[scheme.table]
+
     def linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        if _is_ordered(weight):
+        if weight.scheme is not None:
+            self._linear_coded(out, x, weight, weight.out_features, gated=False)
+        elif _is_ordered(weight):
             self._linear_ordered(out, x, weight)
         else:
             self._linear_packed(out, x, weight, weight.out_features, gated=False)
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        if not _is_ordered(weight):
+        if weight.scheme is not None:
+            self._linear_coded(out, x, weight, weight.out_features // 2, gated=True)
+        elif not _is_ordered(weight):
             self._linear_packed(out, x, weight, weight.out_features // 2, gated=True)
         else:
             both = torch.empty((len(x), weight.out_features), dtype=x.dtype)
             self.linear(both, x, weight)
             self.silu_and_mul(out, both)
+
+    def embedding(self, out: Tensor, input_ids: Tensor, weight: PackedLinear) -> None:
+        """Implements Kernels.embedding(). Raises ValueError if the shapes do not fit."""
+        if not weight.packed:
+            layers.embedding(out, input_ids, weight)
+            return
+        require_contiguous(out, input_ids)
+        if out.shape != (len(input_ids), weight.in_features) or input_ids.dtype != torch.int64:
+            raise misfit(out, input_ids)
+        if weight.scheme is not None and weight.scales is not None:
+            if weight.scheme.group or weight.scheme.bits != 8 or weight.scheme.zero_points:
+                raise ValueError(f"an embedding of {weight.scheme} is not supported")
+            addresses = [tensor.data_ptr() for tensor in (out, weight.data, weight.scales, input_ids)]
+            self._call("embedding_coded", *addresses, len(input_ids), weight.in_features, _is_bfloat16(out))
+            return
+        if out.dtype != weight.data.dtype:
+            raise misfit(out, weight.data)
+        # A packed block has units of one element, or of a pair of the depth, for 64 rows at a time.
+        unit = out.itemsize if _is_ordered(weight) else 2 * out.itemsize
+        units = weight.in_features * out.itemsize // unit
+        self._call("embedding", out.data_ptr(), weight.data.data_ptr(), input_ids.data_ptr(), len(input_ids), units, unit)
 
     def _linear_ordered(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         require_contiguous(out, x)
@@ -285,6 +356,12 @@ class CpuKernels:
 def _is_ordered(weight: PackedLinear) -> bool:
     """Whether the weight is packed as [ceil(N / 64), K, 64]."""
     return weight.data.dim() == 3
+
+
+def _in_blocks(values: Tensor, order: Tensor) -> Tensor:
+    """Returns values [N, C] as [blocks, C, 64], in the order of the packed columns. Padding is 0."""
+    padded = torch.cat((values, values.new_zeros(1, values.shape[1])))[order]
+    return padded.view(-1, BLOCK, values.shape[1]).transpose(1, 2).contiguous()
 
 
 def _packed_columns(rows: int, gated: bool) -> Tensor:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix
 from rootstock_llm.kernels.contracts.ops import DeltaGates, PackedLinear, RaggedRows, StateRows
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
+from rootstock_llm.kernels.reference.coded import coded_embedding, coded_linear, pack_coded
 from rootstock_llm.kernels.reference.sampling import edit_logits as edit_logits
 from rootstock_llm.kernels.reference.sampling import measure_logprobs as measure_logprobs
 from rootstock_llm.kernels.reference.sampling import select_tokens as select_tokens
@@ -22,19 +24,30 @@ def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """Returns the weight [N, K] without packing it."""
+def pack_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear:
+    """Returns a weight [N, K] without packing it, and codes as pack_coded() does."""
+    if isinstance(weight, CodedWeight):
+        return pack_coded(weight, bias)
     return PackedLinear(weight.contiguous(), bias, weight.shape[1], weight.shape[0], False)
 
 
 def linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-    if out.dtype == x.dtype and weight.bias is None:
+    if weight.scheme is not None:
+        coded_linear(out, x, weight)
+    elif out.dtype == x.dtype and weight.bias is None:
         torch.mm(x, weight.data.t(), out=out)
     else:
         out.copy_(torch.nn.functional.linear(x, weight.data, weight.bias))
 
 
-def pack_gated(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+def embedding(out: Tensor, input_ids: Tensor, weight: PackedLinear) -> None:
+    if weight.scheme is not None:
+        coded_embedding(out, input_ids, weight)
+    else:
+        torch.index_select(weight.data, 0, input_ids, out=out)
+
+
+def pack_gated(weight: Matrix, bias: Tensor | None) -> PackedLinear:
     return pack_linear(weight, bias)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rootstock_llm.kernels.contracts.coded_weight import Matrix
 from rootstock_llm.kernels.contracts.ops import PackedLinear
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
@@ -38,10 +39,10 @@ class NoKernels:
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Matrix, bias: torch.Tensor | None) -> PackedLinear:
         return reference.pack_linear(weight, bias)
 
-    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    def pack_gated(self, weight: Matrix, bias: torch.Tensor | None) -> PackedLinear:
         return reference.pack_gated(weight, bias)
 
     def resolve_tokens(self, input_ids: torch.Tensor, *_: Any) -> None:

@@ -197,7 +197,7 @@ def test_memory_can_be_released_and_resumed(folder: Path) -> None:
     driver.prefill([before])
     driver.decode([before], 5)
     model = executor.runner.passes.model
-    held = [weakref.ref(model.model.embedding.weight), weakref.ref(executor.runner.passes.pool.keys[0])]
+    held = [weakref.ref(model.model.embedding.packed.data), weakref.ref(executor.runner.passes.pool.keys[0])]
     del model
     executor.apply(ReleaseMemory(**both))
     assert [each() for each in held] == [None, None], "released weights and pool must have no references"
@@ -242,7 +242,7 @@ def test_failed_resume_releases_all_memory_again(folder: Path, monkeypatch: pyte
 
     def full() -> None:
         passes = executor.runner.passes
-        made.extend((weakref.ref(passes.model.model.embedding.weight), weakref.ref(passes.pool.keys[0])))  # type: ignore[attr-defined]
+        made.extend((weakref.ref(passes.model.model.embedding.packed.data), weakref.ref(passes.pool.keys[0])))  # type: ignore[attr-defined]
         raise torch.OutOfMemoryError("no memory for graphs")
 
     with monkeypatch.context() as patch:

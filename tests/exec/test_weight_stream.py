@@ -150,9 +150,9 @@ def test_weights_are_streamed_in_pieces_of_any_size(
 
 def test_tied_head_shares_storage_with_the_embedding(saved: Callable[[str], Path], device: torch.device) -> None:
     tied, untied = streamed(saved("llama-tied"), device), streamed(saved("llama-untied"), device)
-    assert tied.head is not None and tied.head.linear.packed.data.data_ptr() == tied.embedding.weight.data_ptr()
-    assert untied.head is not None and untied.head.linear.packed.data.data_ptr() != untied.embedding.weight.data_ptr()
-    assert tied.num_bytes() == untied.num_bytes() - untied.embedding.weight.nbytes
+    assert tied.head is not None and tied.head.linear.packed.data.data_ptr() == tied.embedding.packed.data.data_ptr()
+    assert untied.head is not None and untied.head.linear.packed.data.data_ptr() != untied.embedding.packed.data.data_ptr()
+    assert tied.num_bytes() == untied.num_bytes() - untied.embedding.packed.data.nbytes
 
 
 def test_streamed_weights_are_packed_by_the_given_kernels(saved: Callable[[str], Path], device: torch.device) -> None:
@@ -356,8 +356,8 @@ def test_random_source_gives_the_structure_of_a_checkpoint(name: str, saved: Cal
         else:
             assert value == expected[path]
     assert made.num_bytes() == plain(saved(name), torch.bfloat16).num_bytes()
-    assert not torch.equal(made.embedding.weight, other.embedding.weight)
-    assert 0.018 < made.embedding.weight.float().std() < 0.022
+    assert not torch.equal(made.embedding.packed.data, other.embedding.packed.data)
+    assert 0.018 < made.embedding.packed.data.float().std() < 0.022
     norms = [norm.weight for layer in made.layers for norm in (layer.input_norm, layer.post_norm)]
     norms += [norm for layer in made.layers for norm in layer.mixer.qk_norms or ()]
     assert all(bool((norm == 1).all()) for norm in (*norms, made.norm.weight))

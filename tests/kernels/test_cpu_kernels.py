@@ -131,6 +131,18 @@ def test_linear_layer_matches_the_reference(
         assert_same(found, expected, dtype)
 
 
+@pytest.mark.parametrize("weights", [(65, 33), (65, 64), (128, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embedding_copies_rows_of_a_packed_weight(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int]) -> None:
+    outs, ins = weights
+    weight = random(outs, ins, dtype=dtype, seed=3)
+    ids = torch.tensor([0, outs - 1, 63, 64, 1, 64])
+    for packed in (kernels.pack_linear(weight, None), reference.pack_linear(weight, None)):
+        found = torch.empty(len(ids), ins, dtype=dtype)
+        kernels.embedding(found, ids, packed)
+        assert torch.equal(found, weight[ids])
+
+
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("dtype", "rows", "weights", "bias"), GATED, ids=str)
 def test_gated_linear_layer_matches_the_reference(

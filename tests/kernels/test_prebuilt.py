@@ -25,7 +25,8 @@ def test_list_of_runnable_variants_begins_with_the_best_variant() -> None:
         ("x86_64", V3, "x86-64-v3"),
         ("x86_64", V3 - {"fma"}, "x86-64-v2"),
         ("x86_64", V4, "x86-64-v4"),
-        ("x86_64", V4 | {"avx512_bf16", "amx_tile"}, "x86-64-v4-bf16"),
+        ("x86_64", V4 | {"avx512_vnni"}, "x86-64-v4-vnni"),
+        ("x86_64", V4 | {"avx512_bf16", "avx512_vnni", "amx_tile"}, "x86-64-v4-bf16"),
         ("x86_64", V3 | {"avx512_bf16"}, "x86-64-v3"),
         ("aarch64", {"fp", "asimd"}, "armv8-a"),
     ):

@@ -13,6 +13,7 @@ from rootstock_llm.kernels.contracts.ops import PackedLinear, RaggedRows, misfit
 from rootstock_llm.kernels.reference import layers
 from rootstock_llm.kernels.triton.attention import attention
 from rootstock_llm.kernels.triton.layers import elementwise, gated_delta, kv_writes, step
+from rootstock_llm.kernels.triton.layers.coded import CodedLinear
 from rootstock_llm.kernels.triton.layers.linear import OrderedLinear, one_row_linear
 
 
@@ -36,6 +37,7 @@ class TritonLayers:
         """
         self._device, self._deterministic = device, deterministic
         self._in_order = OrderedLinear(device) if deterministic else None
+        self._coded = CodedLinear(device)
 
     rms_norm = staticmethod(elementwise.rms_norm)
     fused_add_rms_norm = staticmethod(elementwise.fused_add_rms_norm)
@@ -52,6 +54,7 @@ class TritonLayers:
     page_indices = staticmethod(step.page_indices)
     pack_linear = staticmethod(layers.pack_linear)
     pack_gated = staticmethod(layers.pack_gated)
+    embedding = staticmethod(layers.embedding)
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -75,6 +78,9 @@ class TritonLayers:
         Raises:
             ValueError: the shapes do not fit, or the output has neither x's dtype nor float32.
         """
+        if weight.scheme is not None:
+            self._coded(out, x, weight)
+            return
         if self._in_order is not None:
             self._in_order(out, x, weight)
             return
@@ -101,7 +107,7 @@ class TritonLayers:
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """Implements Kernels.gated_linear(). Raises the errors of linear()."""
-        if self._in_order is not None:
+        if self._in_order is not None and weight.scheme is None:
             self._in_order.gated(out, x, weight)
             return
         both = x.new_empty((x.shape[0], weight.out_features))

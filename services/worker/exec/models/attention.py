@@ -97,7 +97,7 @@ class Attention:
         dim, q_size, kv_size = sizes.head_dim, sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         # With a gate, the rows of q_proj are, for each head, D rows of the query and D rows of the gate.
         parts = [("q_proj", 2 * q_size if sizes.has_gate else q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
-        weight, bias = weights.stacked(parts, in_features, sizes.qkv_bias)
+        weight, bias = weights.matrix(parts, in_features, sizes.qkv_bias)
         kernels, gate = weights.kernels, None
         if (rows := sizes.gate_rows()) is not None:
             gate = Linear(kernels.pack_linear(*_selected(weight, bias, rows)), kernels)

@@ -57,7 +57,7 @@ class Decoder:
         self.model = model
         self._cos_sin, self._attend, self._aux_layers = cos_sin, attend, aux_layers
         self._hidden_size = model.config.hidden_size
-        self._space = Workspace(model.embedding.weight.dtype, model.embedding.weight.device)
+        self._space = Workspace(model.embedding.dtype, model.embedding.device)
         self._last: tuple[Tensor, Tensor] | None = None  # residual and update of the last pass
 
     def attending(self, attend: Attend, aux_layers: tuple[int, ...] = ()) -> Decoder:
@@ -148,13 +148,15 @@ class DecoderModel(ABC):
     def read(cls, weights: WeightReader, config: DecoderConfig) -> Self:
         """Reads the model's tensors, each of them once, the embedding first."""
         body = weights.at(config.prefix.removesuffix(".")) if config.prefix else weights
-        embedding = Embedding.read(body.at("embed_tokens"), config.vocab_size, config.hidden_size, config.embedding_scale)
+        tied = config.has_head and config.tie_word_embeddings
+        vectors = body.at("embed_tokens")
+        embedding = Embedding.read(vectors, config.vocab_size, config.hidden_size, config.embedding_scale, tied)
         assert len(config.windows) == config.num_layers, "the config has a window for each layer"
         layers = [read_layer(body.at(f"layers.{index}"), config, index) for index in range(config.num_layers)]
         norm = RmsNorm.read(body.at("norm"), config.hidden_size, config.rms_norm_eps, config.centered_norms)
         head = None
-        if config.has_head and config.tie_word_embeddings:
-            head = Head.tied(embedding, weights.kernels)
+        if tied:
+            head = Head.tied(embedding)
         elif config.has_head:
             head = Head.read(weights.at(config.head_name), config.vocab_size, config.hidden_size)
         return cls(config, embedding, tuple(layers), norm, head)

@@ -183,14 +183,14 @@ class HeadDraftModel:
         Args:
             context_len: context length of the target.
         """
-        config, weight = head.config, head.embedding.weight
+        config, device = head.config, head.embedding.device
         self.max_context = min(context_len, config.max_position_embeddings)
         cache = head.layer.cache
         assert isinstance(cache, LayerKV), "a draft head has attention"
         self.layers: tuple[LayerKV, ...] = (cache,)
         self._head, self._attend, self._hidden_size = head, kernels.paged_attention, config.hidden_size
-        self._cos_sin = [table.to(weight.device) for table in config.rope_tables(self.max_context + 1)]
-        self._space = Workspace(weight.dtype, weight.device)
+        self._cos_sin = [table.to(device) for table in config.rope_tables(self.max_context + 1)]
+        self._space = Workspace(head.embedding.dtype, device)
         self._last: tuple[Tensor, Tensor] | None = None  # residual and update of the last pass
 
     def entry(self, hidden: HiddenStates) -> Tensor:
@@ -228,7 +228,7 @@ def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kern
     hidden, eps = config.hidden_size, config.rms_norm_eps
     draft_vocab = int(getattr(given, "draft_vocab_size", None) or config.vocab_size)
     with closing(Checkpoint(folder)) as checkpoint:
-        weights = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.weight.device), kernels)
+        weights = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.device), kernels)
         body = weights.at("model") if checkpoint.has("model.norm.weight") else weights
         name = "layers.0" if checkpoint.has(f"{body.prefix}layers.0.hidden_norm.weight") else "midlayer"
         layer = read_layer(body.at(name), config.of_one_layer(), 0, 2 * hidden)
@@ -243,7 +243,7 @@ def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kern
             head=Head.read(weights.at("lm_head"), draft_vocab, hidden),
             aux_layers=aux_layers,
             fc=Linear.read(body, [("fc", hidden)], hidden * len(aux_layers)),
-            ids=_target_ids(checkpoint, draft_vocab, config.vocab_size, model.embedding.weight.device),
+            ids=_target_ids(checkpoint, draft_vocab, config.vocab_size, model.embedding.device),
         )
 
 
@@ -310,7 +310,7 @@ def load_mtp(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels
             )
         if model.head is None:
             raise CheckpointError(f"{folder} has no vocabulary projection, which an MTP layer needs to draft tokens")
-        body = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.weight.device), kernels).at(prefix)
+        body = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.device), kernels).at(prefix)
         return MtpHead(
             config=config,
             embedding=model.embedding,

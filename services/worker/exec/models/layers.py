@@ -122,13 +122,13 @@ class Linear:
         Args:
             parts: names of the projections and their numbers of output features.
         """
-        return cls(weights.kernels.pack_linear(*weights.stacked(parts, in_features, bias)), weights.kernels)
+        return cls(weights.kernels.pack_linear(*weights.matrix(parts, in_features, bias)), weights.kernels)
 
     def forward(self, out: Tensor, x: Tensor) -> None:
         self.kernels.linear(out, x, self.packed)
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from packed_tensors(self.packed)
+        yield from self.packed.tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +164,38 @@ class RmsNorm:
 class Embedding:
     """A vector for each token of the vocabulary."""
 
-    weight: Tensor  # [V, N]
+    packed: PackedLinear  # [V, N]; a tied vocabulary projection has the same weight
+    dtype: torch.dtype  # model dtype
+    kernels: Kernels
     scale: float = 1.0  # factor of the vectors, a number of the model dtype; a tied vocabulary projection does not have it
 
     @classmethod
-    def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int, scale: float = 1.0) -> Embedding:
-        weight = weights.tensor("weight", vocab_size, hidden_size)
-        return cls(weight, float(torch.tensor(scale, dtype=weight.dtype)))
+    def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int, scale: float = 1.0, tied: bool = False) -> Embedding:
+        """Reads the vectors.
+
+        Args:
+            tied: whether the vectors are also the weight of the vocabulary projection. Kernels then pack them for both uses, so
+                that memory has them once.
+        """
+        if tied:
+            weight = weights.vocabulary(vocab_size, hidden_size)
+            packed = weights.kernels.pack_linear(weight, None)
+        else:
+            weight = weights.tensor("weight", vocab_size, hidden_size)
+            packed = PackedLinear(weight, None, hidden_size, vocab_size, packed=False)
+        return cls(packed, weight.dtype, weights.kernels, float(torch.tensor(scale, dtype=weight.dtype)))
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.data.device
 
     def forward(self, out: Tensor, input_ids: Tensor) -> None:
-        torch.index_select(self.weight, 0, input_ids, out=out)
+        self.kernels.embedding(out, input_ids, self.packed)
         if self.scale != 1.0:
             out.mul_(self.scale)
 
     def tensors(self) -> Iterator[Tensor]:
-        yield self.weight
+        yield from self.packed.tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +213,7 @@ class GatedMlp:
     ) -> GatedMlp:
         parts, kernels = [("gate_proj", intermediate_size), ("up_proj", intermediate_size)], weights.kernels
         pack = kernels.pack_linear if gelu else kernels.pack_gated
-        gate_up = pack(*weights.stacked(parts, hidden_size, bias))
+        gate_up = pack(*weights.matrix(parts, hidden_size, bias))
         return cls(gate_up, Linear.read(weights, [("down_proj", hidden_size)], intermediate_size, bias), kernels, gelu)
 
     def reserve(self, take: Take) -> None:
@@ -217,7 +234,7 @@ class GatedMlp:
         self.down.forward(out, activated)
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from packed_tensors(self.gate_up)
+        yield from self.gate_up.tensors
         yield from self.down.tensors()
 
 
@@ -289,12 +306,12 @@ class Head:
 
     @classmethod
     def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int) -> Head:
-        return cls(Linear(weights.kernels.pack_linear(weights.view("weight", vocab_size, hidden_size), None), weights.kernels))
+        return cls(Linear(weights.kernels.pack_linear(weights.vocabulary(vocab_size, hidden_size), None), weights.kernels))
 
     @classmethod
-    def tied(cls, embedding: Embedding, kernels: Kernels) -> Head:
-        """Returns the head that uses the weight of the embedding."""
-        return cls(Linear(kernels.pack_linear(embedding.weight, None), kernels))
+    def tied(cls, embedding: Embedding) -> Head:
+        """Returns the head that has the weight of the embedding, which was read with `tied`."""
+        return cls(Linear(embedding.packed, embedding.kernels))
 
     @property
     def vocab_size(self) -> int:
@@ -306,10 +323,6 @@ class Head:
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.linear.tensors()
-
-
-def packed_tensors(linear: PackedLinear) -> list[Tensor]:
-    return [linear.data] if linear.bias is None else [linear.data, linear.bias]
 
 
 def storage_bytes(tensors: Iterable[Tensor], shared: Iterable[Tensor] = ()) -> int:

@@ -58,11 +58,11 @@ class WeightReader:
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.source.stacked([(self.prefix + name, shape)])
 
-    def view(self, name: str, *shape: int) -> Tensor:
-        return self.source.view(self.prefix + name, shape)
-
-    def stacked(self, parts: Sequence[tuple[str, int]], in_features: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+    def matrix(self, parts: Sequence[tuple[str, int]], in_features: int, bias: bool) -> tuple[Tensor, Tensor | None]:
         """Returns projections of one input as one matrix [N, in_features], and their biases [N].
+
+        Every linear layer requests its weight by this method, and the vocabulary projection by vocabulary(). Other tensors are
+        requested by tensor().
 
         Args:
             parts: names of the projections and their numbers of output features.
@@ -75,6 +75,10 @@ class WeightReader:
         assert len(weight) == sum(size for _, size in parts), "the parts lie one after the other, without gaps"
         assert stacked is None or len(stacked) == len(weight), "each output feature has a bias"
         return weight, stacked
+
+    def vocabulary(self, vocab_size: int, hidden_size: int) -> Tensor:
+        """Returns the vocabulary projection [vocab_size, hidden_size]."""
+        return self.source.stacked([(f"{self.prefix}weight", (vocab_size, hidden_size))])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,140 @@
+"""Declares weights with 8 or 4 bits per element: their scheme, and a matrix of codes while it is loaded.
+
+An element is (code - zero point) * scale, or table[code] * scale if the scheme has a table. Consecutive elements of an output
+channel share a scale and a zero point: a group of the depth, or the whole channel.
+
+Letters in shapes: N output channels, K elements of depth, C groups of the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+GROUPS = (32, 64, 128)  # supported sizes of a group
+DEPTH_STEP = 8  # the depth of a coded weight is a multiple of this number
+MAX_DEPTH = 1 << 16  # largest group or channel; the sum of 2^16 products of two codes of 8 bits fits into int32
+TABLE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The meaning of the codes of a weight. The constructor raises ValueError for a scheme that no kernel reads."""
+
+    bits: int  # 8 or 4
+    group: int = 0  # elements of the depth that share a scale; 0: one scale for a whole output channel
+    zero_points: bool = False  # whether each group has a zero point; if not, it is 2^(bits - 1)
+    table: tuple[int, ...] | None = None  # 16 numbers of 8 bits, -127 to 127, by code; None: a code is an integer
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"weights of {self.bits} bits are not supported; supported: 8 and 4")
+        if self.group and self.group not in GROUPS:
+            raise ValueError(f"groups of {self.group} elements are not supported; supported: {', '.join(map(str, GROUPS))}")
+        if self.table is None:
+            return
+        if self.bits != 4 or self.zero_points or len(self.table) != TABLE_SIZE or max(map(abs, self.table)) > 127:
+            raise ValueError(f"a table has {TABLE_SIZE} numbers from -127 to 127, for codes of 4 bits without zero points")
+
+    @property
+    def zero(self) -> int:
+        """The zero point of a scheme without zero points and without a table."""
+        return 1 << (self.bits - 1)
+
+    def groups_of(self, depth: int) -> int:
+        """Returns the number of groups of a channel. Raises ValueError if the scheme does not fit the depth."""
+        if depth % (self.group or DEPTH_STEP):
+            raise ValueError(f"a depth of {depth} is not a multiple of {self.group or DEPTH_STEP}, as {self} requires")
+        if (self.group or depth) > MAX_DEPTH:
+            raise ValueError(f"a depth of {depth} is larger than {MAX_DEPTH}, the largest depth of a channel with one scale")
+        return depth // self.group if self.group else 1
+
+    def __str__(self) -> str:
+        kind = f"int{self.bits}" if self.table is None else "4-bit table"
+        scales = f"by {self.group}" if self.group else "by channel"
+        return f"{kind} {scales}{' with zero points' if self.zero_points else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A matrix [N, K] of codes, from the checkpoint's reader to the kernels that pack it."""
+
+    codes: Tensor  # uint8[N, K], one code per element, also for 4 bits
+    scales: Tensor  # float32[N, C]
+    zeros: Tensor | None  # uint8[N, C]; None if the scheme has no zero points
+    scheme: Scheme
+
+    def __post_init__(self) -> None:
+        channels, depth = self.codes.shape
+        shape = (channels, self.scheme.groups_of(depth))
+        fits = self.scales.shape == shape and (self.zeros is not None) == self.scheme.zero_points
+        if not fits or (self.zeros is not None and self.zeros.shape != shape):
+            raise ValueError(f"scales of shape {tuple(self.scales.shape)} do not fit codes {channels} x {depth} of {self.scheme}")
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def rows(self, index: Tensor) -> CodedWeight:
+        """Returns the output channels `index`, int64[n]."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
+
+    def unfolded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the elements [N, K]."""
+        return unfolded(self.codes, self.scales, self.zeros, self.scheme).to(dtype)
+
+
+Matrix = Tensor | CodedWeight  # the weight of a linear layer, [N, K], before kernels pack it
+
+
+def unfolded(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
+    """Returns the elements of some channels, float32[n, K].
+
+    Args:
+        codes: uint8[n, K].
+        scales: [n, C].
+        zeros: uint8[n, C], or None.
+    """
+    channels, depth = codes.shape
+    grouped = codes.view(channels, scales.shape[1], -1)
+    if scheme.table is not None:
+        table = torch.tensor(scheme.table, dtype=torch.float32, device=codes.device)
+        values = table[grouped.int()]
+    else:
+        values = grouped.float() - (scheme.zero if zeros is None else zeros.float()[..., None])
+    return (values * scales.float()[..., None]).view(channels, depth)
+
+
+def compact_scales(scales: Tensor) -> Tensor:
+    """Returns float32 scales as bfloat16 if this changes no scale, because kernels read them with each group."""
+    narrow = scales.bfloat16()
+    return narrow if torch.equal(narrow.float(), scales) else scales
+
+
+def stacked(parts: Sequence[CodedWeight]) -> CodedWeight:
+    """Returns the output channels of all parts. Raises ValueError if their schemes differ."""
+    first = parts[0]
+    if any(part.scheme != first.scheme for part in parts):
+        raise ValueError(f"the schemes differ: {', '.join(str(part.scheme) for part in parts)}")
+    if len(parts) == 1:
+        return first
+    zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    return CodedWeight(codes, scales, zeros, first.scheme)
+
+
+def selected_rows(weight: Matrix, index: Tensor) -> Matrix:
+    """Returns the output channels `index`, int64[n], of a matrix."""
+    at = index.to(weight.device)
+    return weight.rows(at) if isinstance(weight, CodedWeight) else torch.index_select(weight, 0, at)

@@ -1,0 +1,59 @@
+"""Implements linear layers with weights of 8 or 4 bits in plain torch, and the rounding of activations to 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, compact_scales, unfolded
+from rootstock_llm.kernels.contracts.ops import PackedLinear
+
+MOST_ELEMENTS = 1 << 24  # elements that are unfolded at a time: 64 MiB of float32
+
+
+def pack_coded(weight: CodedWeight, bias: Tensor | None) -> PackedLinear:
+    """Returns the codes [N, K], or two codes of 4 bits per byte, [N, K / 2], with the first one in the lower half."""
+    channels, depth = weight.shape
+    codes = weight.codes.contiguous()
+    if weight.scheme.bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    scales = compact_scales(weight.scales.contiguous())
+    return PackedLinear(codes, bias, depth, channels, False, weight.scheme, scales, weight.zeros)
+
+
+def elements(weight: PackedLinear, first: int, end: int) -> Tensor:
+    """Returns the elements of output channels first .. end - 1 as float32[n, K]."""
+    assert weight.scheme is not None and weight.scales is not None, "the weight has codes"
+    codes = weight.data[first:end]
+    if weight.scheme.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    return unfolded(codes, weight.scales[first:end], None if weight.zeros is None else weight.zeros[first:end], weight.scheme)
+
+
+def coded_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
+    """Implements Kernels.linear() in float32, for some output channels at a time."""
+    step, wide = max(1, MOST_ELEMENTS // weight.in_features), x.float()
+    for first in range(0, weight.out_features, step):
+        end = min(first + step, weight.out_features)
+        bias = None if weight.bias is None else weight.bias[first:end].float()
+        out[:, first:end] = torch.nn.functional.linear(wide, elements(weight, first, end), bias)
+
+
+def coded_embedding(out: Tensor, input_ids: Tensor, weight: PackedLinear) -> None:
+    """Implements Kernels.embedding() for a scheme of 8 bits with a scale per channel."""
+    assert weight.scheme is not None and weight.scales is not None, "the weight has codes"
+    codes, scales = torch.index_select(weight.data, 0, input_ids), torch.index_select(weight.scales, 0, input_ids)
+    out.copy_(unfolded(codes, scales, None, weight.scheme))
+
+
+def with_8_bits(x: Tensor, group: int) -> Tensor:
+    """Returns x [T, K] as float32, rounded as kernels round it for integer products.
+
+    Args:
+        group: elements of a row that share a scale: their largest magnitude / 127. 0 for a whole row.
+    """
+    grouped = x.float().view(len(x), -1, group or x.shape[1])
+    largest = grouped.abs().amax(-1, keepdim=True)
+    factor = torch.full_like(largest, 127.0) / largest  # `127.0 / largest` would round twice
+    codes = torch.where(largest > 1e-35, grouped * factor, 0.0).round()
+    return (codes * (largest / 127.0)).view(x.shape)
