@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows, ScoreRule
 from rootstock_llm.kernels.cpu import load_kernels
 from rootstock_llm.kernels.reference import layers as reference
 
@@ -65,14 +65,14 @@ def _pools(kernels: Kernels, rows: RaggedRows) -> tuple[Tensor, Tensor]:
     return pools
 
 
-def attention_case(batch: int, start: int, count: int) -> Case:
-    rows = rows_of(batch, start, count)
+def attention_case(batch: int, start: int, count: int, window: int = 0, with_sinks: bool = False) -> Case:
+    rows, rule = rows_of(batch, start, count), ScoreRule(HEAD_DIM**-0.5, window, sinks=torch.randn(HEADS) if with_sinks else None)
     qkv = torch.randn(batch * count, (HEADS + 2 * KV_HEADS) * HEAD_DIM).bfloat16()
     out = torch.empty(batch * count, HEADS * HEAD_DIM, dtype=torch.bfloat16)
 
     def prepare(kernels: Kernels) -> Callable[[], object]:
         keys, values = _pools(kernels, rows)
-        return lambda: kernels.paged_attention(out, qkv, keys, values, rows, HEAD_DIM**-0.5, 0)
+        return lambda: kernels.paged_attention(out, qkv, keys, values, rows, rule)
 
     return prepare
 
@@ -123,6 +123,8 @@ def cases() -> dict[str, Callable[[], Case]]:
     found["paged_attention 8x256"] = lambda: attention_case(8, 0, 256)
     found["paged_attention 1x2048"] = lambda: attention_case(1, 0, 2048)
     found["paged_attention 1x512 at 4096"] = lambda: attention_case(1, 4096 - 512, 512)
+    for window in (0, 128):
+        found[f"paged_attention 1x1 sinks {window}"] = partial(attention_case, 1, 4095, 1, window, with_sinks=True)
     return found
 
 

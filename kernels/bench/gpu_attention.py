@@ -10,11 +10,10 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from rootstock_llm.kernels.bench.gpu_timing import GpuCase, Work
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.triton.attention.attention import (
     AttentionCall,
     allocate_scratch,
-    as_heads,
     head_shape,
     plan_call,
     run_attention,
@@ -92,14 +91,16 @@ def call_of(sizes: AttentionSizes, device: torch.device) -> AttentionCall:
     k_pool, v_pool = (torch.randn(pool, device=device, dtype=DTYPE) for _ in "kv")
     qkv = torch.randn(tokens, (sizes.heads + 2 * KV_HEADS) * HEAD_DIM, device=device, dtype=DTYPE)
     out = torch.empty(tokens, sizes.heads * HEAD_DIM, device=device, dtype=DTYPE)
-    return AttentionCall(*as_heads(out, qkv, k_pool, v_pool), k_pool, v_pool, rows, HEAD_DIM**-0.5, 0)
+    return AttentionCall.of(out, qkv, k_pool, v_pool, rows, ScoreRule(HEAD_DIM**-0.5))
 
 
 def ours(sizes: AttentionSizes, device: torch.device, merge_apart: bool = False) -> Work:
     """Returns paged attention with the planned launch. With merge_apart, a separate kernel merges the splits."""
     call = call_of(sizes, device)
     return work_of(
-        call, plan_call(head_shape(call.q, call.k_pool, call.v_pool), call.rows, len(call.q), call.window, device), merge_apart
+        call,
+        plan_call(head_shape(call.q, call.k_pool, call.v_pool), call.rows, len(call.q), call.rule.window, device),
+        merge_apart,
     )
 
 

@@ -39,7 +39,7 @@ def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Itera
     """Yields (microseconds, launch) of the plan, and then of each other launch that the device can run."""
     call = call_of(sizes, device)
     shape: HeadShape = head_shape(call.q, call.k_pool, call.v_pool)
-    plan = plan_call(shape, call.rows, len(call.q), call.window, device)
+    plan = plan_call(shape, call.rows, len(call.q), call.rule.window, device)
     others = [retiled(shape, plan, blocks, splits, len(call.q)) for blocks, splits in candidates(plan)]
     for launch in [plan, *others]:
         try:

@@ -103,6 +103,17 @@ class DraftStates:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """The rule by which the attention of a layer turns products of queries and keys into softmax weights."""
+
+    scale: float  # factor of the products
+    window: int = 0  # number of last positions, including the token's own position, to which a token attends; 0 for all
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 for no cap (Gemma 2, arXiv 2408.00118, section 2)
+    # float32[H], an additional score in each softmax of the head, without a value (gpt-oss, arXiv 2508.10925); None for no sinks
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaGates:
     """The weights from which a Gated DeltaNet layer computes the decay of its state, per value head."""
 
@@ -214,51 +225,24 @@ class Kernels(Protocol):
             v_pool: [P, G, S, D].
         """
 
-    def paged_attention(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None:
-        """Computes out [T, H D], in which each token attends to the positions of its row up to its own position.
+    def paged_attention(self, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:
+        """Computes out [T, H E], in which each token attends to the positions of its row up to its own position.
+
+        E is the size of a value, which may differ from D.
 
         Args:
-            out: [T, H D].
-            qkv: [T, (H + 2G) D]; its first H D columns are q. H / G query heads share a key/value head.
+            out: [T, H E].
+            q: [T, C], whose first H D columns are the queries. Its rows may be strided. H / G query heads share a key/value head.
             k_pool: [P, G, S, D].
-            v_pool: [P, G, S, D].
-            rows: the row's page table gives the pages of the keys and values.
-            scale: factor of the scores.
-            window: number of last positions, including the token's own position, to which a token attends; 0 for all.
+            v_pool: [P, G, S, E].
+            rows: the row's page table gives the pages of the keys and values. Pages before all windows of a row are not read.
+            rule: the scale of the scores, their window and cap, and the sinks.
         """
 
     def write_kv(self, keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
         """Writes keys [T, G, D] and values [T, G, E] to the pools [P, G, S, D] and [P, G, S, E].
 
         Writes only at rows.locations.
-        """
-
-    def general_attention(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        rows: RaggedRows,
-        scale: float,
-        window: int,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Computes paged_attention() with soft-capped scores, attention sinks, and values of another size than keys.
-
-        Args:
-            out: [T, H, E].
-            q: [T, H, D].
-            k_pool: [P, G, S, D].
-            v_pool: [P, G, S, E].
-            rows: as in paged_attention().
-            scale: as in paged_attention().
-            window: as in paged_attention().
-            softcap: scores become softcap * tanh(score / softcap); 0 for no cap (Gemma 2, arXiv 2408.00118, section 2).
-            sinks: [H], an additional score in each softmax of the head, without a value; None for no sinks.
         """
 
     def gated_delta_rule(

@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix, Scheme, compact_scales
-from rootstock_llm.kernels.contracts.ops import DeltaGates, PackedLinear, RaggedRows, StateRows, misfit, require_contiguous
+from rootstock_llm.kernels.contracts.ops import (
+    DeltaGates,
+    PackedLinear,
+    RaggedRows,
+    ScoreRule,
+    StateRows,
+    misfit,
+    require_contiguous,
+)
 from rootstock_llm.kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 from rootstock_llm.kernels.reference import layers
@@ -35,7 +43,7 @@ LAYER_SIGNATURES: dict[str, list[type]] = {
     "gated_rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
     "update_page_table": [POINTER] * 6 + [INT64] * 2 + [INT],
     "resolve_tokens": [POINTER] * 12 + [INT64] * 5 + [INT],
-    "paged_attention": [POINTER] * 9 + [INT64] * 7 + [FLOAT, INT, INT, INT],
+    "paged_attention": [POINTER] * 10 + [INT64] * 9 + [FLOAT] * 2 + [INT, INT, INT],
     "pack_linear": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "linear": [POINTER] * 4 + [INT64] * 3 + [INT, INT, INT],
     "pack_ordered": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
@@ -62,7 +70,6 @@ class CpuKernels:
     """The C++ kernels of a model's layers."""
 
     write_kv = staticmethod(layers.write_kv)
-    general_attention = staticmethod(layers.general_attention)
     page_indices = staticmethod(layers.page_indices)
 
     def __init__(self, path: Path, threads: int, deterministic: bool = False) -> None:
@@ -269,18 +276,25 @@ class CpuKernels:
         sizes = (len(qkv), heads, kv_heads, head_dim, page_size)
         self._call("rope_write_kv", qkv.data_ptr(), *norm_addresses, *addresses, *sizes, eps, _is_bfloat16(qkv))
 
-    def paged_attention(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None:
-        require_contiguous(out, qkv, k_pool, v_pool, rows.page_table)
+    def paged_attention(self, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:
+        """Implements Kernels.paged_attention(). Raises ValueError if the shapes do not fit."""
+        require_contiguous(out, k_pool, v_pool, rows.page_table)
         _, kv_heads, page_size, head_dim = k_pool.shape
-        heads, width = out.shape[1] // head_dim, rows.page_table.shape[1]
-        if rows.max_context > width * page_size or out.shape[1] + 2 * kv_heads * head_dim != qkv.shape[1]:
-            raise misfit(out, qkv, k_pool, rows.page_table)
+        value_dim, width, sinks = v_pool.shape[3], rows.page_table.shape[1], rule.sinks
+        heads = out.shape[1] // value_dim
+        if rows.max_context > width * page_size or heads * value_dim != out.shape[1] or heads % kv_heads:
+            raise misfit(out, k_pool, v_pool, rows.page_table)
+        if len(q) != len(out) or q.shape[1] < heads * head_dim or q.stride(1) != 1 or v_pool.shape[:3] != k_pool.shape[:3]:
+            raise misfit(out, q, k_pool, v_pool)
+        if not q.dtype == out.dtype == k_pool.dtype == v_pool.dtype:
+            raise misfit(out, q, k_pool, v_pool)
+        if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous()):
+            raise misfit(out, sinks)
         columns = (rows.page_table, rows.slots, rows.starts, rows.num_tokens, rows.offsets)
-        addresses = [tensor.data_ptr() for tensor in (out, qkv, k_pool, v_pool, *columns)]
-        sizes = (len(rows.slots), width, heads, kv_heads, head_dim, page_size, window)
-        self._call("paged_attention", *addresses, *sizes, scale, self._deterministic, _is_bfloat16(qkv))
+        addresses = [tensor.data_ptr() for tensor in (out, q, k_pool, v_pool, *columns)]
+        sizes = (len(rows.slots), width, heads, kv_heads, head_dim, value_dim, q.stride(0), page_size, rule.window)
+        options = (rule.scale, rule.softcap, self._deterministic, _is_bfloat16(q))
+        self._call("paged_attention", *addresses, None if sinks is None else sinks.data_ptr(), *sizes, *options)
 
     def gated_delta_rule(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix
-from rootstock_llm.kernels.contracts.ops import DeltaGates, PackedLinear, RaggedRows, StateRows
+from rootstock_llm.kernels.contracts.ops import DeltaGates, PackedLinear, RaggedRows, ScoreRule, StateRows
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 from rootstock_llm.kernels.reference.coded import coded_embedding, coded_linear, pack_coded
 from rootstock_llm.kernels.reference.sampling import edit_logits as edit_logits
@@ -112,18 +112,6 @@ def rope_write_kv(
     write_kv(keys, v, rows, k_pool, v_pool)
 
 
-def _sequence(pool: Tensor, pages: Tensor, length: int) -> Tensor:
-    """Returns the first `length` keys or values of one sequence as float32[G, length, D].
-
-    Args:
-        pool: [P, G, S, D].
-        pages: int64[pages], the page ids of the sequence.
-        length: number of positions.
-    """
-    picked = pool[pages].transpose(0, 1)
-    return picked.reshape(picked.shape[0], -1, picked.shape[3])[:, :length].float()
-
-
 def gated_delta_rule(
     out: Tensor,
     qkv: Tensor,
@@ -199,67 +187,60 @@ def write_kv(keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_p
     v_pool[pages, :, offsets] = values[valid]
 
 
-def _weights(scores: Tensor, hidden: Tensor, softcap: float, sinks: Tensor | None) -> Tensor:
+def _sequence(pool: Tensor, pages: Tensor, length: int) -> Tensor:
+    """Returns the first `length` keys or values on consecutive pages of one sequence as float32[G, length, D].
+
+    Args:
+        pool: [P, G, S, D].
+        pages: int64[pages], page ids.
+        length: number of positions.
+    """
+    picked = pool[pages].transpose(0, 1)
+    return picked.reshape(picked.shape[0], -1, picked.shape[3])[:, :length].float()
+
+
+def _weights(scores: Tensor, hidden: Tensor, rule: ScoreRule) -> Tensor:
     """Returns the softmax weights, float32[t, G, H / G, s].
 
     Args:
         scores: float32[t, G, H / G, s].
         hidden: bool[t, s], whether the token does not attend to the position.
-        softcap: as in Kernels.general_attention().
-        sinks: float32[G, H / G], an additional score per softmax, whose weight is dropped; None for no sinks.
+        rule: its cap and its sinks, whose weights are dropped.
     """
-    capped = softcap * torch.tanh(scores / softcap) if softcap else scores
+    capped = rule.softcap * torch.tanh(scores / rule.softcap) if rule.softcap else scores
     masked = capped.masked_fill(hidden[:, None, None, :], -torch.inf)
-    if sinks is None:
+    if rule.sinks is None:
         return masked.softmax(-1)
-    sink_scores = sinks[None, :, :, None].expand(*masked.shape[:3], 1)
-    return torch.cat((masked, sink_scores), dim=-1).softmax(-1)[..., :-1]
+    sinks = rule.sinks.view(1, *masked.shape[1:3], 1).expand(*masked.shape[:3], 1)
+    return torch.cat((masked, sinks), dim=-1).softmax(-1)[..., :-1]
 
 
-def general_attention(
-    out: Tensor,
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    rows: RaggedRows,
-    scale: float,
-    window: int,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """Implements Kernels.general_attention() on any device, row by row. Reads the rows' lengths on the host."""
-    page_size, kv_heads, num_heads = k_pool.shape[2], k_pool.shape[1], q.shape[1]
-    grouped = None if sinks is None else sinks.float().view(kv_heads, -1)
+def paged_attention(out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:
+    """Implements Kernels.paged_attention() on any device, row by row. Reads the rows' lengths on the host."""
+    _, kv_heads, page_size, head_dim = k_pool.shape
+    num_heads = out.shape[1] // v_pool.shape[3]
+    queries = q[:, : num_heads * head_dim].unflatten(1, (kv_heads, -1, head_dim))
     for row in range(len(rows.slots)):
         start, count, offset = int(rows.starts[row]), int(rows.num_tokens[row]), int(rows.offsets[row])
-        length = start + count
-        pages = rows.page_table[int(rows.slots[row]), : -(-length // page_size)].clamp(min=0).long()
-        keys, values = _sequence(k_pool, pages, length), _sequence(v_pool, pages, length)
-        if window:  # earlier pages may belong to another request by now, and a weight of 0 times a NaN would be NaN
-            for each in (keys, values):
-                each[:, : max(start - window + 1, 0)] = 0.0
-        for first, piece in _pieces(count, max(1, MAX_SCORES // (length * num_heads))):
+        seen = max(start - rule.window + 1, 0) if rule.window else 0  # first position to which a token of the row attends
+        base, end = seen // page_size * page_size, start + count
+        pages = rows.page_table[int(rows.slots[row]), base // page_size : -(-end // page_size)].clamp(min=0).long()
+        keys, values = _sequence(k_pool, pages, end - base), _sequence(v_pool, pages, end - base)
+        for each in (keys, values):  # another request may have written NaN before the window, and 0 times NaN is NaN
+            each[:, : seen - base] = 0.0
+        for first, piece in _pieces(count, max(1, MAX_SCORES // max((end - base) * num_heads, 1))):
             part = slice(offset + first, offset + first + piece)
             positions = torch.arange(start + first, start + first + piece, device=q.device)
-            distance = positions[:, None] - torch.arange(length, device=q.device)[None, :]
-            hidden = (distance < 0) | (distance >= window) if window else distance < 0
-            scores = torch.einsum("tghd,gsd->tghs", q[part].float().view(piece, kv_heads, -1, q.shape[2]), keys) * scale
-            mixed = torch.einsum("tghs,gse->tghe", _weights(scores, hidden, softcap, grouped), values)
-            out[part] = mixed.reshape(piece, num_heads, -1).to(out.dtype)
+            distance = positions[:, None] - torch.arange(base, end, device=q.device)[None, :]
+            hidden = (distance < 0) | (distance >= rule.window) if rule.window else distance < 0
+            scores = torch.einsum("tghd,gsd->tghs", queries[part].float(), keys) * rule.scale
+            mixed = torch.einsum("tghs,gse->tghe", _weights(scores, hidden, rule), values)
+            out[part] = mixed.reshape(piece, -1).to(out.dtype)
 
 
 def _pieces(count: int, size: int) -> list[tuple[int, int]]:
     """Splits range(count) into pieces of at most `size`, and returns (first, length) of each piece."""
     return [(first, min(size, count - first)) for first in range(0, count, size)]
-
-
-def paged_attention(
-    out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-) -> None:
-    head_dim = k_pool.shape[3]
-    heads = out.view(out.shape[0], -1, head_dim)
-    q = qkv[:, : out.shape[1]].view(heads.shape)
-    general_attention(heads, q, k_pool, v_pool, rows, scale, window)
 
 
 def update_page_table(table: Tensor, updates: DevicePageTableUpdates) -> None:

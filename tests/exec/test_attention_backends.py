@@ -12,7 +12,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the import of triton, which reads it
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.kernels.triton.attention.attention_plan import (
     DECODE_BLOCKS,
@@ -25,18 +25,21 @@ from rootstock_llm.services.worker.exec.attention.backend import AttentionBacken
 from rootstock_llm.services.worker.exec.attention.triton_backend import TritonAttention
 from tests.all_pairs import each_pair
 
-HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, SLOTS, WIDTH = 4, 2, 16, 4, 8, 160
+HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, SLOTS, WIDTH = 4, 2, 16, 24, 4, 8, 160
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = AttentionShape(
     num_heads=HEADS,
     num_kv_heads=KV_HEADS,
     head_dim=HEAD_DIM,
+    value_dim=VALUE_DIM,
     page_size=PAGE_SIZE,
     windows=(0, 9),
     max_rows=SLOTS,
     max_tokens=64,
     max_context=WIDTH * PAGE_SIZE,
     max_pages=SLOTS * WIDTH,
+    has_softcap=True,
+    has_sinks=True,
 )
 BACKENDS = {"triton": TritonAttention, "torch": lambda *_: KernelAttention(reference)}
 
@@ -46,9 +49,10 @@ class Model:
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         made = torch.Generator().manual_seed(0)
-        shape = (SLOTS * WIDTH, KV_HEADS, PAGE_SIZE, HEAD_DIM)
+        shape = (SLOTS * WIDTH, KV_HEADS, PAGE_SIZE)
         self.device, self.made, self.dtype = device, made, dtype
-        self.keys, self.values = (torch.randn(shape, generator=made).to(device, dtype) for _ in range(2))
+        self.keys, self.values = (torch.randn((*shape, size), generator=made).to(device, dtype) for size in (HEAD_DIM, VALUE_DIM))
+        self.sinks = torch.randn(HEADS, generator=made).to(device) * 3
         self.table = torch.randperm(SLOTS * WIDTH, generator=made).view(SLOTS, WIDTH).int().to(device)
 
     def batch(self, slots: list[int], starts: list[int], counts: list[int], num_extend: int, graph: int = 0) -> AttentionBatch:
@@ -71,15 +75,19 @@ class Model:
         qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, generator=self.made)
         return qkv.to(self.device, self.dtype)
 
+    def rule(self, window: int) -> ScoreRule:
+        """Returns a rule with a cap and sinks, or with neither of them if there is no window."""
+        return ScoreRule(HEAD_DIM**-0.5, window, 2.0, self.sinks) if window else ScoreRule(HEAD_DIM**-0.5)
+
     def attended(self, backend: AttentionBackend, batch: AttentionBatch, qkv: Tensor, window: int) -> Tensor:
-        out = torch.full((len(qkv), HEADS * HEAD_DIM), torch.nan, device=self.device, dtype=self.dtype)
-        backend.attend(out, qkv, self.keys, self.values, batch.rows, HEAD_DIM**-0.5, window)
+        out = torch.full((len(qkv), HEADS * VALUE_DIM), torch.nan, device=self.device, dtype=self.dtype)
+        backend.attend(out, qkv, self.keys, self.values, batch.rows, self.rule(window))
         return out
 
     def expected(self, batch: AttentionBatch, qkv: Tensor, window: int) -> Tensor:
-        out = torch.empty(len(qkv), HEADS * HEAD_DIM, device=self.device)
+        out = torch.empty(len(qkv), HEADS * VALUE_DIM, device=self.device)
         pools = self.keys.float(), self.values.float()
-        reference.paged_attention(out, qkv.float(), *pools, batch.rows, HEAD_DIM**-0.5, window)
+        reference.paged_attention(out, qkv.float(), *pools, batch.rows, self.rule(window))
         return out
 
 
@@ -121,11 +129,11 @@ def test_captured_graph_reads_the_lengths_of_rows_from_device_memory(window: int
     model, backend = Model(DEVICE), TritonAttention(SHAPE, DEVICE)
     batch = model.batch([0, -1, -1, -1], [0] * 4, [1] * 4, 0, graph=4)
     qkv = model.queries(batch)
-    out = torch.full((4, HEADS * HEAD_DIM), torch.nan, device=DEVICE)
+    out = torch.full((4, HEADS * VALUE_DIM), torch.nan, device=DEVICE)
     backend.plan(batch)
 
     def attend() -> None:
-        backend.attend(out, qkv, model.keys, model.values, batch.rows, HEAD_DIM**-0.5, window)
+        backend.attend(out, qkv, model.keys, model.values, batch.rows, model.rule(window))
 
     replay = _captured(attend) if DEVICE.type == "cuda" else attend
     for slots, starts in [([2, 5, -1, -1], [3, 600, 0, 0]), ([1, 0, 7, 4], [255, 0, 639, 31]), ([3, -1, -1, -1], [511, 0, 0, 0])]:

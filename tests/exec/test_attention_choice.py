@@ -13,7 +13,7 @@ from rootstock_llm.services.worker.exec.attention import choose
 from rootstock_llm.services.worker.exec.attention.backend import AttentionShape
 from rootstock_llm.services.worker.exec.attention.choose import choose_attention
 
-SHAPE = AttentionShape(8, 2, 64, 16, (0,), max_rows=4, max_tokens=32, max_context=64, max_pages=64)
+SHAPE = AttentionShape(8, 2, 64, 64, 16, (0,), max_rows=4, max_tokens=32, max_context=64, max_pages=64)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -87,7 +87,10 @@ def test_deterministic_mode_refuses_other_back_ends(monkeypatch: pytest.MonkeyPa
 
 
 REASONS = {
-    "head size": (replace(SHAPE, head_dim=80), torch.float16, None, "its kernels exist for head sizes"),
+    "head size": (replace(SHAPE, head_dim=80, value_dim=80), torch.float16, None, "its kernels exist for head sizes"),
+    "value size": (replace(SHAPE, value_dim=128), torch.float16, None, "values of the size of keys, not of 128 and 64"),
+    "sinks": (replace(SHAPE, has_sinks=True), torch.float16, None, "no attention sinks"),
+    "score cap": (replace(SHAPE, has_softcap=True), torch.float16, None, "no score caps"),
     "dtype": (SHAPE, torch.float32, None, "not in float32"),
     "compiler": (SHAPE, torch.float16, RuntimeError("no nvcc\nand much more"), "RuntimeError: no nvcc"),
 }

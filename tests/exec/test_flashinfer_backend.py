@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes
 from rootstock_llm.services.worker.exec.attention import flashinfer_limits as limits
@@ -33,7 +33,7 @@ from tests.exec.tiny_models import MODELS
 REAL = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
 # Machines of GPU checks have compiled modules for these values. Tests with other values need a library that may compile.
 HEAD_DIM, DTYPE = (128, torch.bfloat16) if REAL else (64, torch.float16)
-SHAPE = AttentionShape(8, 2, HEAD_DIM, 16, (0,), max_rows=12, max_tokens=96, max_context=200, max_pages=400)
+SHAPE = AttentionShape(8, 2, HEAD_DIM, HEAD_DIM, 16, (0,), max_rows=12, max_tokens=96, max_context=200, max_pages=400)
 PAIRED = replace(SHAPE, num_heads=4)  # two query heads per key/value head, so decode kernels do not use tensor cores
 Lengths = list[tuple[int, int]]  # per row: (number of earlier tokens, number of computed tokens)
 MIXED: Lengths = [(0, 7), (33, 17), (16, 16), (5, 1), (79, 1), (15, 1)]
@@ -101,14 +101,14 @@ class Bench:
         tokens = sum(count for _, count in lengths)
         out, rows = self.empty(tokens), self.rows(lengths)
         rows = rows.in_windows() if window else rows
-        reference.paged_attention(out, self.all_qkv[:tokens], self.k, self.v, rows, scale, window)
+        reference.paged_attention(out, self.all_qkv[:tokens], self.k, self.v, rows, ScoreRule(scale, window))
         return out
 
     def actual(self, backend: FlashInferAttention, batch: AttentionBatch, scale: float, window: int) -> torch.Tensor:
         tokens = int(batch.num_tokens.sum())
         out = self.empty(tokens)
         rows = batch.rows.in_windows() if window else batch.rows
-        backend.attend(out, self.all_qkv[:tokens], self.k, self.v, rows, scale, window)
+        backend.attend(out, self.all_qkv[:tokens], self.k, self.v, rows, ScoreRule(scale, window))
         return out
 
     def empty(self, tokens: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ CASES = {
     "pages of one": replace(SHAPE, page_size=1, max_pages=1200),
     "pages of one, groups of two": replace(PAIRED, page_size=1, max_pages=1200),
     "pages of five": replace(SHAPE, page_size=5, max_pages=1200),
-    "another head size": replace(SHAPE, head_dim=192 - HEAD_DIM),
+    "another head size": replace(SHAPE, head_dim=192 - HEAD_DIM, value_dim=192 - HEAD_DIM),
     "two windows": replace(SHAPE, windows=(0, 24)),
     "two windows, groups of two": replace(PAIRED, windows=(0, 24)),
     "a window of one": replace(SHAPE, windows=(1,)),
@@ -239,11 +239,11 @@ def test_captured_graph_computes_the_current_plan(shape: AttentionShape) -> None
     first = bench.batch([(0, 1)] * 4, 0, graph=4)
     backend.plan(first)
     qkv, out = bench.all_qkv[:4], bench.empty(4)
-    backend.attend(out, qkv, bench.k, bench.v, first.rows, 0.125, 0)
+    backend.attend(out, qkv, bench.k, bench.v, first.rows, ScoreRule(0.125))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        backend.attend(out, qkv, bench.k, bench.v, first.rows, 0.125, 0)
+        backend.attend(out, qkv, bench.k, bench.v, first.rows, ScoreRule(0.125))
     for lengths in (DECODE[1:], DECODE[:2], [(199, 1)] * 4):
         batch = bench.batch(lengths, 0, graph=4)
         torch.cuda.set_sync_debug_mode("error")
@@ -413,13 +413,13 @@ def test_back_end_refuses_unsupported_shapes(
         FlashInferAttention(shape, device, dtype, reference, double)
 
 
-BIG = replace(SHAPE, num_heads=32, num_kv_heads=8, head_dim=128, max_rows=512, max_tokens=8192)
+BIG = replace(SHAPE, num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128, max_rows=512, max_tokens=8192)
 LARGE = {
     "8B": BIG,
     "0.6B": replace(BIG, num_heads=16),
-    "one key/value head": replace(BIG, num_heads=71, num_kv_heads=1, head_dim=64),
+    "one key/value head": replace(BIG, num_heads=71, num_kv_heads=1, head_dim=64, value_dim=64),
     "many heads": replace(BIG, num_heads=128, num_kv_heads=128),
-    "wide heads": replace(BIG, num_heads=16, num_kv_heads=4, head_dim=256, page_size=1),
+    "wide heads": replace(BIG, num_heads=16, num_kv_heads=4, head_dim=256, value_dim=256, page_size=1),
 }
 
 
@@ -451,7 +451,7 @@ def test_scratch_memory_is_large_enough_for_every_plan(shape: AttentionShape) ->
 
 
 def test_larger_graph_allocates_more_scratch_memory(device: torch.device, double: Library) -> None:
-    shape = replace(BIG, max_rows=300, max_tokens=300, head_dim=256, max_pages=600)
+    shape = replace(BIG, max_rows=300, max_tokens=300, head_dim=256, value_dim=256, max_pages=600)
     backend = FlashInferAttention(shape, device, torch.float16, reference, double)
     table = torch.zeros((1, 1), dtype=torch.int32, device=device)
     before, held = len(backend._workspace), []
@@ -473,7 +473,7 @@ def test_decoder_logits_equal_the_reference_attention(name: str, tmp_path: Path)
     assert isinstance(decoder, Decoder)
     config = decoder.model.config
     windows = tuple(sorted(set(config.windows)))
-    shape = AttentionShape(config.num_heads, config.num_kv_heads, 64, 16, windows, 4, 96, 64, 40)
+    shape = AttentionShape(config.num_heads, config.num_kv_heads, 64, 64, 16, windows, 4, 96, 64, 40)
     bench, library = Bench(shape, torch.device("cpu"), torch.float16), Library(torch.device("cpu"))
     layers = [LayerKV(config.num_kv_heads, config.head_dim, config.head_dim)] * config.num_layers
     given, wanted = (allocate(layers, PoolSizes(len(bench.k)), 16, torch.float16, reference) for _ in range(2))

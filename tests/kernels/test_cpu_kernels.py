@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.contracts.row_fault import RowFault
 from rootstock_llm.kernels.contracts.sample_ops import Measured, SampleKernels
 from rootstock_llm.kernels.cpu import load_kernels, load_sampling
@@ -16,6 +18,7 @@ from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.kernels.reference import sampling as sampling_reference
 from tests.all_pairs import each_pair, each_value
 from tests.kernels.sampling_case import Row, SlotCase, Written, rows_of, sampled, table_of
+from tests.night import NIGHTLY
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -221,9 +224,9 @@ BATCHES = {
 }
 
 
-# Every CPU uses the general tiles for float32, and for bfloat16 with the head sizes 20 and 80, which the kernels with bf16 dot
-# products do not support. The cases of these tiles have each batch, page size and window. Some have more queries than a tile and
-# more values than a block.
+# Every CPU uses the general tiles for float32, and for bfloat16 with sizes that are no multiples of 32, such as 20 and 80. The
+# kernels with bf16 dot products do not support these sizes. The cases of these tiles have each batch, page size and window. Some
+# have more queries than a tile and more values than a block.
 # On a CPU with bf16 dot products, other bfloat16 cases use the kernels with dot products. A tile with fewer than 8 queries
 # (tokens times heads of a group) reads keys unpacked; other tiles pack keys. Each head size has cases of both kinds.
 ATTENTION = [
@@ -250,30 +253,94 @@ ATTENTION = [
 ]
 
 
+def assert_attends_as_reference(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    lengths: list[tuple[int, int]],
+    dims: tuple[int, ...],
+    page_size: int,
+    rule: ScoreRule,
+) -> None:
+    """Compares with the reference. `dims` is (heads, KV heads, size of a key, size of a value).
+
+    Rounding of a large score changes its weight by more than rounding of a small one.
+    """
+    heads, kv_heads, head_dim, value_dim = dims
+    rows, num_pages = ragged(lengths, page_size)
+    num_tokens = int(rows.num_tokens.sum())
+    qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    shape = (num_pages, kv_heads, page_size)
+    keys, values = (torch.full((*shape, size), torch.nan, dtype=dtype) for size in (head_dim, value_dim))  # unwritten memory
+    for row, (start, count) in enumerate(lengths):
+        positions = torch.arange(start + count)
+        pages = rows.page_table[int(rows.slots[row]), positions // page_size].long()
+        keys[pages, :, positions % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 1)
+        values[pages, :, positions % page_size] = random(start + count, kv_heads, value_dim, dtype=dtype, seed=row + 50)
+        if rule.window:  # pages before the window may belong to another request by now
+            left = pages[: max(start - rule.window + 1, 0) // page_size * page_size]
+            keys[left], values[left] = torch.nan, torch.nan
+    found, expected = (torch.empty(num_tokens, heads * value_dim, dtype=dtype) for _ in range(2))
+    kernels.paged_attention(found, qkv, keys, values, rows, rule)
+    reference.paged_attention(expected, qkv, keys, values, rows, rule)
+    assert bool(expected.isfinite().all())
+    assert_same(found, expected, dtype, scale=max(1.0, rule.scale))
+
+
 @pytest.mark.parametrize(("dtype", "batch", "shape", "layout"), ATTENTION, ids=str)
 def test_paged_attention_matches_the_reference(
     kernels: CpuKernels, dtype: torch.dtype, batch: str, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
     """`shape` is (heads, KV heads, head size), and `layout` is (tokens per page, window)."""
-    (heads, kv_heads, head_dim), (page_size, window) = shape, layout
-    rows, num_pages = ragged(BATCHES[batch], page_size)
-    num_tokens = int(rows.num_tokens.sum())
-    qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    keys = torch.full((num_pages, kv_heads, page_size, head_dim), torch.nan, dtype=dtype)  # unwritten memory may hold NaN
-    values = keys.clone()
-    for row, (start, count) in enumerate(BATCHES[batch]):
-        positions = torch.arange(start + count)
-        pages = rows.page_table[int(rows.slots[row]), positions // page_size].long()
-        keys[pages, :, positions % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 1)
-        values[pages, :, positions % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 50)
-        if window:  # pages before the window may belong to another request by now
-            left = pages[: max(start - window + 1, 0) // page_size * page_size]
-            keys[left], values[left] = torch.nan, torch.nan
-    found, expected = (torch.empty(num_tokens, heads * head_dim, dtype=dtype) for _ in range(2))
-    kernels.paged_attention(found, qkv, keys, values, rows, head_dim**-0.5, window)
-    reference.paged_attention(expected, qkv, keys, values, rows, head_dim**-0.5, window)
-    assert bool(expected.isfinite().all())
-    assert_same(found, expected, dtype)
+    (page_size, window), head_dim = layout, shape[2]
+    rule = ScoreRule(head_dim**-0.5, window)
+    assert_attends_as_reference(kernels, dtype, BATCHES[batch], (*shape, head_dim), page_size, rule)
+
+
+@pytest.mark.parametrize("seed", range(200 if NIGHTLY else 24))
+def test_paged_attention_matches_the_reference_for_random_sizes_windows_caps_and_sinks(kernels: CpuKernels, seed: int) -> None:
+    made = Random(seed)
+    dtype, group, kv_heads = made.choice(DTYPES), made.choice([1, 2, 3, 8, 16]), made.choice([1, 2])
+    # Both sizes are multiples of 32 in half of the cases, for the kernels with bf16 dot products.
+    sizes = [32, 64, 96, 128, 192] if seed % 2 else [1, 20, 33, 80, 128]
+    head_dim, value_dim = made.choice(sizes), made.choice(sizes)
+    lengths = [(made.choice([0, made.randrange(300)]), made.choice([1, 1, made.randrange(1, 90)])) for _ in range(4)]
+    rule = ScoreRule(
+        scale=made.choice([1.0, 3.0]) * head_dim**-0.5,
+        window=made.choice([0, 1, made.randrange(2, 140)]),
+        softcap=made.choice([0.0, 1.5, 30.0]),
+        sinks=made.choice([None, random(kv_heads * group, seed=seed) * 3]),
+    )
+    page_size = made.choice([1, 4, 16])
+    assert_attends_as_reference(kernels, dtype, lengths, (kv_heads * group, kv_heads, head_dim, value_dim), page_size, rule)
+
+
+@pytest.mark.parametrize("head_dim", [20, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_paged_attention_keeps_large_scores_and_sinks_finite(kernels: CpuKernels, dtype: torch.dtype, head_dim: int) -> None:
+    """A sink of minus infinity has no weight, and a large sink has nearly all of it."""
+    sinks = torch.tensor([-torch.inf, 300.0, -300.0, 0.0])
+    for softcap in (0.0, 50.0):
+        rule = ScoreRule(20.0, 40, softcap, sinks)
+        assert_attends_as_reference(kernels, dtype, BATCHES["mixed"], (4, 2, head_dim, head_dim), 16, rule)
+
+
+def test_paged_attention_rejects_tensors_that_do_not_fit(kernels: CpuKernels) -> None:
+    rows, num_pages = ragged([(0, 2)], 4)
+    keys, values = torch.zeros(num_pages, 2, 4, 16), torch.zeros(num_pages, 2, 4, 8)
+    q, out, rule = torch.zeros(2, 64), torch.zeros(2, 32), ScoreRule(1.0)
+    kernels.paged_attention(out, q, keys, values, rows, rule)
+    for wrong in (
+        (out[:, :24].contiguous(), q, keys, values, rows, rule),  # 3 query heads for 2 key/value heads
+        (out, q[:, :63], keys, values, rows, rule),
+        (out, q[:1], keys, values, rows, rule),
+        (out, torch.zeros(64, 2).t(), keys, values, rows, rule),
+        (out, q, keys, values[:-1], rows, rule),
+        (out, q, keys, values.bfloat16(), rows, rule),
+        (out, q, keys, values, rows, ScoreRule(1.0, sinks=torch.zeros(3))),
+        (out, q, keys, values, rows, ScoreRule(1.0, sinks=torch.zeros(4, dtype=torch.bfloat16))),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            kernels.paged_attention(*wrong)
 
 
 def chosen(logits: Tensor, case: SlotCase, positions: list[int]) -> Written:

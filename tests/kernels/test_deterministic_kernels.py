@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows, ScoreRule
 from rootstock_llm.kernels.cpu.build import built_library
 from rootstock_llm.kernels.cpu.library import CpuKernels
 from rootstock_llm.kernels.reference import layers
@@ -123,13 +123,22 @@ def together(table: Tensor, parts: Sequence[tuple[int, int, int]]) -> RaggedRows
 class Context:
     """Queries, keys and values of a sequence. Slot 0 has the keys and values on its pages, and two other slots have copies."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, window: int) -> None:
-        self.heads, self.kv_heads, self.head_dim = shape
-        self.page_size, self.window, width = page_size, window, -(-LENGTH // page_size)
+    def __init__(
+        self, dtype: torch.dtype, shape: tuple[int, int, int, int], page_size: int, window: int, ruled: bool = False
+    ) -> None:
+        """
+        Args:
+            shape: heads, KV heads, size of a key and size of a value.
+            ruled: whether scores have a cap and heads have sinks.
+        """
+        self.heads, kv_heads, head_dim, self.value_dim = shape
+        self.page_size, width = page_size, -(-LENGTH // page_size)
+        sinks = random(self.heads, dtype=torch.float32, seed=4) * 2 if ruled else None
+        self.rule = ScoreRule(head_dim**-0.5, window, 3.0 if ruled else 0.0, sinks)
         self.table = torch.randperm(3 * width, generator=torch.Generator().manual_seed(7)).view(3, width).int()
-        pool = (3 * width, self.kv_heads, page_size, self.head_dim)
-        self.qkv = random(LENGTH, (self.heads + 2 * self.kv_heads) * self.head_dim, dtype=dtype, seed=1) * 2
-        self.keys, self.values = random(*pool, dtype=dtype, seed=2), random(*pool, dtype=dtype, seed=3)
+        pool = (3 * width, kv_heads, page_size)
+        self.qkv = random(LENGTH, (self.heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=1) * 2
+        self.keys, self.values = random(*pool, head_dim, dtype=dtype, seed=2), random(*pool, self.value_dim, dtype=dtype, seed=3)
         positions = torch.arange(LENGTH)
         source_pages, offsets = self.table[0, positions // page_size].long(), positions % page_size
         for slot in (1, 2):  # copies on other pages
@@ -138,10 +147,10 @@ class Context:
             self.values[pages, :, offsets] = self.values[source_pages, :, offsets]
 
     def attend(self, kernels: Kernels, rows: RaggedRows) -> Tensor:
-        """Returns [tokens, H D], the attention of the tokens at the rows' positions."""
+        """Returns [tokens, H E], the attention of the tokens at the rows' positions."""
         qkv = self.qkv[rows.positions.long()].contiguous()
-        out = torch.empty(len(qkv), self.heads * self.head_dim, dtype=qkv.dtype)
-        kernels.paged_attention(out, qkv, self.keys, self.values, rows, self.head_dim**-0.5, self.window)
+        out = torch.empty(len(qkv), self.heads * self.value_dim, dtype=qkv.dtype)
+        kernels.paged_attention(out, qkv, self.keys, self.values, rows, self.rule)
         return out
 
     def in_pieces(self, kernels: Kernels, sizes: Sequence[int], slot: int = 0) -> Tensor:
@@ -153,23 +162,25 @@ class Context:
 
 
 SHAPES = [
-    (torch.bfloat16, (4, 2, 64), (16, 0)),
-    (torch.bfloat16, (4, 4, 96), (4, 70)),
-    (torch.bfloat16, (7, 1, 128), (16, 24)),
-    (torch.bfloat16, (6, 2, 256), (1, 0)),
-    (torch.bfloat16, (16, 1, 64), (16, 100)),
-    (torch.bfloat16, (4, 2, 20), (16, 0)),
-    (torch.float32, (4, 2, 64), (16, 24)),
+    (torch.bfloat16, (4, 2, 64, 64), (16, 0), False),
+    (torch.bfloat16, (4, 4, 96, 96), (4, 70), False),
+    (torch.bfloat16, (7, 1, 128, 128), (16, 24), True),
+    (torch.bfloat16, (6, 2, 256, 256), (1, 0), False),
+    (torch.bfloat16, (16, 1, 64, 64), (16, 100), True),
+    (torch.bfloat16, (4, 2, 192, 128), (4, 0), True),
+    (torch.bfloat16, (4, 2, 20, 28), (16, 0), True),
+    (torch.float32, (4, 2, 64, 64), (16, 24), False),
+    (torch.float32, (3, 1, 40, 24), (4, 70), True),
 ]
 
 
 @pytest.mark.by_day(one_in=2, seed=5)
-@pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "shape", "layout", "ruled"), SHAPES, ids=str)
 def test_paged_attention_gives_the_same_bits_for_any_chunks(
-    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
+    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int, int], layout: tuple[int, int], ruled: bool
 ) -> None:
-    """`shape` is (heads, KV heads, head size), and `layout` is (tokens per page, window)."""
-    context = Context(dtype, shape, *layout)
+    """`layout` is (tokens per page, window)."""
+    context = Context(dtype, shape, *layout, ruled)
     whole = context.in_pieces(kernels, [LENGTH])
     for sizes in CUTS:
         found = context.in_pieces(kernels, sizes)
@@ -177,12 +188,12 @@ def test_paged_attention_gives_the_same_bits_for_any_chunks(
 
 
 @pytest.mark.by_day(one_in=2, seed=5)
-@pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "shape", "layout", "ruled"), SHAPES, ids=str)
 def test_paged_attention_gives_the_same_bits_in_any_batch(
-    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
+    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int, int], layout: tuple[int, int], ruled: bool
 ) -> None:
     """Some of the other rows use other pages."""
-    context = Context(dtype, shape, *layout)
+    context = Context(dtype, shape, *layout, ruled)
     whole = context.in_pieces(kernels, [LENGTH])
     parts = [(2, 100, 50), (1, 0, 9), (2, 37, 1), (0, 9, 60), (1, 149, 1)]
     found, expected = context.attend(kernels, together(context.table, parts)), []
@@ -194,5 +205,5 @@ def test_paged_attention_gives_the_same_bits_in_any_batch(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_attention_gives_different_bits_when_chunks_differ(dtype: torch.dtype) -> None:
     """Shows that the comparisons above can fail. In torch's kernels, the order of sums depends on the sizes of a step."""
-    context = Context(dtype, (4, 2, 64), 16, 0)
+    context = Context(dtype, (4, 2, 64, 64), 16, 0)
     assert not torch.equal(context.in_pieces(layers, [1] * LENGTH), context.in_pieces(layers, [LENGTH]))

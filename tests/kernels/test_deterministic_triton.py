@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.kernels.triton.attention import attention
 from rootstock_llm.kernels.triton.attention.attention_plan import Launch, plan_fixed
@@ -56,15 +56,12 @@ class Fixed:
     def __init__(self, split: bool, strided: bool = False) -> None:
         self._split, self._strided = split, strided
 
-    def paged_attention(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None:
-        out, q = attention.as_heads(out, qkv, k_pool, v_pool)
-        shape = attention.head_shape(q, k_pool, v_pool)
+    def paged_attention(self, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:
+        call = attention.AttentionCall.of(out, q, k_pool, v_pool, rows, rule)
+        shape = attention.head_shape(call.q, k_pool, v_pool)
         launch = launched(shape, rows, len(q), self._split, self._strided)
         assert bool(launch.splits) == self._split
         scratch = attention.allocate_scratch(launch.scratch_lanes, launch.counters, shape.value_dim, CPU)
-        call = attention.AttentionCall(out, q, k_pool, v_pool, rows, scale, window)
         attention.run_attention(call, shape, launch, scratch)
         assert not scratch.arrivals.any(), "the counters are 0 after a launch"
 
@@ -123,16 +120,20 @@ def test_gated_linear_layer_gives_the_bits_of_two_products_and_an_activation(bia
             assert torch.equal(found[:size], expected[:size]), (tiles, size)
 
 
-SHAPES = [(torch.bfloat16, (4, 2, 64), (16, 0)), (torch.float32, (6, 2, 32), (4, 40)), (torch.bfloat16, (7, 1, 128), (16, 90))]
+SHAPES = [
+    (torch.bfloat16, (4, 2, 64, 64), (16, 0), False),
+    (torch.float32, (6, 2, 32, 24), (4, 40), True),
+    (torch.bfloat16, (7, 1, 128, 128), (16, 90), False),
+]
 
 
 @pytest.mark.by_day(one_in=6, seed=2)
 @pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
-@pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "shape", "layout", "ruled"), SHAPES, ids=str)
 def test_paged_attention_gives_the_same_bits_for_any_chunks_and_launches(
-    dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool
+    dtype: torch.dtype, shape: tuple[int, int, int, int], layout: tuple[int, int], ruled: bool, split: bool
 ) -> None:
-    context = Context(dtype, shape, *layout)
+    context = Context(dtype, shape, *layout, ruled)
     whole = context.in_pieces(Fixed(False), [LENGTH])
     expected = context.in_pieces(reference, [LENGTH])
     torch.testing.assert_close(whole, expected, atol=0.05 if dtype == torch.bfloat16 else 1e-4, rtol=0.02)
@@ -145,12 +146,12 @@ def test_paged_attention_gives_the_same_bits_for_any_chunks_and_launches(
 
 @pytest.mark.by_day(one_in=6, seed=1)
 @pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
-@pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "shape", "layout", "ruled"), SHAPES, ids=str)
 def test_paged_attention_gives_the_same_bits_in_any_batch(
-    dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool
+    dtype: torch.dtype, shape: tuple[int, int, int, int], layout: tuple[int, int], ruled: bool, split: bool
 ) -> None:
     """Some of the other rows use other pages."""
-    context = Context(dtype, shape, *layout)
+    context = Context(dtype, shape, *layout, ruled)
     whole = context.in_pieces(Fixed(False), [LENGTH])
     parts = [(2, 100, 50), (1, 0, 9), (2, 37, 1), (0, 9, 60), (1, 149, 1)]
     found = context.attend(Fixed(split, strided=True), together(context.table, parts))

@@ -10,13 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.reference import layers
 from rootstock_llm.kernels.triton.attention.attention import (
     AttentionCall,
     AttentionScratch,
     allocate_scratch,
-    general_attention,
     head_shape,
     paged_attention,
     plan_call,
@@ -110,10 +109,7 @@ def case(
         k_pool=keys.to(device),
         v_pool=values.to(device),
         rows=on(device, rows),
-        scale=dims[0] ** -0.5,
-        window=window,
-        softcap=softcap,
-        sinks=random(heads[0], dtype=dtype, seed=7).to(device) * 3 if sinks else None,
+        rule=ScoreRule(dims[0] ** -0.5, window, softcap, random(heads[0], seed=7).to(device) * 3 if sinks else None),
     )
 
 
@@ -121,9 +117,8 @@ def expected(call: AttentionCall) -> Tensor:
     """Returns the reference's result on the CPU in float32."""
     out = torch.empty(call.out.shape)
     q, keys, values = (tensor.float().cpu() for tensor in (call.q, call.k_pool, call.v_pool))
-    sinks = None if call.sinks is None else call.sinks.float().cpu()
-    rows = on(torch.device("cpu"), call.rows)
-    layers.general_attention(out, q, keys, values, rows, call.scale, call.window, call.softcap, sinks)
+    rule = replace(call.rule, sinks=None if call.rule.sinks is None else call.rule.sinks.cpu())
+    layers.paged_attention(out.flatten(1), q.flatten(1), keys, values, on(torch.device("cpu"), call.rows), rule)
     return out
 
 
@@ -133,7 +128,7 @@ def assert_right(call: AttentionCall) -> None:
 
 
 def attend(call: AttentionCall) -> None:
-    general_attention(call.out, call.q, call.k_pool, call.v_pool, call.rows, call.scale, call.window, call.softcap, call.sinks)
+    paged_attention(call.out.flatten(1), call.q.flatten(1), call.k_pool, call.v_pool, call.rows, call.rule)
 
 
 def launch_of(call: AttentionCall, one_token: bool, blocks: Blocks, splits: int) -> tuple[HeadShape, Launch]:
@@ -168,7 +163,7 @@ def run(call: AttentionCall, one_token: bool, blocks: Blocks, splits: int, merge
     ],
 )
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_general_attention_matches_the_reference(
+def test_paged_attention_matches_the_reference(
     shapes: Shapes, heads: tuple[int, int], dims: tuple[int, int], page_size: int, device: torch.device
 ) -> None:
     call = case(shapes, heads, dims, page_size, device)
@@ -178,7 +173,7 @@ def test_general_attention_matches_the_reference(
 
 @pytest.mark.by_day(one_in=4, seed=5)
 @each_pair(dtype=[torch.float16, torch.bfloat16], shapes={"mixed": MIXED, "decodes": DECODES}, head_dim=[24, 128])
-def test_general_attention_matches_the_reference_in_half_precision(
+def test_paged_attention_matches_the_reference_in_half_precision(
     shapes: Shapes, dtype: torch.dtype, head_dim: int, device: torch.device
 ) -> None:
     call = case(shapes, (4, 2), (head_dim, head_dim), 16, device, dtype=dtype, sinks=True)
@@ -199,7 +194,7 @@ KINDS = {
 @pytest.mark.by_day(one_in=2, seed=74)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("window-6", "sinks")])
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_general_attention_matches_the_reference_with_window_softcap_and_sinks(
+def test_paged_attention_matches_the_reference_with_window_softcap_and_sinks(
     shapes: Shapes, kind: str, device: torch.device
 ) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device, **KINDS[kind])  # type: ignore[arg-type]
@@ -254,7 +249,7 @@ def test_decode_plan_splits_a_long_row_among_short_rows(kind: str, device: torch
     torch.testing.assert_close(call.out[live].float().cpu(), expected(call)[live], atol=2e-5, rtol=2e-5)
     assert not call.out.isnan().any()
     splits = int((~scratch.levels.view(-1, launch.blocks.m)[:, 0].isnan()).sum())
-    assert splits == (0 if call.window else -(-LONG // 256)), "a split has 256 positions"
+    assert splits == (0 if call.rule.window else -(-LONG // 256)), "a split has 256 positions"
 
 
 @triton.jit
@@ -333,7 +328,7 @@ def test_attention_matches_the_reference_when_heads_exceed_lanes(
     assert_right(call)
 
 
-def test_general_attention_matches_the_reference_for_more_than_256_rows(device: torch.device) -> None:
+def test_paged_attention_matches_the_reference_for_more_than_256_rows(device: torch.device) -> None:
     """The batch has more rows than `find_tile` searches at a time."""
     shapes = [(row % 3 + 1, 3 if row in (0, 255, 256, 258) else 0) for row in range(259)]
     call = case(shapes, (2, 1), (16, 16), 4, device)
@@ -343,7 +338,7 @@ def test_general_attention_matches_the_reference_for_more_than_256_rows(device: 
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_general_attention_ignores_pages_before_the_window(shapes: Shapes, device: torch.device) -> None:
+def test_paged_attention_ignores_pages_before_the_window(shapes: Shapes, device: torch.device) -> None:
     """The table entries of these pages are below 0. For such an entry, the kernel would read page 0, which has NaN."""
     call = case(shapes, (4, 2), (16, 16), 4, device, window=6)
     right = expected(call)
@@ -353,7 +348,7 @@ def test_general_attention_ignores_pages_before_the_window(shapes: Shapes, devic
     torch.testing.assert_close(call.out.cpu(), right, atol=2e-5, rtol=2e-5)
 
 
-def test_general_attention_reads_page_0_for_entries_below_0(device: torch.device) -> None:
+def test_paged_attention_reads_page_0_for_entries_below_0(device: torch.device) -> None:
     call = case([(9, 3), (12, 1)], (4, 2), (16, 16), 4, device)
     for pool in (call.k_pool, call.v_pool):
         pool[0] = random(*pool.shape[1:], seed=3).to(device)
@@ -374,35 +369,35 @@ def test_attention_ignores_padding_rows(one_token: bool, device: torch.device) -
     assert not call.out[1::2].isnan().any()
 
 
-def test_general_attention_keeps_large_scores_finite(device: torch.device) -> None:
+def test_paged_attention_keeps_large_scores_finite(device: torch.device) -> None:
     """Neither large scores nor a larger sink overflow."""
     call = case(MIXED, (2, 1), (16, 16), 4, device)
-    call = replace(call, scale=60.0, sinks=torch.tensor([300.0, -300.0], device=device))
+    call = replace(call, rule=ScoreRule(60.0, sinks=torch.tensor([300.0, -300.0], device=device)))
     attend(call)
     assert_right(call)
 
 
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_paged_attention_matches_the_reference(shapes: Shapes, device: torch.device) -> None:
+def test_paged_attention_reads_queries_before_keys_and_values(shapes: Shapes, device: torch.device) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device, window=9)
     tokens = call.q.shape[0]
     qkv = torch.full((tokens, 8 * 16), torch.nan, device=device)
     qkv[:, : 4 * 16] = call.q.view(tokens, -1)
     out = torch.full((tokens, 4 * 16), torch.nan, device=device)
-    paged_attention(out, qkv, call.k_pool, call.v_pool, call.rows, call.scale, call.window)
+    paged_attention(out, qkv, call.k_pool, call.v_pool, call.rows, call.rule)
     torch.testing.assert_close(out.view(call.out.shape).cpu(), expected(call), atol=2e-5, rtol=2e-5)
 
 
-def test_general_attention_reads_strided_queries(device: torch.device) -> None:
+def test_attention_reads_strided_queries(device: torch.device) -> None:
     call = case(MIXED, (4, 2), (16, 16), 4, device)
-    attend(replace(call, q=call.q.transpose(0, 1).contiguous().transpose(0, 1)))
+    run(replace(call, q=call.q.transpose(0, 1).contiguous().transpose(0, 1)), False, Blocks(16, 16, 4, 1), 0)
     assert_right(call)
 
 
-def test_general_attention_writes_nothing_when_the_batch_is_empty(device: torch.device) -> None:
+def test_paged_attention_writes_nothing_when_the_batch_is_empty(device: torch.device) -> None:
     call = case([(0, 1)], (4, 2), (16, 16), 4, device)
     nothing = replace(call.rows, slots=call.rows.slots[:0], starts=call.rows.starts[:0], num_tokens=call.rows.num_tokens[:0])
-    general_attention(call.out[:0], call.q[:0], call.k_pool, call.v_pool, nothing, 1.0, 0)
+    paged_attention(call.out[:0].flatten(1), call.q[:0].flatten(1), call.k_pool, call.v_pool, nothing, ScoreRule(1.0))
     assert call.out.isnan().all(), "no output was written"
 
 
@@ -413,12 +408,13 @@ def test_attention_rejects_tensors_that_do_not_fit(device: torch.device) -> None
         "dtype": replace(call, q=call.q.half()),
         "out": replace(call, out=call.out[:, :2]),
         "pools": replace(call, v_pool=call.v_pool[:-1]),
-        "sinks": replace(call, sinks=torch.zeros(3, device=device)),
+        "sinks": replace(call, rule=ScoreRule(1.0, sinks=torch.zeros(3, device=device))),
+        "sinks' dtype": replace(call, rule=ScoreRule(1.0, sinks=torch.zeros(4, device=device, dtype=torch.float16))),
         "strides": replace(call, k_pool=call.k_pool.transpose(1, 2).contiguous().transpose(1, 2)),
     }
     for name, bad in wrong.items():
         with pytest.raises(ValueError):
-            attend(bad)
+            run(bad, False, Blocks(16, 16, 4, 1), 0)
             pytest.fail(name)
     shape, launch = launch_of(call, True, Blocks(16, 16, 4, 1), 4)
     with pytest.raises(ValueError, match="scratch"):

@@ -8,8 +8,7 @@ namespace rootstock {
 #if ROOTSTOCK_DOT_BF16
 
 bool attend_bf16(const Attention<bf16>& job, int threads) {
-    const int64_t dim = job.head_dim;
-    if (dim != 64 && dim != 96 && dim != 128 && dim != 256) return false;
+    if (job.head_dim % 32 || job.value_dim % 32) return false;
     const auto most = [&](int64_t, int64_t) { return std::max<int64_t>(1, kTileQueries / job.group()); };
     for_each_tile(job, threads, most, [&](int64_t row, int64_t first, int64_t count, int64_t kv_head) {
         attend_tile(job, row, first, count, kv_head);

@@ -37,7 +37,7 @@ inline __m512 add_parts(__m512 (&sums)[4]) {
     return _mm512_permutexvar_ps(order, total);
 }
 
-template <int QUERIES> void score(const Tile& tile, const int64_t* pool_offsets, int64_t count) {
+template <int QUERIES> void score(const Tile& tile, const Places& places, int64_t count) {
     const int64_t dim = tile.job.head_dim;
     for (int64_t block = 0; block < count; block += 16) {
         __m512 sums[QUERIES][4];
@@ -45,20 +45,20 @@ template <int QUERIES> void score(const Tile& tile, const int64_t* pool_offsets,
             for (auto& sum : query) sum = _mm512_setzero_ps();
         }
         for (int group = 0; group < 4; ++group) {
-            const bf16* source[4];
-            for (int i = 0; i < 4; ++i) source[i] = tile.job.keys + pool_offsets[block + 4 * group + i];
+            const bf16* const* source = places.keys + block + 4 * group;
+            const bf16* const* values = places.values + block + 4 * group;
             for (int64_t column = 0; column < dim; column += 32) {
                 __m512 keys[4];
                 for (int i = 0; i < 4; ++i) {
                     keys[i] = _mm512_loadu_ps(source[i] + column);
-                    prefetch(tile.job.values + pool_offsets[block + 4 * group + i] + column);
+                    prefetch(values[i] + column);
                 }
                 transpose_parts(keys);
                 for (int part = 0; part < 4; ++part) {
                     for (int q = 0; q < QUERIES; ++q) {
                         const float* query = reinterpret_cast<const float*>(tile.q + q * dim + column) + part * 4;
-                        const auto values = reinterpret_cast<__m512bh>(_mm512_broadcast_f32x4(_mm_loadu_ps(query)));
-                        sums[q][group] = _mm512_dpbf16_ps(sums[q][group], reinterpret_cast<__m512bh>(keys[part]), values);
+                        const auto factors = reinterpret_cast<__m512bh>(_mm512_broadcast_f32x4(_mm_loadu_ps(query)));
+                        sums[q][group] = _mm512_dpbf16_ps(sums[q][group], reinterpret_cast<__m512bh>(keys[part]), factors);
                     }
                 }
             }
@@ -82,18 +82,20 @@ inline Pairs pairs_at(const bf16* one, const bf16* two) {
 }
 
 // Adds up the weighted values of a block in 32 * VECTORS columns from `column` on.
-template <int QUERIES, int VECTORS> void mix(const Tile& tile, const int64_t* pool_offsets, int64_t count, int64_t column) {
+template <int QUERIES, int VECTORS> void mix(const Tile& tile, const Places& places, int64_t count, int64_t column) {
     float* o = tile.o + column;
     __m512 sums[QUERIES][2 * VECTORS];
     for (int q = 0; q < QUERIES; ++q) {
         for (int v = 0; v < 2 * VECTORS; ++v) sums[q][v] = _mm512_load_ps(o + q * tile.wide + v * 16);
     }
     for (int64_t key = 0; key < count; key += 2) {
-        const bf16* one = tile.job.values + pool_offsets[key] + column;
-        const bf16* two = tile.job.values + pool_offsets[key + 1] + column;  // beyond count: the last value with weight 0
+        const bf16* one = places.values[key] + column;
+        const bf16* two = places.values[key + 1] + column;  // beyond count: the last value with weight 0
+        const bf16* next = places.keys[kKeys + key] + column;
+        const bf16* after_next = places.keys[kKeys + key + 1] + column;
         for (int v = 0; v < VECTORS; ++v) {
-            prefetch(tile.job.keys + pool_offsets[kKeys + key] + column + v * 32);
-            prefetch(tile.job.keys + pool_offsets[kKeys + key + 1] + column + v * 32);
+            prefetch(next + v * 32);
+            prefetch(after_next + v * 32);
             const Pairs pairs = pairs_at(one + v * 32, two + v * 32);
             for (int q = 0; q < QUERIES; ++q) {
                 const __m512bh weights = pair_at(tile.p + q * kKeys, key / 2);
@@ -107,12 +109,12 @@ template <int QUERIES, int VECTORS> void mix(const Tile& tile, const int64_t* po
     }
 }
 
-template <int QUERIES> void mix_columns(const Tile& tile, const int64_t* pool_offsets, int64_t count) {
+template <int QUERIES> void mix_columns(const Tile& tile, const Places& places, int64_t count) {
     constexpr int kTogether = QUERIES <= 2 ? 4 : QUERIES <= 4 ? 2 : 1;  // vectors whose sums fit the registers
-    const int64_t dim = tile.job.head_dim;
+    const int64_t dim = tile.job.value_dim;
     int64_t column = 0;
-    for (; column + kTogether * 32 <= dim; column += kTogether * 32) mix<QUERIES, kTogether>(tile, pool_offsets, count, column);
-    for (; column < dim; column += 32) mix<QUERIES, 1>(tile, pool_offsets, count, column);
+    for (; column + kTogether * 32 <= dim; column += kTogether * 32) mix<QUERIES, kTogether>(tile, places, count, column);
+    for (; column < dim; column += 32) mix<QUERIES, 1>(tile, places, count, column);
 }
 
 template <typename Work> void with_queries(int64_t queries, Work&& work) {
@@ -129,12 +131,12 @@ template <typename Work> void with_queries(int64_t queries, Work&& work) {
 
 }  // namespace
 
-void score_few(const Tile& tile, const int64_t* pool_offsets, int64_t count) {
-    with_queries(tile.queries, [&]<int QUERIES>() { score<QUERIES>(tile, pool_offsets, count); });
+void score_few(const Tile& tile, const Places& places, int64_t count) {
+    with_queries(tile.queries, [&]<int QUERIES>() { score<QUERIES>(tile, places, count); });
 }
 
-void mix_few(const Tile& tile, const int64_t* pool_offsets, int64_t count) {
-    with_queries(tile.queries, [&]<int QUERIES>() { mix_columns<QUERIES>(tile, pool_offsets, count); });
+void mix_few(const Tile& tile, const Places& places, int64_t count) {
+    with_queries(tile.queries, [&]<int QUERIES>() { mix_columns<QUERIES>(tile, places, count); });
 }
 
 }  // namespace rootstock

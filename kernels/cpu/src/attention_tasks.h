@@ -23,7 +23,10 @@ void for_each_tile(const Attention<T>& job, int threads, Most&& most, Work&& wor
             first += count;
         }
     }
-    const auto cost = [&](const Task& t) { return t.count * (job.starts[t.row] + t.first + t.count); };
+    const auto cost = [&](const Task& t) {
+        const int64_t start = job.starts[t.row] + t.first;
+        return t.count * (start + t.count - job.first_seen(start));
+    };
     std::sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
     const int64_t pieces = static_cast<int64_t>(tasks.size()) * job.kv_heads;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (pieces > 1)

@@ -34,33 +34,37 @@ struct Scratch {
 void gather_queries(const Tile& tile) {
     const int64_t group = tile.job.group(), dim = tile.job.head_dim;
     for (int64_t i = 0; i < tile.queries; ++i) {
-        const bf16* query = tile.job.query(tile.first_token + i / group, tile.kv_head * group + i % group);
+        const bf16* query = tile.job.query(tile.first_token + i / group, tile.head(i));
         std::memcpy(tile.q + i * dim, query, dim * sizeof(bf16));
-        tile.peak[i] = kNone;
-        tile.total[i] = 0.0f;
+        tile.peak[i] = tile.job.sink(tile.head(i));  // a sink is the first score of its softmax, and it has no value
+        tile.total[i] = tile.peak[i] == kNone ? 0.0f : 1.0f;
     }
     std::fill(tile.o, tile.o + tile.queries * tile.wide, 0.0f);
 }
 
-// Returns a position's offset in the pools. Positions before the window of the tile's first token have the offset of the window's
+// Returns a position's index in the pools. Positions before the window of the tile's first token have the index of the window's
 // first position: their weights are 0, but their pages may belong to another request by now, and 0 times a NaN would be NaN.
-int64_t offset_in_window(const Tile& tile, int64_t position) {
-    return tile.job.pool_offset(tile.row, std::max(position, tile.job.first_seen(tile.start)), tile.kv_head);
+int64_t index_in_window(const Tile& tile, int64_t position) {
+    return tile.job.pool_index(tile.row, std::max(position, tile.job.first_seen(tile.start)), tile.kv_head);
 }
 
-// Finds the offsets in the pools of positions begin .. end - 1, and fills the rest of the array with the last offset. Reads the page
-// table once in order, because a division per key would take longer than the key's dot product.
-void locate(const Tile& tile, int64_t begin, int64_t end, int64_t (&pool_offsets)[kOffsets]) {
+// Finds the keys and values of positions begin .. end - 1. Reads the page table once in order, because a division per key would take
+// longer than the key's dot product.
+void locate(const Tile& tile, int64_t begin, int64_t end, Places& places) {
     const Attention<bf16>& job = tile.job;
-    const int64_t count = std::min(kOffsets, end - begin), before = std::min(count, job.first_seen(tile.start) - begin);
-    if (before > 0) std::fill(pool_offsets, pool_offsets + before, offset_in_window(tile, begin));
+    const int64_t count = std::min(kPlaces, end - begin), before = std::min(count, job.first_seen(tile.start) - begin);
+    const auto fill = [&](int64_t from, int64_t to, int64_t index, int64_t step) {
+        const bf16 *key = tile.key(index), *value = tile.value(index);
+        for (int64_t i = from; i < to; ++i) places.keys[i] = key + (i - from) * step * job.head_dim;
+        for (int64_t i = from; i < to; ++i) places.values[i] = value + (i - from) * step * job.value_dim;
+    };
+    if (before > 0) fill(0, before, index_in_window(tile, begin), 0);
     for (int64_t i = std::max<int64_t>(before, 0); i < count;) {
         const int64_t run = std::min(count - i, job.page_size - (begin + i) % job.page_size);
-        const int64_t first = job.pool_offset(tile.row, begin + i, tile.kv_head);
-        for (int64_t k = 0; k < run; ++k) pool_offsets[i + k] = first + k * job.head_dim;
+        fill(i, i + run, job.pool_index(tile.row, begin + i, tile.kv_head), 1);
         i += run;
     }
-    std::fill(pool_offsets + count, pool_offsets + kOffsets, pool_offsets[count - 1]);
+    fill(count, kPlaces, index_in_window(tile, begin + count - 1), 0);
 }
 
 // Packs keys begin .. begin + count - 1 as columns: k[pair][64][2]. The pairs of one part (kParts) follow each other. The columns from
@@ -72,7 +76,7 @@ void pack_keys(const Tile& tile, int64_t begin, int64_t count) {
         const bf16* source[16];
         for (int64_t i = 0; i < 16; ++i) {
             const int64_t key = block + i;
-            source[i] = key < count ? tile.job.keys + offset_in_window(tile, begin + key) : nullptr;
+            source[i] = key < count ? tile.key(index_in_window(tile, begin + key)) : nullptr;
         }
         for (int64_t pair = 0; pair < pairs; pair += 16) {
             __m512 lanes[16];
@@ -91,10 +95,10 @@ void pack_values(const Tile& tile, int64_t begin, int64_t count) {
                                          36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t key = 0; key < kKeys; key += 2) {
-        const bf16* one = key < count ? tile.job.values + offset_in_window(tile, begin + key) : nullptr;
-        const bf16* two = key + 1 < count ? tile.job.values + offset_in_window(tile, begin + key + 1) : nullptr;
+        const bf16* one = key < count ? tile.value(index_in_window(tile, begin + key)) : nullptr;
+        const bf16* two = key + 1 < count ? tile.value(index_in_window(tile, begin + key + 1)) : nullptr;
         for (int64_t column = 0; column < tile.wide; column += 32) {
-            const bool inside = column < tile.job.head_dim;
+            const bool inside = column < tile.job.value_dim;
             const __m512i a = one != nullptr && inside ? _mm512_loadu_si512(one + column) : _mm512_setzero_si512();
             const __m512i b = two != nullptr && inside ? _mm512_loadu_si512(two + column) : _mm512_setzero_si512();
             bf16* target = tile.v + (column / 64 * (kKeys / 2) + key / 2) * 128 + column % 64 * 2;
@@ -143,6 +147,13 @@ void make_scores(const Tile& tile) {
     }
 }
 
+// Returns cap * tanh(x / cap).
+inline __m512 capped16(__m512 x, float cap) {
+    const __m512 one = _mm512_set1_ps(1.0f), limit = _mm512_set1_ps(cap);
+    const __m512 power = exponential16(_mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap)));
+    return _mm512_mul_ps(limit, _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one))));
+}
+
 // Loads the scores of one query, minus infinity for masked keys. `begin` is the position of the first key.
 inline void load_scores(const Tile& tile, int64_t query, int64_t begin, __m512 (&scores)[kVectors]) {
     const int64_t position = tile.position(query), seen = tile.job.first_seen(position);
@@ -151,7 +162,8 @@ inline void load_scores(const Tile& tile, int64_t query, int64_t begin, __m512 (
     const uint64_t mask = from == 64 ? 0 : below & (~uint64_t{0} << from);
     const __m512 scale = _mm512_set1_ps(tile.job.scale);
     for (int v = 0; v < kVectors; ++v) {
-        const __m512 value = _mm512_mul_ps(_mm512_load_ps(tile.s + query * kKeys + v * 16), scale);
+        __m512 value = _mm512_mul_ps(_mm512_load_ps(tile.s + query * kKeys + v * 16), scale);
+        if (tile.job.softcap != 0.0f) value = capped16(value, tile.job.softcap);
         scores[v] = _mm512_mask_mov_ps(_mm512_set1_ps(kNone), static_cast<__mmask16>(mask >> (16 * v)), value);
     }
 }
@@ -199,10 +211,10 @@ void write_results(const Tile& tile) {
     const int64_t group = tile.job.group();
     const __m512 zero = _mm512_setzero_ps();  // turns -0 into 0, as the addition of a masked key does
     for (int64_t query = 0; query < tile.queries; ++query) {
-        bf16* out = tile.job.result(tile.first_token + query / group, tile.kv_head * group + query % group);
+        bf16* out = tile.job.result(tile.first_token + query / group, tile.head(query));
         const float* o = tile.o + query * tile.wide;
         const __m512 scale = _mm512_set1_ps(1.0f / tile.total[query]);
-        for (int64_t i = 0; i < tile.job.head_dim; i += 32) {
+        for (int64_t i = 0; i < tile.job.value_dim; i += 32) {
             const __m512 low = _mm512_mul_ps(_mm512_add_ps(_mm512_load_ps(o + i), zero), scale);
             const __m512 high = _mm512_mul_ps(_mm512_add_ps(_mm512_load_ps(o + i + 16), zero), scale);
             _mm512_storeu_si512(out + i, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
@@ -214,19 +226,19 @@ void write_results(const Tile& tile) {
 
 void attend_tile(const Attention<bf16>& job, int64_t row, int64_t first, int64_t count, int64_t kv_head) {
     thread_local Scratch scratch;
-    const int64_t queries = count * job.group(), dim = job.head_dim, wide = (dim + 63) / 64 * 64;
+    const int64_t queries = count * job.group(), dim = job.head_dim, wide = (job.value_dim + 63) / 64 * 64;
     const Tile tile{job, row, kv_head, job.offsets[row] + first, job.starts[row] + first, queries, wide,
                     scratch.queries.of(queries * dim), scratch.keys.of(kKeys * dim), scratch.values.of(kKeys * wide),
                     scratch.weights.of(queries * kKeys), scratch.scores.of(queries * kKeys), scratch.sums.of(queries * wide),
                     scratch.peaks.of(queries), scratch.totals.of(queries)};
     gather_queries(tile);
     const int64_t end = tile.start + count;
-    int64_t pool_offsets[kOffsets];
+    Places places;
     for (int64_t begin = job.first_seen(tile.start) / kKeys * kKeys; begin < end; begin += kKeys) {
         const int64_t keys = std::min(kKeys, end - begin);
         if (tile.few()) {
-            locate(tile, begin, end, pool_offsets);
-            score_few(tile, pool_offsets, keys);
+            locate(tile, begin, end, places);
+            score_few(tile, places, keys);
         } else {
             pack_keys(tile, begin, keys);
             pack_values(tile, begin, keys);
@@ -238,7 +250,7 @@ void attend_tile(const Attention<bf16>& job, int64_t row, int64_t first, int64_t
         }
         for (int64_t query = 0; query < queries; ++query) soften(tile, query, begin);
         if (tile.few()) {
-            mix_few(tile, pool_offsets, keys);
+            mix_few(tile, places, keys);
         } else {
             mix_values(tile);
         }

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.triton.attention.attention_kernel import attention_kernel
 from rootstock_llm.kernels.triton.attention.attention_merge import merge_kernel
 from rootstock_llm.kernels.triton.attention.attention_plan import (
@@ -52,17 +52,22 @@ def allocate_scratch(lanes: int, counters: int, value_dim: int, device: torch.de
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Arguments of one layer's attention; see Kernels.general_attention."""
+    """Arguments of one layer's attention; see Kernels.paged_attention."""
 
     out: Tensor  # [T, H, E]
-    q: Tensor  # [T, H, D]
+    q: Tensor  # [T, H, D], strided except in its last dimension
     k_pool: Tensor  # [P, G, S, D]
     v_pool: Tensor  # [P, G, S, E]
     rows: RaggedRows
-    scale: float
-    window: int
-    softcap: float = 0.0
-    sinks: Tensor | None = None  # [H]
+    rule: ScoreRule
+
+    @classmethod
+    def of(cls, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> AttentionCall:
+        """Returns the call with views of out [T, H E] and of the first H D columns of q [T, C]."""
+        tokens, head_dim, value_dim = len(q), k_pool.shape[3], v_pool.shape[3]
+        heads = out.shape[1] // value_dim
+        queries = q[:, : heads * head_dim].view(tokens, heads, head_dim)
+        return cls(out.view(tokens, heads, value_dim), queries, k_pool, v_pool, rows, rule)
 
 
 def head_shape(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> HeadShape:
@@ -82,41 +87,18 @@ def plan_call(shape: HeadShape, rows: RaggedRows, num_tokens: int, window: int, 
     return plan_extend(shape, num_rows, num_tokens, seen, multiprocessors)
 
 
-def paged_attention(
-    out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-) -> None:
-    """Implements Kernels.paged_attention(). If T equals R, each row is assumed to have one token."""
-    general_attention(*as_heads(out, qkv, k_pool, v_pool), k_pool, v_pool, rows, scale, window)
+def paged_attention(out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:
+    """Implements Kernels.paged_attention(). If T equals R, each row is assumed to have one token.
 
-
-def as_heads(out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns views of out [T, H E] as [T, H, E] and of the first H D columns of qkv [T, (H + 2 G) D] as [T, H, D]."""
-    tokens, head_dim, value_dim = qkv.shape[0], k_pool.shape[3], v_pool.shape[3]
-    heads = out.shape[1] // value_dim
-    return out.view(tokens, heads, value_dim), qkv[:, : heads * head_dim].view(tokens, heads, head_dim)
-
-
-def general_attention(
-    out: Tensor,
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    rows: RaggedRows,
-    scale: float,
-    window: int,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """Implements Kernels.general_attention(). q may be strided except in its last dimension.
-
-    Allocates scratch if the plan splits keys.
+    The rows of q may be strided. Allocates scratch if the plan splits keys.
     """
     if q.shape[0] == 0:
         return
-    shape = head_shape(q, k_pool, v_pool)
-    launch = plan_call(shape, rows, q.shape[0], window, q.device)
+    call = AttentionCall.of(out, q, k_pool, v_pool, rows, rule)
+    shape = head_shape(call.q, k_pool, v_pool)
+    launch = plan_call(shape, rows, q.shape[0], rule.window, q.device)
     scratch = allocate_scratch(launch.scratch_lanes, launch.counters, shape.value_dim, q.device) if launch.splits else None
-    run_attention(AttentionCall(out, q, k_pool, v_pool, rows, scale, window, softcap, sinks), shape, launch, scratch)
+    run_attention(call, shape, launch, scratch)
 
 
 def run_attention(
@@ -136,10 +118,10 @@ def run_attention(
         ValueError: the tensors do not fit, or the scratch is too small.
     """
     _check(call, shape, launch, scratch, merge_apart)
-    out, rows, blocks, splits = call.out, call.rows, launch.blocks, launch.splits
+    out, rows, rule, blocks, splits = call.out, call.rows, call.rule, launch.blocks, launch.splits
     unused = call.out
     partials, levels, arrivals = (scratch.partials, scratch.levels, scratch.arrivals) if scratch else (unused, unused, unused)
-    sinks = unused if call.sinks is None else call.sinks
+    sinks = unused if rule.sinks is None else rule.sinks
     log2e = math.log2(math.e)
     sizes = {
         "NUM_KV_HEADS": shape.num_kv_heads,
@@ -151,8 +133,8 @@ def run_attention(
         "BLOCK_E": max(triton.next_power_of_2(shape.value_dim), MIN_DOT),
         "MIN_BLOCKS": launch.min_blocks,
         "ONE_TOKEN": launch.one_token,
-        "HAS_WINDOW": call.window > 0,
-        "HAS_SINKS": call.sinks is not None,
+        "HAS_WINDOW": rule.window > 0,
+        "HAS_SINKS": rule.sinks is not None,
     }
     columns = (rows.slots, rows.starts, rows.num_tokens, rows.offsets, sinks)
     attention_kernel[launch.programs, max(splits, 1)](
@@ -171,10 +153,10 @@ def run_attention(
         rows.page_table.stride(0),
         launch.first_row,
         launch.num_rows,
-        call.window,
+        rule.window,
         launch.split_capacity or splits,
-        call.scale / call.softcap if call.softcap else call.scale * log2e,
-        call.softcap * log2e,
+        rule.scale / rule.softcap if rule.softcap else rule.scale * log2e,
+        rule.softcap * log2e,
         **sizes,
         HEAD_DIM=shape.head_dim,
         PAGE_SIZE=call.k_pool.shape[2],
@@ -184,7 +166,7 @@ def run_attention(
         DEAL=launch.extra > 0,
         FIXED=launch.fixed,
         MERGE=not merge_apart,
-        HAS_SOFTCAP=call.softcap != 0,
+        HAS_SOFTCAP=rule.softcap != 0,
         LANES=int(triton.next_power_of_2(launch.heads)) if launch.one_token else blocks.m,
         UPCAST=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
         num_warps=blocks.num_warps,
@@ -194,7 +176,7 @@ def run_attention(
     )
     if merge_apart and splits > 1:
         merge_kernel[launch.programs,](
-            out, *columns, partials, levels, out.stride(0), launch.first_row, launch.num_rows, call.window, splits, **sizes
+            out, *columns, partials, levels, out.stride(0), launch.first_row, launch.num_rows, rule.window, splits, **sizes
         )
 
 
@@ -207,8 +189,9 @@ def _check(call: AttentionCall, shape: HeadShape, launch: Launch, scratch: Atten
     if not out.dtype == q.dtype == call.k_pool.dtype == call.v_pool.dtype:
         dtypes = f"{out.dtype}, {q.dtype}, {call.k_pool.dtype} and {call.v_pool.dtype}"
         raise ValueError(f"out, q and the pools must have one dtype; they have {dtypes}")
-    if call.sinks is not None and call.sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks {tuple(call.sinks.shape)} do not fit {q.shape[1]} heads")
+    sinks = call.rule.sinks
+    if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.dtype != torch.float32):
+        raise ValueError(f"sinks {tuple(sinks.shape)} {sinks.dtype} are not float32 numbers of {q.shape[1]} heads")
     if merge_apart and (launch.extra or launch.fixed):
         raise ValueError("a launch with dealt or fixed splits does not support merge_apart")
     if launch.splits and (scratch is None or not scratch.holds(launch, shape.value_dim)):

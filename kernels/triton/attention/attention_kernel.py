@@ -35,7 +35,7 @@ def attention_kernel(
     starts,
     num_tokens,
     offsets,
-    sinks,  # [H]; without HAS_SINKS, any pointer
+    sinks,  # float32[H]; without HAS_SINKS, any pointer
     partials,  # float32[splits * BLOCK_M, E]; without SPLIT, partials, levels and arrivals may be any pointer
     levels,  # float32[splits * BLOCK_M]
     arrivals,  # int32[counters]: number of finished splits of each tile; 0 before and after the launch

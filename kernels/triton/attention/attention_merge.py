@@ -29,7 +29,7 @@ def store_means(
 ):
     """Adds each head's sink to `total`, and stores acc / total in `out` [T, H, E]. A lane that attends to no position gets 0."""
     if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + heads, mask=valid, other=0.0) * 1.4426950408889634
         raised = tl.maximum(peak, sink)
         fade = tl.exp2(peak - raised)
         total = total * fade + tl.exp2(sink - raised)

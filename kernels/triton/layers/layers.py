@@ -48,7 +48,6 @@ class TritonLayers:
     gated_rms_norm = staticmethod(gated_delta.gated_rms_norm)
     write_kv = staticmethod(kv_writes.write_kv)
     paged_attention = staticmethod(attention.paged_attention)
-    general_attention = staticmethod(attention.general_attention)
     update_page_table = staticmethod(step.update_page_table)
     resolve_tokens = staticmethod(step.resolve_tokens)
     page_indices = staticmethod(step.page_indices)

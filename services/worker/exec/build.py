@@ -317,13 +317,16 @@ class _Assembly:
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
+            value_dim=sizes.head_dim,
             page_size=self._page_size,
-            windows=tuple(dict.fromkeys(attention.window for attention in attentions)),
+            windows=tuple(dict.fromkeys(attention.rule.window for attention in attentions)),
             max_rows=max(self._max_sampled, self._largest_graph),
             max_tokens=self._max_tokens,
             max_context=pages_per_slot * self._page_size,
             max_pages=max(self._max_sampled, self._largest_graph) * pages_per_slot,
             separate_windows=self.pools.window > 0,
+            has_softcap=any(attention.rule.softcap for attention in attentions),
+            has_sinks=any(attention.rule.sinks is not None for attention in attentions),
         )
         backend = self._attention(shape)
         attending = model.attending(backend.attend, self._drafting.aux_layers)

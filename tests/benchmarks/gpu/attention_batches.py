@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rootstock_llm.kernels.bench.gpu_timing import Work
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.reference import layers
 from rootstock_llm.services.worker.exec.attention import flashinfer_limits as limits
 from rootstock_llm.services.worker.exec.attention import flashinfer_wrappers as wrappers
@@ -50,7 +50,7 @@ class StepBatch:
 
     def shape(self) -> AttentionShape:
         pages = -(-self.lengths // self.page_size)
-        sizes = (self.heads, self.kv_heads, self.head_dim, self.page_size, (0,))
+        sizes = (self.heads, self.kv_heads, self.head_dim, self.head_dim, self.page_size, (0,))
         return AttentionShape(*sizes, len(self.starts), self.tokens, int(self.lengths.max()), int(pages.sum()))
 
 
@@ -112,7 +112,7 @@ def tensors_of(batch: StepBatch, device: torch.device, dtype: torch.dtype) -> St
 
 
 def torch_work(step: StepTensors) -> Work:
-    return lambda: layers.paged_attention(step.out, step.qkv, step.k_pool, step.v_pool, step.rows, step.scale, 0)
+    return lambda: layers.paged_attention(step.out, step.qkv, step.k_pool, step.v_pool, step.rows, ScoreRule(step.scale))
 
 
 def triton_work(step: StepTensors, splits: int = 0) -> Work:
@@ -120,7 +120,7 @@ def triton_work(step: StepTensors, splits: int = 0) -> Work:
     from rootstock_llm.kernels.triton.attention import attention, attention_plan
 
     out, queries = step.as_heads()
-    call = attention.AttentionCall(out, queries, step.k_pool, step.v_pool, step.rows, step.scale, 0)
+    call = attention.AttentionCall(out, queries, step.k_pool, step.v_pool, step.rows, ScoreRule(step.scale))
     shape = attention.head_shape(queries, step.k_pool, step.v_pool)
     launch = attention.plan_call(shape, step.rows, len(queries), 0, queries.device)
     if splits:

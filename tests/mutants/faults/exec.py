@@ -118,7 +118,7 @@ EXEC = (
         "services/worker/exec/models/attention.py",
         ("torch.cat((order[:rotated], rest[: half - rotated]", "torch.cat((rest[: half - rotated], order[:rotated]"),
         ("return (heads + self.head_dim + torch.arange", "return (heads + torch.arange"),
-        ("context.window_rows if self.window else context.rows", "context.rows"),
+        ("context.window_rows if self.rule.window else context.rows", "context.rows"),
         only="test_parity",
     ),
     *of(

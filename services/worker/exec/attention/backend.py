@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows, ScoreRule
 
 I32 = NDArray[np.int32]
 
@@ -24,7 +24,8 @@ class AttentionShape:
 
     num_heads: int  # query heads
     num_kv_heads: int
-    head_dim: int  # elements per head of queries, keys and values
+    head_dim: int  # elements per head of queries and keys
+    value_dim: int  # elements per head of values
     page_size: int  # tokens
     windows: tuple[int, ...]  # distinct sliding windows of the layers, in tokens; 0 for no window
     max_rows: int  # largest number of rows of one step
@@ -32,6 +33,8 @@ class AttentionShape:
     max_context: int  # largest number of tokens that one row attends to
     max_pages: int  # largest number of pages of all rows of one step together
     separate_windows: bool = False  # whether windowed layers have a page table of their own, RaggedRows.window_table
+    has_softcap: bool = False  # whether scores have a cap, ScoreRule.softcap
+    has_sinks: bool = False  # whether heads have sinks, ScoreRule.sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +73,12 @@ class AttentionBackend(Protocol):
         each replay. It then fills the buffers that the captured kernels read.
         """
 
-    def attend(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None:
+    def attend(self, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:
         """Computes Kernels.paged_attention for the planned batch. The step's keys and values must already be in the pools.
 
         Args:
             rows: the rows of the planned batch.
+            rule: has a window of the shape, and a cap and sinks only if the shape has them.
         """
 
     def release_graphs(self) -> None:
@@ -106,10 +108,8 @@ class KernelAttention:
                 f"attention back end {self.name} cannot be captured in a graph, because it reads row lengths on the host"
             )
 
-    def attend(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None:
-        self._kernels.paged_attention(out, qkv, k_pool, v_pool, rows, scale, window)
+    def attend(self, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:
+        self._kernels.paged_attention(out, q, k_pool, v_pool, rows, rule)
 
     def release_graphs(self) -> None:
         """Does nothing, because there are no graphs."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.contracts.step_ops import StepKernels
 from rootstock_llm.services.worker.exec.attention import flashinfer_limits as limits
 from rootstock_llm.services.worker.exec.attention import flashinfer_wrappers as wrappers
@@ -126,16 +126,14 @@ class FlashInferAttention:
         if slot.copied is not None:
             slot.copied.record()
 
-    def attend(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None:
-        if not self._parts or len(qkv) != self._parts[-1].end:
-            raise RuntimeError(f"no plan for a pass over {len(qkv)} tokens: plan() must be called for each pass")
+    def attend(self, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:
+        if not self._parts or len(q) != self._parts[-1].end:
+            raise RuntimeError(f"no plan for a pass over {len(q)} tokens: plan() must be called for each pass")
         mixed = out.view(len(out), -1, self._shape.head_dim)
-        q = qkv[:, : out.shape[1]].view(mixed.shape)
+        queries = q[:, : out.shape[1]].view(mixed.shape)
         for part in self._parts:
             span = slice(part.first, part.end)
-            part.wrappers[window].run(q[span], (k_pool, v_pool), q_scale=scale, out=mixed[span])
+            part.wrappers[rule.window].run(queries[span], (k_pool, v_pool), q_scale=rule.scale, out=mixed[span])
 
     def release_graphs(self) -> None:
         self._graphs.clear()
@@ -249,7 +247,7 @@ def rehearse(
     starts, counts = np.zeros(rows, np.int32), np.array(num_tokens, np.int32)
     backend.plan(AttentionBatch(starts, counts, num_extend, columns))
     for window in shape.windows:
-        backend.attend(out, qkv, pool, pool, columns, 1.0, window)
+        backend.attend(out, qkv, pool, pool, columns, ScoreRule(1.0, window))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -33,6 +33,12 @@ def check(shape: AttentionShape, dtype: torch.dtype) -> None:
         raise Unsupported(f"its kernels compute in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}")
     if shape.head_dim not in HEAD_DIMS:
         raise Unsupported(f"its kernels exist for head sizes {HEAD_DIMS}, not for {shape.head_dim}")
+    if shape.value_dim != shape.head_dim:
+        raise Unsupported(f"its back end takes values of the size of keys, not of {shape.value_dim} and {shape.head_dim}")
+    if shape.has_sinks:
+        raise Unsupported("its back end has no attention sinks")
+    if shape.has_softcap:
+        raise Unsupported("its back end has no score caps")
     if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
         raise Unsupported(f"{shape.num_heads} query heads are not a multiple of {shape.num_kv_heads} key/value heads")
     if shape.page_size < 1:

@@ -106,7 +106,7 @@ def needed_modules(head_dims: Iterable[int], dtypes: Iterable[torch.dtype], arch
     majors = {arch.partition(".")[0] for arch in archs}
     library = RecordingLibrary([kernels for kernels, there in (("fa2", majors - {"9"}), ("fa3", majors & {"9"})) if there])
     for head_dim, dtype, group in product(head_dims, dtypes, GROUPS):
-        shape = AttentionShape(group, 1, head_dim, 16, WINDOWS, max_rows=8, max_tokens=64, max_context=64, max_pages=32)
+        shape = AttentionShape(group, 1, head_dim, head_dim, 16, WINDOWS, max_rows=8, max_tokens=64, max_context=64, max_pages=32)
         backend = FlashInferAttention(shape, torch.device("cpu"), dtype, reference, library)
         backend.prepare(lambda line: None)
         backend.plan(_graph_of_one_row())

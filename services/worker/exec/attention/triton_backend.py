@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.ops import RaggedRows, ScoreRule
 from rootstock_llm.kernels.triton.attention.attention import (
     AttentionCall,
     AttentionScratch,
     allocate_scratch,
-    as_heads,
     run_attention,
 )
 from rootstock_llm.kernels.triton.attention.attention_plan import (
@@ -47,7 +46,7 @@ class TritonAttention:
         self._max_context, self._deterministic = shape.max_context, deterministic
         self._multiprocessors = num_multiprocessors(device)
         group = shape.num_heads // shape.num_kv_heads
-        dims = (shape.head_dim, shape.head_dim)
+        dims = (shape.head_dim, shape.value_dim)
         self._heads = {size: HeadShape(shape.num_kv_heads, group, *dims, size) for size in ITEM_SIZES}
         self._scratch = self._allocate(device)
         self._batch: AttentionBatch | None = None
@@ -68,16 +67,14 @@ class TritonAttention:
         self._batch = batch
         self._launches.clear()
 
-    def attend(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None:
-        assert len(out) == len(qkv) and k_pool.shape[0] == v_pool.shape[0], "the tensors are those of one step and one pool"
-        itemsize = qkv.element_size()
+    def attend(self, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:
+        assert len(out) == len(q) and k_pool.shape[0] == v_pool.shape[0], "the tensors are those of one step and one pool"
+        itemsize = q.element_size()
         heads = self._heads[itemsize]
-        if (itemsize, window) not in self._launches:
-            self._launches[itemsize, window] = self._planned(heads, window)
-        call = AttentionCall(*as_heads(out, qkv, k_pool, v_pool), k_pool, v_pool, rows, scale, window)
-        for launch in self._launches[itemsize, window]:
+        if (itemsize, rule.window) not in self._launches:
+            self._launches[itemsize, rule.window] = self._planned(heads, rule.window)
+        call = AttentionCall.of(out, q, k_pool, v_pool, rows, rule)
+        for launch in self._launches[itemsize, rule.window]:
             run_attention(call, heads, launch, self._scratch)
 
     def _planned(self, heads: HeadShape, window: int) -> tuple[Launch, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.kernels.contracts.ops import Kernels, ScoreRule
 from rootstock_llm.services.worker.exec.models.layers import ForwardContext, Linear, RmsNorm, Take
 from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
@@ -77,7 +77,7 @@ class Attention:
     o: Linear
     gate: Linear | None  # to H D features, whose sigmoid multiplies the attention result; None without a gate
     qk_norms: tuple[Tensor, Tensor] | None  # weights float32[D] of the RMS norms of queries and of keys, or None without norms
-    window: int  # number of last tokens, itself included, to which a token attends; 0 for all
+    rule: ScoreRule
     rope: int  # index of the layer's table in ForwardContext.cos_sin
     kernels: Kernels
 
@@ -91,7 +91,7 @@ class Attention:
             weights: reader with the prefix of the attention.
             in_features: size of the input.
             hidden_size: size of the output.
-            window: see Attention.
+            window: see ScoreRule.
             rope: see Attention.
         """
         dim, q_size, kv_size = sizes.head_dim, sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
@@ -114,7 +114,7 @@ class Attention:
             o=Linear.read(weights, [("o_proj", hidden_size)], q_size, sizes.o_bias),
             gate=gate,
             qk_norms=(norms[0], norms[1]) if norms else None,
-            window=window,
+            rule=ScoreRule(sizes.scale, window),
             rope=rope,
             kernels=kernels,
         )
@@ -122,7 +122,7 @@ class Attention:
     @property
     def cache(self) -> LayerKV:
         """The size of a token's KV in the layer."""
-        return LayerKV(self.sizes.num_kv_heads, self.sizes.head_dim, self.sizes.head_dim, self.window)
+        return LayerKV(self.sizes.num_kv_heads, self.sizes.head_dim, self.sizes.head_dim, self.rule.window)
 
     def reserve(self, take: Take) -> None:
         """Takes the buffers of forward()."""
@@ -139,13 +139,13 @@ class Attention:
 
         `out` may be x.
         """
-        cos_sin, rows = context.cos_sin[self.rope], context.window_rows if self.window else context.rows
+        cos_sin, rows = context.cos_sin[self.rope], context.window_rows if self.rule.window else context.rows
         assert cos_sin.shape[1] == self.sizes.head_dim, "the table has cosines and sines of D / 2 angles"
         qkv, mixed = self.buffers(context.take)
         keys, values = pools
         self.qkv.forward(qkv, x)
         self.kernels.rope_write_kv(qkv, self.qk_norms, self.sizes.eps, cos_sin, rows, keys, values)
-        context.attend(mixed, qkv, keys, values, rows, self.sizes.scale, self.window)
+        context.attend(mixed, qkv, keys, values, rows, self.rule)
         if self.gate is not None:
             gate = context.take("gate", self.gate.packed.out_features)
             self.gate.forward(gate, x)

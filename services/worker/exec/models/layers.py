@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import Kernels, PackedLinear, RaggedRows
+from rootstock_llm.kernels.contracts.ops import Kernels, PackedLinear, RaggedRows, ScoreRule
 from rootstock_llm.services.worker.exec.pools.kv_pool import LayerCache
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
 
@@ -66,9 +66,7 @@ class Workspace:
 class Attend(Protocol):
     """Kernels.paged_attention, or the attend() of an attention back end."""
 
-    def __call__(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None: ...
+    def __call__(self, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None: ...
 
 
 class ForwardContext:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows, ScoreRule
 from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
 from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerKV
 from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
@@ -175,8 +175,8 @@ def attend(
         key: [1, G, T, D].
         value: [1, G, T, E].
         scaling: factor of the scores; None for 1 / sqrt(D).
-        softcap: limit of the scores, see Kernels.general_attention; None for no limit.
-        s_aux: attention sinks, see Kernels.general_attention; None for no sinks.
+        softcap: limit of the scores, see ScoreRule; None for no limit.
+        s_aux: attention sinks [H], see ScoreRule; None for no sinks.
 
     Returns:
         [1, T, H, E], and None in place of attention weights.
@@ -195,24 +195,11 @@ def attend(
     keys, values = step.pool.layer(layer.index)
     step.kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), rows, keys, values)
     q = query[0].transpose(0, 1)
-    out = q.new_empty(q.shape[0], q.shape[1], layer.kv.value_dim)
+    out = q.new_empty(q.shape[0], q.shape[1] * layer.kv.value_dim)
     scale = q.shape[2] ** -0.5 if scaling is None else float(scaling)
-    if softcap or s_aux is not None or layer.kv.key_dim != layer.kv.value_dim:
-        step.kernels.general_attention(out, q, keys, values, rows, scale, window, softcap or 0.0, s_aux)
-    else:
-        _through_kernel(step.kernels, out, q, keys, values, rows, scale, window)
-    return out[None], None
-
-
-def _through_kernel(
-    kernels: Kernels, out: Tensor, q: Tensor, keys: Tensor, values: Tensor, rows: RaggedRows, scale: float, window: int
-) -> None:
-    """Calls paged_attention with the queries as the first columns of a qkv matrix. The kernel does not read the other columns."""
-    tokens, heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    qkv = q.new_empty(tokens, (heads + 2 * kv_heads) * head_dim)
-    qkv[:, : heads * head_dim] = q.reshape(tokens, -1)
-    kernels.paged_attention(out.view(tokens, -1), qkv, keys, values, rows, scale, window)
+    rule = ScoreRule(scale, window, softcap or 0.0, None if s_aux is None else s_aux.float())
+    step.kernels.paged_attention(out, q.flatten(1), keys, values, rows, rule)
+    return out.view(1, len(q), q.shape[1], -1), None
 
 
 def auto_class_of(config: Any) -> Any:
