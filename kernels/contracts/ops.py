@@ -10,8 +10,9 @@ device. They are contiguous; some implementations also take strided inputs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,14 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.coded_weight import Matrix, Scheme
 
 MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
+
+
+class Matrices(Protocol):
+    """Matrices of one shape: a tensor, or an object that reads or makes a matrix when it is indexed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,54 @@ class PackedLinear:
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the weight."""
         return tuple(each for each in (self.data, self.bias, self.scales, self.zeros) if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The function by which an expert joins its gate and its up projection.
+
+    It is (u + shift) * g / (1 + exp(-alpha * g)), where g is the gate, at most `limit`, and u is up, between -limit and limit.
+    The defaults give SwiGLU (arXiv 2002.05202). gpt-oss has the clamped form (arXiv 2508.10925, section 2.1).
+    """
+
+    alpha: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
+
+
+SWIGLU = Activation()
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The rules by which a router chooses the experts of a token and their weights, see Kernels.route()."""
+
+    top_k: int  # number of experts per token
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # function from the logits of all experts to their scores
+    renormalize: bool = False  # whether the weights of a token's experts are divided by their sum
+    scale: float = 1.0  # factor of the weights
+    num_groups: int = 1  # number of groups of successive experts, all of one size
+    top_groups: int = 1  # number of groups from which a token's experts are chosen
+    # Score of a group: its largest selection score (DeepSeek-V2), or the sum of its two largest ones (DeepSeek-V3).
+    group_score: Literal["maximum", "two_best"] = "maximum"
+
+    def fits(self, num_experts: int) -> bool:
+        """Whether each token finds top_k experts in its groups."""
+        size = num_experts // self.num_groups
+        return num_experts == size * self.num_groups and 0 < self.top_k <= self.top_groups * size <= num_experts
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The weights of all experts of a layer. `data` and `bias` of both parts have an additional first dimension: the expert."""
+
+    gate_up: PackedLinear  # from N features to the gate and then the up projection, I features each
+    down: PackedLinear  # from I to N features
+    activation: Activation
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.gate_up.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +198,7 @@ class Kernels(Protocol):
 
     Deterministic implementations also guarantee results to the last bit, for one build and one set of CPU instructions:
 
-    - A row of linear(), of a norm or of an activation depends on no other row.
+    - A row of linear(), experts(), route(), a norm or an activation depends on no other row.
     - A token of paged_attention() depends only on the tokens of its sequence up to itself. The number of other rows, the chunks
       of a prompt and the page ids have no influence.
     """
@@ -199,7 +256,7 @@ class Kernels(Protocol):
         """
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> None:
-        """Multiplies x [T, N] by sigmoid(gate [T, N]) in place."""
+        """Multiplies x [T, N] by sigmoid(gate) in place. The gate is [T, N], or [T, 1] with a factor for a whole row."""
 
     def rope_write_kv(
         self,
@@ -282,3 +339,54 @@ class Kernels(Protocol):
 
     def gated_rms_norm(self, out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
         """Computes out [T, N] = rms_norm(x [T, N]) * silu(gate [T, N]) in float32, with weight float32[N]."""
+
+    def route(self, weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, routing: Routing) -> None:
+        """Chooses the experts of each token from the router's logits, in float32.
+
+        1. The score of an expert is the softmax or the sigmoid of its logit. Its selection score also has the bias.
+        2. The top_groups groups with the largest scores remain.
+        3. The top_k experts of these groups with the largest selection scores are chosen, in descending order.
+        4. Their weights are their scores. With renormalize, they are divided by their sum + 1e-20. Then they are scaled.
+
+        If selection scores are equal, the lower id comes first. A NaN counts as minus infinity. A softmax of the chosen logits
+        (gpt-oss) equals a softmax of all logits with renormalize.
+
+        Args:
+            weights: float32[T, k], filled.
+            ids: int32[T, k], filled with different ids of each token.
+            logits: float32[T, E].
+            bias: float32[E], added to the scores for the selection only (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); None for
+                no bias.
+            routing: the rules, which fit E experts.
+        """
+
+    def pack_experts(
+        self, gate_up: Matrices, gate_up_bias: Tensor | None, down: Matrices, down_bias: Tensor | None, activation: Activation
+    ) -> PackedExperts:
+        """Packs the weights of E experts into the layout that experts() reads.
+
+        The matrices are indexed once for each expert, so that they may be read from files. An implementation that packs copies
+        does not keep the matrices of earlier experts. The caller may drop the matrices afterwards.
+
+        Args:
+            gate_up: matrices [2 I, N] of all experts, whose first I rows are the gate.
+            gate_up_bias: [E, 2 I]; None if the experts have no biases.
+            down: matrices [N, I] of all experts.
+            down_bias: [E, N]; None if the experts have no biases.
+            activation: the function between both parts.
+        """
+
+    def experts(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> None:
+        """Computes out [T, N], the weighted sum of the outputs of each token's experts.
+
+        The weights of an expert without tokens are not read. The activation's result has the model dtype. All other sums and
+        products are in float32, and the sum over a token's experts, in the order of its choices, is rounded once. The numbers
+        of the experts do not change the bits of the result.
+
+        Args:
+            out: [T, N]. It may be x.
+            x: [T, N].
+            ids: int32[T, k], from 0 to E - 1.
+            weights: float32[T, k].
+            packed: the weights.
+        """

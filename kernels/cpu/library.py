@@ -20,9 +20,13 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix, Scheme, compact_scales
 from rootstock_llm.kernels.contracts.ops import (
+    Activation,
     DeltaGates,
+    Matrices,
+    PackedExperts,
     PackedLinear,
     RaggedRows,
+    Routing,
     ScoreRule,
     StateRows,
     misfit,
@@ -37,7 +41,9 @@ LAYER_SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
     "silu_and_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "gelu_and_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
-    "sigmoid_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
+    "sigmoid_mul": [POINTER] * 2 + [INT64] * 2 + [INT] * 3,
+    "route": [POINTER] * 4 + [INT64] * 5 + [FLOAT] + [INT] * 4,
+    "experts": [POINTER] * 10 + [INT64] * 6 + [FLOAT] * 3 + [INT] * 3,
     "rope_write_kv": [POINTER] * 8 + [INT64] * 5 + [FLOAT, INT, INT],
     "gated_delta_rule": [POINTER] * 14 + [INT64] * 7 + [INT, INT],
     "gated_rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
@@ -46,7 +52,7 @@ LAYER_SIGNATURES: dict[str, list[type]] = {
     "paged_attention": [POINTER] * 10 + [INT64] * 9 + [FLOAT] * 2 + [INT, INT, INT],
     "pack_linear": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "linear": [POINTER] * 4 + [INT64] * 3 + [INT, INT, INT],
-    "pack_ordered": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
+    "pack_ordered": [POINTER] * 2 + [INT64] * 2 + [INT] * 3,
     "linear_ordered": [POINTER] * 4 + [INT64] * 3 + [INT, INT, INT],
     "embedding": [POINTER] * 3 + [INT64] * 3 + [INT],
     "pack_coded": [POINTER] * 3 + [INT64] * 3 + [INT, INT],
@@ -64,6 +70,9 @@ SAMPLING_SIGNATURES: dict[str, list[type]] = {
 }
 BLOCK = 64  # output columns of a packed block
 MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
+# Limits of the rows that experts() groups together. MOST_ROWS limits the scratch memory. Threads share more rows than LEAST_ROWS,
+# if there are too few columns for all threads. Each part of the rows reads the weights again.
+MOST_ROWS, LEAST_ROWS = 2048, 512
 
 
 class CpuKernels:
@@ -111,20 +120,49 @@ class CpuKernels:
         if isinstance(weight, CodedWeight):
             return self._pack_coded(weight, bias, gated)
         rows, depth = weight.shape
-        if not self._packs or not _is_bfloat16(weight) or depth % 2:
-            return self._pack_ordered(weight, bias)
+        if not self._has_dots(weight):
+            data = torch.empty(-(-rows // BLOCK), depth, BLOCK, dtype=weight.dtype)
+            self._fill(data, weight, gated=False)
+            return PackedLinear(data, None if bias is None else bias.contiguous(), depth, rows, True)
         columns = _packed_columns(rows, gated)
-        data, source = torch.empty(len(columns) * depth, dtype=weight.dtype), weight.contiguous()
-        self._call("pack_linear", data.data_ptr(), source.data_ptr(), rows, depth, gated)
-        padded = None if bias is None else torch.cat((bias, bias.new_zeros(1)))[columns]
-        return PackedLinear(data, padded, depth, rows, True)
+        data = torch.empty(len(columns) * depth, dtype=weight.dtype)
+        self._fill(data, weight, gated)
+        return PackedLinear(data, None if bias is None else _padded(bias, columns), depth, rows, True)
 
-    def _pack_ordered(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        rows, depth = weight.shape
-        data = torch.empty(-(-rows // BLOCK), depth, BLOCK, dtype=weight.dtype)
-        source = weight.contiguous()
-        self._call("pack_ordered", data.data_ptr(), source.data_ptr(), rows, depth, _is_bfloat16(weight))
-        return PackedLinear(data, None if bias is None else bias.contiguous(), depth, rows, True)
+    def _has_dots(self, weight: Tensor) -> bool:
+        """Whether the CPU has dot products for this weight."""
+        return self._packs and _is_bfloat16(weight) and weight.shape[1] % 2 == 0
+
+    def _fill(self, data: Tensor, weight: Tensor, gated: bool) -> None:
+        """Packs a weight [N, K] into `data`, which has the layout [blocks, K, 64], or is flat for dot products."""
+        source, arguments = weight.contiguous(), (*weight.shape, gated)
+        if data.dim() == 1:
+            self._call("pack_linear", data.data_ptr(), source.data_ptr(), *arguments)
+        else:
+            self._call("pack_ordered", data.data_ptr(), source.data_ptr(), *arguments, _is_bfloat16(weight))
+
+    def pack_experts(
+        self, gate_up: Matrices, gate_up_bias: Tensor | None, down: Matrices, down_bias: Tensor | None, activation: Activation
+    ) -> PackedExperts:
+        """Implements Kernels.pack_experts(). Each block of gate_up has 32 columns of the gate and their 32 columns of up."""
+        pair, back = gate_up[0], down[0]
+        dots = self._has_dots(pair) and self._has_dots(back)
+        both = self._empty_experts(len(gate_up), pair, gate_up_bias, True, dots)
+        out = self._empty_experts(len(gate_up), back, down_bias, False, dots)
+        for expert in range(len(gate_up)):
+            if expert:  # the matrices are indexed once for each expert
+                pair, back = gate_up[expert], down[expert]
+            self._fill(both.data[expert], pair, gated=True)
+            self._fill(out.data[expert], back, gated=False)
+        return PackedExperts(both, out, activation)
+
+    def _empty_experts(self, count: int, first: Tensor, bias: Tensor | None, gated: bool, dots: bool) -> PackedLinear:
+        """Returns the packed biases and undefined weights of all experts. `first` is the matrix of the first one."""
+        rows, depth = first.shape
+        columns = _packed_columns(rows, gated)
+        shape = (len(columns) * depth,) if dots else (len(columns) // BLOCK, depth, BLOCK)
+        data = self.allocate_pool((count, *shape), first.dtype)
+        return PackedLinear(data, None if bias is None else _padded(bias, columns), depth, rows, True)
 
     def _pack_coded(self, weight: CodedWeight, bias: Tensor | None, gated: bool) -> PackedLinear:
         """Packs codes as described in src/coded.h. Scales, zero points and biases have the order of the packed columns."""
@@ -249,9 +287,50 @@ class CpuKernels:
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> None:
         require_contiguous(x, gate)
-        if x.shape != gate.shape or x.dtype != gate.dtype:
+        whole_rows = gate.shape == (len(x), 1)
+        if (x.shape != gate.shape and not whole_rows) or x.dtype != gate.dtype:
             raise misfit(x, gate)
-        self._call("sigmoid_mul", x.data_ptr(), gate.data_ptr(), *x.shape, _is_bfloat16(x))
+        self._call("sigmoid_mul", x.data_ptr(), gate.data_ptr(), *x.shape, whole_rows, _is_bfloat16(x))
+
+    def route(self, weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, routing: Routing) -> None:
+        """Implements Kernels.route(). Raises ValueError if the shapes or the rules do not fit."""
+        require_contiguous(weights, ids, logits, *(() if bias is None else (bias,)))
+        rows, experts = logits.shape
+        fits = weights.shape == ids.shape == (rows, routing.top_k) and (bias is None or bias.shape == (experts,))
+        floats = {tensor.dtype for tensor in (weights, logits, *(() if bias is None else (bias,)))}
+        if not fits or not routing.fits(experts) or floats != {torch.float32} or ids.dtype != torch.int32:
+            raise misfit(weights, ids, logits)
+        sizes = (rows, experts, routing.top_k, routing.num_groups, routing.top_groups)
+        flags = (routing.scoring == "sigmoid", routing.group_score == "two_best", routing.renormalize)
+        addresses = (weights.data_ptr(), ids.data_ptr(), logits.data_ptr(), None if bias is None else bias.data_ptr())
+        self._call("route", *addresses, *sizes, routing.scale, *flags)
+
+    def experts(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> None:
+        """Implements Kernels.experts(). Raises ValueError if the shapes do not fit."""
+        require_contiguous(out, x, ids, weights)
+        gate_up = packed.gate_up
+        if out.shape != x.shape or x.shape[1] != gate_up.in_features or ids.shape != weights.shape or len(ids) != len(x):
+            raise misfit(out, x, ids, weights)
+        if x.dtype != gate_up.data.dtype or out.dtype != x.dtype or (ids.dtype, weights.dtype) != (torch.int32, torch.float32):
+            raise misfit(out, x, ids, weights, gate_up.data)
+        for first in range(0, len(x), MOST_ROWS):
+            part = slice(first, first + MOST_ROWS)
+            self._some_experts(out[part], x[part], ids[part], weights[part], packed)
+
+    def _some_experts(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> None:
+        gate_up, down, activation = packed.gate_up, packed.down, packed.activation
+        (rows, width), choices = x.shape, ids.shape[1]
+        parts = min(-(-rows // LEAST_ROWS), max(1, 4 * self._threads * BLOCK // width))
+        part = -(-rows // parts)
+        hidden = x.new_empty((rows * choices, down.in_features))
+        sums = torch.empty((self._threads, part * choices, BLOCK), dtype=torch.float32)
+        addresses = [tensor.data_ptr() for tensor in (out, x, ids, weights)]
+        for linear in (gate_up, down):
+            addresses += [linear.data.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()]
+        sizes = (rows, width, down.in_features, packed.num_experts, choices, part)
+        factors = (activation.alpha, activation.limit, activation.shift)
+        kinds = (gate_up.data.dim() == 2, _is_bfloat16(x))
+        self._call("experts", *addresses, hidden.data_ptr(), sums.data_ptr(), *sizes, *factors, *kinds)
 
     def rope_write_kv(
         self,
@@ -391,6 +470,11 @@ def _packed_columns(rows: int, gated: bool) -> Tensor:
     pairs = torch.arange(-(-half // 32) * 32).view(-1, 1, 32)
     both = torch.cat((pairs, pairs + half), dim=1)
     return torch.where(pairs < half, both, rows).flatten()
+
+
+def _padded(bias: Tensor, columns: Tensor) -> Tensor:
+    """Returns biases [..., N] in the order of packed columns, with 0 for padding."""
+    return torch.nn.functional.pad(bias, (0, 1))[..., columns]
 
 
 def _is_bfloat16(tensor: Tensor) -> bool:

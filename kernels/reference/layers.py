@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix
-from rootstock_llm.kernels.contracts.ops import DeltaGates, PackedLinear, RaggedRows, ScoreRule, StateRows
+from rootstock_llm.kernels.contracts.ops import (
+    Activation,
+    DeltaGates,
+    Matrices,
+    PackedExperts,
+    PackedLinear,
+    RaggedRows,
+    Routing,
+    ScoreRule,
+    StateRows,
+)
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 from rootstock_llm.kernels.reference.coded import coded_embedding, coded_linear, pack_coded
 from rootstock_llm.kernels.reference.sampling import edit_logits as edit_logits
@@ -84,6 +94,68 @@ def gelu_and_mul(out: Tensor, x: Tensor) -> None:
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
     x.copy_(x.float() * gate.float().sigmoid())
+
+
+def route(weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, routing: Routing) -> None:
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    selection = (scores if bias is None else scores + bias).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    order = selection.sort(dim=-1, descending=True, stable=True).indices
+    if routing.top_groups < routing.num_groups:
+        grouped = selection.view(len(selection), routing.num_groups, -1)
+        best = 2 if routing.group_score == "two_best" else 1
+        group_scores = grouped.topk(min(best, grouped.shape[2]), -1).values.sum(-1).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        groups = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+        outside = torch.ones_like(group_scores).scatter(1, groups, 0.0).repeat_interleave(grouped.shape[2], -1)
+        order = order.gather(1, outside.gather(1, order).sort(dim=-1, stable=True).indices)  # experts of these groups come first
+    order = order[:, : routing.top_k]
+    chosen = scores.gather(1, order)
+    if routing.renormalize:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    weights.copy_(chosen * routing.scale)
+    ids.copy_(order)
+
+
+def pack_experts(
+    gate_up: Matrices, gate_up_bias: Tensor | None, down: Matrices, down_bias: Tensor | None, activation: Activation
+) -> PackedExperts:
+    """Returns the matrices as two tensors, [E, 2 I, N] and [E, N, I], without packing them."""
+    both, back = _in_one(gate_up), _in_one(down)
+    return PackedExperts(
+        PackedLinear(both.contiguous(), gate_up_bias, both.shape[2], both.shape[1], False),
+        PackedLinear(back.contiguous(), down_bias, back.shape[2], back.shape[1], False),
+        activation,
+    )
+
+
+def _in_one(matrices: Matrices) -> Tensor:
+    return matrices if isinstance(matrices, Tensor) else torch.stack([matrices[index] for index in range(len(matrices))])
+
+
+def _joined(both: Tensor, activation: Activation) -> Tensor:
+    """Returns the activation's result, [T, I], of gate and up, float32[T, 2 I]."""
+    gate, up = both.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (up + activation.shift) * gate * (activation.alpha * gate).sigmoid()
+
+
+def experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> None:
+    """Implements Kernels.experts() expert by expert. Reads the ids on the host."""
+    parts = x.new_empty((*ids.shape, packed.down.out_features), dtype=torch.float32)
+    for expert in ids.unique().tolist():
+        rows, choices = (ids == expert).nonzero(as_tuple=True)
+        both = _of_expert(x[rows], packed.gate_up, expert)
+        hidden = _joined(both, packed.activation).to(x.dtype)
+        parts[rows, choices] = _of_expert(hidden, packed.down, expert)
+    total = torch.zeros_like(parts[:, 0])
+    for choice in range(ids.shape[1]):
+        total += parts[:, choice] * weights[:, choice, None]
+    out.copy_(total)
+
+
+def _of_expert(x: Tensor, weight: PackedLinear, expert: int) -> Tensor:
+    """Returns the projection of x [T, K] by one expert, float32[T, N]."""
+    bias = None if weight.bias is None else weight.bias[expert].float()
+    return torch.nn.functional.linear(x.float(), weight.data[expert].float(), bias)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

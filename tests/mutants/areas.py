@@ -44,7 +44,9 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/contracts/test_chart_schema.py",
     ),
     "fetch": ("tests/services/shared/test_fetch.py",),
-    "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "deterministic_kernels", *KERNELS_TOO)),
+    "kernels": tuple(
+        f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "deterministic_kernels", "experts", *KERNELS_TOO)
+    ),
     "core": (
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
         *(

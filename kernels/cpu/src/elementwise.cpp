@@ -56,10 +56,17 @@ void activate_and_mul(T* out, const T* x, int64_t rows, int64_t size, int thread
     }
 }
 
-template <typename T> void sigmoid_mul(T* x, const T* gate, int64_t rows, int64_t size, int threads) {
+// `gate` is [rows, size], or [rows] if it has one factor for each whole row.
+template <typename T> void sigmoid_mul(T* x, const T* gate, int64_t rows, int64_t size, bool whole_rows, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1 && rows * size > kParallelElements)
     for (int64_t row = 0; row < rows; ++row) {
         T* target = x + row * size;
+        if (whole_rows) {
+            const float divisor = 1.0f + exponential(-widen(gate[row]));
+#pragma omp simd
+            for (int64_t i = 0; i < size; ++i) target[i] = narrow<T>(widen(target[i]) / divisor);
+            continue;
+        }
         const T* gates = gate + row * size;
 #pragma omp simd
         for (int64_t i = 0; i < size; ++i) target[i] = narrow<T>(widen(target[i]) / (1.0f + exponential(-widen(gates[i]))));
@@ -159,11 +166,11 @@ void rootstock_gelu_and_mul(void* out, const void* x, int64_t rows, int64_t size
     }
 }
 
-void rootstock_sigmoid_mul(void* x, const void* gate, int64_t rows, int64_t size, int bfloat16, int threads) {
+void rootstock_sigmoid_mul(void* x, const void* gate, int64_t rows, int64_t size, int whole_rows, int bfloat16, int threads) {
     if (bfloat16) {
-        rootstock::sigmoid_mul(static_cast<bf16*>(x), static_cast<const bf16*>(gate), rows, size, threads);
+        rootstock::sigmoid_mul(static_cast<bf16*>(x), static_cast<const bf16*>(gate), rows, size, whole_rows != 0, threads);
     } else {
-        rootstock::sigmoid_mul(static_cast<float*>(x), static_cast<const float*>(gate), rows, size, threads);
+        rootstock::sigmoid_mul(static_cast<float*>(x), static_cast<const float*>(gate), rows, size, whole_rows != 0, threads);
     }
 }
 

@@ -111,14 +111,6 @@ template <Finish FINISH> void run_linear(const Linear& job, int threads) {
     });
 }
 
-// Returns the weight row of a packed column, -1 for padding. A gated block has 32 gate columns and then their 32 up columns.
-int64_t source_row(int64_t column, int64_t rows, bool gated) {
-    if (!gated) return column < rows ? column : -1;
-    const int64_t half = rows / 2, index = column / 64 * 32 + column % 32;
-    if (index >= half) return -1;
-    return column % 64 < 32 ? index : half + index;
-}
-
 }  // namespace
 #endif
 }  // namespace rootstock
@@ -135,7 +127,7 @@ void rootstock_has_packed_linear(int32_t* result) { *result = ROOTSTOCK_DOT_BF16
 // Packs a weight [rows, depth] as [ceil(rows / 64)][depth / 2][64][2], padded with 0. depth and the rows of a gated weight are even.
 void rootstock_pack_linear(bf16* packed, const bf16* weight, int64_t rows, int64_t depth, int gated, int threads) {
 #if ROOTSTOCK_DOT_BF16
-    const int64_t columns = (gated ? (rows / 2 + 31) / 32 : (rows + 63) / 64) * 64;
+    const int64_t columns = rootstock::packed_columns(rows, gated != 0);
     rootstock::prefer_huge_pages(packed, columns * depth * 2);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < columns / 64; ++block) {

@@ -6,14 +6,10 @@
 
 #include "numeric.h"
 #include "schedule.h"
-#include "vectors.h"
+#include "tile_ordered.h"
 
 namespace rootstock {
 namespace {
-
-constexpr int64_t kRows = 6, kColumns = 64;  // rows per tile; columns per block
-constexpr int64_t kSegment = 256;            // number of elements of each row of a tile that are widened at a time
-constexpr int kAcross = kColumns / kWidth;   // vectors of a block's columns
 
 template <typename T> struct Ordered {
     void* out;      // [rows, columns]
@@ -48,21 +44,11 @@ template <typename T, int ROWS> void run_tile(const Ordered<T>& job, int64_t row
     Vector sums[ROWS][kVectors] = {};
     float wide[std::is_same_v<T, float> ? 1 : ROWS * kSegment];
     const int64_t stride = std::is_same_v<T, float> ? job.depth : kSegment;
-    for (int64_t begin = 0; begin < job.depth; begin += kSegment) {
-        const int64_t n = std::min(kSegment, job.depth - begin);
-        const float* x = widened<ROWS>(job.x + row * job.depth + begin, job.depth, n, wide);
-        const T* w = job.w + (block * job.depth + begin) * kColumns + first;
-        for (int64_t k = 0; k < n; ++k) {
-            // Without both pragmas, the compiler stores the sums in memory instead of registers.
-#pragma GCC unroll 16
-            for (int v = 0; v < kVectors; ++v) {
-                const Vector columns = load(w + k * kColumns + v * kWidth);
-#pragma GCC unroll 6
-                for (int r = 0; r < ROWS; ++r) sums[r][v] += columns * x[r * stride + k];
-            }
-        }
-    }
-    const int64_t column = block * kColumns + first, count = std::min<int64_t>(kWidth * kVectors, job.columns - column);
+    const auto segment = [&](int64_t begin, int64_t n) {
+        return Elements{widened<ROWS>(job.x + row * job.depth + begin, job.depth, n, wide), stride};
+    };
+    multiply_ordered(sums, segment, job.w + block * job.depth * kTileCols + first, job.depth);
+    const int64_t column = block * kTileCols + first, count = std::min<int64_t>(kWidth * kVectors, job.columns - column);
     for (int r = 0; r < ROWS; ++r) {
         for (int64_t c = 0; c < count; ++c) job.store(row + r, column + c, sums[r][c / kWidth][c % kWidth]);
     }
@@ -70,39 +56,32 @@ template <typename T, int ROWS> void run_tile(const Ordered<T>& job, int64_t row
 
 template <typename T, int ROWS> void run_tiles(const Ordered<T>& job, int64_t row, int64_t block) {
     constexpr int kColumnsOfTile = kWidth * vectors_of(ROWS, kAcross);
-    for (int64_t first = 0; first < kColumns; first += kColumnsOfTile) run_tile<T, ROWS>(job, row, block, first);
+    for (int64_t first = 0; first < kTileCols; first += kColumnsOfTile) run_tile<T, ROWS>(job, row, block, first);
 }
 
 template <typename T> void run_block(const Ordered<T>& job, int64_t begin, int64_t end, int64_t block) {
-    for (int64_t row = begin; row < end; row += kRows) {
-        switch (std::min(kRows, end - row)) {
-            case 1: run_tiles<T, 1>(job, row, block); break;
-            case 2: run_tiles<T, 2>(job, row, block); break;
-            case 3: run_tiles<T, 3>(job, row, block); break;
-            case 4: run_tiles<T, 4>(job, row, block); break;
-            case 5: run_tiles<T, 5>(job, row, block); break;
-            default: run_tiles<T, 6>(job, row, block); break;
-        }
+    for (int64_t row = begin; row < end; row += kTileRows) {
+        with_rows(std::min<int64_t>(kTileRows, end - row), [&]<int ROWS>() { run_tiles<T, ROWS>(job, row, block); });
     }
 }
 
 template <typename T> void run_linear(const Ordered<T>& job, int threads) {
-    const int64_t blocks = (job.columns + kColumns - 1) / kColumns, tiles = (job.rows + kRows - 1) / kRows;
+    const int64_t blocks = (job.columns + kTileCols - 1) / kTileCols, tiles = (job.rows + kTileRows - 1) / kTileRows;
     const int64_t parts = std::min(tiles, std::max<int64_t>(1, 4 * threads / blocks));
-    const int64_t rows = (tiles + parts - 1) / parts * kRows;
+    const int64_t rows = (tiles + parts - 1) / parts * kTileRows;
     for_each_piece(parts * blocks, threads, [&](int64_t piece, int64_t) {
         const int64_t begin = piece / blocks * rows;
         run_block(job, begin, std::min(job.rows, begin + rows), piece % blocks);
     });
 }
 
-template <typename T> void pack(T* packed, const T* weight, int64_t rows, int64_t depth, int threads) {
+template <typename T> void pack(T* packed, const T* weight, int64_t rows, int64_t depth, bool gated, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < (rows + kColumns - 1) / kColumns; ++block) {
-        for (int64_t c = 0; c < kColumns; ++c) {
-            const int64_t row = block * kColumns + c;
+    for (int64_t block = 0; block < packed_columns(rows, gated) / kTileCols; ++block) {
+        for (int64_t c = 0; c < kTileCols; ++c) {
+            const int64_t row = source_row(block * kTileCols + c, rows, gated);
             for (int64_t k = 0; k < depth; ++k) {
-                packed[(block * depth + k) * kColumns + c] = row < rows ? weight[row * depth + k] : T{};
+                packed[(block * depth + k) * kTileCols + c] = row < 0 ? T{} : weight[row * depth + k];
             }
         }
     }
@@ -115,12 +94,13 @@ using rootstock::bf16;
 
 extern "C" {
 
-// Packs a weight [rows, depth] as [ceil(rows / 64)][depth][64], padded with 0. `bfloat16`: see rootstock_linear_ordered().
-void rootstock_pack_ordered(void* packed, const void* weight, int64_t rows, int64_t depth, int bfloat16, int threads) {
+// Packs a weight [rows, depth] as [blocks][depth][64], padded with 0. The rows of a gated weight are even, and its columns have the
+// order of source_row(). `bfloat16`: see rootstock_linear_ordered().
+void rootstock_pack_ordered(void* packed, const void* weight, int64_t rows, int64_t depth, int gated, int bfloat16, int threads) {
     if (bfloat16) {
-        rootstock::pack(static_cast<bf16*>(packed), static_cast<const bf16*>(weight), rows, depth, threads);
+        rootstock::pack(static_cast<bf16*>(packed), static_cast<const bf16*>(weight), rows, depth, gated != 0, threads);
     } else {
-        rootstock::pack(static_cast<float*>(packed), static_cast<const float*>(weight), rows, depth, threads);
+        rootstock::pack(static_cast<float*>(packed), static_cast<const float*>(weight), rows, depth, gated != 0, threads);
     }
 }
 

@@ -18,6 +18,15 @@ struct alignas(64) Range {
     int64_t end = 0;
 };
 
+// Returns the number of the calling thread in its team, from 0 on.
+inline int thread_number() {
+#if defined(_OPENMP)
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
 // Calls work(index, last) once for each index below count, on any thread. `last` is the end of the range that contains `index`.
 template <typename Work> void for_each_piece(int64_t count, int threads, Work&& work) {
     const int team = static_cast<int>(std::min<int64_t>(threads, count));
@@ -32,11 +41,7 @@ template <typename Work> void for_each_piece(int64_t count, int threads, Work&& 
     }
 #pragma omp parallel num_threads(team)
     {
-#if defined(_OPENMP)
-        const int self = omp_get_thread_num();
-#else
-        const int self = 0;
-#endif
+        const int self = thread_number();
         for (int turn = 0; turn < team; ++turn) {
             Range& range = ranges[(self + turn) % team];
             for (int64_t index; (index = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {

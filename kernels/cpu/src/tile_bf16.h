@@ -5,14 +5,13 @@
 #pragma once
 
 #include "numeric.h"
+#include "tile.h"
 
 #if ROOTSTOCK_DOT_BF16
 #include <immintrin.h>
 
 namespace rootstock {
 
-constexpr int kTileRows = 6;   // 6 x 4 accumulators, 4 vectors of columns and a broadcast fit the 32 registers
-constexpr int kTileCols = 64;
 constexpr int kVectors = kTileCols / 16;
 
 inline __m512bh pair_at(const bf16* row, int64_t pair) {
@@ -29,10 +28,9 @@ struct Ahead {
     int lines = 0;
 };
 
-// Computes sums[r][v] += a[r] . w[:, v] over `pairs` pairs. Successive pairs of a row of `a` are STEP pairs apart.
-template <int ROWS, int STEP = 1>
-inline void multiply_tile(__m512 (&sums)[ROWS][kVectors], const bf16* a, int64_t stride, const bf16* w, int64_t pairs,
-                          Ahead ahead = {}) {
+// Computes sums[r][v] += row_at(r) . w[:, v] over `pairs` pairs. Successive pairs of a row are STEP pairs apart.
+template <int ROWS, int STEP = 1, typename RowAt>
+inline void multiply_rows(__m512 (&sums)[ROWS][kVectors], RowAt&& row_at, const bf16* w, int64_t pairs, Ahead ahead) {
     for (int64_t pair = 0; pair < pairs; ++pair) {
         __m512bh columns[kVectors];
         for (int v = 0; v < kVectors; ++v) columns[v] = load_pairs(w + (pair * kVectors + v) * 32);
@@ -40,27 +38,22 @@ inline void multiply_tile(__m512 (&sums)[ROWS][kVectors], const bf16* a, int64_t
             _mm_prefetch(reinterpret_cast<const char*>(ahead.next), _MM_HINT_T1);
         }
         for (int row = 0; row < ROWS; ++row) {
-            const __m512bh value = pair_at(a + row * stride, pair * STEP);
+            const __m512bh value = pair_at(row_at(row), pair * STEP);
             for (int v = 0; v < kVectors; ++v) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], columns[v], value);
         }
     }
 }
 
+// Computes multiply_rows() for rows that are `stride` elements apart.
+template <int ROWS, int STEP = 1>
+inline void multiply_tile(__m512 (&sums)[ROWS][kVectors], const bf16* a, int64_t stride, const bf16* w, int64_t pairs,
+                          Ahead ahead = {}) {
+    multiply_rows<ROWS, STEP>(sums, [=](int row) { return a + row * stride; }, w, pairs, ahead);
+}
+
 template <int ROWS> inline void clear(__m512 (&sums)[ROWS][kVectors]) {
     for (int row = 0; row < ROWS; ++row) {
         for (int v = 0; v < kVectors; ++v) sums[row][v] = _mm512_setzero_ps();
-    }
-}
-
-// Calls work.template operator()<ROWS>() with rows, 1 to kTileRows, as a constant.
-template <typename Work> inline void with_rows(int64_t rows, Work&& work) {
-    switch (rows) {
-        case 1: work.template operator()<1>(); break;
-        case 2: work.template operator()<2>(); break;
-        case 3: work.template operator()<3>(); break;
-        case 4: work.template operator()<4>(); break;
-        case 5: work.template operator()<5>(); break;
-        default: work.template operator()<kTileRows>(); break;
     }
 }
 

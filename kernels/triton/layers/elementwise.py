@@ -112,21 +112,22 @@ def _activate_and_mul(out: Tensor, x: Tensor, gelu: bool) -> None:
 
 
 @triton.jit
-def _sigmoid_mul_kernel(x, gate, size, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _sigmoid_mul_kernel(x, gate, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    """Each element of the gate applies to WIDTH elements of x."""
     take_turn(CHAINED)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size
     wide = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    factor = 1.0 + tl.exp(-tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32))
+    factor = 1.0 + tl.exp(-tl.load(gate + offsets // WIDTH, mask=inside, other=0.0).to(tl.float32))
     tl.store(x + offsets, (wide / factor).to(x.dtype.element_ty), mask=inside)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
     """Implements Kernels.sigmoid_mul(). Raises ValueError if the shapes do not fit."""
     require_contiguous(x, gate)
-    if x.shape != gate.shape:
+    if x.shape != gate.shape and gate.shape != (len(x), 1):
         raise misfit(x, gate)
-    size = x.numel()
+    size, width = x.numel(), x.shape[1] // gate.shape[1]
     if size:
         grid = (triton.cdiv(size, BLOCK),)
-        _sigmoid_mul_kernel[grid](x, gate, size, BLOCK=BLOCK, num_warps=warps_for(BLOCK), **chained(x.device))
+        _sigmoid_mul_kernel[grid](x, gate, size, WIDTH=width, BLOCK=BLOCK, num_warps=warps_for(BLOCK), **chained(x.device))

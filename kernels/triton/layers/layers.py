@@ -54,6 +54,9 @@ class TritonLayers:
     pack_linear = staticmethod(layers.pack_linear)
     pack_gated = staticmethod(layers.pack_gated)
     embedding = staticmethod(layers.embedding)
+    pack_experts = staticmethod(layers.pack_experts)
+    route = staticmethod(layers.route)
+    experts = staticmethod(layers.experts)
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
