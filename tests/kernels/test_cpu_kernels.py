@@ -227,7 +227,7 @@ BATCHES = {
 # Every CPU uses the general tiles for float32, and for bfloat16 with sizes that are no multiples of 32, such as 20 and 80. The
 # kernels with bf16 dot products do not support these sizes. The cases of these tiles have each batch, page size and window. Some
 # have more queries than a tile and more values than a block.
-# On a CPU with bf16 dot products, other bfloat16 cases use the kernels with dot products. A tile with fewer than 8 queries
+# On a CPU with bf16 dot products, other bfloat16 cases use the kernels with dot products. A tile with at most 8 queries
 # (tokens times heads of a group) reads keys unpacked; other tiles pack keys. Each head size has cases of both kinds.
 ATTENTION = [
     (torch.float32, "one-decode", (4, 2, 64), (1, 0)),

@@ -125,7 +125,8 @@ template <typename Work> void with_queries(int64_t queries, Work&& work) {
         case 4: work.template operator()<4>(); break;
         case 5: work.template operator()<5>(); break;
         case 6: work.template operator()<6>(); break;
-        default: work.template operator()<7>(); break;
+        case 7: work.template operator()<7>(); break;
+        default: work.template operator()<8>(); break;
     }
 }
 

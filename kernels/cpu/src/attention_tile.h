@@ -15,7 +15,7 @@ constexpr int64_t kKeys = kTileCols;  // keys per block; blocks begin at multipl
 constexpr int64_t kTileQueries = 96;  // largest number of queries (tokens x heads of a group) of a tile
 constexpr int64_t kPlaces = 2 * kKeys + 1;
 constexpr int64_t kParts = 4;         // parts of a dot product: part i sums pairs i, i + 4, ...; then the parts are added in order
-constexpr int64_t kFewQueries = 8;    // smallest number of queries for which packing keys and values pays
+constexpr int64_t kFewQueries = 9;    // smallest number of queries for which packing keys and values pays
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Tile {

@@ -160,7 +160,7 @@ KERNELS = (
         ("low(b, d)), high(b, d))", "low(b, d)), low(b, d))"),
         ("two = places.values[key + 1]", "two = places.values[key]"),
         ("case 4: work.template operator()<4>()", "case 4: work.template operator()<3>()"),
-        ("default: work.template operator()<7>()", "default: work.template operator()<6>()"),
+        ("default: work.template operator()<8>()", "default: work.template operator()<7>()"),
         only="_kernels",
     ),
     *of(
