@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from rootstock_llm.services.shared.observe.progress import step
 from rootstock_llm.services.shared.output_formats import detect_in
 from rootstock_llm.services.shared.sampling_parameters import SamplingDefaults
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheKind
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
 from rootstock_llm.services.worker.core.scheduler import Scheduler
@@ -337,13 +338,21 @@ def _fake(settings: WorkerSettings, _: OnLost, exchanges: PageExchanges) -> Load
         embedding_size=FAKE_EMBEDDING_SIZE,
         host_pages=0 if exchanges.tiers is None else max(1, int(exchanges.tiers.host_ratio * num_pages)),
         has_storage=exchanges.tiers is not None and exchanges.tiers.open_storage is not None,
+        experts=_fake_experts(config),
     )
     pages_per_request = -(-context_len // settings.page_size)
     time_model = TimeModel(base=settings.fake_step_s)
-    executor = FakeExecutor(
-        info.num_pages, info.page_size, settings.max_running_requests, pages_per_request, info.vocab_size, time_model=time_model
-    )
+    sizes = info.num_pages, info.page_size, settings.max_running_requests, pages_per_request, info.vocab_size
+    executor = FakeExecutor(*sizes, time_model=time_model, experts=info.experts)
     return LoadedExecutor(executor, info)
+
+
+def _fake_experts(config: Mapping[str, Any]) -> ExpertShape | None:
+    """Returns the experts that a config.json of the form of Qwen3-MoE describes, one sparse layer per layer, or None."""
+    if not config.get("num_experts"):
+        return None
+    layers = tuple(range(int(config["num_hidden_layers"])))
+    return ExpertShape(layers, int(config["num_experts"]), int(config["num_experts_per_tok"]))
 
 
 EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost, PageExchanges], LoadedExecutor]] = {

@@ -75,4 +75,5 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         random_seed=RANDOM_SEED,
         groups=info.groups,
         state_interval=max(settings.state_interval, info.page_size),
+        experts=info.experts,
     )

@@ -90,6 +90,7 @@ class Engine:
             clock=lambda: self.now,
             sleep=lambda seconds: None,
             groups=config.groups,
+            experts=config.experts,
         )
         self.executor.early_s = 0.0
         self.overlap = overlap

@@ -133,6 +133,21 @@ class StopProfile(ControlBody):
         return pb.StopProfileRequest()
 
 
+class StartExpertDistributionRecord(ControlBody):
+    def request(self) -> Message:
+        return pb.StartExpertDistributionRecordRequest()
+
+
+class StopExpertDistributionRecord(ControlBody):
+    def request(self) -> Message:
+        return pb.StopExpertDistributionRecordRequest()
+
+
+class DumpExpertDistributionRecord(ControlBody):
+    def request(self) -> Message:
+        return pb.DumpExpertDistributionRecordRequest()
+
+
 class FreezeGc(ControlBody):
     def request(self) -> Message:
         return pb.FreezeGcRequest()

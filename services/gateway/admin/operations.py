@@ -47,6 +47,15 @@ CONTROL: Mapping[tuple[str, str], AdminOperation] = {
     ("POST", "/continue_generation"): AdminOperation("Continue", bodies.Continue),
     ("POST", "/start_profile"): AdminOperation("StartProfile", bodies.StartProfile),
     ("POST", "/stop_profile"): AdminOperation("StopProfile", bodies.StopProfile),
+    ("POST", "/start_expert_distribution_record"): AdminOperation(
+        "StartExpertDistributionRecord", bodies.StartExpertDistributionRecord
+    ),
+    ("POST", "/stop_expert_distribution_record"): AdminOperation(
+        "StopExpertDistributionRecord", bodies.StopExpertDistributionRecord
+    ),
+    ("POST", "/dump_expert_distribution_record"): AdminOperation(
+        "DumpExpertDistributionRecord", bodies.DumpExpertDistributionRecord
+    ),
     ("POST", "/freeze_gc"): AdminOperation("FreezeGc", bodies.FreezeGc),
     ("POST", "/release_memory_occupation"): AdminOperation("ReleaseMemory", bodies.ReleaseMemory),
     ("POST", "/resume_memory_occupation"): AdminOperation("ResumeMemory", bodies.ResumeMemory),

@@ -15,7 +15,9 @@ operations:
   ReleaseMemory [kv_cache] [weights]    ResumeMemory [kv_cache] [weights]
   StartProfile [NAME]                   StopProfile
   SetLogLevel [LEVEL]                   TraceRequest REQUEST_ID
-  SlowDown [SECONDS]                    FreezeGc"""
+  StartExpertDistributionRecord         StopExpertDistributionRecord
+  DumpExpertDistributionRecord          FreezeGc
+  SlowDown [SECONDS]"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

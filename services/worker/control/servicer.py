@@ -17,11 +17,12 @@ from rootstock_llm.protos import control_pb2 as pb
 from rootstock_llm.protos import control_pb2_grpc
 from rootstock_llm.services.shared.control_values import enum_word, put_values, value_from_pb
 from rootstock_llm.services.shared.observe.log_fields import fields
-from rootstock_llm.services.worker.control import internal_state
+from rootstock_llm.services.worker.control import expert_record, internal_state
 from rootstock_llm.services.worker.control.flush import Flushed, flush, parse
 from rootstock_llm.services.worker.control.internal_state import InternalState
 from rootstock_llm.services.worker.control.occupation import MemoryControl, MemoryPart
 from rootstock_llm.services.worker.control.profiles import Profiles
+from rootstock_llm.services.worker.core.contracts.experts import ExpertDistribution
 from rootstock_llm.services.worker.core.contracts.messages import PauseMode
 from rootstock_llm.services.worker.core.contracts.transfers import Deleted
 from rootstock_llm.services.worker.core.control import SchedulerControl
@@ -52,6 +53,9 @@ BARRIERS: Mapping[str, Barrier] = MappingProxyType(
         "Continue": Barrier.NONE,
         "StartProfile": Barrier.DRAINED,
         "StopProfile": Barrier.DRAINED,
+        "StartExpertDistributionRecord": Barrier.NONE,
+        "StopExpertDistributionRecord": Barrier.DRAINED,  # the record then has the step that was in flight
+        "DumpExpertDistributionRecord": Barrier.DRAINED,
         "FreezeGc": Barrier.NONE,
         "ReleaseMemory": Barrier.IDLE,  # the KV of requests is in the released memory
         "ResumeMemory": Barrier.DRAINED,
@@ -141,6 +145,26 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def StopProfile(self, request: pb.StopProfileRequest, context: grpc.aio.ServicerContext) -> pb.StopProfileResponse:
         path = await self._run("StopProfile", context, lambda control, executor, pace: self._profiles.stop(executor))
         return pb.StopProfileResponse(path=str(path))
+
+    async def StartExpertDistributionRecord(
+        self, request: pb.StartExpertDistributionRecordRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StartExpertDistributionRecordResponse:
+        await self._run("StartExpertDistributionRecord", context, lambda control, executor, pace: expert_record.start(control))
+        return pb.StartExpertDistributionRecordResponse()
+
+    async def StopExpertDistributionRecord(
+        self, request: pb.StopExpertDistributionRecordRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StopExpertDistributionRecordResponse:
+        await self._run("StopExpertDistributionRecord", context, lambda control, executor, pace: expert_record.stop(control))
+        return pb.StopExpertDistributionRecordResponse()
+
+    async def DumpExpertDistributionRecord(
+        self, request: pb.DumpExpertDistributionRecordRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DumpExpertDistributionRecordResponse:
+        found: ExpertDistribution = await self._run(
+            "DumpExpertDistributionRecord", context, lambda control, executor, pace: expert_record.dump(control)
+        )
+        return _distribution_to_pb(found)
 
     async def FreezeGc(self, request: pb.FreezeGcRequest, context: grpc.aio.ServicerContext) -> pb.FreezeGcResponse:
         objects = await self._run("FreezeGc", context, lambda control, executor, pace: _freeze_gc())
@@ -255,6 +279,17 @@ def _parts(tags: Iterable[int]) -> list[MemoryPart]:
 
 def _tags(parts: Iterable[MemoryPart]) -> list[pb.MemoryTag]:
     return [pb.MemoryTag.Value(f"MEMORY_TAG_{part.name}") for part in parts]
+
+
+def _distribution_to_pb(found: ExpertDistribution) -> pb.DumpExpertDistributionRecordResponse:
+    layers = zip(found.shape.layers, found.rows, strict=True)
+    return pb.DumpExpertDistributionRecordResponse(
+        recording=found.is_running,
+        num_tokens=found.num_tokens,
+        num_experts_per_tok=found.shape.num_chosen,
+        logical_count=[pb.ExpertCounts(layer=layer, counts=counts.tolist()) for layer, counts in layers],
+        balancedness=found.balancedness,
+    )
 
 
 def _freeze_gc() -> int:

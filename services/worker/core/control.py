@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rootstock_llm.services.worker.core.contracts.config import UNCHUNKED, SchedulePolicy, SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.experts import ExpertDistribution
 from rootstock_llm.services.worker.core.contracts.messages import PauseMode, TraceEvent
 from rootstock_llm.services.worker.core.contracts.transfers import Tier
 from rootstock_llm.services.worker.core.invariants import violations
@@ -72,7 +73,7 @@ RANGES: Mapping[str, Range | None] = {
 
 
 class SchedulerControl:
-    """The operators' calls on one scheduler: pause, retune, flush, replace weights, check and trace.
+    """The operators' calls on one scheduler: pause, retune, flush, replace weights, count experts, check and trace.
 
     The loop's thread makes these calls between two calls of the scheduler. The object has no state of its own.
     """
@@ -222,6 +223,31 @@ class SchedulerControl:
         planner.retune(config, limit, None if ratio is None else float(ratio))
         scheduler.queues.batch_is_full = False
         scheduler.reconfigure(config)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts whose rows the executor can count."""
+        return self._scheduler.expert_record.shape is not None
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether an expert distribution record runs."""
+        return self._scheduler.expert_record.is_running
+
+    def start_expert_record(self) -> None:
+        """Begins an expert distribution record. It counts all steps from the next plan on.
+
+        The model must have experts, and no record may run.
+        """
+        self._scheduler.expert_record.start()
+
+    def stop_expert_record(self) -> None:
+        """Ends the expert distribution record. Its counts stay until the next record begins."""
+        self._scheduler.expert_record.stop()
+
+    def expert_distribution(self) -> ExpertDistribution | None:
+        """Returns the counts of the present or last record, or None if no record was started."""
+        return self._scheduler.expert_record.distribution()
 
     def trace(self, request_id: str) -> list[TraceEvent]:
         """Returns those events of a request that are still in the trace log, oldest first."""

@@ -32,6 +32,7 @@ from rootstock_llm.services.worker.core.kv.memory import KVMemory, KVShape
 from rootstock_llm.services.worker.core.kv.other_tiers import TierStats
 from rootstock_llm.services.worker.core.planning.committer import Committer
 from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.core.planning.expert_record import ExpertRecord
 from rootstock_llm.services.worker.core.planning.planner import Planner
 from rootstock_llm.services.worker.core.planning.step_rows import Extend, Step
 from rootstock_llm.services.worker.core.requests.finish import CANCELLED, TextRules, refusal, refused
@@ -95,7 +96,8 @@ class Scheduler:
             config, *shared, self.sessions, self.reservations, self._outputs, self.trace, self.tiers
         )
         draft_controller = _controller(config) if config.max_drafts else None
-        self.planner = Planner(config, *shared, self.lifecycle, draft_controller)
+        self.expert_record = ExpertRecord(config.experts)
+        self.planner = Planner(config, *shared, self.lifecycle, draft_controller, self.expert_record)
         self._committer = Committer(
             config.vocab_size, rules, self.memory, self.columns, self.counters, self._outputs, self.lifecycle, draft_controller
         )
@@ -304,6 +306,7 @@ class Scheduler:
         if self.tiers is not None or self.config.adaptive_chunk_s:
             self._record_time(step.plan, began, now)
         self._ended_at = now
+        self.expert_record.add(step.plan, result)
         self._committer.commit(step, result, now)
 
     def _record_time(self, plan: BatchPlan, began: float, now: float) -> None:
@@ -394,6 +397,7 @@ class Scheduler:
             num_rooms=len(self.reservations),
             rooms_total=self.reservations.opened_total,
             expired_rooms_total=self.reservations.expired_total,
+            expert_balancedness=self.expert_record.balancedness,
             **{name: getattr(self.counters, name) for name in COUNTER_NAMES},
             **self._unit_stats(),
             **self._tier_stats(),

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
 from rootstock_llm.services.worker.core.contracts.plan import (
     BatchPlan,
@@ -123,6 +124,20 @@ def fake_label_logprobs(context: I32, label_token_ids: Sequence[int]) -> NDArray
     return np.array([-1.0 - zlib.crc32(b"%d" % label, digest) % 8 for label in label_token_ids], dtype=np.float32)
 
 
+def fake_experts(tokens: I32, first: int, shape: ExpertShape) -> NDArray[np.uint16]:
+    """Returns the experts that the fake model chooses, uint16[tokens, layers, chosen], by token, position and layer.
+
+    Args:
+        tokens: int32[n], tokens at consecutive positions.
+        first: position of the first token.
+        shape: the experts of the model.
+    """
+    positions = np.arange(first, first + len(tokens))
+    start = (tokens * 7 + positions * 3)[:, None, None] + np.array(shape.layers)[None, :, None] * 5
+    ids: NDArray[np.int64] = start + np.arange(shape.num_chosen)
+    return (ids % shape.num_experts).astype(np.uint16)
+
+
 @dataclass(slots=True)
 class FakeRun:
     """A launched step of the fake executor. sample() adds the results."""
@@ -139,6 +154,7 @@ class FakeRun:
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    expert_rows: I32 | None = None  # see StepResult
 
 
 def _own(run: Run) -> FakeRun:
@@ -162,6 +178,7 @@ class FakeExecutor:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         groups: Sequence[CacheGroup] = (),
+        experts: ExpertShape | None = None,
     ) -> None:
         """Allocates the fake KV.
 
@@ -174,7 +191,9 @@ class FakeExecutor:
             time_model: duration of steps and page operations. None if they take no time.
             clock: returns seconds.
             sleep: waits for a number of seconds on that clock, until a step has ended.
+            experts: experts that the executor pretends to have; None for a model without experts.
         """
+        self._experts = experts
         self._page_size = page_size
         self._vocab_size = vocab_size
         self._next_token = next_token
@@ -334,6 +353,11 @@ class FakeExecutor:
         run.tokens = np.array(tokens, dtype=np.int32)
         for i, row in enumerate(plan.prompt_logprob_rows.tolist()):
             run.prompt_logprobs[row] = self._prompt_logprobs(plan, i, row)
+        if plan.counts_experts:
+            assert self._experts is not None, "only steps of a model with experts count them"
+            routed = np.concatenate([self._routed(run, row, self._experts) for row in range(plan.num_rows)])
+            counts = [np.bincount(layer.ravel(), minlength=self._experts.num_experts) for layer in routed.swapaxes(0, 1)]
+            run.expert_rows = np.array(counts, dtype=np.int32)
 
     def wait(self, run: Run) -> StepResult:
         run = _own(run)
@@ -346,7 +370,8 @@ class FakeExecutor:
         counts = None if drafted is None else run.counts
         predicted = run.predicted if run.predicted.any() else None
         results = (run.logprobs, run.prompt_logprobs, run.embeddings, run.label_logprobs, counts, drafted, predicted)
-        return StepResult(run.plan.step_id, run.tokens, run.faults, *results, seconds=self._time.seconds(run.plan))
+        seconds = self._time.seconds(run.plan)
+        return StepResult(run.plan.step_id, run.tokens, run.faults, *results, expert_rows=run.expert_rows, seconds=seconds)
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
         """Queues the operations, which run one after another. Each takes the time of its pages and moves them when it ends.
@@ -572,6 +597,13 @@ class FakeExecutor:
         values = -ids.astype(np.float32)
         top_ids = np.repeat(ids[:, None], k, axis=1)
         return PromptLogprobs(values, top_ids, np.repeat(values[:, None], k, axis=1), np.repeat(values[:, None], chosen, axis=1))
+
+    def _routed(self, run: FakeRun, row: int, shape: ExpertShape) -> NDArray[np.uint16]:
+        """Returns the experts of a sampled row's tokens without rejected draft tokens, uint16[tokens, layers, chosen]."""
+        slot, is_extend = int(run.plan.slots[row]), row < run.plan.num_extend
+        count = int(run.plan.num_tokens[row]) if is_extend else int(run.counts[row])
+        start = int(run.plan.starts[row]) if is_extend else int(self.lengths[slot]) - count
+        return fake_experts(self._read(slot, start + count)[start:], start, shape)
 
     def _write(self, slot: int, start: int, ids: I32) -> None:
         positions = np.arange(start, start + len(ids))

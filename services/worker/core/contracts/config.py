@@ -12,6 +12,7 @@ from rootstock_llm.services.worker.core.contracts.cache_groups import (
     states_per_slot,
     window_pages,
 )
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
 from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
 
@@ -102,6 +103,7 @@ class SchedulerConfig:
     random_seed: int  # seed of the policy `random`
     groups: tuple[CacheGroup, ...]  # caches beside the keys and values of every token, at most one of each kind
     state_interval: int  # smallest distance in tokens between two chunk ends whose units are kept for prefix hits
+    experts: ExpertShape | None  # experts whose rows the executor can count; None: the model has no experts
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.num_pages < 1 or self.max_running_requests < 1:

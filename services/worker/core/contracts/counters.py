@@ -119,6 +119,14 @@ class StepStats:
         int, ExportedAs("rootstock_worker_rooms_expired", "KV reservations that reached their time limit.")
     ]
 
+    expert_balancedness: Annotated[
+        float,
+        ExportedAs(
+            "rootstock_worker_expert_balancedness",
+            "Mean rows of an expert divided by the largest rows of an expert, as a mean over the sparse layers, since the last"
+            " expert distribution record began; 1: all experts compute equally many rows; 0: no record was started.",
+        ),
+    ] = 0.0
     window_units: Annotated[
         int,
         ExportedAs("sglang:max_total_num_tokens_swa", "Tokens that the window units can hold; 0 without window units.", True),

@@ -181,6 +181,8 @@ class BatchPlan:
     # Position at which state_before stands. It is exact, unlike `starts`. The executor replays the accepted tokens between this
     # position and the row's first token.
     state_starts: I32 = field(default_factory=no_tokens)
+    # Whether the executor counts the rows of each expert (StepResult.expert_rows). Only for models with experts.
+    counts_experts: bool = False
     # Operations that begin when all previously launched steps have ended. A plan with operations and no rows is IDLE: it is not
     # launched and has no result.
     operations: tuple[PageOperation, ...] = ()
@@ -241,4 +243,7 @@ class StepResult:
     drafted: I32 | None = None  # [rows], number of draft tokens of each row, at most plan.drafts; None: no row has draft tokens
     # bool[rows], whether the row's draft tokens came from the client's prediction, or None if no row has such tokens.
     predicted: NDArray[np.bool_] | None = None
+    # int32[layers, experts], rows of each sparse layer that each expert computed, if plan.counts_experts is set. Rejected draft
+    # tokens do not count.
+    expert_rows: I32 | None = None
     seconds: float = 0.0  # computing time of the step, without the time in which it waited for earlier work; 0: not measured

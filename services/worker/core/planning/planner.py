@@ -15,6 +15,7 @@ from rootstock_llm.services.worker.core.contracts.counters import Counters
 from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
 from rootstock_llm.services.worker.core.kv.memory import KVMemory
 from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.core.planning.expert_record import ExpertRecord
 from rootstock_llm.services.worker.core.planning.extend_planner import ExtendPlanner
 from rootstock_llm.services.worker.core.planning.step_rows import Step, StepRows, build_step
 from rootstock_llm.services.worker.core.requests.gates import too_small
@@ -217,8 +218,10 @@ class Planner:
         counters: Counters,
         lifecycle: RequestLifecycle,
         draft_controller: DraftController | None,
+        expert_record: ExpertRecord,
     ) -> None:
         self.config = config  # replaced by retune()
+        self._expert_record = expert_record
         self._queues, self._memory, self._columns, self._counters = queues, memory, columns, counters
         self._draft_controller = draft_controller  # unset if the executor does not draft
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
@@ -265,7 +268,7 @@ class Planner:
             return None
         self._extends_in_a_row = self._extends_in_a_row + 1 if rows.extends and not rows.decodes else 0
         updates = self._memory.take_table_updates(), self._memory.take_window_updates()
-        return build_step(self._step_id, rows, self._columns, *updates)
+        return build_step(self._step_id, rows, self._columns, *updates, counts_experts=self._expert_record.is_running)
 
     def _plan_both(self, rows: StepRows, now: float, flight: Step | None, flight_step: int) -> None:
         """Plans extend rows. Plans decode rows if they share the step, or if there are no extend rows."""

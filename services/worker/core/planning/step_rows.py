@@ -137,7 +137,12 @@ class StepRows:
 
 
 def build_step(
-    step_id: int, rows: StepRows, columns: SlotColumns, updates: TableUpdates, windows: TableUpdates = NO_UPDATES
+    step_id: int,
+    rows: StepRows,
+    columns: SlotColumns,
+    updates: TableUpdates,
+    windows: TableUpdates = NO_UPDATES,
+    counts_experts: bool = False,
 ) -> Step:
     """Builds the plan of a step from its rows and the pending updates of the page tables and of the window tables."""
     num_extend, num_decode = len(rows.extends), len(rows.decodes)
@@ -187,6 +192,7 @@ def build_step(
         state_cuts=states[2],
         state_at_cut=states[3],
         state_starts=states[4],
+        counts_experts=counts_experts,
     )
     assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "the columns have equal lengths"
     if num_extend:

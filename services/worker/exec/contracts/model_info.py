@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class LoadedInfo:
     window_bytes: int = 0  # bytes of a unit of the WINDOW group
     state_bytes: int = 0  # bytes of a unit of the STATE group
     max_running_requests: int = 0  # largest number of requests that the units allow; 0: they set no limit
+    experts: ExpertShape | None = None  # experts whose rows the executor can count; None: the model has no experts
     kv_port: int = 0  # port at which remote workers read this worker's KV; 0 if they cannot
 
     @property

@@ -53,6 +53,11 @@ ANSWERS: dict[str, Message] = {
     "Continue": pb.ContinueResponse(),
     "StartProfile": pb.StartProfileResponse(path="/x"),
     "StopProfile": pb.StopProfileResponse(path="/x"),
+    "StartExpertDistributionRecord": pb.StartExpertDistributionRecordResponse(),
+    "StopExpertDistributionRecord": pb.StopExpertDistributionRecordResponse(),
+    "DumpExpertDistributionRecord": pb.DumpExpertDistributionRecordResponse(
+        recording=True, num_tokens=3, num_experts_per_tok=1, logical_count=[pb.ExpertCounts(layer=2, counts=[1, 2])]
+    ),
     "FreezeGc": pb.FreezeGcResponse(objects=5),
     "ReleaseMemory": pb.ReleaseMemoryResponse(released=[pb.MEMORY_TAG_WEIGHTS]),
     "ResumeMemory": pb.ResumeMemoryResponse(),
@@ -192,6 +197,16 @@ def call_one_worker(method: str, path: str, content: bytes = b"", **kwargs: Any)
         ("POST", "/start_profile", "", "StartProfile", pb.StartProfileRequest()),
         ("POST", "/start_profile", '{"name": "slow"}', "StartProfile", pb.StartProfileRequest(name="slow")),
         ("POST", "/stop_profile", "", "StopProfile", pb.StopProfileRequest()),
+        *(
+            (
+                "POST",
+                f"/{verb}_expert_distribution_record",
+                "",
+                f"{verb.title()}ExpertDistributionRecord",
+                getattr(pb, f"{verb.title()}ExpertDistributionRecordRequest")(),
+            )
+            for verb in ("start", "stop", "dump")
+        ),
         ("POST", "/freeze_gc", "", "FreezeGc", pb.FreezeGcRequest()),
         ("POST", "/release_memory_occupation", "", "ReleaseMemory", pb.ReleaseMemoryRequest()),
         (

@@ -9,11 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from rootstock_llm.protos import control_pb2 as pb
@@ -24,8 +25,11 @@ from rootstock_llm.services.shared.rpc import grpc_server
 from rootstock_llm.services.worker.control.server import ControlAddress, start_control
 from rootstock_llm.services.worker.control.servicer import BARRIERS
 from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.experts import ExpertDistribution, ExpertShape
 from rootstock_llm.services.worker.core.contracts.messages import PauseMode
+from rootstock_llm.services.worker.core.contracts.plan import StepResult, idle_plan
 from rootstock_llm.services.worker.core.contracts.transfers import ALL, Deleted, Selection, Tier
+from rootstock_llm.services.worker.core.planning.expert_record import ExpertRecord
 from rootstock_llm.services.worker.exec.contracts.operations import (
     DeleteStored,
     Operation,
@@ -43,9 +47,14 @@ TOKEN = "an operators' token"
 Stub = control_pb2_grpc.ControlStub
 
 
+EXPERTS = ExpertShape((0, 3), 3, 1)
+
+
 @dataclass
 class FakeCore:
     """Replaces the Scheduler. Records the calls of operations."""
+
+    experts: ExpertRecord = field(default_factory=lambda: ExpertRecord(EXPERTS))
 
     calls: list[Any] = field(default_factory=list)  # recorded calls, in order
     paused: bool = False  # whether pause() was called after the last resume()
@@ -85,6 +94,23 @@ class FakeCore:
 
     def reset_memory(self) -> None:
         self.calls.append("reset_memory")
+
+    @property
+    def has_experts(self) -> bool:
+        return self.experts.shape is not None
+
+    @property
+    def records_experts(self) -> bool:
+        return self.experts.is_running
+
+    def start_expert_record(self) -> None:
+        self.experts.start()
+
+    def stop_expert_record(self) -> None:
+        self.experts.stop()
+
+    def expert_distribution(self) -> ExpertDistribution | None:
+        return self.experts.distribution()
 
     def tunables(self) -> dict[str, Any]:
         return dict(self.values)
@@ -175,6 +201,9 @@ REQUESTS = {
     "Continue": pb.ContinueRequest(),
     "StartProfile": pb.StartProfileRequest(),
     "StopProfile": pb.StopProfileRequest(),
+    "StartExpertDistributionRecord": pb.StartExpertDistributionRecordRequest(),
+    "StopExpertDistributionRecord": pb.StopExpertDistributionRecordRequest(),
+    "DumpExpertDistributionRecord": pb.DumpExpertDistributionRecordRequest(),
     "FreezeGc": pb.FreezeGcRequest(),
     "ReleaseMemory": pb.ReleaseMemoryRequest(),
     "ResumeMemory": pb.ResumeMemoryRequest(),
@@ -662,3 +691,44 @@ def test_freeze_gc_call_returns_the_number_of_frozen_objects() -> None:
         assert asyncio.run(run()).objects > 1000
     finally:
         gc.unfreeze()
+
+
+def test_expert_record_is_started_dumped_and_stopped_in_this_order() -> None:
+    async def run() -> list[pb.DumpExpertDistributionRecordResponse]:
+        loop = FakeLoop()
+        start, stop, dump = (f"{verb}ExpertDistributionRecord" for verb in ("Start", "Stop", "Dump"))
+        refused = grpc.StatusCode.FAILED_PRECONDITION
+        async with control(loop) as stub:
+            assert (await status_of(stub.StopExpertDistributionRecord(REQUESTS[stop])))[0] is refused
+            assert (await status_of(stub.DumpExpertDistributionRecord(REQUESTS[dump])))[0] is refused
+            await stub.StartExpertDistributionRecord(REQUESTS[start])
+            code, details = await status_of(stub.StartExpertDistributionRecord(REQUESTS[start]))
+            assert code is refused and "already runs" in details
+            plan = replace(idle_plan(()), counts_experts=True, num_extend=1, slots=np.zeros(1, int), num_tokens=np.full(1, 4))
+            rows = np.array([[1, 2, 1], [4, 0, 0]], dtype=np.int32)
+            loop.core.experts.add(plan, StepResult(1, np.zeros(1, dtype=np.int32), expert_rows=rows))
+            dumps = [await stub.DumpExpertDistributionRecord(REQUESTS[dump])]
+            await stub.StopExpertDistributionRecord(REQUESTS[stop])
+            return [*dumps, await stub.DumpExpertDistributionRecord(REQUESTS[dump])]
+
+    running, ended = map(as_json, asyncio.run(run()))
+    assert running.pop("recording") is True and ended.pop("recording") is False
+    assert (
+        running
+        == ended
+        == {
+            "num_tokens": 4,
+            "num_experts_per_tok": 1,
+            "logical_count": [{"layer": 0, "counts": [1, 2, 1]}, {"layer": 3, "counts": [4, 0, 0]}],
+            "balancedness": pytest.approx((4 / 3 / 2 + 4 / 3 / 4) / 2),
+        }
+    )
+
+
+def test_expert_record_is_refused_when_the_model_has_no_experts() -> None:
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with control(FakeLoop(core=FakeCore(experts=ExpertRecord(None)))) as stub:
+            return await status_of(stub.StartExpertDistributionRecord(pb.StartExpertDistributionRecordRequest()))
+
+    code, details = asyncio.run(run())
+    assert code is grpc.StatusCode.FAILED_PRECONDITION and "experts" in details
