@@ -20,6 +20,7 @@ MAX_SCORE_ITEMS = 1024  # per score request
 MAX_SCORE_TOKENS = 8 << 20  # in all prompts of a score request; the query counts once per item
 MAX_LOGPROB_VALUES = 4 << 20  # log probabilities of a request, for all tokens of all choices
 MAX_REPEATED_LOGPROB_VALUES = 1 << 18  # log probabilities of a stream whose events each repeat all earlier values
+MAX_ROUTED_EXPERT_IDS = 8 << 20  # expert ids of a request, over all tokens of all choices; 32 MiB as int32 in the response
 MAX_TOKEN_ID_SET = 65536  # ids in allowed_token_ids; also ids in banned_token_ids
 MAX_REQUEST_SET_IDS = 1 << 20  # ids in allowed_token_ids or banned_token_ids, times the number of choices of all prompts
 MAX_DRY_BREAKERS = 32

@@ -144,6 +144,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         reads_predictions=_reads_predictions(settings, engine),
         ends_with_prompt=True,
         marks_hit_ends=bool(engine.core.config.groups),
+        routed_experts_per_token=_routed_per_token(settings, engine),
     )
 
 
@@ -159,11 +160,18 @@ def _limits(settings: WorkerSettings, engine: Engine) -> ModelLimits:
         engine.defaults,
         settings.stream_interval,
         _reads_predictions(settings, engine),
+        _routed_per_token(settings, engine),
     )
 
 
 def _reads_predictions(settings: WorkerSettings, engine: Engine) -> bool:
     return engine.info.max_drafts > 0 and settings.speculative_algorithm == "ngram"
+
+
+def _routed_per_token(settings: WorkerSettings, engine: Engine) -> int:
+    """Returns the number of expert ids of a token that clients may request; 0 for a model without experts."""
+    experts = engine.info.experts
+    return experts.ids_per_token if experts is not None and settings.enable_return_routed_experts else 0
 
 
 def _registry(settings: WorkerSettings) -> CollectorRegistry:

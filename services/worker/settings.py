@@ -327,6 +327,11 @@ class WorkerSettings(ServiceSettings):
     allow_auto_truncate: bool = Field(
         False, description="Cut prompts that exceed the context to their first tokens instead of refusing them."
     )
+    enable_return_routed_experts: bool = Field(
+        False,
+        description="Accept return_routed_experts on /generate, for models with experts. The response then has the experts of"
+        " each token.",
+    )
     stream_interval: int = Field(1, ge=1, description="Tokens per message of a stream if the request has no stream_interval.")
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",

@@ -20,6 +20,7 @@ ELSEWHERE = {
         GATEWAY + "api/test_limits_of_a_request.py",
         "test_cumulative_stream_has_a_lower_limit_of_logprob_values",
     ),
+    "MAX_ROUTED_EXPERT_IDS": (GATEWAY + "api/test_routed_experts.py", "MAX_ROUTED_EXPERT_IDS"),
     "MAX_REQUEST_SET_IDS": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_REQUEST_SET_IDS"),
     "MAX_SCORE_TOKENS": (GATEWAY + "api/test_score.py", "MAX_SCORE_TOKENS"),
     "MAX_TOKEN_TEXTS": ("tests/services/detokenizer/test_server.py", "MAX_TOKEN_TEXTS"),

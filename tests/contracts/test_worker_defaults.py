@@ -47,6 +47,7 @@ FIELDS_WITHOUT_A_SETTING = {
     "bos_token_id": ENGINE,
     "random_seed": BINDING,
     "groups": MODEL,
+    "experts": MODEL,
 }
 # Fields that are computed from their setting and other values. tests/services/worker/test_engine_config.py tests each of them.
 COMPUTED = {"max_prefill_tokens", "chunked_prefill_size", "enable_mixed_chunk", "enable_radix_cache", "state_interval"}
@@ -64,6 +65,7 @@ SETTINGS_ELSEWHERE = {
     "pod_namespace": MAIN,
     "allow_auto_truncate": MAIN,
     "stream_interval": MAIN,
+    "enable_return_routed_experts": MAIN,
     "enable_overlap": MAIN,
     "consecutive_prefill_overlap": MAIN,
     "watchdog_timeout_s": MAIN,

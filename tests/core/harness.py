@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, END_MARK, BlockTier
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheKind
@@ -101,6 +102,7 @@ class Engine:
         self.finishes: dict[int, Finish] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
+        self.routed: dict[int, list[NDArray[np.uint16]]] = {}  # routed experts of each message, by handle
         self.ready: list[PagesReady] = []
         self.predicted: dict[int, Verified] = {}  # last reported results, by handle
         self.index: set[bytes] = set()  # blocks on the device, by the reported events
@@ -137,6 +139,7 @@ class Engine:
         hand_over: KvReservation | None = None,
         source: KvSource | None = None,
         prediction: Sequence[int] = (),
+        routed_from: int = -1,
         **params: Any,
     ) -> None:
         """Submits a request.
@@ -147,11 +150,12 @@ class Engine:
             hand_over: see Submit.
             source: see Submit.
             prediction: see Submit.
+            routed_from: see Submit.
         """
         ids, sampling = np.array(prompt, dtype=np.int32), SamplingParams(**params)
         more: dict[str, Any] = {"routing_key": routing_key, "session": session, "output_ids": tuple(output)}
         more |= dict(zip(("tenant", "batch", "weight"), payer, strict=True)) | {"hand_over": hand_over, "source": source}
-        more["prediction"] = np.array(prediction, dtype=np.int32)
+        more |= {"prediction": np.array(prediction, dtype=np.int32), "routed_from": routed_from}
         message = Submit(peer, handle, f"r{handle}", ids, sampling, stream, salt, priority, timeout_s, **more)
         self.submitted[handle] = self._whole(message)
         if session is not None:
@@ -417,10 +421,21 @@ class Engine:
                 self.logprobs.setdefault(handle, []).extend(row.sampled for row in rows)
             for handle, values in peer.prompt_logprobs:
                 self.prompt_logprobs.setdefault(handle, []).extend(values.values.tolist())
+            for handle, ids in peer.routed_experts:
+                self.routed.setdefault(handle, []).append(ids)
+                self._check_routed_count(handle)
             for finish in peer.finishes:
                 assert finish.handle not in self.finishes, "a request has one finish"
                 self.finishes[finish.handle] = finish
                 self._remember_turn(finish)
+
+    def _check_routed_count(self, handle: int) -> None:
+        """Checks that the routed experts of a request with output end before the last of the output tokens that were sent."""
+        message = self.submitted[handle]
+        num_outputs = len(message.output_ids) + len(self.outputs.get(handle, []))
+        seen = message.routed_from + sum(map(len, self.routed[handle]))
+        if num_outputs:
+            assert seen == len(message.prompt_ids) + num_outputs - 1
 
     def _remember_turn(self, finish: Finish) -> None:
         message = self.submitted[finish.handle]

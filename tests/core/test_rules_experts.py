@@ -1,4 +1,4 @@
-"""Rules for the expert distribution record: the counted rows of each sparse layer and expert."""
+"""Rules for experts: the record of the rows that each expert computed, and the routed experts of single requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from rootstock_llm.services.worker.core.contracts.experts import ExpertDistribution, ExpertShape
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, ScoreParams
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation
 from rootstock_llm.services.worker.exec.fake import fake_experts
 from tests.all_pairs import each_value
+from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 
@@ -36,7 +40,6 @@ def counts_of(engine: Engine, handle: int, first: int = 0) -> np.ndarray[Any, An
 
 
 class TestRecord:
-    @pytest.mark.by_day(one_in=2, seed=3)
     @each_value(overlap=[True, False], chunk=[0, 4, 16], drafts=[0, 3])
     def test_record_counts_the_experts_of_every_computed_token_once(self, overlap: bool, chunk: int, drafts: int) -> None:
         engine = sparse(overlap, chunked_prefill_size=chunk, max_drafts=drafts, enable_mixed_chunk=True)
@@ -76,7 +79,7 @@ class TestRecord:
         assert found.num_tokens == 7 and not found.is_running
         assert [plan.counts_experts for plan in engine.plans].count(True) == 7
 
-    def test_record_has_the_step_that_was_in_flight_when_it_ended(self) -> None:
+    def test_record_includes_the_step_in_flight_at_the_stop(self) -> None:
         engine = sparse()
         engine.control.start_expert_record()
         engine.submit(0, PROMPT[:4], max_new_tokens=1)
@@ -92,10 +95,12 @@ class TestRecord:
         engine.submit(0, PROMPT, max_new_tokens=4, ignore_eos=True)
         engine.drain()
         before = recorded(engine)
+        engine.submit(1, [7] * 9, max_new_tokens=1)
+        engine.drain()
+        assert before.rows.sum() == 53 * SHAPE.ids_per_token < recorded(engine).rows.sum(), "a distribution is a copy"
         engine.control.stop_expert_record()
         engine.control.start_expert_record()
         assert recorded(engine).num_tokens == 0 == recorded(engine).rows.sum()
-        assert before.num_tokens == 53, "a distribution is a copy"
 
     def test_balancedness_is_the_mean_share_of_the_largest_count(self) -> None:
         engine = sparse()
@@ -107,3 +112,163 @@ class TestRecord:
         wanted = sum(layer.sum() / SHAPE.num_experts / layer.max() for layer in rows) / len(SHAPE.layers)
         assert engine.core.stats().expert_balancedness == pytest.approx(wanted)
         assert 0 < wanted < 1
+
+
+def check_routed(engine: Engine, handle: int = 0, first: int = 0) -> None:
+    """Checks that a request got the experts of each computed token from `first` on exactly once, in the order of positions."""
+    engine.check_answer(handle)
+    message = engine.submitted[handle]
+    whole = [*message.prompt_ids, *message.output_ids, *engine.outputs.get(handle, [])]
+    computed = whole[: len(message.prompt_ids) + max(len(whole) - len(message.prompt_ids) - 1, 0)]
+    wanted = fake_experts(np.array(computed[first:], dtype=np.int32), first, SHAPE)
+    got = np.concatenate([np.empty((0, *wanted.shape[1:]), np.uint16), *engine.routed.get(handle, [])])
+    assert got.tolist() == wanted.tolist()
+
+
+class TestRoutedExperts:
+    @pytest.mark.by_day(one_in=3, seed=1)
+    @each_value(overlap=[True, False], chunk=[0, 4, 16], first=[0, 17, 50], drafts=[0, 3], interval=[1, 7])
+    def test_each_computed_token_has_its_experts_once(
+        self, overlap: bool, chunk: int, first: int, drafts: int, interval: int
+    ) -> None:
+        engine = sparse(overlap, chunked_prefill_size=chunk, max_drafts=drafts, enable_mixed_chunk=True)
+        options: dict[str, Any] = {"stream_interval": interval, "max_new_tokens": 20, "ignore_eos": True}
+        engine.submit(0, PROMPT, routed_from=first, **options)
+        engine.submit(1, [7] * 9, **options)
+        engine.submit(2, range(30), stream=False, routed_from=0, **options)
+        engine.drain()
+        check_routed(engine, 0, first)
+        check_routed(engine, 2)
+        assert 1 not in engine.routed
+
+    def test_uncut_prompt_above_the_chunk_budget_has_all_experts(self) -> None:
+        """The class of sglang #26860: the buffer of captured experts had the size of a chunk.
+
+        A prompt that was computed in one larger step did not fit into the buffer, and the server ended.
+        """
+        engine = sparse(chunked_prefill_size=0, max_prefill_tokens=16)
+        engine.submit(0, range(100), max_new_tokens=3, ignore_eos=True, routed_from=0)
+        engine.drain()
+        assert engine.plans[0].num_tokens.tolist() == [100]
+        check_routed(engine)
+
+    def test_last_prompt_token_has_its_experts_when_no_token_is_sampled(self) -> None:
+        """The class of sglang #20964: the experts of the last token were always cut.
+
+        The last token is not computed if it was sampled. A request without output ends with a prompt token, which is computed.
+        """
+        engine = sparse(chunked_prefill_size=16)
+        engine.submit(0, PROMPT, max_new_tokens=0, routed_from=0)
+        engine.submit(1, PROMPT, max_new_tokens=1, routed_from=0)
+        engine.drain()
+        assert [sum(map(len, engine.routed[handle])) for handle in (0, 1)] == [50, 50]
+        check_routed(engine)
+        check_routed(engine, 1)
+
+    def test_experts_of_output_tokens_belong_to_each_position(self) -> None:
+        """The class of sglang #12162: the output had the experts of the prompt's length only, or copies of one token's experts.
+
+        The number of tokens came from the state at the last prefill, and captured decode steps did not write their experts.
+        """
+        engine = sparse()
+        engine.submit(0, PROMPT[:6], max_new_tokens=40, ignore_eos=True, routed_from=6)
+        engine.drain()
+        check_routed(engine, first=6)
+        got = np.concatenate(engine.routed[0])
+        assert len(got) == 39 and len({ids.tobytes() for ids in got}) > 4
+
+    @pytest.mark.parametrize(("first", "cached"), [(0, 0), (4, 4), (19, 16), (48, 48), (50, 48)])
+    def test_cached_prefix_ends_before_the_first_token_with_routed_experts(self, first: int, cached: int) -> None:
+        engine = sparse()
+        engine.submit(9, PROMPT, max_new_tokens=1)
+        engine.drain()
+        engine.submit(0, PROMPT, max_new_tokens=4, ignore_eos=True, routed_from=first)
+        engine.drain()
+        check_routed(engine, first=first)
+        assert engine.finishes[0].cached_tokens == cached
+
+    @pytest.mark.by_day(one_in=2, seed=2)
+    @each_value(overlap=[True, False], first=[0, 20, 49], every=[1, 2, 3], drafts=[0, 3], interval=[1, 7])
+    def test_no_position_is_repeated_under_retraction(
+        self, overlap: bool, first: int, every: int, drafts: int, interval: int
+    ) -> None:
+        engine = sparse(overlap, retract_interval=every, enable_mixed_chunk=True, chunked_prefill_size=8, max_drafts=drafts)
+        engine.submit(9, [7] * 8, max_new_tokens=60, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        options: dict[str, Any] = {"stream_interval": interval, "max_new_tokens": 20, "ignore_eos": True}
+        engine.submit(0, PROMPT, routed_from=first, **options)
+        engine.drain()
+        check_routed(engine, first=first)
+        assert engine.core.stats().retractions_total > 3
+
+    @pytest.mark.by_day(one_in=2)
+    @pytest.mark.parametrize("turns", [1, 3, 6, 9])
+    def test_no_position_is_repeated_under_preemption(self, turns: int) -> None:
+        engine = sparse(enable_priority_scheduling=True, max_running_requests=1, chunked_prefill_size=8)
+        engine.submit(0, PROMPT, max_new_tokens=9, ignore_eos=True, routed_from=0)
+        for _ in range(turns):
+            engine.turn()
+        engine.submit(1, [7] * 8, priority=1, max_new_tokens=2)
+        engine.drain()
+        assert engine.finishes[0].retractions == 1
+        check_routed(engine)
+
+    @pytest.mark.parametrize("cached", [False, True])
+    def test_replayed_request_returns_the_positions_after_those_of_the_first_worker(self, cached: bool) -> None:
+        options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+        whole = sparse()
+        whole.submit(0, PROMPT, routed_from=10, **options)
+        whole.drain()
+        output = whole.outputs[0]
+        for cut in (1, 7, 19):
+            engine = sparse()
+            if cached:
+                engine.submit(9, [*PROMPT, *output], max_new_tokens=1)
+                engine.drain()
+            engine.submit(0, PROMPT, output=output[:cut], routed_from=50 + cut - 1, **options)
+            engine.drain()
+            check_routed(engine, first=50 + cut - 1)
+            assert 10 + len(np.concatenate(whole.routed[0])) == 50 + 19
+
+    def test_output_has_no_experts_of_draft_tokens_after_the_end(self) -> None:
+        for length in range(2, 12):
+            engine = sparse(max_drafts=5)
+            engine.submit(9, PROMPT, max_new_tokens=length, ignore_eos=True)
+            engine.drain()
+            engine.submit(0, PROMPT, max_new_tokens=40, stop_token_ids=(engine.outputs[9][-1],), ignore_eos=True, routed_from=0)
+            engine.drain()
+            check_routed(engine)
+
+    def test_output_of_a_grammar_has_the_experts_of_every_token_but_the_last(self) -> None:
+        engine = sparse()
+        engine.submit(0, PROMPT, max_new_tokens=30, ignore_eos=True, grammar=spec(1, 17), routed_from=0)
+        engine.drain()
+        check_routed(engine)
+
+    def test_experts_of_a_prompt_are_sent_after_each_chunk(self) -> None:
+        engine = sparse(chunked_prefill_size=16)
+        engine.submit(0, PROMPT, max_new_tokens=30, ignore_eos=True, routed_from=0)
+        for _ in range(5):
+            engine.turn()
+        assert [len(ids) for ids in engine.routed[0]][:3] == [16, 16, 16]
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"embedding": EmbeddingParams()},
+            {"score": ScoreParams((3,))},
+            {"hand_over": KvReservation(1, 1, bytes(16))},
+            {"session": SessionTurn("s")},
+            {"routed_from": 51},
+        ],
+        ids=["embedding", "score", "handover", "session", "position"],
+    )
+    def test_request_for_experts_is_refused_when_it_cannot_return_them(self, options: dict[str, Any]) -> None:
+        engine = sparse()
+        engine.open_session("s")
+        engine.submit(0, PROMPT, **{"max_new_tokens": 1, "routed_from": 0, **options})
+        engine.turn()
+        finish = engine.finishes[0]
+        assert (finish.reason, finish.error) == (FinishReason.ABORT, ErrorCode.INVALID_ARGUMENT)
+        assert finish.field == "routed_experts_from"

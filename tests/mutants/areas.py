@@ -48,7 +48,10 @@ AREAS: dict[str, tuple[str, ...]] = {
         f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "deterministic_kernels", "experts", *KERNELS_TOO)
     ),
     "core": (
-        *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
+        *(
+            f"tests/core/test_rules_{name}.py"
+            for name in ("grammar", "logprobs", "experts", "finish", "priorities", "policies", "queue")
+        ),
         *(
             f"tests/core/test_rules_{name}.py"
             for name in ("budgets", "cache", "control", "sessions", "shares", "resume", "paced_chunks", "peers", "scores")
@@ -111,6 +114,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "gateway": (
         *(f"tests/services/gateway/api/test_{name}.py" for name in ("bad_input", "sglang_bad_input", "constraints")),
         *(f"tests/services/gateway/api/test_{name}.py" for name in ("limits_walked", "known_fields", "sglang_clients", "score")),
+        "tests/services/gateway/api/test_routed_experts.py",
         "tests/contracts/test_sampling_parameters.py",
         "tests/services/gateway/test_sampling_parameters.py",
         "tests/services/gateway/routing/test_routing_policies.py",

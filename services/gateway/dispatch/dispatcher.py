@@ -215,7 +215,7 @@ class Dispatcher:
         return True
 
     def _pick_prefill(self, placement: Placement, pick: Pick, now: float, without: Link | None = None) -> Pick | None:
-        if placement.prefilled or not placement.choice.generates:
+        if placement.prefilled or not placement.choice.generates or placement.returns_experts:
             return None
         return placement.pool.pick_prefill(placement, now, pick, self._settings.disaggregation_min_tokens, without)
 
@@ -254,6 +254,7 @@ class Dispatcher:
             tenant_weight=request.caller.weight,
             hand_over=hands_over,
             source=placement.take_source(link, handle),
+            routed_experts_from=choice.routed_experts_from,
         )
         if params.session is not None:
             submit.session.session_id = choice.session_id
@@ -272,7 +273,8 @@ class Dispatcher:
 
         If the copy starts at a prefill worker, it gets its own KV reservation.
         """
-        if placement.link is None or placement.has_begun or len(placement.choice.prompt_logprobs):
+        choice = placement.choice
+        if placement.link is None or placement.has_begun or len(choice.prompt_logprobs) or choice.routed_experts:
             return
         pool = placement.pool
         now = asyncio.get_running_loop().time()
@@ -352,7 +354,7 @@ class Dispatcher:
             placement.choice.extend(token_ids[begin:position])
             link.open_tokens += count
             self._detoks.touch(placement.choice.decoding)
-        self._on_logprobs(link, step)
+        self._on_token_values(link, step)
         for handle, accepted, rejected in zip(*predicted, strict=True):
             if (placement := link.open.get(handle)) is not None:
                 placement.choice.set_predicted(accepted, rejected)
@@ -364,7 +366,8 @@ class Dispatcher:
             if placement is not None:
                 self._finish(link, placement, finish)
 
-    def _on_logprobs(self, link: Link, step: worker_pb2.StepOutput) -> None:
+    def _on_token_values(self, link: Link, step: worker_pb2.StepOutput) -> None:
+        """Passes the log probabilities and the routed experts of a step to the choices."""
         try:
             for rows in step.logprobs:
                 if (placement := link.open.get(rows.handle)) is not None:
@@ -373,6 +376,10 @@ class Dispatcher:
                 if (placement := link.open.get(rows.handle)) is not None:
                     self._settle(placement, link)
                     placement.choice.add_prompt_logprobs(rows)
+            for routed in step.routed_experts:
+                if (placement := link.open.get(routed.handle)) is not None:
+                    self._settle(placement, link)
+                    placement.choice.add_routed_experts(routed.ids)
         except ValueError as error:
             raise StreamBroken(str(error)) from None
 
@@ -416,6 +423,8 @@ class Dispatcher:
             self._on_aborted(link, placement, finish)
         elif choice.lacks_logprobs:
             placement.request.fail(internal("The worker returned a wrong number of log probabilities for the output tokens."))
+        elif choice.lacks_routed_experts(finish):
+            placement.request.fail(internal("The worker returned a wrong number of routed experts."))
         elif not choice.has_all_label_logprobs(finish):
             placement.request.fail(internal("The worker returned a wrong number of log probabilities for the score's labels."))
         else:

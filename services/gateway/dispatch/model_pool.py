@@ -46,6 +46,11 @@ def can_read_pages(link: AnyLink, layout: bytes) -> bool:
     return link.info is not None and link.info.role == DECODE and link.info.kv_layout == layout
 
 
+def _is_able(info: worker_pb2.WorkerInfo, choice: Candidate) -> bool:
+    """Returns whether a worker can serve a choice that may need scores or routed experts."""
+    return (info.ends_with_prompt or not choice.is_scored) and (info.routed_experts_per_token > 0 or not choice.returns_experts)
+
+
 def _share(value: float) -> float:
     """Returns a fraction that a worker has reported, limited to 0 to 1; 0 for NaN."""
     return min(1.0, max(0.0, value))
@@ -80,6 +85,10 @@ class Candidate(OpenChoice, Protocol):
     @property
     def is_scored(self) -> bool:
         """Whether the choice needs a worker that serves scores (WorkerInfo.ends_with_prompt)."""
+
+    @property
+    def returns_experts(self) -> bool:
+        """Whether the choice needs a worker that returns routed experts (WorkerInfo.routed_experts_per_token)."""
 
     def block_hashes(self) -> Sequence[bytes]:
         """Returns the hashes of the prompt's full blocks."""
@@ -418,7 +427,7 @@ class ModelPool(Generic[C]):
     def _allowed(self, choice: C, without: AnyLink | None) -> NDArray[np.bool_] | None:
         if choice.has_begun:
             return self._prefer_readers(choice, self._same_numerics(choice))
-        able, new = self._able_to_score(choice), self._takes_new()
+        able, new = self._able(choice), self._takes_new()
         if able is not None and new is not None:
             able &= new
         elif able is None:
@@ -432,17 +441,19 @@ class ModelPool(Generic[C]):
             return able  # all workers have refused the request, so all may get it a second time
         return allowed
 
-    def _able_to_score(self, choice: C) -> NDArray[np.bool_] | None:
-        """Returns bool[capacity]: workers that can serve a score request. Workers of older versions cannot.
+    def _able(self, choice: C) -> NDArray[np.bool_] | None:
+        """Returns bool[capacity]: workers that can serve a request for a score or for routed experts.
+
+        Workers of older versions serve no scores, and workers without enable_return_routed_experts return no routed experts.
 
         Returns:
             None for other requests, which every worker can serve.
         """
-        if not choice.is_scored:
+        if not (choice.is_scored or choice.returns_experts):
             return None
         able = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
-            able[row] = link.info is not None and link.info.ends_with_prompt
+            able[row] = link.info is not None and _is_able(link.info, choice)
         return able
 
     def _prefer_readers(self, choice: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -471,13 +482,13 @@ class ModelPool(Generic[C]):
         return same if (same & self.columns.takes).any() else allowed
 
     def _same_weights(self, choice: C) -> NDArray[np.bool_]:
-        """Returns bool[capacity]: workers with the model version of a begun request and a sufficient context length.
+        """Returns bool[capacity]: workers that have the model version of a begun request and can serve the rest of it.
 
-        During a rollout, workers of a model may differ in both.
+        During a rollout, workers of a model may differ in the version, in the context length and in their settings.
         """
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
-            fits = link.info is not None and choice.num_tokens < link.info.context_len
+            fits = link.info is not None and choice.num_tokens < link.info.context_len and _is_able(link.info, choice)
             allowed[row] = fits and link.model_version == choice.model_version
         return allowed
 

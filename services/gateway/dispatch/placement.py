@@ -228,6 +228,10 @@ class Placement:
         return bool(self.choice.params.sampling.HasField("score"))
 
     @property
+    def returns_experts(self) -> bool:
+        return self.choice.params.routed_experts is not None
+
+    @property
     def in_session(self) -> bool:
         return self.choice.params.session is not None
 

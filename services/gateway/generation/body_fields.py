@@ -119,6 +119,7 @@ GENERATE = FieldNames(
         "logprobs.top": "top_logprobs_num",
         "logprobs.token_ids": "token_ids_logprob",
         "logprobs.prompt_from": "logprob_start_len",
+        "routed_experts_from": "routed_experts_start_len",
         "cache_salt": "extra_key",
         "priority": "priority",
         "routing_key": "routing_key",

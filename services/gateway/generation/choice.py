@@ -21,6 +21,7 @@ from rootstock_llm.services.gateway.generation.errors import ApiError
 from rootstock_llm.services.gateway.generation.logprobs import EMPTY_TABLE, NO_LOGPROBS, LogprobSpan, LogprobTable
 from rootstock_llm.services.gateway.generation.origin import Caller, Origin
 from rootstock_llm.services.gateway.generation.request import GenerationParams, ModelVersion, PromptInput
+from rootstock_llm.services.gateway.generation.routed_experts import RoutedExpertsTable
 from rootstock_llm.services.gateway.generation.trace import RequestTrace
 from rootstock_llm.services.gateway.output.output_parser import CallDropped, CallStart, Event, OutputParser, Parsing, PlainText
 from rootstock_llm.services.gateway.routing import session_home
@@ -145,6 +146,7 @@ class Choice:
         "prompt_logprobs",
         "request",
         "resumed",
+        "routed_experts",
         "seed",
         "trace",
         "worker_ending",
@@ -171,6 +173,8 @@ class Choice:
         self.output_ids: list[int] = []  # `decoding` reads the same list
         self.logprobs = LogprobTable() if params.wants_logprobs else EMPTY_TABLE  # rows of output_ids, if requested
         self.prompt_logprobs = EMPTY_TABLE  # rows of prompt tokens from position max(1, prompt_from) on
+        wanted = params.routed_experts
+        self.routed_experts = None if wanted is None else RoutedExpertsTable(wanted.per_token)  # None if not requested
         self.worker_ending: Ending | None = None  # set when the worker has ended the choice
         self._embedding: Sequence[float] | None = None
         self._label_logprobs: Sequence[float] | None = None
@@ -259,6 +263,20 @@ class Choice:
         before, here = self._predicted_before, self._predicted
         return before[0] + here[0], before[1] + here[1]
 
+    @property
+    def routed_experts_from(self) -> int | None:
+        """Position of the first token whose routed experts the choice needs from a worker, or None if it needs none."""
+        wanted, table = self.params.routed_experts, self.routed_experts
+        return None if wanted is None or table is None else wanted.start + len(table)
+
+    def lacks_routed_experts(self, finish: worker_pb2.Finish) -> bool:
+        """Returns whether requested routed experts are missing after the worker's last message.
+
+        The last output token has none, because no step has computed it.
+        """
+        num_computed = finish.prompt_tokens + max(finish.completion_tokens - 1, 0)
+        return self.routed_experts_from is not None and self.routed_experts_from != num_computed
+
     def vector(self) -> NDArray[np.float32]:
         """Returns float32[dimensions], little-endian, of a complete embedding."""
         assert self._embedding is not None, "the worker's last message of an embedding request has the vector"
@@ -290,15 +308,23 @@ class Choice:
             self.prompt_logprobs = LogprobTable()
         self.prompt_logprobs.extend(rows)
 
+    def add_routed_experts(self, ids: bytes) -> None:
+        """Adds the routed experts of the next tokens. Raises ValueError if they were not requested, or end within a token."""
+        if self.routed_experts is None:
+            raise ValueError("the worker sent routed experts that the request does not ask for")
+        self.routed_experts.extend(ids)
+
     def set_predicted(self, accepted: int, rejected: int) -> None:
         """Sets the numbers of tokens of the client's prediction that the current worker has accepted and rejected."""
         self._predicted = accepted, rejected
 
     def leave_worker(self) -> None:
-        """Prepares the move to another worker. Drops incomplete log probabilities of the prompt."""
+        """Prepares the move to another worker. Drops incomplete log probabilities and routed experts of the prompt."""
         self._predicted_before, self._predicted = self._predictions, (0, 0)
         if not self.output_ids:
             self.prompt_logprobs = EMPTY_TABLE
+            if self.routed_experts is not None:
+                self.routed_experts.clear()
 
     def handed_over(self, finish: worker_pb2.Finish) -> None:
         """Records the last message of a prefill worker. If there are several prefill workers, only the first one counts."""

@@ -17,6 +17,7 @@ from rootstock_llm.services.gateway.generation.body_fields import TEXT_ALONE, An
 from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
 from rootstock_llm.services.gateway.generation.logprobs import values_per_token
 from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.generation.routed_experts import RoutedExpertsParams
 from rootstock_llm.services.gateway.output.output_parser import Parsing
 from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.index.prefix_index import cache_namespace, root_hash
@@ -67,6 +68,9 @@ class Models(Protocol):
 
     def reads_predictions(self, model: ModelInfo) -> bool:
         """Returns whether a worker of the model drafts tokens from predicted outputs."""
+
+    def routed_experts_per_token(self, model: ModelInfo) -> int:
+        """Returns the number of expert ids that a worker of the model returns per token; 0 if no worker returns any."""
 
     async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
         """Returns the model of this name, or the default model for None. Waits until a worker of the model has connected.
@@ -126,6 +130,7 @@ class GenerationParams:
     stream_repeats: bool = False  # each event of a stream has all output so far
     parsing: Parsing | None = None  # formats of tool calls and reasoning in the output, or None if all output is text
     best: int = 0  # number of the `n` choices to return: those with the highest mean log probability; 0: all choices
+    routed_experts: RoutedExpertsParams | None = None  # requested routed experts, or None
     shows_logprobs: bool = True  # False if log probabilities are only used to rank the choices
 
     @property
@@ -238,6 +243,27 @@ def check_logprobs(request: GenerationRequest) -> None:
             message = (
                 f"'{name}' asks for more than {limit} log probabilities in all. Each token of each choice has"
                 " 1, 1 more for each top token and 1 more for each chosen id. Ask for fewer of them, or for fewer tokens."
+            )
+            raise bad_request(name, message)
+
+
+def check_routed_experts(request: GenerationRequest) -> None:
+    """Checks the number of expert ids of all choices. Counts likely_tokens() output tokens per choice.
+
+    Raises:
+        ApiError: The number exceeds the limit.
+    """
+    total = 0
+    for prompt, params in zip(request.prompts, request.params, strict=True):
+        if (wanted := params.routed_experts) is None:
+            continue
+        tokens = len(prompt.ids) + params.likely_tokens(len(prompt.ids), request.model.context_len) - wanted.start
+        total += params.n * tokens * wanted.per_token
+        if total > limits.MAX_ROUTED_EXPERT_IDS:
+            name = params.fields.of("routed_experts_from")
+            message = (
+                f"The outputs of this request may have {total} expert ids; the limit is {limits.MAX_ROUTED_EXPERT_IDS} for all"
+                f" outputs together, which have 32 MiB. Raise '{name}', or ask for fewer tokens."
             )
             raise bad_request(name, message)
 

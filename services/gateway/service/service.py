@@ -12,7 +12,12 @@ from rootstock_llm.services.gateway.generation.abort import AbortScope
 from rootstock_llm.services.gateway.generation.bodies import BodyBudget, ClientGone
 from rootstock_llm.services.gateway.generation.choice import Choice, Series
 from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request, internal, timed_out, unavailable
-from rootstock_llm.services.gateway.generation.request import GenerationRequest, check_logprobs, most_tokens
+from rootstock_llm.services.gateway.generation.request import (
+    GenerationRequest,
+    check_logprobs,
+    check_routed_experts,
+    most_tokens,
+)
 from rootstock_llm.services.gateway.generation.running import Phase, Releaser, RunningRequest
 from rootstock_llm.services.gateway.generation.usage import usage_of
 from rootstock_llm.services.gateway.keys.key_ring import KeyRing
@@ -226,6 +231,7 @@ class GenerationService:
                 raise running.error
             self._count_truncated(running, prepared)
             check_logprobs(prepared)
+            check_routed_experts(prepared)
             if running.admission is not None and call.admission is None:
                 running.admission.reserve(most_tokens(prepared))
             running.begin(prepared)

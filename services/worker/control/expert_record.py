@@ -13,7 +13,7 @@ from rootstock_llm.services.worker.exec.contracts.operations import OperationRef
 def start(control: SchedulerControl) -> None:
     """Begins a record, which counts from 0. Refused if a record runs, or if the model has no experts."""
     if not control.has_experts:
-        raise OperationRefused("this worker cannot record experts: its model has none, or its executor does not report them")
+        raise OperationRefused("the model has no experts, or the executor does not report them")
     if control.records_experts:
         raise OperationRefused("an expert distribution record already runs; call StopExpertDistributionRecord first")
     control.start_expert_record()

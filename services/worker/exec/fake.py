@@ -155,6 +155,7 @@ class FakeRun:
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     expert_rows: I32 | None = None  # see StepResult
+    routed_experts: dict[int, NDArray[np.uint16]] = field(default_factory=dict)
 
 
 def _own(run: Run) -> FakeRun:
@@ -353,11 +354,9 @@ class FakeExecutor:
         run.tokens = np.array(tokens, dtype=np.int32)
         for i, row in enumerate(plan.prompt_logprob_rows.tolist()):
             run.prompt_logprobs[row] = self._prompt_logprobs(plan, i, row)
-        if plan.counts_experts:
-            assert self._experts is not None, "only steps of a model with experts count them"
-            routed = np.concatenate([self._routed(run, row, self._experts) for row in range(plan.num_rows)])
-            counts = [np.bincount(layer.ravel(), minlength=self._experts.num_experts) for layer in routed.swapaxes(0, 1)]
-            run.expert_rows = np.array(counts, dtype=np.int32)
+        if plan.counts_experts or len(plan.routed_rows):
+            assert self._experts is not None, "only plans for a model with experts ask for them"
+            self._route(run, self._experts)
 
     def wait(self, run: Run) -> StepResult:
         run = _own(run)
@@ -371,7 +370,8 @@ class FakeExecutor:
         predicted = run.predicted if run.predicted.any() else None
         results = (run.logprobs, run.prompt_logprobs, run.embeddings, run.label_logprobs, counts, drafted, predicted)
         seconds = self._time.seconds(run.plan)
-        return StepResult(run.plan.step_id, run.tokens, run.faults, *results, expert_rows=run.expert_rows, seconds=seconds)
+        experts = run.expert_rows, run.routed_experts
+        return StepResult(run.plan.step_id, run.tokens, run.faults, *results, *experts, seconds=seconds)
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
         """Queues the operations, which run one after another. Each takes the time of its pages and moves them when it ends.
@@ -597,6 +597,16 @@ class FakeExecutor:
         values = -ids.astype(np.float32)
         top_ids = np.repeat(ids[:, None], k, axis=1)
         return PromptLogprobs(values, top_ids, np.repeat(values[:, None], k, axis=1), np.repeat(values[:, None], chosen, axis=1))
+
+    def _route(self, run: FakeRun, shape: ExpertShape) -> None:
+        """Adds the experts that the plan of a sampled step asks for."""
+        plan = run.plan
+        if plan.counts_experts:
+            every = np.concatenate([self._routed(run, row, shape) for row in range(plan.num_rows)])
+            counts = [np.bincount(layer.ravel(), minlength=shape.num_experts) for layer in every.swapaxes(0, 1)]
+            run.expert_rows = np.array(counts, dtype=np.int32)
+        for row, offset in zip(plan.routed_rows.tolist(), plan.routed_offsets.tolist(), strict=True):
+            run.routed_experts[row] = self._routed(run, row, shape)[offset:]
 
     def _routed(self, run: FakeRun, row: int, shape: ExpertShape) -> NDArray[np.uint16]:
         """Returns the experts of a sampled row's tokens without rejected draft tokens, uint16[tokens, layers, chosen]."""

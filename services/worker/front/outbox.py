@@ -370,6 +370,10 @@ def output_to_pb(output: PeerOutput) -> worker_pb2.StepOutput:
             worker_pb2.PagesReady(handle=each.handle, room=_reservation_to_pb(each.reservation, each.num_pages))
             for each in output.ready
         ],
+        routed_experts=[
+            worker_pb2.RoutedExperts(handle=handle, ids=ids.astype("<u2", copy=False).tobytes())
+            for handle, ids in output.routed_experts
+        ],
     )
 
 

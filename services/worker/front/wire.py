@@ -66,6 +66,7 @@ class ModelLimits:
     defaults: SamplingDefaults = API_DEFAULTS  # values of the sampling parameters that a request leaves out
     stream_interval: int = DEFAULT_STREAM_INTERVAL  # output tokens per message, for requests without this parameter
     reads_predictions: bool = False  # whether the drafter uses a request's predicted output
+    routed_per_token: int = 0  # expert ids of a token in the output; 0: the worker returns no routed experts
 
 
 def submit_from_pb(
@@ -93,12 +94,13 @@ def submit_from_pb(
     session = _session_from_pb(message)
     prompt = _prompt_from_pb(message, model)
     output = _output_from_pb(message, len(prompt), model)
+    params = sampling_from_pb(message.sampling, len(prompt), session is not None, model, random_seed)
     return Submit(
         peer,
         message.handle,
         message.request_id,
         prompt,
-        sampling_from_pb(message.sampling, len(prompt), session is not None, model, random_seed),
+        params,
         message.stream,
         message.cache_salt,
         message.priority,
@@ -112,6 +114,7 @@ def submit_from_pb(
         weight=message.tenant_weight or 1.0,
         hand_over=_hand_over(message, reservation),
         source=_source_from_pb(message),
+        routed_from=_routed_from(message, len(prompt) + len(output), len(prompt) + params.max_new_tokens, model),
         prediction=_prediction_from_pb(message, model),
     )
 
@@ -141,6 +144,29 @@ def _hand_over(message: worker_pb2.Submit, reservation: KvReservation | None) ->
     if reservation is None:
         raise InvalidRequest("hand_over", "this worker reserves no KV for other workers")
     return reservation
+
+
+def _routed_from(message: worker_pb2.Submit, num_known: int, most: int, model: ModelLimits) -> int:
+    """Returns the checked position of the first token whose routed experts are returned, or -1 for none.
+
+    Args:
+        message: the request.
+        num_known: tokens of prompt and given output.
+        most: largest number of tokens of prompt and output.
+        model: the model's limits.
+    """
+    if not message.HasField("routed_experts_from"):
+        return -1
+    first, field = int(message.routed_experts_from), "routed_experts_from"
+    if not model.routed_per_token:
+        off = "--enable-return-routed-experts is off, or the model has no experts"
+        raise InvalidRequest(field, f"this worker returns no routed experts: {off}")
+    if message.HasField("session") or message.hand_over or _is_measured(message):
+        raise InvalidRequest(field, "cannot be combined with session, hand_over, embedding or score")
+    if first > num_known:
+        raise InvalidRequest(field, f"{first} exceeds the {num_known} tokens of prompt and output_ids")
+    check_limit(max(most - first, 0) * model.routed_per_token, limits.MAX_ROUTED_EXPERT_IDS, field, "expert ids")
+    return first
 
 
 def _source_from_pb(message: worker_pb2.Submit) -> KvSource | None:

@@ -8,6 +8,34 @@ CORE = (
     *of(
         "core",
         "services/worker/core/requests/request.py",
+        ("return min(limit, self.progress.routed_done) if self.returns_experts else limit", "return limit"),
+        ("max(len(self.progress.output_ids) - 1, 0)", "len(self.progress.output_ids)"),
+        ("self.wants_logprobs or self.returns_experts or penalised", "self.wants_logprobs or penalised"),
+        ("values[: len(values) - surplus]", "values"),
+        only="test_rules_experts",
+    ),
+    *of(
+        "core",
+        "services/worker/core/requests/lifecycle.py",
+        ("progress.routed_planned = progress.routed_done", "progress.routed_planned = 0"),
+        only="test_rules_experts",
+    ),
+    *of(
+        "core",
+        "services/worker/core/planning/committer.py",
+        ("if not progress.output_ids and not step.plan.sample[row]:", "if False:"),
+        only="test_rules_experts",
+    ),
+    *of(
+        "core",
+        "services/worker/core/planning/expert_record.py",
+        ("else int(result.counts[plan.num_extend :].sum())", "else int(plan.num_tokens[plan.num_extend :].sum())"),
+        ("self._rows.copy(), self.balancedness", "self._rows, self.balancedness"),
+        only="test_rules_experts",
+    ),
+    *of(
+        "core",
+        "services/worker/core/requests/request.py",
         ("self.params.max_new_tokens if self.params.samples else 0", "max(self.params.max_new_tokens, 1)"),
         only="test_rules_scores",
     ),
@@ -106,7 +134,7 @@ CORE = (
         "services/worker/core/planning/committer.py",
         ("count = columns.num_out[slots] + 1", "count = columns.num_out[slots] + 2"),
         ("progress.logprob_done += len(values.values)", "progress.logprob_done = len(values.values)"),
-        ("if (sound[row] or counts) and row in", "if sound[row] and row in"),
+        ("request.progress.flight_step == result.step_id and row not in result.faults", "False"),
     ),
     *of(
         "core",

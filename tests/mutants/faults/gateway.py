@@ -19,8 +19,27 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/dispatch/model_pool.py",
-        ("able[row] = link.info is not None and link.info.ends_with_prompt", "able[row] = link.info is not None"),
+        ("(info.ends_with_prompt or not choice.is_scored)", "True"),
         only="test_score",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/dispatch/model_pool.py",
+        ("info.routed_experts_per_token > 0 or not choice.returns_experts", "True"),
+        only="test_routed_experts",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/dispatch/dispatcher.py",
+        ("not placement.choice.generates or placement.returns_experts", "not placement.choice.generates"),
+        ("elif choice.lacks_routed_experts(finish):", "elif False:"),
+        only="test_routed_experts",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/generation/request.py",
+        ("total += params.n * tokens * wanted.per_token", "total += tokens * wanted.per_token"),
+        only="test_routed_experts",
     ),
     *of(
         "gateway",

@@ -225,8 +225,8 @@ PEERS = (
     *of(
         "peers",
         "services/gateway/dispatch/dispatcher.py",
-        ("if placement.prefilled or not placement.choice.generates:", "if not placement.choice.generates:"),
-        ("if placement.prefilled or not placement.choice.generates:", "if placement.prefilled:"),
+        ("if placement.prefilled or not placement.choice.generates or", "if not placement.choice.generates or"),
+        ("if placement.prefilled or not placement.choice.generates or", "if placement.prefilled or"),
         ("            source=placement.take_source(link, handle),\n", ""),
         only="test_dispatch_prefill",
     ),

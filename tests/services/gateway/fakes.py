@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import grpc
+import numpy as np
 import orjson
 
 from rootstock_llm.protos import common_pb2 as pb
@@ -32,6 +33,7 @@ EOS = 0
 VOCAB_SIZE = 0x20000
 CONTEXT_LEN = 512
 EMBEDDING_SIZE = 4
+ROUTED_PER_TOKEN = 6  # expert ids of a token at a worker that returns routed experts
 MODEL = "test-model"
 
 
@@ -51,6 +53,11 @@ def chat_text(messages: list[dict[str, Any]], generation_prompt: bool = True) ->
 def logprob_of(token: int) -> float:
     """Returns the fake worker's log probability of a token at any position; exact in float32."""
     return -(token % 10) / 8
+
+
+def experts_of(token: int, position: int) -> list[int]:
+    """Returns the fake worker's experts of a token, ROUTED_PER_TOKEN ids."""
+    return [(token * 7 + position * 3 + at) % 300 for at in range(ROUTED_PER_TOKEN)]
 
 
 def tops_of(token: int, k: int) -> list[tuple[int, float]]:
@@ -257,6 +264,7 @@ class Running:
     made: list[int] = field(default_factory=list)  # ids of the output so far, including output_ids of the submit
     by_tier: dict[str, int] = field(default_factory=dict)  # additional fields of the Finish
     sent_pieces: int = 0  # messages of prompt_logprobs() that were sent
+    num_routed: int = 0  # first position whose routed experts were not sent
 
     def __post_init__(self) -> None:
         self.made += self.submit.output_ids  # tokens of another worker, after which this worker continues
@@ -312,6 +320,16 @@ class Running:
         ids = list(self.submit.prompt_ids)[max(1, wanted.prompt_from) :]
         pieces = [piece for piece in (ids[:2], ids[2:]) if piece]
         return [logprob_rows(self.submit.handle, piece, wanted) for piece in pieces]
+
+    def routed_experts(self) -> list[worker_pb2.RoutedExperts]:
+        """Returns the experts of the tokens that were computed since the last call: all tokens but the newest output token."""
+        if not self.submit.HasField("routed_experts_from"):
+            return []
+        first = max(self.submit.routed_experts_from, self.num_routed)
+        self.num_routed = len(self.submit.prompt_ids) + max(len(self.made) - 1, 0)
+        tokens = [*self.submit.prompt_ids, *self.made]
+        ids = [expert for at in range(first, self.num_routed) for expert in experts_of(tokens[at], at)]
+        return [worker_pb2.RoutedExperts(handle=self.submit.handle, ids=np.array(ids, "<u2").tobytes())] if ids else []
 
     def embedded(self) -> worker_pb2.Finish:
         ids = list(self.submit.prompt_ids)
@@ -498,8 +516,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if not request.made:
             step.prompt_logprobs.extend(request.prompt_logprobs()[request.sent_pieces :])
         if sampling.HasField("max_new_tokens") and not sampling.max_new_tokens:
+            step.routed_experts.extend(request.routed_experts())
             return request.ended()
         token, finish = request.next()
+        step.routed_experts.extend(request.routed_experts())
         step.handles.append(handle)
         step.counts.append(1)
         step.token_ids.append(token)

@@ -151,6 +151,7 @@ async def serving(
         config.max_pages_per_request,
         config.vocab_size,
         time_model=TimeModel(base=step_s),
+        experts=config.experts,
     )
     counts = LoopCounts(config.page_size, config.num_pages)
     metrics = WorkerMetrics("fake", counts)
@@ -165,7 +166,8 @@ async def serving(
     if info is not None:
         hello.vocab_size = config.vocab_size
         hello.MergeFrom(info)
-    limits = ModelLimits(config.context_len, config.vocab_size, False)
+    per_token = 0 if config.experts is None else config.experts.ids_per_token
+    limits = ModelLimits(config.context_len, config.vocab_size, False, routed_per_token=per_token)
     servicer = WorkerServicer(inbox, outbox, hello, limits, metrics.times.arrived, load, spans)
     server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)

@@ -9,6 +9,7 @@ import pytest
 
 from rootstock_llm.services.shared.settings import of_values
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
 from rootstock_llm.services.worker.device_limits import resolved
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
@@ -42,9 +43,11 @@ def test_setting_changes_only_the_configuration_field_of_the_same_name(name: str
 
 
 def test_values_of_the_model_and_the_tokenizer_reach_the_scheduler_configuration() -> None:
-    config = scheduler_config(SETTINGS, replace(INFO, pooling_reuses_prefix=False), 7)
+    experts = ExpertShape((1, 3), 8, 2)
+    config = scheduler_config(SETTINGS, replace(INFO, pooling_reuses_prefix=False, experts=experts), 7)
     assert (config.num_pages, config.page_size, config.context_len, config.vocab_size) == (64, 16, 4096, 1000)
     assert (config.eos_token_ids, config.bos_token_id, config.pooling_reuses_prefix) == ((2,), 7, False)
+    assert config.experts == experts
 
 
 def test_graph_limits_come_from_the_executor() -> None:

@@ -65,6 +65,11 @@ class _Ended(_Meta):
     e2e_latency: Seconds = Field(description="Seconds from the arrival of the request to its end.")
     queue_time: Seconds = Field(description="Seconds for which the request waited at the worker.")
     num_retractions: Count
+    routed_experts: str = absent(
+        "Base64 of int32 little-endian [tokens, layers, chosen]: the experts that computed each token, from the token"
+        " routed_experts_start_len to the last computed token. The last output token is not computed. Present with"
+        " return_routed_experts."
+    )
     spec_verify_ct: Count = absent(f"Decode steps of this output that verified draft tokens. {_DRAFTED}")
     spec_draft_token_num: Count = absent(f"Verified draft tokens. {_DRAFTED}")
     spec_accept_token_num: Count = absent(f"Accepted draft tokens. {_DRAFTED}")

@@ -6,6 +6,8 @@ prepare() needs no cleanup.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rootstock_llm.protos import common_pb2 as pb
@@ -29,6 +31,7 @@ from rootstock_llm.services.gateway.generation.bodies import RequestBody
 from rootstock_llm.services.gateway.generation.errors import bad_request
 from rootstock_llm.services.gateway.generation.origin import Origin
 from rootstock_llm.services.gateway.generation.request import GenerationRequest, ModelInfo, Models, PromptInput
+from rootstock_llm.services.gateway.generation.routed_experts import RoutedExpertsParams
 from rootstock_llm.services.gateway.generation.running import RunningRequest
 from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
@@ -95,10 +98,32 @@ class GenerateCall:
         prompts = await self._source.prompts(inputs, model, origin, budget, root, starts_context(request.session_params))
         for prompt, one in zip(prompts, generations, strict=True):
             _check_start(one.form, len(prompt.ids))
+        routed = self._routed_experts(request, model, prompts)
         self._many = inputs.many or generations[0].params.n > 1
         self._texts = bool(request.return_text_in_logprobs)
         self._forms = [one.form for one in generations]
-        return GenerationRequest(model, tuple(named(prompts, rids)), tuple(one.params for one in generations))
+        prepared = GenerationRequest(model, tuple(named(prompts, rids)), tuple(one.params for one in generations))
+        return prepared if routed is None else prepared.with_params(lambda params: replace(params, routed_experts=routed))
+
+    def _routed_experts(
+        self, request: NativeGenerateRequest, model: ModelInfo, prompts: Sequence[PromptInput]
+    ) -> RoutedExpertsParams | None:
+        """Returns the requested routed experts, or None. Raises ApiError if they cannot be returned for this request."""
+        if not request.return_routed_experts:
+            return None
+        per_token, start = self._models.routed_experts_per_token(model), request.routed_experts_start_len or 0
+        if not per_token:
+            message = (
+                "'return_routed_experts' requires a model with experts, and workers with --enable-return-routed-experts."
+                " No worker of this model returns routed experts."
+            )
+            raise bad_request("return_routed_experts", message, "unsupported_parameter")
+        if request.session_params is not None:
+            raise bad_request("return_routed_experts", "'return_routed_experts' is not supported in a session.")
+        if start > min(len(prompt.ids) for prompt in prompts):
+            message = "'routed_experts_start_len' must not exceed the number of prompt tokens."
+            raise bad_request("routed_experts_start_len", message)
+        return RoutedExpertsParams(start, per_token)
 
     def renderer(self, request: RunningRequest, _created: int, _model: str, token_texts: TokenTexts) -> GenerateRenderer:
         return GenerateRenderer(request, self._many, self._forms, token_texts if self._texts else None)

@@ -6,6 +6,8 @@ only once. Its bytes are stored, and later events copy them.
 
 from __future__ import annotations
 
+import asyncio
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -22,6 +24,9 @@ from rootstock_llm.services.gateway.remote.token_texts import ModelTexts, TokenT
 
 WEIGHT_VERSION = "default"
 ABORT_MESSAGE = "The request was aborted."
+_IDS_PER_STEP = (
+    3 << 16
+)  # expert ids that are encoded without a pause; a multiple of 3, so that base64 has no padding between steps
 
 
 class GenerateRenderer:
@@ -36,7 +41,7 @@ class GenerateRenderer:
     async def chunk(self, delta: Delta) -> bytes:
         output = self._outputs[delta.choice.index]
         await output.add(delta)
-        return b"data: " + self._object(output, delta.ending, indexed=self._many) + b"\n\n"
+        return b"data: " + await self._object(output, delta.ending, indexed=self._many) + b"\n\n"
 
     async def ending(self) -> bytes:
         return DONE
@@ -49,13 +54,14 @@ class GenerateRenderer:
         for delta in deltas:
             output = self._outputs[delta.choice.index]
             await output.add(delta)
-            objects.append(self._object(output, delta.ending))
+            objects.append(await self._object(output, delta.ending))
         return b"[" + b",".join(objects) + b"]" if self._many else objects[0]
 
     @staticmethod
-    def _object(output: _RenderedOutput, ending: Ending | None, indexed: bool = False) -> bytes:
+    async def _object(output: _RenderedOutput, ending: Ending | None, indexed: bool = False) -> bytes:
         index = b',"index":%d' % output.choice.index if indexed else b""
-        return b'{"text":"%s","output_ids":[%s],"meta_info":{%s}%s}' % (output.text, output.ids, output.meta(ending), index)
+        meta = output.meta(ending) + (b"" if ending is None else await _routed_experts(output.choice))
+        return b'{"text":"%s","output_ids":[%s],"meta_info":{%s}%s}' % (output.text, output.ids, meta, index)
 
 
 class _RenderedOutput:
@@ -143,6 +149,21 @@ class _LogprobLists:
         if wanted.token_ids:
             parts.append(b',"%s_token_ids_logprobs":[%s]' % (side, self._chosen))
         return b"".join(parts)
+
+
+async def _routed_experts(choice: Choice) -> bytes:
+    """Returns the routed experts of a complete output as a member of a JSON object, with a comma before it.
+
+    Returns b"" if the client has not requested them. Other tasks run between two steps of the encoding.
+    """
+    table = choice.routed_experts
+    if table is None:
+        return b""
+    parts = []
+    for begin in range(0, table.num_ids, _IDS_PER_STEP):
+        parts.append(b64encode(table.client_bytes(begin, begin + _IDS_PER_STEP)))
+        await asyncio.sleep(0)
+    return b',"routed_experts":"%s"' % b"".join(parts)
 
 
 def _entries(ids: Sequence[int], values: Sequence[float], texts: Texts | None) -> list[Any]:

@@ -100,6 +100,17 @@ class NativeGenerateRequest(NativeInput):
     return_text_in_logprobs: bool | None = Field(
         None, description="Whether entries of log probabilities have the tokens' texts. Default false."
     )
+    return_routed_experts: bool | None = Field(
+        None,
+        description="Whether meta_info of a complete output has `routed_experts`: the experts that computed each token. Needs a"
+        " model with experts, and workers with --enable-return-routed-experts. Default false.",
+    )
+    routed_experts_start_len: int | None = Field(
+        None,
+        ge=0,
+        le=UINT32_MAX,
+        description="Index of the first token in routed_experts, at most the number of prompt tokens. Default 0.",
+    )
     session_params: SessionParams | None = None
 
 

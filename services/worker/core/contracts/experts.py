@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-ROUTED_ID_BYTES = 4  # bytes of an expert id in the response of /generate, which has int32 as in SGLang
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:

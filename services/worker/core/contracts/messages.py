@@ -85,6 +85,9 @@ class Submit:
     # Reservation for the decode worker that continues the request after its first token here. None: no handover.
     hand_over: KvReservation | None = None
     source: KvSource | None = None  # reservation in another worker with the first pages of the prompt
+    # Position of the first token whose routed experts are returned, at most the number of prompt and given tokens. -1: no routed
+    # experts are returned. Not in a session, and not with hand_over.
+    routed_from: int = -1
     # int32[n], the client's prediction of the output, from which draft tokens are taken.
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)
 
@@ -189,6 +192,9 @@ class PeerOutput:
     logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)  # (handle, logprobs of its new tokens)
     # (handle, logprobs of the next prompt positions). The first position follows the last one of the request's previous message.
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
+    # (handle, uint16[tokens, layers, chosen]): routed experts of the next positions. The first position follows the last one of
+    # the request's previous message. A message with output tokens has all positions before the last of these tokens.
+    routed_experts: list[tuple[int, NDArray[np.uint16]]] = field(default_factory=list)
     # (handle, results of all verifications of the request so far), for requests with a prediction.
     predicted: list[tuple[int, Verified]] = field(default_factory=list)
     ready: list[PagesReady] = field(default_factory=list)  # readable pages of prompts that the worker is still computing

@@ -183,6 +183,9 @@ class BatchPlan:
     state_starts: I32 = field(default_factory=no_tokens)
     # Whether the executor counts the rows of each expert (StepResult.expert_rows). Only for models with experts.
     counts_experts: bool = False
+    routed_rows: I32 = field(default_factory=no_tokens)  # rows whose routed experts are returned, rising
+    # Parallel to routed_rows: index in the row of the first token whose routed experts are returned; 0 for decode rows.
+    routed_offsets: I32 = field(default_factory=no_tokens)
     # Operations that begin when all previously launched steps have ended. A plan with operations and no rows is IDLE: it is not
     # launched and has no result.
     operations: tuple[PageOperation, ...] = ()
@@ -246,4 +249,7 @@ class StepResult:
     # int32[layers, experts], rows of each sparse layer that each expert computed, if plan.counts_experts is set. Rejected draft
     # tokens do not count.
     expert_rows: I32 | None = None
+    # uint16[tokens, layers, chosen] by row of plan.routed_rows: the experts that computed the row's tokens from the row's
+    # routed_offsets on, without rejected draft tokens. A row with a fault may be missing.
+    routed_experts: dict[int, NDArray[np.uint16]] = field(default_factory=dict)
     seconds: float = 0.0  # computing time of the step, without the time in which it waited for earlier work; 0: not measured

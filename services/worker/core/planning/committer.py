@@ -176,6 +176,11 @@ class Intake:
         return None, bool(forced)
 
 
+def _counts_after_retraction(request: Request, row: int, result: StepResult) -> bool:
+    """Returns whether a row's sampled token counts although the row's request was retracted since the plan."""
+    return request.phase is Phase.WAITING and request.progress.flight_step == result.step_id and row not in result.faults
+
+
 def _refused(matcher: Matcher, outside: Finish) -> Finish:
     if matcher.fault:
         return refused(matcher.fault, "grammar")
@@ -255,6 +260,7 @@ class Committer:
         else:
             self._commit_lengths(step, run, live, sound)
         self._commit_prompt_logprobs(step, result, sound)
+        self._commit_routed_experts(step, result, sound)
         if not live.all():
             assert (columns.epoch[plan.slots] >= step.epochs).all(), "an epoch only rises"
             self._commit_without_lease(step, result, run, ~live, now)
@@ -290,6 +296,20 @@ class Committer:
                 if request.kv.reservation is not None and not step.plan.sample[row]:
                     self._lifecycle.announce(request)
 
+    def _commit_routed_experts(self, step: Step, result: StepResult, sound: Mask) -> None:
+        """Adds the routed experts of the step's rows to their requests, under the conditions of prompt logprobs.
+
+        Those of a prompt without output are sent at once. The others are sent with the next output tokens.
+        """
+        for row in step.plan.routed_rows.tolist():
+            request, progress = step.requests[row], step.requests[row].progress
+            if (sound[row] or _counts_after_retraction(request, row, result)) and row in result.routed_experts:
+                progress.routed.append(result.routed_experts[row])
+                progress.routed_done += len(result.routed_experts[row])
+                progress.routed_planned = max(progress.routed_planned, progress.routed_done)
+                if not progress.output_ids and not step.plan.sample[row]:
+                    self._outputs.add_routed_experts(request)
+
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
         """Adds the logprobs of prompt tokens to the outputs.
 
@@ -299,8 +319,7 @@ class Committer:
         for row in step.plan.prompt_logprob_rows.tolist():
             request = step.requests[row]
             progress = request.progress
-            counts = request.phase is Phase.WAITING and progress.flight_step == result.step_id and row not in result.faults
-            if (sound[row] or counts) and row in result.prompt_logprobs:
+            if (sound[row] or _counts_after_retraction(request, row, result)) and row in result.prompt_logprobs:
                 values = result.prompt_logprobs[row]
                 assert progress.logprob_done + len(values.values) <= request.num_prompt_tokens, "a prompt token has logprobs once"
                 progress.logprob_done += len(values.values)
@@ -454,6 +473,8 @@ class Committer:
             self._outputs.add_rows(peer, columns.handle[slots[mine]].tolist(), fresh[mine].tolist(), flat)
         for i in np.flatnonzero(columns.wants_logprobs[slots]).tolist():
             self._outputs.add_logprobs(requests[int(at[i])], int(count[i] - fresh[i]), int(count[i]))
+        for i in np.flatnonzero(columns.returns_experts[slots]).tolist():
+            self._outputs.add_routed_experts(requests[int(at[i])])
         if self._draft_controller is not None:
             for i in np.flatnonzero(columns.predicted[slots]).tolist():
                 self._outputs.add_predicted(requests[int(at[i])])
@@ -482,7 +503,7 @@ class Committer:
                 self._outputs.add_news(request)
 
 
-def _rows_by_peer(peers: NDArray[np.int32]) -> Iterator[tuple[int, I64]]:
+def _rows_by_peer(peers: I64) -> Iterator[tuple[int, I64]]:
     """Yields each distinct peer and the indices of its rows. Usually all rows have one peer, which takes less time."""
     if (peers == peers[0]).all():
         yield int(peers[0]), np.arange(len(peers))

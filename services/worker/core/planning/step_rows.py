@@ -82,6 +82,7 @@ class StepRows:
     input_ids: list[NDArray[np.int32]] = field(default_factory=list)
     admitted: list[SlotParams] = field(default_factory=list)
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)  # (row, offset, next token) of rows with prompt logprobs
+    routed: list[tuple[int, int]] = field(default_factory=list)  # (row, offset) of extend rows that return routed experts
     states: list[RowStates] = field(default_factory=list)  # of the extend rows; empty without recurrent layers
     # Decode rows as parallel columns
     decodes: list[Request] = field(default_factory=list)
@@ -115,6 +116,11 @@ class StepRows:
         assert last == (start + count == known), "only the last chunk ends with the last known token"
         if request.params.prompt_logprobs_from >= 0:
             self._add_logprobs(request, start, count)
+        if request.returns_experts and start + count > request.progress.routed_planned:
+            offset = max(request.progress.routed_planned - start, 0)
+            assert start + offset == request.progress.routed_planned, "the routed experts of each position are returned once"
+            self.routed.append((len(self.extends), offset))
+            request.progress.routed_planned = start + count
         self.extends.append(request)
         self.starts.append(start)
         self.counts.append(count)
@@ -162,6 +168,7 @@ def build_step(
     decode_starts = columns.computed[rows.decode_slots] - (counts if len(drafts) else 1) if num_decode else _NONE
     starts = _before(rows.starts, decode_starts)
     logprobs = np.array(rows.logprobs, dtype=np.int32).T.copy() if rows.logprobs else (_NONE, _NONE, _NONE)
+    routed = _routed_columns(rows, columns)
     table_slots, table_firsts, table_counts, table_pages = updates
     states = _state_columns(rows)
     plan = BatchPlan(
@@ -193,6 +200,8 @@ def build_step(
         state_at_cut=states[3],
         state_starts=states[4],
         counts_experts=counts_experts,
+        routed_rows=routed[0],
+        routed_offsets=routed[1],
     )
     assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "the columns have equal lengths"
     if num_extend:
@@ -216,6 +225,14 @@ def _state_columns(rows: StepRows) -> tuple[I32, I32, I32, I32, I32]:
         _before([states.at_cut for states in rows.states], decodes.at_cut),
         _before([states.start for states in rows.states], decodes.starts),
     )
+
+
+def _routed_columns(rows: StepRows, columns: SlotColumns) -> tuple[I32, I32]:
+    """Returns the plan's columns routed_rows and routed_offsets."""
+    decodes = np.flatnonzero(columns.returns_experts[rows.decode_slots]) + len(rows.extends)
+    offsets = np.zeros(len(decodes), dtype=np.int32)
+    extends = [row for row, _ in rows.routed]
+    return _before(extends, decodes.astype(np.int32)), _before([offset for _, offset in rows.routed], offsets)
 
 
 def _joined(rows: Sequence[I32]) -> I32:

@@ -83,6 +83,10 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
         return refused("must be empty for a request in a session, an embedding or a score", "output_ids")
     if message.hand_over and alone:
         return refused("must be unset for a request in a session, an embedding or a score", "hand_over")
+    if message.routed_from >= 0 and (alone or message.hand_over):
+        return refused("must be unset for a request in a session, an embedding, a score or a handover", "routed_experts_from")
+    if message.routed_from > length + given:
+        return refused(f"{message.routed_from} exceeds the {length + given} tokens of the request", "routed_experts_from")
     if -(-(length + given) // config.page_size) > config.num_pages:
         size = config.num_pages * config.page_size
         return refused(

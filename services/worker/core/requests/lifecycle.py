@@ -288,6 +288,7 @@ class RequestLifecycle:
         progress.flight_step = flight_step if sampled_in_flight else -1
         progress.retraction_step = plan_step
         progress.logprob_planned = progress.logprob_done
+        progress.routed_planned = progress.routed_done
         progress.num_retractions += 1
         kind = TraceKind.PREEMPTED if preempted else TraceKind.RETRACTED
         self._trace.add(request.request_id, kind, len(progress.output_ids))

@@ -75,6 +75,9 @@ class RequestProgress:
     logprobs: list[RowLogprobs] = field(default_factory=list)
     logprob_planned: int = 0  # first prompt position whose logprob no planned step computes
     logprob_done: int = 0  # first prompt position whose logprob is not committed
+    routed_planned: int = 0  # first position whose routed experts no planned extend row returns
+    routed_done: int = 0  # first position whose routed experts are not committed
+    routed: list[NDArray[np.uint16]] = field(default_factory=list)  # committed routed experts that are not sent
     queue_s: float = -1.0  # seconds from arrival to the first admission; -1 before the first admission
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit covered at the first admission
     num_retractions: int = 0
@@ -124,6 +127,7 @@ class Request:
     reuse_limit: int  # largest number of tokens that a prefix hit may cover; 0: the request cannot use cached KV
     routing_key: str = ""
     session: SessionTurn | None = None
+    routed_from: int = -1  # see Submit
     session_number: int = 0  # unique number of the session, whose name another session may reuse
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)  # see Submit
     payer: Payer = (b"", 0, 0)  # name of the flow whose share pays for the prompt tokens
@@ -153,17 +157,28 @@ class Request:
         return self.params.top_logprobs >= 0
 
     @property
+    def returns_experts(self) -> bool:
+        """Whether the client wants the routed experts of the tokens."""
+        return self.routed_from >= 0
+
+    @property
+    def num_routable(self) -> int:
+        """Number of tokens whose routed experts the client may get: all but the last output token, which is not computed."""
+        return self.num_prompt_tokens + max(len(self.progress.output_ids) - 1, 0)
+
+    @property
     def jump(self) -> bool:
         """Whether tokens that the grammar forces are appended without sampling.
 
         Forced tokens have no logprobs, and penalties, biases and sets of allowed tokens do not apply to them. A request that uses
-        one of these features therefore samples each token. A request that will be handed over also samples each token here,
+        one of these features therefore samples each token. A request that returns routed experts also samples each token, because
+        forced tokens at the end of the output are never computed. A request that will be handed over samples each token here,
         because the other worker appends its forced tokens.
         """
         params = self.params
         steered = params.banned_token_ids or params.allowed_token_ids or params.logit_bias
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
-        free = not (self.wants_logprobs or penalised or steered)
+        free = not (self.wants_logprobs or self.returns_experts or penalised or steered)
         return self.matcher is not None and free and self.kv.reservation is None
 
     def move(self, phase: Phase) -> None:
@@ -183,15 +198,17 @@ class Request:
 
     def prefix_limit(self) -> int:
         """Returns the largest number of tokens that a prefix hit may cover at the next admission."""
+        limit = self.reuse_limit
         if self.params.prompt_logprobs_from >= 0 and self.progress.logprob_done < self.num_prompt_tokens:
-            return min(self.reuse_limit, self.progress.logprob_done - 1)
-        return self.reuse_limit
+            limit = min(limit, self.progress.logprob_done - 1)
+        return min(limit, self.progress.routed_done) if self.returns_experts else limit
 
 
 def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float, revision: str = "") -> Request:
     """Creates a request from a message that refusal() accepts.
 
-    If the message has given output, this output and the logprobs of the prompt count as sent to the gateway.
+    If the message has given output, this output and the logprobs of the prompt count as sent to the gateway. Routed experts of
+    positions before routed_from also count as sent.
 
     Args:
         message: the message.
@@ -212,6 +229,8 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         num_sent=given,
         logprob_planned=first_logprob,
         logprob_done=first_logprob,
+        routed_planned=max(message.routed_from, 0),
+        routed_done=max(message.routed_from, 0),
     )
     source = message.source if config.reads_peers else None
     request = Request(
@@ -231,6 +250,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         reuse_limit=_UNLIMITED if reusable else 0,
         routing_key=message.routing_key,
         session=message.session,
+        routed_from=message.routed_from,
         payer=(message.tenant, message.peer, message.batch) if message.batch else (message.tenant, 0, 0),
         weight=message.weight,
         prediction=message.prediction if params.speculative else no_tokens(),
@@ -276,6 +296,7 @@ class SlotColumns:
         self.masked = np.zeros(num_slots, dtype=np.bool_)  # sampling needs the mask of the request's grammar
         self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)  # the client wants logprobs of output tokens
         self.predicted = np.zeros(num_slots, dtype=np.bool_)  # the client has sent a prediction
+        self.returns_experts = np.zeros(num_slots, dtype=np.bool_)  # the client wants the routed experts of the tokens
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
         # Whether the token that the step in flight samples is already known and counted, because the grammar forced it.
         self.redundant = np.zeros(num_slots, dtype=np.bool_)
@@ -302,6 +323,7 @@ class SlotColumns:
         self.masked[slot] = params.grammar is not None and params.samples
         self.wants_logprobs[slot] = request.wants_logprobs
         self.predicted[slot] = len(request.prediction) > 0
+        self.returns_experts[slot] = request.returns_experts
         self.redundant[slot] = False
         self.ignore_eos[slot] = params.ignore_eos
         strings = bool(params.stop or params.stop_regex)
@@ -344,8 +366,9 @@ class Outputs:
         output.tokens += tokens
 
     def add_news(self, request: Request) -> None:
-        """Adds the unsent tokens of one request, with their logprobs and the counts of add_predicted()."""
+        """Adds the unsent tokens of one request, with their logprobs and routed experts and the counts of add_predicted()."""
         self._add_tokens(request)
+        self.add_routed_experts(request)
         self.add_predicted(request)
 
     def _add_tokens(self, request: Request) -> None:
@@ -371,6 +394,17 @@ class Outputs:
 
     def add_prompt_logprobs(self, request: Request, values: PromptLogprobs) -> None:
         self._peer(request.peer).prompt_logprobs.append((request.handle, values))
+
+    def add_routed_experts(self, request: Request) -> None:
+        """Adds the unsent routed experts of a request, except those of draft tokens after the end of the output."""
+        progress = request.progress
+        if not progress.routed:
+            return
+        parts, progress.routed = progress.routed, []
+        values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        surplus = max(progress.routed_done - request.num_routable, 0)
+        assert surplus < len(values), "a request computes at least one token of each run before its end"
+        self._peer(request.peer).routed_experts.append((request.handle, values[: len(values) - surplus]))
 
     def add_ready(self, peer: int, ready: PagesReady) -> None:
         self._peer(peer).ready.append(ready)

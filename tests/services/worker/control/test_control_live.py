@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from rootstock_llm.protos import common_pb2, control_pb2_grpc
@@ -17,10 +19,13 @@ from rootstock_llm.services.local.ports import free_ports
 from rootstock_llm.services.shared.control_values import as_json
 from rootstock_llm.services.shared.rpc import grpc_server
 from rootstock_llm.services.worker.control.server import start_control
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
+from rootstock_llm.services.worker.exec.fake import fake_experts
 from rootstock_llm.services.worker.front.outbox import BEAT_S, GAP_S
 from rootstock_llm.services.worker.identity.model_identity import ServedWeights
 from rootstock_llm.services.worker.loop.inbox import Stop
-from tests.services.worker.conftest import Serving, serving
+from tests.services.worker.conftest import CONFIG, Serving, serving
 from tests.services.worker.control.address import control_at
 from tests.services.worker.control.test_control_servicer import changes
 from tests.services.worker.front.test_server import FakeGateway, expected, submit
@@ -60,9 +65,10 @@ async def operated(
     gap_s: float = GAP_S,
     beat_s: float = BEAT_S,
     weights: ServedWeights | None = None,
+    config: SchedulerConfig = CONFIG,
 ) -> AsyncIterator[Operated]:
     revision = weights.identity.revision if weights else ""
-    async with serving(step_s=step_s, overlap=overlap, gap_s=gap_s, beat_s=beat_s, revision=revision) as worker:
+    async with serving(step_s, config, overlap, gap_s, beat_s, revision=revision) as worker:
         at = control_at(port=free_ports(1)[0])
         control = await start_control(at, worker.inbox.put, "w", "fake", weights)
         if weights is not None:
@@ -305,5 +311,51 @@ def test_trace_request_call_returns_the_scheduler_events_of_a_request() -> None:
             assert kinds == [("queued", 20), ("admitted", 0), ("prefilled", 20), ("ended", 5)]
             assert sorted(event.at_s for event in events) == [event.at_s for event in events]
             assert not (await at.control.TraceRequest(pb.TraceRequestRequest(request_id="nobody"))).events
+
+    run(check)
+
+
+EXPERTS = ExpertShape((0, 2), 8, 3)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_expert_record_counts_the_routed_experts_of_concurrent_requests(overlap: bool) -> None:
+    async def check() -> None:
+        async with operated(overlap=overlap, config=replace(CONFIG, experts=EXPERTS)) as at:
+            await at.gateway.send(submit(0, [5] * 9))
+            await at.gateway.ended(0)
+            await at.control.StartExpertDistributionRecord(pb.StartExpertDistributionRecordRequest())
+            prompts = {handle: [handle] * (3 + 2 * handle) for handle in range(1, 6)}
+            submits = [submit(handle, prompt, max_new_tokens=12) for handle, prompt in prompts.items()]
+            for each in submits:
+                each.routed_experts_from = 0
+            await at.gateway.send(*submits)
+            await at.gateway.ended(*prompts)
+            dump = as_json(await at.control.DumpExpertDistributionRecord(pb.DumpExpertDistributionRecordRequest()))
+            await at.control.StopExpertDistributionRecord(pb.StopExpertDistributionRecordRequest())
+            counts = np.zeros((2, 8), dtype=np.int64)
+            for handle, prompt in prompts.items():
+                computed = np.array([*prompt, *expected(prompt, 12)[:-1]], dtype=np.int32)
+                wanted = fake_experts(computed, 0, EXPERTS)
+                routed = np.frombuffer(at.gateway.routed[handle], "<u2").reshape(-1, 2, 3)
+                assert routed.tolist() == wanted.tolist()
+                counts += [np.bincount(wanted[:, layer].ravel(), minlength=8) for layer in range(2)]
+            assert [layer["counts"] for layer in dump["logical_count"]] == counts.tolist()
+            assert counts.sum() == dump["num_tokens"] * 3 * 2
+            assert (await at.stats())["expert_balancedness"] == pytest.approx(dump["balancedness"])
+
+    run(check)
+
+
+def test_expert_record_and_routed_experts_are_refused_when_the_model_has_no_experts() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            code, _ = await at.refusal(at.control.StartExpertDistributionRecord(pb.StartExpertDistributionRecordRequest()))
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            wants_experts = submit(1, [5] * 9)
+            wants_experts.routed_experts_from = 0
+            await at.gateway.send(wants_experts)
+            await at.gateway.ended(1)
+            assert (at.gateway.finishes[1].reason, at.gateway.finishes[1].field) == (ABORTED, "routed_experts_from")
 
     run(check)

@@ -48,6 +48,7 @@ class FakeGateway:
         self.call = stub.Generate()
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finishes: dict[int, worker_pb2.Finish] = {}
+        self.routed: dict[int, bytes] = defaultdict(bytes)  # routed experts
         self.loads: list[worker_pb2.WorkerLoad] = []
         self.hellos: list[worker_pb2.WorkerInfo] = []  # repeated hellos, without the first
         self.messages = 0
@@ -85,6 +86,8 @@ class FakeGateway:
         for handle, count in zip(step.handles, step.counts, strict=True):
             assert handle not in self.finishes
             self.tokens[handle] += [next(tokens) for _ in range(count)]
+        for routed in step.routed_experts:
+            self.routed[routed.handle] += routed.ids
         for finish in step.finishes:
             assert finish.handle not in self.finishes, "a request has one finish"
             self.finishes[finish.handle] = finish

@@ -9,6 +9,7 @@ import pytest
 
 from rootstock_llm.protos import common_pb2, worker_pb2
 from rootstock_llm.services.gateway.generation.logprobs import LogprobRow, LogprobTable
+from rootstock_llm.services.gateway.generation.routed_experts import RoutedExpertsTable
 from rootstock_llm.services.worker.core.contracts.messages import (
     ErrorCode,
     Finish,
@@ -50,6 +51,17 @@ def test_message_has_the_logprobs_of_every_token() -> None:
 def test_message_has_the_logprobs_of_a_token_without_top_tokens() -> None:
     message = output_to_pb(PeerOutput(1, logprobs=[(5, [RowLogprobs(-0.5, (), ())])]))
     assert [tuple(map(list, entry[1:])) for entry in entries_of(message.logprobs[0])] == [([], [], [])]
+
+
+def test_message_has_the_routed_experts_of_every_token() -> None:
+    ids = np.arange(24, dtype=np.uint16).reshape(4, 3, 2) * 1000
+    message = output_to_pb(PeerOutput(1, routed_experts=[(4, ids[:1]), (5, ids[1:])]))
+    assert [routed.handle for routed in message.routed_experts] == [4, 5]
+    table = RoutedExpertsTable(6)
+    for routed in message.routed_experts:
+        table.extend(routed.ids)
+    assert len(table) == 4
+    assert np.frombuffer(table.client_bytes(0, 24), "<i4").tolist() == ids.ravel().tolist()
 
 
 def test_message_has_the_prompt_logprobs_of_every_position() -> None:

@@ -283,6 +283,38 @@ class TestSubmit:
         with pytest.raises(InvalidRequest, match=r"^prediction_ids: "):
             self.submit_of(lambda message: message.prediction_ids.append(VOCAB))
 
+    def test_start_of_the_routed_experts_arrives(self) -> None:
+        routing = replace(MODEL, routed_per_token=8)
+        assert self.submit_of(lambda message: None, routing).routed_from == -1
+        for first in (0, len(PROMPT)):
+            message = worker_pb2.Submit(handle=3, prompt_ids=PROMPT, routed_experts_from=first)
+            assert submit_from_pb(message, 2, routing, 0).routed_from == first
+
+        def resumed(message: worker_pb2.Submit) -> None:
+            message.output_ids.extend([5, 6])
+            message.routed_experts_from = len(PROMPT) + 2
+
+        assert self.submit_of(resumed, routing).routed_from == len(PROMPT) + 2
+
+    @pytest.mark.parametrize(
+        ("fields", "per_token"),
+        [
+            ({}, 0),
+            ({"routed_experts_from": len(PROMPT) + 1}, 8),
+            ({"session": worker_pb2.SessionTurn(session_id="s")}, 8),
+            ({"hand_over": True}, 8),
+            ({"sampling": pb.SamplingParams(embedding=pb.Embedding())}, 8),
+            ({"sampling": pb.SamplingParams(score=pb.Score(label_token_ids=[1]))}, 8),
+            ({"sampling": pb.SamplingParams(max_new_tokens=3)}, limits.MAX_ROUTED_EXPERT_IDS // 6),
+        ],
+        ids=["setting is off", "position", "session", "handover", "embedding", "score", "bytes"],
+    )
+    def test_routed_experts_are_refused_when_they_cannot_be_returned(self, fields: dict[str, Any], per_token: int) -> None:
+        message = worker_pb2.Submit(handle=3, prompt_ids=PROMPT, **{"routed_experts_from": 0, **fields})
+        reservation = KvReservation(1, 1, bytes(RESERVATION_SECRET_BYTES))
+        with pytest.raises(InvalidRequest, match=r"^routed_experts_from: "):
+            submit_from_pb(message, 2, replace(MODEL, routed_per_token=per_token), 0, reservation)
+
     def test_session_turn_of_a_submit_message_arrives(self) -> None:
         def turn(message: worker_pb2.Submit) -> None:
             message.session.CopyFrom(
