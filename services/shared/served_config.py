@@ -24,6 +24,10 @@ def quantised(subject: str) -> str:
     return f"{subject} is quantised; only float32, bfloat16 and float16 weights are supported"
 
 
+def quantised_elsewhere(subject: str, scheme: str, reason: str) -> str:
+    return f"{subject} cannot be served with weights of {scheme}: transformers' code would compute it, because {reason}"
+
+
 def unknown_model_type(subject: str, model_type: str, version: str) -> str:
     fault = f"{subject} has model_type {model_type!r}, which transformers {version} does not know"
     return f"{fault}; docs/reference/models.md lists models"

@@ -39,7 +39,7 @@ from rootstock_llm.services.worker.grammar.match.mask_filler import MaskFiller
 from rootstock_llm.services.worker.identity.end_of_sequence import end_of_sequence
 from rootstock_llm.services.worker.identity.model_identity import ServedWeights, identify_model
 from rootstock_llm.services.worker.identity.sampling_defaults import sampling_defaults
-from rootstock_llm.services.worker.identity.weights_revision import WeightsReading
+from rootstock_llm.services.worker.identity.weights_revision import WeightsReading, weight_form
 from rootstock_llm.services.worker.loop.inbox import FactsReady, GrammarFailed, GrammarReady, Inbox
 from rootstock_llm.services.worker.loop.text_rules import ModelText
 from rootstock_llm.services.worker.peer_options import peer_options
@@ -176,14 +176,15 @@ def _load(
     executor: str, settings: WorkerSettings, on_lost: OnLost, exchanges: PageExchanges
 ) -> tuple[LoadedExecutor, ServedWeights]:
     """Loads the model with an executor of EXECUTORS, and computes the model version while the weights are loaded."""
-    with WeightsReading(Path(settings.model)) as reading:
+    form = weight_form(settings.quantization, settings.quantize_head)
+    with WeightsReading(Path(settings.model), form) as reading:
         built = EXECUTORS[executor](settings, on_lost, exchanges)
         try:
             identity = identify_model(settings.model, settings.served_model_name, reading.revision())
         except BaseException:
             built.executor.close()
             raise
-    return built, ServedWeights(settings.model, identity, partial(defaults_of, settings))
+    return built, ServedWeights(settings.model, identity, partial(defaults_of, settings), form)
 
 
 def _bos_token_id(tokenizer: HfTokenizer) -> int:
@@ -269,6 +270,8 @@ def _build_on_device(
         max_tokens=max_step_tokens(settings),
         max_whole_tokens=max(settings.max_prefill_tokens, settings.max_running_requests),
         load_threads=settings.load_threads,
+        quantization=settings.quantization,
+        quantize_head=settings.quantize_head,
         deterministic=settings.deterministic,
         max_drafts=settings.speculative_num_steps if settings.speculative_algorithm != "none" else 0,
         speculative_algorithm=settings.speculative_algorithm,

@@ -58,6 +58,17 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Type of weights and KV. auto: the type of the checkpoint."
     )
+    quantization: Literal["auto", "int8", "int4"] = Field(
+        "auto",
+        description="Bits of the linear layers' weights. auto: those of the checkpoint. int8, int4: weights of 16 or 32 bits are"
+        " quantized while they are loaded, to 8 bits with a scale per output channel or 4 bits with a scale per group of 128."
+        " Only for models of Rootstock's own decoder.",
+    )
+    quantize_head: bool = Field(
+        False,
+        description="Quantize the vocabulary projection to 8 bits while it is loaded. A model whose embedding has the same weight"
+        " also reads the embedding from the 8 bits.",
+    )
     deterministic: bool = Field(
         False,
         description="Compute a request's tokens and logprobs with equal bits, whatever the batch, the chunk size and the cache"

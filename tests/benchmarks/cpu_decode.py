@@ -2,7 +2,8 @@
 
 The model has random bf16 weights in the shape of Qwen3-0.6B. For each batch, the output has prefill tokens per second, the time
 of a decode step, and output tokens per second (prefill and decode). A second line has the seconds of our run (prefill and
-decode) per kernel group and between kernels. No time is checked.
+decode) per kernel group and between kernels. With several forms of weights and several rounds, the medians of the ratios of all
+rounds to the first form follow. No time is checked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -103,6 +105,52 @@ def run_transformers(model: Any, batch: int, num_in: int, num_out: int) -> Timin
     return Timing(seconds[1], seconds[num_out] - seconds[1], batch, num_in, num_out)
 
 
+class Run:
+    """An executor whose weights have one form, with its timers."""
+
+    def __init__(self, folder: str, form: str, options: argparse.Namespace) -> None:
+        """Loads the model.
+
+        Args:
+            form: value of the setting quantization, followed by "+head" if the vocabulary projection has 8 bits.
+        """
+        self._form, self._options = form, options
+        scheme, _, head = form.partition("+")
+        made = DeviceOptions(
+            device="cpu",
+            num_threads=options.threads,
+            max_tokens=options.chunk_tokens + 64,
+            quantization=scheme,
+            quantize_head=head == "head",
+        )
+        timers = []
+
+        def timed_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool) -> Any:
+            timers.append(TimedKernels(load(num_threads, dtype, deterministic)))
+            return timers[0]
+
+        load, kernel_set.load_kernels = kernel_set.load_kernels, timed_kernels
+        pages = max(options.batches) * (-(-(options.num_in + options.num_out) // PAGE_SIZE) + 1)
+        try:
+            self.executor, info = build_device_executor(folder, "auto", PAGE_SIZE, 64, pages, 0.5, None, made, print)
+        finally:
+            kernel_set.load_kernels = load
+        print(info)
+        self._driver, self._timer = Driver(self.executor, PAGE_SIZE), timers[0]
+        run_ours(self._driver, 1, 32, 4, options.chunk_tokens)
+
+    def batch(self, batch: int) -> Timing:
+        """Runs one batch, and prints its speeds and its seconds per kernel group."""
+        options, timer = self._options, self._timer
+        timer.seconds.clear()
+        ours = run_ours(self._driver, batch, options.num_in, options.num_out, options.chunk_tokens)
+        print(ours.line(self._form), flush=True)
+        spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in sorted(timer.seconds.items()))
+        other = ours.prefill_s + ours.decode_s - sum(timer.seconds.values())
+        print(f"{'':14} {spent}, between kernels {other:.2f} s", flush=True)
+        return ours
+
+
 def build_model() -> Any:
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**SHAPE, dtype="bfloat16")
@@ -116,6 +164,7 @@ def build_model() -> Any:
             torch.nn.init.normal_(parameter.data, std=0.02)
     rotary = model.model.rotary_emb
     rotary.__init__(config)  # to_empty leaves all tensors undefined, and the loop above sets only parameters, not buffers
+    model.tie_weights()  # to_empty separates the embedding and the vocabulary projection
     return model.eval()
 
 
@@ -127,33 +176,33 @@ def main() -> None:
     parser.add_argument("--num-out", type=int, default=64)
     parser.add_argument("--chunk-tokens", type=int, default=2048, help="largest number of prompt tokens per step")
     parser.add_argument("--skip-transformers", action="store_true")
+    parser.add_argument(
+        "--quantization", nargs="+", default=["auto"], help="forms of the weights: auto, int8, int4, int8+head, ..."
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds, in each of which all forms take turns")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model, timers = build_model(), []
-
-    def timed_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool) -> Any:
-        timers.append(TimedKernels(load(num_threads, dtype, deterministic)))
-        return timers[0]
-
-    load, kernel_set.load_kernels = kernel_set.load_kernels, timed_kernels
+    model = build_model()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder))
-        pages = max(options.batches) * (-(-(options.num_in + options.num_out) // PAGE_SIZE) + 1)
-        made = DeviceOptions(device="cpu", num_threads=options.threads, max_tokens=options.chunk_tokens + 64)
-        executor, info = build_device_executor(folder, "auto", PAGE_SIZE, 64, pages, 0.5, None, made, print)
-    print(info)
-    driver, timer = Driver(executor, PAGE_SIZE), timers[0]
-    run_ours(driver, 1, 32, 4, options.chunk_tokens)
-    for batch in options.batches:
-        timer.seconds.clear()
-        ours = run_ours(driver, batch, options.num_in, options.num_out, options.chunk_tokens)
-        print(ours.line("ours"), flush=True)
-        spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in sorted(timer.seconds.items()))
-        other = ours.prefill_s + ours.decode_s - sum(timer.seconds.values())
-        print(f"{'':14} {spent}, between kernels {other:.2f} s", flush=True)
-        if not options.skip_transformers:
-            print(run_transformers(model, batch, options.num_in, options.num_out).line("transformers"), flush=True)
-    executor.close()
+        runs = {form: Run(folder, form, options) for form in options.quantization}
+    timings: dict[tuple[str, int], list[Timing]] = defaultdict(list)
+    for _ in range(options.rounds):
+        for batch in options.batches:
+            for form, run in runs.items():
+                timings[form, batch].append(run.batch(batch))
+            if not options.skip_transformers:
+                print(run_transformers(model, batch, options.num_in, options.num_out).line("transformers"), flush=True)
+    base = options.quantization[0]
+    for (form, batch), found in timings.items() if options.rounds > 1 else ():
+        pairs = list(zip(timings[base, batch], found, strict=True))
+        step, prefill = (
+            median(one.decode_s / other.decode_s for one, other in pairs),
+            median(one.prefill_s / other.prefill_s for one, other in pairs),
+        )
+        print(f"{form:>14} batch {batch:3}: speed relative to {base}: decode {step:.2f}, prefill {prefill:.2f}")
+    for run in runs.values():
+        run.executor.close()
 
 
 if __name__ == "__main__":

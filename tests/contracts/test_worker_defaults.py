@@ -91,6 +91,8 @@ SETTINGS_ELSEWHERE = {
     "cuda_graph_max_rows": ENGINE,
     "load_threads": ENGINE,
     "dtype": ENGINE,
+    "quantization": ENGINE,
+    "quantize_head": ENGINE,
     "deterministic": ENGINE,
     "num_threads": ENGINE,
     "context_len": ENGINE,

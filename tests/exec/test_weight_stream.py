@@ -192,7 +192,7 @@ def test_filled_source_returns_each_tensor_once() -> None:
     allocated = Allocated(torch.float32, torch.device("cpu"))
     fused = allocated.stacked([("a", (2, 3)), ("b", (1, 3))])
     assert [(part.name, part.into.data_ptr() - fused.data_ptr()) for part in allocated.placements] == [("a", 0), ("b", 24)]
-    filled = Filled(allocated.tensors)
+    filled = Filled(allocated.tensors, torch.float32)
     assert filled.stacked([("a", (2, 3)), ("b", (1, 3))]) is fused
     with pytest.raises(KeyError):
         filled.stacked([("a", (2, 3)), ("b", (1, 3))])

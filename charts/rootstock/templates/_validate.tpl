@@ -110,7 +110,7 @@ block. */}}
   {{- if lt (int $least) 1 -}}
     {{- fail (printf "model %s: worker.prefill needs at least one decode worker, and worker.%s is 0. Raise it, or set prefill.replicas to 0." .model.name (ternary "autoscaling.minReplicas" "replicas" $worker.autoscaling.enabled)) -}}
   {{- end -}}
-  {{- range $name := list "page_size" "dtype" "deterministic" "context_len" "speculative_algorithm" "speculative_draft_model_path" -}}
+  {{- range $name := list "page_size" "dtype" "quantization" "quantize_head" "deterministic" "context_len" "speculative_algorithm" "speculative_draft_model_path" -}}
     {{- if and (hasKey $worker.prefill.settings $name) (ne (index $worker.prefill.settings $name | toString) (index $worker.settings $name | toString)) -}}
       {{- fail (printf "model %s: worker.prefill.settings.%s differs from worker.settings, and workers read each other's KV only if this setting is the same. Set it in worker.settings, which holds for both." $pool.model.name $name) -}}
     {{- end -}}

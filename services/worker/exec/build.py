@@ -53,6 +53,7 @@ from rootstock_llm.services.worker.exec.tiers.unit_copier import PieceCopies
 from rootstock_llm.services.worker.exec.warm_up import PROMPTS, warm_up
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
+from rootstock_llm.services.worker.exec.weights.quantization import QuantizationOptions
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,8 @@ def build_device_executor(
     threads = options.num_threads
     torch.set_num_threads(threads)
     target = load_target(device, options)
-    request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases)
+    quantization = QuantizationOptions(options.quantization, options.quantize_head)
+    request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases, quantization)
     loaded = load_model(request)
     drafting = Drafting(draft := load_draft(request, loaded, options, load_model), options.draft_corpus)
     if draft.model is not None and draft.model.max_context < loaded.context_len:

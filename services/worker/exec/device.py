@@ -17,6 +17,7 @@ from rootstock_llm.services.worker.exec.streams.host_streams import HostStreams
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
 from rootstock_llm.services.worker.exec.weights.load_request import LoadTarget, load_weights
+from rootstock_llm.services.worker.exec.weights.quantization import UNQUANTIZED, Quantization
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
 from rootstock_llm.services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
 
@@ -61,9 +62,10 @@ def load_target(device: torch.device, options: DeviceOptions) -> LoadTarget:
         kernels: Kernels,
         progress: Callable[[str], None],
         phases: LoadPhases,
+        quantization: Quantization = UNQUANTIZED,
     ) -> T:
         stream = StreamOptions(threads=options.load_threads)
-        return stream_weights(checkpoint, read, dtype, device, kernels, stream, progress, phases)
+        return stream_weights(checkpoint, read, dtype, device, kernels, stream, progress, phases, quantization=quantization)
 
     fingerprint = partial(numerics, options.kernels, device) if options.deterministic else None
     return LoadTarget(device, kernels, streamed if device.type == "cuda" else load_weights, fingerprint)

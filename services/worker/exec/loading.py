@@ -31,6 +31,7 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import (
     resolve_dtype,
 )
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest, LoadTarget
+from rootstock_llm.services.worker.exec.weights.quantization import Quantization
 
 MODULES = "modules.json"
 KINDS = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
@@ -56,6 +57,7 @@ class _Opened:
     dtype: torch.dtype  # dtype to which weights are converted
     target: LoadTarget
     kernels: LayerKernels  # kernels of the target's device for the dtype
+    quantization: Quantization
 
     def context(self, longest: int) -> int:
         """Returns the requested context length, but at most `longest`. Returns `longest` if no length is requested."""
@@ -67,6 +69,9 @@ def load_model(request: LoadRequest) -> LoadedModel:
     with request.phases.timed("config"):
         config = read_config(request.folder)
         native = _native_config(config)
+        quantization = Quantization(request.quantization)
+        if isinstance(native, NotCovered) and str(quantization):
+            raise UnsupportedModel(served_config.quantised_elsewhere(str(request.folder), str(quantization), str(native)))
         if isinstance(native, DecoderConfig):
             config = text_config(config)
         if isinstance(native, NotCovered):
@@ -75,7 +80,7 @@ def load_model(request: LoadRequest) -> LoadedModel:
     try:
         dtype = resolve_dtype(request.dtype, config, checkpoint)
         target = request.target
-        opened = _Opened(request, config, checkpoint, dtype, target, target.kernels(dtype))
+        opened = _Opened(request, config, checkpoint, dtype, target, target.kernels(dtype), quantization)
         with torch.inference_mode():
             if isinstance(native, DecoderConfig):
                 return _native(opened, native.resolved(checkpoint, dtype))
@@ -129,7 +134,9 @@ def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
     request, context = opened.request, opened.context(config.max_position_embeddings)
     config = config.within(context)
     read = partial(ARCHITECTURES[config.architecture].read, config=config)
-    model = opened.target.weights(opened.checkpoint, read, opened.dtype, opened.kernels, request.progress, request.phases)
+    model = opened.target.weights(
+        opened.checkpoint, read, opened.dtype, opened.kernels, request.progress, request.phases, opened.quantization
+    )
     num_positions = (-(-context // request.page_size) + 1) * request.page_size  # positions in the pages of a slot
     assert 0 < context < num_positions, "the table has a row for each position of a slot's pages"
     cos_sin = [table.to(opened.target.device) for table in config.rope_tables(num_positions)]
@@ -143,6 +150,7 @@ def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
         weight_bytes=model.num_bytes(),
         pooling=read_pooling(request.folder, LAST_TOKEN),
         generates=config.has_head,
+        quantization=str(opened.quantization),
     )
 
 

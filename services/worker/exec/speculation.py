@@ -26,6 +26,7 @@ from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
+from rootstock_llm.services.worker.exec.weights.quantization import FROM_CHECKPOINT, Quantization
 
 ModelLoader = Callable[[LoadRequest], LoadedModel]
 
@@ -77,7 +78,14 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
     with request.phases.timed("draft"):
         if algorithm == DRAFT:
             dtype = str(target.dtype).removeprefix("torch.")  # the dtype of the pools
-            own = replace(request, folder=Path(path), dtype=dtype, context_len=target.context_len, phases=LoadPhases())
+            own = replace(
+                request,
+                folder=Path(path),
+                dtype=dtype,
+                context_len=target.context_len,
+                phases=LoadPhases(),
+                quantization=FROM_CHECKPOINT,  # the settings are for the target
+            )
             return _small(own.folder, load(own), target)
         return _head(request, target, Path(path) if path else request.folder, algorithm)
 
@@ -104,8 +112,10 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
             f"--speculative-algorithm {algorithm} is not available for this model, because it needs hidden states of our own"
             " decoder, and transformers' code computes the model"
         )
-    load = load_eagle3 if algorithm == EAGLE3 else load_mtp
-    head = load(folder, decoder, target.dtype, target.kernels)
+    if algorithm == EAGLE3:
+        head = load_eagle3(folder, decoder, target.dtype, target.kernels)
+    else:
+        head = load_mtp(folder, decoder, target.dtype, target.kernels, Quantization(request.quantization))
     if request.target.device.type == "cuda":
         torch.cuda.synchronize(request.target.device)  # other streams read the head's weights
     model = HeadDraftModel(head, target.kernels, target.context_len)

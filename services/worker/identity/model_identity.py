@@ -31,15 +31,18 @@ class ModelIdentity:
 class ServedWeights:
     """The weights that a worker computes with."""
 
-    def __init__(self, folder: str | Path, identity: ModelIdentity, defaults: Callable[[], SamplingDefaults]) -> None:
+    def __init__(
+        self, folder: str | Path, identity: ModelIdentity, defaults: Callable[[], SamplingDefaults], form: bytes = b""
+    ) -> None:
         """Stores the identity of the weights that were loaded when the worker started.
 
         Args:
             folder: the model folder.
             identity: identity of the loaded weights. Any thread may read the attribute `identity`.
             defaults: returns the sampling defaults from the folder's files. Raises ValueError or OSError.
+            form: see WeightsReading.
         """
-        self._folder = Path(folder)
+        self._folder, self._form = Path(folder), form
         self.identity = identity
         self.defaults = defaults
         # Called on the loop's thread before the first step with new weights. Must not block.
@@ -48,7 +51,7 @@ class ServedWeights:
 
     def reading(self) -> WeightsReading:
         """Returns a context manager that hashes the folder. The caller must load the weights inside its block."""
-        return WeightsReading(self._folder)
+        return WeightsReading(self._folder, self._form)
 
     def replaced(self, revision: str, defaults: SamplingDefaults) -> None:
         """Records new weights: changes the identity and calls on_replaced().

@@ -1,7 +1,8 @@
-"""Computes the revision of a folder of weights: a digest of all files that determine the model's outputs.
+"""Computes the revision of a folder of weights: a digest of all files and settings that determine the model's outputs.
 
-The digest covers names, sizes and all bytes of config.json, of model.safetensors.index.json if it exists, and of every
-*.safetensors file. It does not cover the folder's name and the files' times.
+The digest covers names, sizes and all bytes of config.json, of the files in OPTIONAL that exist, and of every *.safetensors file.
+It does not cover the folder's name and the files' times. It also covers the form in which the weights are computed: the settings
+of quantization and the version of the code that quantizes and packs codes.
 
 A few threads hash the files in pieces of a fixed size while another thread loads them. xxh3 releases the interpreter's lock and
 runs at memory speed. Each file is read from disk only once, because the page cache serves its second reader.
@@ -21,11 +22,23 @@ import xxhash
 
 logger = logging.getLogger(__name__)
 
-VERSION = b"2"  # version of the digest's input format; a new version gives every folder a new revision
+VERSION = b"3"  # version of the digest's input format; a new version gives every folder a new revision
 PIECE_BYTES = 64 << 20  # bytes that one task hashes
 BUFFER_BYTES = 1 << 20  # read buffer of a thread; fits into a core's cache
 MOST_THREADS = 4
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+CODES_VERSION = 1  # version of the code that reads, computes and packs codes; a new version changes every revision
+CONFIG = "config.json"
+OPTIONAL = ("hf_quant_config.json", "model.safetensors.index.json", "quantize_config.json")  # index, files of quantization tools
+
+
+def weight_form(quantization: str, quantize_head: bool) -> bytes:
+    """Returns the form in which a worker computes with a folder's weights, as part of the digest.
+
+    Args:
+        quantization: the worker's setting.
+        quantize_head: the worker's setting.
+    """
+    return f"quantization {quantization}, head {quantize_head}, codes {CODES_VERSION}".encode()
 
 
 class WeightsChanged(ValueError):
@@ -48,15 +61,16 @@ class WeightsReading:
     Leaving the block cancels unfinished hashing. Each thread uses BUFFER_BYTES of memory.
     """
 
-    def __init__(self, folder: Path, num_threads: int = 0) -> None:
+    def __init__(self, folder: Path, form: bytes = b"", num_threads: int = 0) -> None:
         """Creates the hashing threads.
 
         Args:
             folder: the model folder.
+            form: result of weight_form().
             num_threads: number of threads; 0: one per core, at most MOST_THREADS.
         """
         threads = num_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
-        self._folder = folder
+        self._folder, self._form = folder, form
         self._pool = ThreadPoolExecutor(threads, "revision")
         self._files: list[_File] = []
         self._pieces: list[list[Future[bytes]]] = []  # by file
@@ -88,6 +102,7 @@ class WeightsReading:
             raise self._error
         loaded = time.monotonic()
         chain = xxhash.xxh3_128(VERSION)
+        chain.update(len(self._form).to_bytes(4, "little") + self._form)
         for file, pieces in zip(self._files, self._pieces, strict=True):
             name = file.name.encode()
             chain.update(len(name).to_bytes(4, "little") + name + file.size.to_bytes(8, "little"))
@@ -103,7 +118,8 @@ class WeightsReading:
 
 def _files_of(folder: Path) -> list[_File]:
     """Returns the files that the revision covers. Raises OSError if a file cannot be read or config.json is missing."""
-    paths = [folder / CONFIG, *([folder / INDEX] if (folder / INDEX).exists() else []), *sorted(folder.glob("*.safetensors"))]
+    optional = [folder / name for name in OPTIONAL if (folder / name).exists()]
+    paths = [folder / CONFIG, *optional, *sorted(folder.glob("*.safetensors"))]
     found = [(path.name, path.stat()) for path in paths]
     return [_File(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found]
 

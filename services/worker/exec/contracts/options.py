@@ -64,6 +64,8 @@ class DeviceOptions:
     max_tokens: int = 8192  # tokens of one forward pass; a larger step is computed in pieces
     max_whole_tokens: int = 0  # tokens of one forward pass of an encoder, whose prompts are never cut; 0 for max_tokens
     load_threads: int = 8  # threads that read weights for a GPU
+    quantization: str = "auto"  # this and the next: see QuantizationOptions
+    quantize_head: bool = False
     deterministic: bool = False  # whether the bits of a row's result must not depend on the other rows
     max_drafts: int = 0  # largest number of draft tokens in a decode row
     speculative_algorithm: str = NGRAM  # NONE, NGRAM, DRAFT, EAGLE3 or MTP; ignored if max_drafts is 0

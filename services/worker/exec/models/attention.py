@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rootstock_llm.kernels.contracts.coded_weight import Matrix, selected_rows
 from rootstock_llm.kernels.contracts.ops import Kernels, ScoreRule
 from rootstock_llm.services.worker.exec.models.layers import ForwardContext, Linear, RmsNorm, Take
 from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV
@@ -159,7 +160,6 @@ class Attention:
         yield from self.qk_norms or ()
 
 
-def _selected(weight: Tensor, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+def _selected(weight: Matrix, bias: Tensor | None, rows: Tensor) -> tuple[Matrix, Tensor | None]:
     """Returns the given rows of a matrix and of its biases."""
-    index = rows.to(weight.device)
-    return torch.index_select(weight, 0, index), None if bias is None else torch.index_select(bias, 0, index)
+    return selected_rows(weight, rows), None if bias is None else torch.index_select(bias, 0, rows.to(bias.device))

@@ -50,6 +50,7 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import (
     architecture_of,
     read_config,
 )
+from rootstock_llm.services.worker.exec.weights.quantization import UNQUANTIZED, Quantization
 from rootstock_llm.services.worker.exec.weights.source import CheckpointSource, WeightReader
 
 EAGLE3 = "Eagle3"  # ending of the architecture of an EAGLE-3 head
@@ -290,8 +291,13 @@ def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int, devic
     return ids.to(device)
 
 
-def load_mtp(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels) -> DraftHead:
-    """Loads the MTP layer of the target's checkpoint. Raises CheckpointError if the folder has no such layer."""
+def load_mtp(
+    folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels, quantization: Quantization = UNQUANTIZED
+) -> DraftHead:
+    """Loads the MTP layer of the target's checkpoint, in the form of the target's weights.
+
+    Raises CheckpointError if the folder has no such layer.
+    """
     model = target.model
     config = model.config.of_one_layer()
     hidden, eps, additional = config.hidden_size, config.rms_norm_eps, f"layers.{len(model.layers)}"
@@ -310,7 +316,8 @@ def load_mtp(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels
             )
         if model.head is None:
             raise CheckpointError(f"{folder} has no vocabulary projection, which an MTP layer needs to draft tokens")
-        body = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.device), kernels).at(prefix)
+        source = CheckpointSource(checkpoint, dtype, model.embedding.device, quantization=quantization)
+        body = WeightReader(source, kernels).at(prefix)
         return MtpHead(
             config=config,
             embedding=model.embedding,

@@ -176,12 +176,12 @@ class Embedding:
                 that memory has them once.
         """
         if tied:
-            weight = weights.vocabulary(vocab_size, hidden_size)
-            packed = weights.kernels.pack_linear(weight, None)
+            packed = weights.kernels.pack_linear(weights.vocabulary(vocab_size, hidden_size), None)
         else:
             weight = weights.tensor("weight", vocab_size, hidden_size)
             packed = PackedLinear(weight, None, hidden_size, vocab_size, packed=False)
-        return cls(packed, weight.dtype, weights.kernels, float(torch.tensor(scale, dtype=weight.dtype)))
+        dtype = weights.source.dtype
+        return cls(packed, dtype, weights.kernels, float(torch.tensor(scale, dtype=dtype)))
 
     @property
     def device(self) -> torch.device:

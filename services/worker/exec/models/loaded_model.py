@@ -33,13 +33,14 @@ class LoadedModel:
     pooling: PoolingConfig  # how an embedding is made of hidden states
     generates: bool  # whether the model has a vocabulary projection
     is_encoder: bool = False
+    quantization: str = ""  # see LoadedInfo
 
     @property
     def shape(self) -> tuple[object, ...]:
         """The values on which the allocation of pools, tables and sampler depends."""
         config = self.config
         sizes = config.vocab_size, config.hidden_size, self.context_len
-        return architecture_of(config), *sizes, self.layers, self.dtype, self.pooling, self.generates
+        return architecture_of(config), *sizes, self.layers, self.dtype, self.pooling, self.generates, self.quantization
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -73,6 +74,7 @@ class LoadedModel:
             page_size=request.page_size,
             dtype=str(self.dtype).removeprefix("torch."),
             weight_bytes=self.weight_bytes,
+            quantization=self.quantization,
             kv_bytes_per_token=self.kv_bytes_per_token,
             generates=self.generates,
             embedding_size=int(self.config.hidden_size),

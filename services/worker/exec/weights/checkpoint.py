@@ -14,6 +14,13 @@ from rootstock_llm.services.shared import served_config
 
 QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes in files; floats with fewer than 16 bits also count as quantised
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtype names in files
+STORED = FLOATS | {  # dtype names in files, of elements and of codes
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 NAMED_AT_MOST = 8  # largest number of tensor names in an error message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -191,8 +198,15 @@ class Checkpoint:
                 return found
         raise CheckpointError(f"{self._folder} has no floating-point tensor, which would determine dtype auto. Set the dtype.")
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns the tensor, converted to the dtype. Raises CheckpointError if it is missing or has another shape."""
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, exact: bool = False) -> Tensor:
+        """Returns the tensor, converted to the dtype.
+
+        Args:
+            exact: whether the tensor must have the dtype in the file.
+
+        Raises:
+            CheckpointError: the tensor is missing, or has another shape or dtype.
+        """
         self.require([name])
         try:
             found: Tensor = self._file(self._file_of[name]).get_tensor(name)
@@ -200,6 +214,9 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {name} of {self._folder}: {error}") from error
         if tuple(found.shape) != shape:
             raise CheckpointError(f"{name} of {self._folder} has shape {tuple(found.shape)}; the config requires {shape}")
+        if exact and found.dtype != dtype:
+            kinds = f"{found.dtype}; the config requires {dtype}".replace("torch.", "")
+            raise CheckpointError(f"{name} of {self._folder} has dtype {kinds}")
         return found.to(dtype)
 
     def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -13,6 +13,12 @@ from rootstock_llm.kernels.contracts.ops import Kernels
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadMeter, LoadPhases
+from rootstock_llm.services.worker.exec.weights.quantization import (
+    FROM_CHECKPOINT,
+    UNQUANTIZED,
+    Quantization,
+    QuantizationOptions,
+)
 from rootstock_llm.services.worker.exec.weights.source import CheckpointSource, WeightReader, listed_tensors
 
 T = TypeVar("T")
@@ -29,6 +35,7 @@ class WeightLoader(Protocol):
         kernels: Kernels,
         progress: Callable[[str], None],
         phases: LoadPhases,
+        quantization: Quantization = UNQUANTIZED,
     ) -> T:
         """Calls `read` with a reader of the checkpoint's tensors, and returns its result. Raises CheckpointError.
 
@@ -39,6 +46,7 @@ class WeightLoader(Protocol):
             dtype: dtype to which the tensors are converted.
             kernels: kernels of the device, which pack the weights.
             progress: called with a log line every few seconds and at the end, on any thread.
+            quantization: form of the model's matrices.
         """
 
 
@@ -66,6 +74,7 @@ class LoadRequest:
     progress: Callable[[str], None]  # called with lines for the log
     target: LoadTarget
     phases: LoadPhases = field(default_factory=LoadPhases)
+    quantization: QuantizationOptions = FROM_CHECKPOINT
 
 
 def load_weights(
@@ -75,13 +84,15 @@ def load_weights(
     kernels: Kernels,
     progress: Callable[[str], None],
     phases: LoadPhases,
+    quantization: Quantization = UNQUANTIZED,
 ) -> T:
     """Implements WeightLoader for a CPU: `read` gets tensors that are read from the files one by one."""
     with phases.timed("weights"):
-        listed = listed_tensors(read, dtype)
+        listed = listed_tensors(read, dtype, quantization)
         checkpoint.require([placement.name for placement in listed])
         total = sum(placement.into.nbytes for placement in listed)
         meter = LoadMeter(total, phases.clock, progress)
-        loaded = read(WeightReader(CheckpointSource(checkpoint, dtype, on_read=meter.added), kernels))
+        source = CheckpointSource(checkpoint, dtype, on_read=meter.added, quantization=quantization)
+        loaded = read(WeightReader(source, kernels))
         meter.end()
         return loaded

@@ -21,26 +21,35 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rootstock_llm.kernels.contracts.coded_weight import Matrix
 from rootstock_llm.kernels.contracts.ops import Kernels
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
+from rootstock_llm.services.worker.exec.weights.quantization import UNQUANTIZED, Part, Quantization, StoredTensor
 
 HOST = torch.device("cpu")
 STD = 0.02  # standard deviation of random weights; most published models are initialised with it
-Part = tuple[str, tuple[int, ...]]  # name of a tensor in the checkpoint, and its shape
 
 
 class WeightSource(Protocol):
     """Provides tensors by their names in the checkpoint, in the model's dtype and on its device."""
 
-    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns a contiguous tensor that may share memory with the source.
-
-        Raises CheckpointError if there is no such tensor.
-        """
+    @property
+    def dtype(self) -> torch.dtype:
+        """Model dtype."""
 
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         """Returns the parts concatenated along the first dimension, in new memory. Raises CheckpointError."""
+
+    def matrix(self, parts: Sequence[Part], is_head: bool) -> Matrix:
+        """Returns the weight of a linear layer: the output channels of all parts, as elements or as codes.
+
+        Args:
+            is_head: whether the weight is the vocabulary projection.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a tensor, or the source's Quantization raises it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class WeightReader:
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.source.stacked([(self.prefix + name, shape)])
 
-    def matrix(self, parts: Sequence[tuple[str, int]], in_features: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+    def matrix(self, parts: Sequence[tuple[str, int]], in_features: int, bias: bool) -> tuple[Matrix, Tensor | None]:
         """Returns projections of one input as one matrix [N, in_features], and their biases [N].
 
         Every linear layer requests its weight by this method, and the vocabulary projection by vocabulary(). Other tensors are
@@ -70,15 +79,15 @@ class WeightReader:
             bias: whether the projections have biases. If not, None is returned instead of biases.
         """
         names = [(self.prefix + name, size) for name, size in parts]
-        weight = self.source.stacked([(f"{name}.weight", (size, in_features)) for name, size in names])
+        weight = self.source.matrix([(f"{name}.weight", (size, in_features)) for name, size in names], is_head=False)
         stacked = self.source.stacked([(f"{name}.bias", (size,)) for name, size in names]) if bias else None
         assert len(weight) == sum(size for _, size in parts), "the parts lie one after the other, without gaps"
         assert stacked is None or len(stacked) == len(weight), "each output feature has a bias"
         return weight, stacked
 
-    def vocabulary(self, vocab_size: int, hidden_size: int) -> Tensor:
+    def vocabulary(self, vocab_size: int, hidden_size: int) -> Matrix:
         """Returns the vocabulary projection [vocab_size, hidden_size]."""
-        return self.source.stacked([(f"{self.prefix}weight", (vocab_size, hidden_size))])
+        return self.source.matrix([(f"{self.prefix}weight", (vocab_size, hidden_size))], is_head=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +98,24 @@ class CheckpointSource:
     dtype: torch.dtype  # dtype to which tensors are converted
     device: torch.device = HOST  # device of the returned tensors
     on_read: Callable[[int], None] = lambda _: None  # called with the size in bytes of each tensor after its conversion
+    quantization: Quantization = UNQUANTIZED
 
-    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
-        self.on_read(tensor.nbytes)
-        return tensor
+    def _tensor(self, tensor: StoredTensor) -> Tensor:
+        """Returns a contiguous tensor that may share memory with the file."""
+        found = self.checkpoint.tensor(tensor.name, tensor.shape, tensor.dtype or self.dtype, exact=tensor.dtype is not None)
+        self.on_read(found.nbytes)
+        return found.to(self.device)
 
     def stacked(self, parts: Sequence[Part]) -> Tensor:
-        return torch.cat([self.view(name, shape) for name, shape in parts])
+        return torch.cat([self._tensor(StoredTensor(*part)) for part in parts])
+
+    def matrix(self, parts: Sequence[Part], is_head: bool) -> Matrix:
+        stored = [self.quantization.tensors(part) or (StoredTensor(*part),) for part in parts]
+        tensors = [[self._tensor(each) for each in of_part] for of_part in stored]
+        matrix = self.quantization.decoded(parts, tensors, self.dtype)
+        applied = self.quantization.applied(parts[0][0], matrix, is_head)
+        # A matrix of one tensor may be the memory of the file, whose address decides the bits of torch's products.
+        return applied.clone() if applied is tensors[0][0] else applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,43 +125,61 @@ class Placement:
     name: str  # name in the checkpoint
     shape: tuple[int, ...]
     into: Tensor  # flat and contiguous part of an allocated tensor
+    dtype: torch.dtype | None = None  # see StoredTensor
 
 
 class Allocated:
     """Allocates tensors with undefined content, and records the part of them that each tensor of the checkpoint must fill."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+    def __init__(self, dtype: torch.dtype, device: torch.device, quantization: Quantization = UNQUANTIZED) -> None:
+        self.dtype, self._device, self._quantization = dtype, device, quantization
         self.placements: list[Placement] = []
         self.tensors: dict[str, Tensor] = {}  # allocated tensors by the name of their first part
 
-    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.stacked([(name, shape)])
-
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         """Allocates the parts as one tensor. Raises CheckpointError if the device has too little memory."""
+        return self._allocated(parts, None)
+
+    def matrix(self, parts: Sequence[Part], is_head: bool) -> Matrix:
+        """Allocates the parts as one tensor, or all tensors of codes.
+
+        Returns:
+            The allocated tensor. If there are codes, a tensor of the matrix's shape without memory.
+        """
+        stored = [self._quantization.tensors(part) for part in parts]
+        if not any(stored):
+            return self.stacked(parts)
+        for part, of_part in zip(parts, stored, strict=True):
+            for each in of_part or (StoredTensor(*part),):
+                self._allocated([(each.name, each.shape)], each.dtype)
+        shape = (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def _allocated(self, parts: Sequence[Part], dtype: torch.dtype | None) -> Tensor:
         rows, rest = sum(shape[0] for _, shape in parts), parts[0][1][1:]
         try:
-            fused = torch.empty((rows, *rest), dtype=self._dtype, device=self._device)
+            fused = torch.empty((rows, *rest), dtype=dtype or self.dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             allocated = sum(tensor.nbytes for tensor in self.tensors.values()) >> 20
             message = f"no memory on {self._device} for the weights from {parts[0][0]} on, after {allocated} MiB of other weights"
             raise CheckpointError(message) from error
-        self._record(parts, fused)
+        self._record(parts, fused, dtype)
         return fused
 
-    def _record(self, parts: Sequence[Part], fused: Tensor) -> None:
+    def _record(self, parts: Sequence[Part], fused: Tensor, dtype: torch.dtype | None) -> None:
         self.tensors[parts[0][0]] = fused
         flat, first = fused.view(-1), 0
         for name, shape in parts:
             count = math.prod(shape)
-            self.placements.append(Placement(name, shape, flat[first : first + count]))
+            self.placements.append(Placement(name, shape, flat[first : first + count], dtype))
             first += count
 
 
-def listed_tensors(read: Callable[[WeightReader], object], dtype: torch.dtype) -> list[Placement]:
+def listed_tensors(
+    read: Callable[[WeightReader], object], dtype: torch.dtype, quantization: Quantization = UNQUANTIZED
+) -> list[Placement]:
     """Returns the names and shapes of the tensors that `read` requests. The field `into` of each placement takes no memory."""
-    source = Allocated(dtype, torch.device("meta"))
+    source = Allocated(dtype, torch.device("meta"), quantization)
     read(WeightReader(source, reference))
     return source.placements
 
@@ -153,14 +190,22 @@ class Filled:
     If kernels pack a copy of each tensor, the originals are therefore freed one by one, instead of after the last copy.
     """
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.stacked([(name, shape)])
+    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, quantization: Quantization = UNQUANTIZED) -> None:
+        self._tensors, self.dtype, self._quantization = tensors, dtype, quantization
 
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         return self._tensors.pop(parts[0][0])
+
+    def matrix(self, parts: Sequence[Part], is_head: bool) -> Matrix:
+        stored = [self._quantization.tensors(part) for part in parts]
+        matrix: Matrix
+        if any(stored):
+            names = [of_part or (StoredTensor(*part),) for part, of_part in zip(parts, stored, strict=True)]
+            tensors = [[self._tensors.pop(each.name) for each in of_part] for of_part in names]
+            matrix = self._quantization.decoded(parts, tensors, self.dtype)
+        else:
+            matrix = self.stacked(parts)
+        return self._quantization.applied(parts[0][0], matrix, is_head)
 
 
 class RandomSource:
@@ -169,17 +214,19 @@ class RandomSource:
     The same seed gives the same values on the same device.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
-        self._dtype, self._device = dtype, torch.device(device)
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device | str, seed: int, quantization: Quantization = UNQUANTIZED
+    ) -> None:
+        self.dtype, self._device, self._quantization = dtype, torch.device(device), quantization
         self._generator = torch.Generator(self._device).manual_seed(seed)
-
-    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.stacked([(name, shape)])
 
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         name, shape = parts[0]
         rows = sum(part[0] for _, part in parts)
-        values = torch.empty((rows, *shape[1:]), dtype=self._dtype, device=self._device)
+        values = torch.empty((rows, *shape[1:]), dtype=self.dtype, device=self._device)
         if name.endswith("norm.weight"):
             return values.fill_(1.0)
         return values.normal_(0.0, STD, generator=self._generator)
+
+    def matrix(self, parts: Sequence[Part], is_head: bool) -> Matrix:
+        return self._quantization.applied(parts[0][0], self.stacked(parts), is_head)

@@ -19,10 +19,17 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import Kernels
 from rootstock_llm.kernels.reference import layers as reference
-from rootstock_llm.services.worker.exec.weights.checkpoint import FLOATS, Checkpoint, CheckpointError
+from rootstock_llm.services.worker.exec.weights.checkpoint import FLOATS, STORED, Checkpoint, CheckpointError
 from rootstock_llm.services.worker.exec.weights.load_progress import REPORT_EVERY_S, LoadMeter, LoadPhases
+from rootstock_llm.services.worker.exec.weights.quantization import UNQUANTIZED, Quantization
 from rootstock_llm.services.worker.exec.weights.safetensors_file import TensorFiles, TensorSpan, read_header
-from rootstock_llm.services.worker.exec.weights.source import Allocated, Filled, Placement, WeightReader, listed_tensors
+from rootstock_llm.services.worker.exec.weights.source import (
+    Allocated,
+    Filled,
+    Placement,
+    WeightReader,
+    listed_tensors,
+)
 
 T = TypeVar("T")
 BUFFERS = 2  # staging buffers per thread
@@ -147,42 +154,48 @@ def stream_weights(
     progress: Callable[[str], None],
     phases: LoadPhases,
     slab: Callable[[int, torch.device], PinnedSlab] = PinnedSlab,
+    quantization: Quantization = UNQUANTIZED,
 ) -> T:
     """Implements WeightLoader for any device, after `device` and `options` are bound.
 
-    Files and shapes are checked before memory is allocated on the device. Weights are packed on the device.
+    Files and shapes are checked before memory is allocated on the device. Weights are quantized and packed on the device.
 
     Args:
         device: the device for the weights.
         options: number of threads and size of the staging memory.
         slab: allocates the staging memory.
+        quantization: form of the model's matrices.
     """
     with phases.timed("weights"):
-        listed = listed_tensors(read, dtype)
+        listed = listed_tensors(read, dtype, quantization)
         checkpoint.require([placement.name for placement in listed])
         spans = _spans(checkpoint, listed)
-        allocated = Allocated(dtype, torch.device(device))
+        allocated = Allocated(dtype, torch.device(device), quantization)
         read(WeightReader(allocated, reference))  # reference kernels do not pack the tensors, so that these can be filled
         loads = [_Load(spans[placement.name], placement.into) for placement in allocated.placements]
         total = sum(load.span.num_bytes for load in loads)
         _read_all(loads, torch.device(device), options, LoadMeter(total, phases.clock, progress), slab)
         phases.weight_bytes_read += total
-        filled = Filled(allocated.tensors)
+        filled = Filled(allocated.tensors, dtype, quantization)
         del allocated, loads  # their views would keep all unpacked tensors in memory while kernels pack copies
         return read(WeightReader(filled, kernels))
 
 
 def _spans(checkpoint: Checkpoint, placements: Sequence[Placement]) -> dict[str, TensorSpan]:
     """Finds the tensors in the files' headers. Raises CheckpointError if a tensor is missing or has a wrong shape or dtype."""
-    wanted = {placement.name: (checkpoint.path_of(placement.name), placement.shape) for placement in placements}
+    wanted = {placement.name: (checkpoint.path_of(placement.name), placement) for placement in placements}
     headers = {path: read_header(path) for path in dict.fromkeys(path for path, _ in wanted.values())}
-    for name, (path, shape) in wanted.items():
+    for name, (path, placement) in wanted.items():
+        shape = placement.shape
         span = headers[path].get(name)
         if span is None:
             raise CheckpointError(f"{path} has no tensor {name}")
         if span.shape != shape:
             raise CheckpointError(f"{name} of {path} has shape {span.shape}; the config requires {shape}")
-        if span.dtype not in FLOATS:
+        if placement.dtype is not None and STORED.get(span.dtype) != placement.dtype:
+            kind = str(placement.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{name} of {path} has dtype {span.dtype}; the config requires {kind}")
+        if placement.dtype is None and span.dtype not in FLOATS:
             raise CheckpointError(f"{name} of {path} has dtype {span.dtype}; supported: {', '.join(FLOATS)}")
     return {name: headers[path][name] for name, (path, _) in wanted.items()}
 
@@ -240,7 +253,7 @@ def _wait_for(readers: list[Future[None]], meter: LoadMeter) -> None:
 
 def _pieces(loads: Sequence[_Load], piece_bytes: int) -> Iterator[_TensorPiece]:
     for load in loads:
-        max_elements, count = piece_bytes // FLOATS[load.span.dtype].itemsize, len(load.into)
+        max_elements, count = piece_bytes // STORED[load.span.dtype].itemsize, len(load.into)
         for first in range(0, count, max_elements):
             yield _TensorPiece(load, first, min(max_elements, count - first))
 
@@ -265,7 +278,7 @@ class _PieceQueue:
 def _reader(lane: Lane, pieces: _PieceQueue, files: TensorFiles, meter: LoadMeter) -> None:
     with torch.inference_mode():  # the mode is per thread, and only in it may inference tensors be written
         while (piece := pieces.take()) is not None:
-            span, dtype = piece.load.span, FLOATS[piece.load.span.dtype]
+            span, dtype = piece.load.span, STORED[piece.load.span.dtype]
             offset = piece.first * dtype.itemsize
             into = piece.load.into[piece.first : piece.first + piece.count]
             lane.move(into, dtype, partial(files.read, span=span, offset=offset))

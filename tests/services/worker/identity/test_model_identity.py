@@ -13,7 +13,7 @@ from rootstock_llm.services.worker.engine import EXECUTORS, LoadedExecutor, OnLo
 from rootstock_llm.services.worker.exec.contracts.options import TierOptions
 from rootstock_llm.services.worker.identity import weights_revision
 from rootstock_llm.services.worker.identity.model_identity import ModelIdentity, identify_model
-from rootstock_llm.services.worker.identity.weights_revision import WeightsReading
+from rootstock_llm.services.worker.identity.weights_revision import WeightsReading, weight_form
 from rootstock_llm.services.worker.loop.inbox import Inbox
 from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.all_pairs import each_value
@@ -31,8 +31,8 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def revision_of(path: Path) -> str:
-    with WeightsReading(path) as reading:
+def revision_of(path: Path, form: bytes = b"") -> str:
+    with WeightsReading(path, form) as reading:
         return reading.revision()
 
 
@@ -63,7 +63,7 @@ def test_revision_depends_on_the_order_of_pieces_but_not_on_the_number_of_thread
     folder = make_folder(tmp_path / "model")
 
     def revision(num_threads: int) -> str:
-        with WeightsReading(folder, num_threads) as reading:
+        with WeightsReading(folder, num_threads=num_threads) as reading:
             return reading.revision()
 
     before = revision(1)
@@ -72,6 +72,22 @@ def test_revision_depends_on_the_order_of_pieces_but_not_on_the_number_of_thread
     data = file.read_bytes()
     file.write_bytes(data[1000:2000] + data[:1000] + data[2000:])
     assert revision(4) != before
+
+
+def test_revision_depends_on_the_form_of_the_weights(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    forms = [weight_form(scheme, head) for scheme in ("auto", "int8", "int4") for head in (False, True)]
+    assert len({revision_of(folder, form) for form in forms}) == len(forms)
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "model.safetensors.index.json"])
+def test_revision_depends_on_the_files_of_quantization_tools(tmp_path: Path, name: str) -> None:
+    folder = make_folder(tmp_path / "model")
+    revisions = {revision_of(folder)}
+    for bits in (4, 8):
+        (folder / name).write_text(f'{{"bits": {bits}}}')
+        revisions.add(revision_of(folder))
+    assert len(revisions) == 3
 
 
 def test_revision_is_equal_for_a_copy_in_another_folder(tmp_path: Path) -> None:
