@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, ModernBertDecoderConfig
 
 from tests.exec.driver import Driver, Sequence, greedy
+from tests.exec.expert_folders import fuse_experts
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS, SHAPE, greedy_answers
 
@@ -71,6 +73,13 @@ def test_loading_ignores_unneeded_index_entries_without_a_tensor(tmp_path: Path)
     file = index["weight_map"]["model.norm.weight"]
     index["weight_map"] |= {"model.layers.0.self_attn.rotary_emb.inv_freq": file}
     path.write_text(json.dumps(index))
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3.5-moe"])
+def test_loading_reads_experts_that_are_stored_in_one_tensor(name: str, tmp_path: Path) -> None:
+    MODELS[name].build(tmp_path)
+    fuse_experts(tmp_path)
     check(tmp_path)
 
 

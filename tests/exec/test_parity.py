@@ -174,11 +174,12 @@ def test_tokens_equal_transformers_when_pages_are_shuffled(reference: Reference)
 
 VISION: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+    "Qwen3_5Moe": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
     "Gemma3": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
 }
 
 
-@pytest.mark.parametrize(("name", "family"), [("qwen3.5", "Qwen3_5"), ("gemma3", "Gemma3")])
+@pytest.mark.parametrize(("name", "family"), [("qwen3.5", "Qwen3_5"), ("qwen3.5-moe", "Qwen3_5Moe"), ("gemma3", "Gemma3")])
 def test_text_decoder_of_an_image_model_gives_the_same_bits_as_the_text_model(
     name: str, family: str, kernel_name: str, tmp_path: Path
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rootstock_llm.services.worker.core.planning.draft_controller import DraftCo
 from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from tests.exec.always_guessing import always
+from tests.exec.expert_folders import fuse_experts
 from tests.exec.random_contexts import World, alone, strings, targets
 from tests.exec.test_parity import VISION
 from tests.exec.tiny_models import MODELS
@@ -28,9 +31,30 @@ WORLD = World(max_drafts=4, drafts_by_model=True)
 PROMPT_TOKENS, NEW_TOKENS = 37, 24
 
 
-def add_mtp(folder: Path, config: Any) -> None:
-    """Adds the tensors `mtp.*` of a Qwen3.5 checkpoint, with random values. The weights of norms are stored minus 1."""
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+def mlp_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of an MLP's weights: those of one MLP, or of a router, experts and a shared expert."""
+    hidden = config.hidden_size
+    count = getattr(config, "num_experts", 0)
+
+    def gated(prefix: str, inner: int) -> dict[str, tuple[int, ...]]:
+        shapes = {f"{prefix}{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        return {**shapes, f"{prefix}down_proj": (hidden, inner)}
+
+    if not count:
+        return gated("", config.intermediate_size)
+    shapes: dict[str, tuple[int, ...]] = {"gate": (count, hidden), "shared_expert_gate": (1, hidden)}
+    for expert in range(count):
+        shapes |= gated(f"experts.{expert}.", config.moe_intermediate_size)
+    return shapes | gated("shared_expert.", config.shared_expert_intermediate_size)
+
+
+def add_mtp(folder: Path, config: Any, fused: bool) -> None:
+    """Adds the tensors `mtp.*` of a Qwen3.5 checkpoint, with random values. The weights of norms are stored minus 1.
+
+    Args:
+        fused: whether the experts are stored in one tensor.
+    """
+    hidden, size = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     layer = {
         "input_layernorm": (hidden,),
@@ -41,9 +65,7 @@ def add_mtp(folder: Path, config: Any) -> None:
         "self_attn.k_proj": (kv_heads * size, hidden),
         "self_attn.v_proj": (kv_heads * size, hidden),
         "self_attn.o_proj": (hidden, heads * size),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+        **{f"mlp.{name}": shape for name, shape in mlp_shapes(config).items()},
     }
     shapes = {"fc": (hidden, 2 * hidden), "norm": (hidden,), "pre_fc_norm_hidden": (hidden,), "pre_fc_norm_embedding": (hidden,)}
     shapes |= {f"layers.0.{name}": shape for name, shape in layer.items()}
@@ -51,6 +73,8 @@ def add_mtp(folder: Path, config: Any) -> None:
     drawn = {f"mtp.{name}.weight": torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
     file = folder / "model.safetensors"
     save_file({**load_file(file), **drawn}, file, metadata={"format": "pt"})
+    if fused:
+        fuse_experts(folder)
 
 
 class MtpReference:
@@ -78,13 +102,26 @@ class MtpReference:
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self._own[f"{name}.weight"])
 
+    def _gated(self, x: Tensor, name: str) -> Tensor:
+        gate, up = (self._linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
+        return self._linear(F.silu(gate) * up, f"{name}.down_proj")
+
+    def _mlp(self, x: Tensor, name: str) -> Tensor:
+        if f"{name}.gate.weight" not in self._own:
+            return self._gated(x, name)
+        out = torch.sigmoid(self._linear(x, f"{name}.shared_expert_gate")) * self._gated(x, f"{name}.shared_expert")
+        best = self._linear(x, f"{name}.gate").softmax(-1).topk(self._config.num_experts_per_tok)
+        for row, (weights, experts) in enumerate(zip(best.values, best.indices.tolist(), strict=True)):
+            for weight, expert in zip(weights / weights.sum(), experts, strict=True):
+                out[row] += weight * self._gated(x[row : row + 1], f"{name}.experts.{expert}")[0]
+        return out
+
     def _computed(self, ids: Tensor, states: Tensor) -> Tensor:
         embedded = self._norm(self._model.model.embed_tokens(ids), "pre_fc_norm_embedding")
         x = self._linear(torch.cat((embedded, self._norm(states, "pre_fc_norm_hidden")), 1), "fc")
         x = x + self._attention(self._norm(x, "layers.0.input_layernorm"))
         normed = self._norm(x, "layers.0.post_attention_layernorm")
-        gate, up = (self._linear(normed, f"layers.0.mlp.{name}_proj") for name in ("gate", "up"))
-        return self._norm(x + self._linear(F.silu(gate) * up, "layers.0.mlp.down_proj"), "norm")
+        return self._norm(x + self._mlp(normed, "layers.0.mlp"), "norm")
 
     def _attention(self, x: Tensor) -> Tensor:
         config, size = self._config, self._config.head_dim
@@ -123,29 +160,42 @@ def made_of(folder: Path, algorithm: str) -> tuple[DeviceExecutor, World]:
     return executor, World(max_drafts=world.max_drafts, drafts_by_model=world.drafts_by_model, groups=info.groups)
 
 
-@pytest.fixture(scope="module", params=["text", "wrapper"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint of text, or one of text and images, whose tensors begin with `model.language_model.`."""
+@dataclass(frozen=True)
+class MtpModel:
+    folder: Path
+    text: Any  # transformers' model of the text
+    tensors: dict[str, Tensor]  # tensors of the MTP layer, each expert separately
+
+
+@pytest.fixture(scope="module", params=["text", "wrapper", "text-moe", "wrapper-moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MtpModel:
+    """A checkpoint of text, or one of text and images, whose tensors begin with `model.language_model.`.
+
+    In the latter, the experts of a layer are in one tensor.
+    """
+    form, _, experts = request.param.partition("-")
     made = tmp_path_factory.mktemp("model")
-    text = MODELS["qwen3.5"].build(made)
-    if request.param == "wrapper":
+    text = MODELS["qwen3.5-moe" if experts else "qwen3.5"].build(made)
+    if form == "wrapper":
         made = tmp_path_factory.mktemp("wrapper")
-        config = transformers.Qwen3_5Config(text_config=text.config.to_dict(), vision_config=VISION["Qwen3_5"])
+        family = "Qwen3_5Moe" if experts else "Qwen3_5"
+        config = getattr(transformers, f"{family}Config")(text_config=text.config.to_dict(), vision_config=VISION[family])
         config.tie_word_embeddings = text.config.tie_word_embeddings
-        whole = transformers.Qwen3_5ForConditionalGeneration(config)
+        whole = getattr(transformers, f"{family}ForConditionalGeneration")(config)
         whole.model.language_model.load_state_dict(text.model.state_dict(), strict=False)
         whole.save_pretrained(made)
-    add_mtp(made, text.config)
-    yield made
+    separate = tmp_path_factory.mktemp("separate")
+    shutil.copytree(made, separate, dirs_exist_ok=True)
+    add_mtp(separate, text.config, fused=False)
+    add_mtp(made, text.config, fused=bool(experts) and form == "wrapper")
+    return MtpModel(made, text, load_file(separate / "model.safetensors"))
 
 
-def test_draft_tokens_of_qwen35_equal_plain_torch_and_change_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_tokens_of_qwen35_equal_plain_torch_and_change_no_bit(model: MtpModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftController, "choose", always)
-    (plain, plain_world), (drafting, world) = made_of(folder, "none"), made_of(folder, "mtp")
+    (plain, plain_world), (drafting, world) = made_of(model.folder, "none"), made_of(model.folder, "mtp")
     target = next(targets(world, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
-    tensors = load_file(folder / "model.safetensors")
-    text = MODELS["qwen3.5"].build(folder / "reference")
-    reference = MtpReference(text, text.config, tensors)
+    reference = MtpReference(model.text, model.text.config, model.tensors)
     drafter = drafting._steps._drafter  # type: ignore[attr-defined]
     propose, proposed = drafter.propose, []
 

@@ -106,7 +106,18 @@ def assert_same(found: DecoderModel, expected: DecoderModel, device: torch.devic
 
 
 # Models whose weights have different forms. Models that differ only in rope or windows are omitted, as these are in the config.
-WEIGHT_FORMS = ["llama-untied", "llama-tied", "llama-sharded", "llama-biases", "mistral", "qwen2", "qwen3", "qwen3.5", "gemma3"]
+WEIGHT_FORMS = [
+    "llama-untied",
+    "llama-tied",
+    "llama-sharded",
+    "llama-biases",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3.5",
+    "gemma3",
+    "mixtral",
+]
 
 
 @pytest.mark.by_day(one_in=2, seed=37)

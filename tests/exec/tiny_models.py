@@ -52,7 +52,7 @@ GEMMA3 = {
     "query_pre_attn_scalar": 20,
 }
 
-
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 HYBRID = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]}
 
 
@@ -130,4 +130,11 @@ MODELS = {
     "qwen3.5": TinyModel("Qwen3_5", QWEN35, config="Qwen3_5TextConfig"),
     "qwen3.5-window": TinyModel("Qwen3_5", QWEN35 | HYBRID | {"sliding_window": 24}, config="Qwen3_5TextConfig"),
     "gemma3": TinyModel("Gemma3", GEMMA3, config="Gemma3TextConfig"),
+    "mixtral": TinyModel("Mixtral", {**EXPERTS, "sliding_window": 24}),
+    "qwen3-moe": TinyModel("Qwen3Moe", {**EXPERTS, "head_dim": 32, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3.5-moe": TinyModel(
+        "Qwen3_5Moe",
+        {**QWEN35, **EXPERTS, "shared_expert_intermediate_size": 56, "initializer_range": 0.1},
+        config="Qwen3_5MoeTextConfig",
+    ),
 }

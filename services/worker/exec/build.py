@@ -405,7 +405,7 @@ class _Assembly:
             return
         rows, given = self.graph_rows[-1], self._parts.eager_cost
         cost = measured_eager_cost(self.runner, rows) if given is None else given
-        limits = graph_limits(rows, cost, self._loaded.weight_bytes, self._loaded.kv_bytes_per_token)
+        limits = graph_limits(rows, cost, self._loaded.step_bytes(rows), self._loaded.kv_bytes_per_token)
         if self.pools.has_states:  # a graph's rows cannot pass a state on, so a graph computes one token of each sequence
             limits = replace(limits, rereads=0)
             more = "A graph computes one token of each request, because the model has recurrent layers"

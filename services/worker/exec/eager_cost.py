@@ -24,6 +24,7 @@ def graph_limits(rows: int, eager_cost: float, weight_bytes: int, kv_bytes_per_t
 
     Args:
         rows: rows of the largest graph.
+        weight_bytes: bytes of weights that a step of this graph reads.
         eager_cost: extra time of an eager step, in multiples of a replayed step's time.
     """
     assert rows > 0 and eager_cost >= 0, "a graph has rows, and an eager step is not faster than a replayed one"

@@ -15,9 +15,9 @@ import torch
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
 from rootstock_llm.kernels.cpu import load_kernels
 from rootstock_llm.services.shared import served_config
-from rootstock_llm.services.worker.exec.models.decoder import Decoder
+from rootstock_llm.services.worker.exec.models.decoder import Decoder, DecoderModel
 from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig
-from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
+from rootstock_llm.services.worker.exec.models.loaded_model import ExpertReads, LoadedModel
 from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, NotCovered, config_of, text_config
 from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
 from rootstock_llm.services.worker.exec.weights.checkpoint import (
@@ -31,7 +31,7 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import (
     resolve_dtype,
 )
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest, LoadTarget
-from rootstock_llm.services.worker.exec.weights.quantization import Quantization
+from rootstock_llm.services.worker.exec.weights.quantization import AUTO, Quantization
 
 MODULES = "modules.json"
 KINDS = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
@@ -73,6 +73,7 @@ def load_model(request: LoadRequest) -> LoadedModel:
         if isinstance(native, NotCovered) and str(quantization):
             raise UnsupportedModel(served_config.quantised_elsewhere(str(request.folder), str(quantization), str(native)))
         if isinstance(native, DecoderConfig):
+            _refuse_quantised_experts(native, request)
             config = text_config(config)
         if isinstance(native, NotCovered):
             _refuse_by_config(request, config)
@@ -87,6 +88,14 @@ def load_model(request: LoadRequest) -> LoadedModel:
             return _through_transformers(opened, native)
     finally:
         checkpoint.close()
+
+
+def _refuse_quantised_experts(config: DecoderConfig, request: LoadRequest) -> None:
+    scheme = request.quantization.scheme
+    if config.experts is not None and scheme != AUTO:
+        raise UnsupportedModel(
+            f"--quantization {scheme} is not supported for models with experts, as {request.folder}. Set it to {AUTO}."
+        )
 
 
 def _refuse_by_config(request: LoadRequest, config: Any) -> None:
@@ -151,7 +160,13 @@ def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
         pooling=read_pooling(request.folder, LAST_TOKEN),
         generates=config.has_head,
         quantization=str(opened.quantization),
+        experts=_expert_reads(model),
     )
+
+
+def _expert_reads(model: DecoderModel) -> ExpertReads | None:
+    sizes = model.config.experts
+    return None if sizes is None else ExpertReads(model.expert_bytes(), sizes.routing.top_k / sizes.count)
 
 
 def _through_transformers(opened: _Opened, reason: NotCovered) -> LoadedModel:

@@ -1,8 +1,9 @@
-"""Llama, Mistral, Qwen2, Qwen3, Qwen3.5 and Gemma 3: one decoder, with variants by switches of DecoderConfig.
+"""Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3.5 and Gemma 3: one decoder, with variants by switches of DecoderConfig.
 
-embedding ─► layers: norm ─► mixer ─► + ─► norm ─► gated MLP ─► + ─► ... ─► norm ─► head
+embedding ─► layers: norm ─► mixer ─► + ─► norm ─► MLP ─► + ─► ... ─► norm ─► head
 
-The mixer is attention or, in most layers of Qwen3.5, Gated DeltaNet. In Gemma 3, the outputs of mixer and MLP also have norms.
+The mixer is attention or, in most layers of Qwen3.5, Gated DeltaNet. The MLP is a gated MLP or, in a mixture, a set of experts.
+In Gemma 3, the outputs of mixer and MLP also have norms.
 
 A DecoderModel has the weights, and a Decoder runs it over the ragged batch of a step. Neither stores anything about a request.
 """
@@ -17,11 +18,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import MOST_TAPS, RaggedRows
+from rootstock_llm.kernels.contracts.ops import MOST_TAPS, RaggedRows, Routing
 from rootstock_llm.services.shared.served_config import LAYER_TYPES, RECURRENT
 from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
 from rootstock_llm.services.worker.exec.models.attention import Attention
 from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig, decoder_config, windows_by_layer
+from rootstock_llm.services.worker.exec.models.experts import Experts, ExpertSizes
 from rootstock_llm.services.worker.exec.models.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from rootstock_llm.services.worker.exec.models.layers import (
     Attend,
@@ -30,6 +32,7 @@ from rootstock_llm.services.worker.exec.models.layers import (
     GatedMlp,
     Head,
     Mixer,
+    Mlp,
     RmsNorm,
     Take,
     TransformerLayer,
@@ -71,7 +74,7 @@ class Decoder:
             num_tokens: tokens of the largest step.
             num_wanted: largest number of tokens in one call of states() or logits().
         """
-        self.model.reserve(lambda name, columns: self._space.take(name, num_tokens, columns))
+        self.model.reserve(lambda name, columns, dtype=None: self._space.take(name, num_tokens, columns, dtype))
         self.aux_states(num_tokens)
         self._space.take("normed", num_wanted, self._hidden_size)
         if self.model.head is not None:
@@ -200,6 +203,11 @@ class DecoderModel(ABC):
         """Returns the bytes of the weights, packed copies included. Shared storage counts once."""
         return storage_bytes(self.tensors())
 
+    def expert_bytes(self) -> int:
+        """Returns the bytes of the weights of all experts, without those of shared experts."""
+        packed = [layer.mlp.packed for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return sum(tensor.nbytes for each in packed for part in (each.gate_up, each.down) for tensor in part.tensors)
+
 
 class Llama(DecoderModel):
     """Llama 2 and 3 (arXiv 2307.09288, 2407.21783), and models that use their architecture."""
@@ -225,6 +233,20 @@ class Mistral(DecoderModel):
         return decoder_config(given, (int(given.sliding_window or 0),) * int(given.num_hidden_layers))
 
 
+class Mixtral(DecoderModel):
+    """Mixtral (arXiv 2401.04088): Mistral with experts in all layers."""
+
+    model_type = "mixtral"
+
+    @classmethod
+    def config_of(cls, given: Any) -> DecoderConfig:
+        layers = int(given.num_hidden_layers)
+        config = decoder_config(given, (int(given.sliding_window or 0),) * layers)
+        routing = Routing(int(given.num_experts_per_tok), renormalize=True)
+        experts = expert_sizes(int(given.num_local_experts), given.intermediate_size, routing)
+        return replace(config, experts=experts, sparse=tuple(range(layers)))
+
+
 class Qwen2(DecoderModel):
     """Qwen2 and Qwen2.5 (arXiv 2407.10671): biases of queries, keys and values; sliding windows in some layers."""
 
@@ -246,6 +268,24 @@ class Qwen3(DecoderModel):
     def config_of(cls, given: Any) -> DecoderConfig:
         bias = bool(given.attention_bias)
         return decoder_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+class Qwen3Moe(DecoderModel):
+    """Qwen3 with experts in some layers (arXiv 2505.09388): all layers, or every few layers, except those in mlp_only_layers."""
+
+    model_type = "qwen3_moe"
+
+    @classmethod
+    def config_of(cls, given: Any) -> DecoderConfig:
+        layers, bias = int(given.num_hidden_layers), bool(given.attention_bias)
+        window = int(given.sliding_window or 0)
+        config = decoder_config(given, (window,) * layers, qkv_bias=bias, o_bias=bias, qk_norm=True)
+        step, dense = int(given.decoder_sparse_step), set(given.mlp_only_layers or ())
+        sparse = tuple(index for index in range(layers) if index not in dense and not (index + 1) % step)
+        if not sparse or not given.num_experts:
+            return config
+        routing = Routing(int(given.num_experts_per_tok), renormalize=bool(given.norm_topk_prob))
+        return replace(config, experts=expert_sizes(given.num_experts, given.moe_intermediate_size, routing), sparse=sparse)
 
 
 class Qwen3_5(DecoderModel):
@@ -286,6 +326,24 @@ class Qwen3_5(DecoderModel):
         return replace(config, centered_norms=True, output_gate=True, delta=delta, recurrent=recurrent)
 
 
+class Qwen3_5Moe(Qwen3_5):
+    """Qwen3.5 with experts in all layers, and a shared expert with a gate."""
+
+    model_type = "qwen3_5_moe_text"
+    wrapper_type = "qwen3_5_moe"
+
+    @classmethod
+    def config_of(cls, given: Any) -> DecoderConfig:
+        config = super().config_of(given)
+        routing = Routing(int(given.num_experts_per_tok), renormalize=True)
+        experts = expert_sizes(int(given.num_experts), given.moe_intermediate_size, routing)
+        shared = int(given.shared_expert_intermediate_size)
+        if shared < 1:
+            raise UnsupportedModel(f"shared_expert_intermediate_size is {shared}; it must be at least 1")
+        experts = replace(experts, shared_size=shared, shared_gate=True)
+        return replace(config, experts=experts, sparse=tuple(range(config.num_layers)))
+
+
 class Gemma3(DecoderModel):
     """Gemma 3 (arXiv 2503.19786): windows in five of six layers, which have their own rotary base.
 
@@ -318,7 +376,16 @@ class Gemma3(DecoderModel):
         )
 
 
-MODELS: tuple[type[DecoderModel], ...] = (Llama, Mistral, Qwen2, Qwen3, Qwen3_5, Gemma3)
+MODELS: tuple[type[DecoderModel], ...] = (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe, Qwen3_5, Qwen3_5Moe, Gemma3)
+
+
+def expert_sizes(count: int, intermediate_size: int, routing: Routing) -> ExpertSizes:
+    """Returns the sizes of experts. Raises UnsupportedModel if a token cannot choose its experts."""
+    if not routing.fits(count):
+        raise UnsupportedModel(f"num_experts_per_tok is {routing.top_k}; a token chooses from 1 to {count} experts")
+    if intermediate_size < 1:
+        raise UnsupportedModel(f"the intermediate size of experts is {intermediate_size}; it must be at least 1")
+    return ExpertSizes(count, intermediate_size, routing)
 
 
 def read_layer(weights: WeightReader, config: DecoderConfig, index: int, attention_features: int = 0) -> TransformerLayer:
@@ -348,5 +415,10 @@ def read_layer(weights: WeightReader, config: DecoderConfig, index: int, attenti
         before_mlp = norm("pre_feedforward_layernorm")
     else:
         after, before_mlp = None, norm("post_attention_layernorm")
-    mlp = GatedMlp.read(weights.at("mlp"), hidden, config.intermediate_size, config.mlp_bias, config.gelu)
+    mlp: Mlp
+    if index in config.sparse:
+        assert config.experts is not None, "a config with sparse layers has the sizes of their experts"
+        mlp = Experts.read(weights, hidden, config.experts)
+    else:
+        mlp = GatedMlp.read(weights.at("mlp"), hidden, config.intermediate_size, config.mlp_bias, config.gelu)
     return TransformerLayer(input_norm, mixer, before_mlp, mlp, after)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rootstock_llm.services.worker.exec.models.attention import AttentionSizes
+from rootstock_llm.services.worker.exec.models.experts import ExpertSizes
 from rootstock_llm.services.worker.exec.models.gated_delta_net import DeltaNetSizes
 from rootstock_llm.services.worker.exec.models.rope import rope_table
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, UnsupportedModel, architecture_of
@@ -28,7 +29,7 @@ class DecoderConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of the MLPs without experts; 0 if all layers have experts
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -56,6 +57,8 @@ class DecoderConfig:
     gelu: bool = False  # whether the MLP uses gelu instead of silu
     delta: DeltaNetSizes | None = None  # sizes of the recurrent layers; None without such layers
     recurrent: tuple[int, ...] = ()  # layers with Gated DeltaNet instead of attention
+    experts: ExpertSizes | None = None  # sizes of the layers with experts; None without such layers
+    sparse: tuple[int, ...] = ()  # layers with experts instead of one MLP
 
     @property
     def attention(self) -> AttentionSizes:
@@ -83,8 +86,21 @@ class DecoderConfig:
         return replace(self, windows=tuple(window if window < context_len else 0 for window in self.windows))
 
     def of_one_layer(self) -> DecoderConfig:
-        """Returns the config of a model with one layer of full attention, such as a draft head."""
-        return replace(self, num_layers=1, windows=(0,), local_rope=None, local_layers=(), delta=None, recurrent=())
+        """Returns the config of a model with one layer of full attention, such as a draft head.
+
+        The layer has experts if the last layer has some.
+        """
+        sparse = (0,) if self.num_layers - 1 in self.sparse else ()
+        none: dict[str, Any] = {"local_rope": None, "local_layers": (), "delta": None, "recurrent": ()}
+        return replace(self, num_layers=1, windows=(0,), sparse=sparse, **none)
+
+    def with_experts_of(self, checkpoint: Checkpoint, layer: str) -> DecoderConfig:
+        """Returns the config with the names of experts that the checkpoint has.
+
+        Args:
+            layer: prefix of a layer with experts, such as "model.layers.0.".
+        """
+        return self if self.experts is None else replace(self, experts=self.experts.named_as(checkpoint, layer))
 
     def resolved(self, checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderConfig:
         """Returns the config, corrected by what the checkpoint's tensors show, as transformers does it.
@@ -93,10 +109,13 @@ class DecoderConfig:
           the config ties it to the embedding.
         - If the checkpoint has a projection that differs from the embedding, the projection is not tied, even if
           tie_word_embeddings is set.
+        - The names of the experts are those of the first layer with experts.
         """
         prefix = next((each for each in PREFIXES if checkpoint.has(each + EMBEDDING)), "model.")
         head = next((each for each in HEADS if checkpoint.has(f"{each}.weight")), HEADS[0])
         config = replace(self, prefix=prefix, head_name=head)
+        if config.sparse:
+            config = config.with_experts_of(checkpoint, f"{prefix}layers.{config.sparse[0]}.")
         in_checkpoint = checkpoint.has(f"{head}.weight")
         if config.has_head and not config.tie_word_embeddings and not config.prefix and not in_checkpoint:
             return replace(config, has_head=False)
@@ -133,7 +152,7 @@ def decoder_config(
         architecture=architecture_of(given),
         vocab_size=given.vocab_size,
         hidden_size=given.hidden_size,
-        intermediate_size=given.intermediate_size,
+        intermediate_size=getattr(given, "intermediate_size", 0),
         num_layers=given.num_hidden_layers,
         num_heads=given.num_attention_heads,
         num_kv_heads=given.num_key_value_heads or given.num_attention_heads,

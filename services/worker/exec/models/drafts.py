@@ -316,6 +316,7 @@ def load_mtp(
             )
         if model.head is None:
             raise CheckpointError(f"{folder} has no vocabulary projection, which an MTP layer needs to draft tokens")
+        config = config.with_experts_of(checkpoint, f"{prefix}.{name}.")
         source = CheckpointSource(checkpoint, dtype, model.embedding.device, quantization=quantization)
         body = WeightReader(source, kernels).at(prefix)
         return MtpHead(

@@ -13,7 +13,7 @@ Shapes: T tokens of the pass, hidden size N, H query heads, G key/value heads, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -25,7 +25,11 @@ from rootstock_llm.kernels.contracts.ops import Kernels, PackedLinear, RaggedRow
 from rootstock_llm.services.worker.exec.pools.kv_pool import LayerCache
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
 
-Take = Callable[[str, int], Tensor]  # returns the buffer [T, columns] of a name, see ForwardContext.take()
+
+class Take(Protocol):
+    """Returns the buffer [T, columns] of a name, in the model dtype if `dtype` is None, see ForwardContext.take()."""
+
+    def __call__(self, name: str, columns: int, dtype: torch.dtype | None = None) -> Tensor: ...
 
 
 class Workspace:
@@ -93,11 +97,15 @@ class ForwardContext:
         """The rows with the page table of windowed layers."""
         return self.rows.in_windows()
 
-    def take(self, name: str, columns: int) -> Tensor:
-        """Returns the buffer [T, columns] of this name. All layers that take a name get the same memory."""
+    def take(self, name: str, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the buffer [T, columns] of this name. All layers that take a name get the same memory.
+
+        Args:
+            dtype: dtype of the buffer, the same in all calls for the name; None for the model dtype.
+        """
         found = self._taken.get((name, columns))
         if found is None:
-            found = self._taken[name, columns] = self._space.take(name, self._num_tokens, columns)
+            found = self._taken[name, columns] = self._space.take(name, self._num_tokens, columns, dtype)
         return found
 
 
@@ -249,6 +257,16 @@ class Mixer(Protocol):
     def tensors(self) -> Iterator[Tensor]: ...
 
 
+class Mlp(Protocol):
+    """The part of a layer that computes each token alone: GatedMlp or Experts."""
+
+    def reserve(self, take: Take) -> None: ...
+
+    def forward(self, out: Tensor, x: Tensor, context: ForwardContext) -> None: ...
+
+    def tensors(self) -> Iterator[Tensor]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TransformerLayer:
     """A mixer and an MLP. Each of them has a norm before it, and its output is added to the residual stream.
@@ -259,7 +277,7 @@ class TransformerLayer:
     input_norm: RmsNorm
     mixer: Mixer
     post_norm: RmsNorm  # norm before the MLP
-    mlp: GatedMlp
+    mlp: Mlp
     output_norms: tuple[RmsNorm, RmsNorm] | None = None  # norms of the outputs of mixer and MLP; None: they have no norms
 
     @property

@@ -20,6 +20,18 @@ NO_GRAPHS = GraphLimits()
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertReads:
+    """The weights of experts, of which a step reads only those that its tokens choose."""
+
+    num_bytes: int  # bytes of all experts of all layers
+    chosen_share: float  # experts per token, as a share of a layer's experts
+
+    def unread_bytes(self, num_tokens: int) -> int:
+        """Returns the expected bytes that a step of this many tokens does not read, if each expert is chosen equally often."""
+        return int(self.num_bytes * (1 - self.chosen_share) ** num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model on its device, and facts about it."""
 
@@ -34,6 +46,11 @@ class LoadedModel:
     generates: bool  # whether the model has a vocabulary projection
     is_encoder: bool = False
     quantization: str = ""  # see LoadedInfo
+    experts: ExpertReads | None = None  # weights of the experts; None if each step reads all weights
+
+    def step_bytes(self, num_tokens: int) -> int:
+        """Returns the bytes of weights that a step of this many tokens reads, see ExpertReads."""
+        return self.weight_bytes - (0 if self.experts is None else self.experts.unread_bytes(num_tokens))
 
     @property
     def shape(self) -> tuple[object, ...]:

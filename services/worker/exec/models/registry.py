@@ -114,7 +114,10 @@ def _check_covered(given: Any, family: type[DecoderModel]) -> None:
 
 def _check_sizes(given: Any) -> None:
     """Checks that the sizes are positive and fit each other. Raises UnsupportedModel if not."""
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+    names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
+    if hasattr(given, "intermediate_size"):  # absent if all layers have experts
+        names.append("intermediate_size")
+    for name in names:
         if not isinstance(getattr(given, name), int) or getattr(given, name) < 1:
             raise UnsupportedModel(f"{name} is {getattr(given, name)}; it must be a positive integer")
     if given.num_attention_heads % (given.num_key_value_heads or given.num_attention_heads):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.coded_weight import Matrix
-from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.kernels.contracts.ops import Kernels, Matrices
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
 from rootstock_llm.services.worker.exec.weights.quantization import UNQUANTIZED, Part, Quantization, StoredTensor
@@ -38,6 +38,9 @@ class WeightSource(Protocol):
     def dtype(self) -> torch.dtype:
         """Model dtype."""
 
+    def view(self, part: Part) -> Tensor:
+        """Returns a contiguous tensor that may share memory with the source. Raises CheckpointError."""
+
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         """Returns the parts concatenated along the first dimension, in new memory. Raises CheckpointError."""
 
@@ -49,6 +52,12 @@ class WeightSource(Protocol):
 
         Raises:
             CheckpointError: the checkpoint lacks a tensor, or the source's Quantization raises it.
+        """
+
+    def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
+        """Returns the concatenated parts of each group. All groups have the same shapes.
+
+        A source of files reads a group when the result is indexed. Raises CheckpointError, also when the result is indexed.
         """
 
 
@@ -66,6 +75,10 @@ class WeightReader:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.source.stacked([(self.prefix + name, shape)])
+
+    def view(self, name: str, *shape: int) -> Tensor:
+        """Returns a tensor that may share memory with the source, for kernels that pack a copy."""
+        return self.source.view((self.prefix + name, shape))
 
     def matrix(self, parts: Sequence[tuple[str, int]], in_features: int, bias: bool) -> tuple[Matrix, Tensor | None]:
         """Returns projections of one input as one matrix [N, in_features], and their biases [N].
@@ -89,6 +102,36 @@ class WeightReader:
         """Returns the vocabulary projection [vocab_size, hidden_size]."""
         return self.source.matrix([(f"{self.prefix}weight", (vocab_size, hidden_size))], is_head=True)
 
+    def matrices(self, groups: Sequence[Sequence[tuple[str, int]]], in_features: int) -> Matrices:
+        """Returns for each group its projections of one input as one matrix, see WeightSource.matrices().
+
+        Args:
+            groups: names of the projections and their numbers of output features.
+            in_features: size of the input.
+        """
+        prefix = self.prefix
+        parts = [[(f"{prefix}{name}.weight", (size, in_features)) for name, size in group] for group in groups]
+        return self.source.matrices(parts)
+
+
+def in_one(stacked: Callable[[Sequence[Part]], Tensor], groups: Sequence[Sequence[Part]]) -> Tensor:
+    """Returns the parts of all groups as one tensor, [groups, ...], with the memory that `stacked` returns."""
+    both = stacked([part for group in groups for part in group])
+    return both.view(len(groups), -1, *both.shape[1:])
+
+
+class GroupsOfFiles:
+    """The concatenated parts of groups of tensors. A group is read when it is indexed."""
+
+    def __init__(self, stacked: Callable[[Sequence[Part]], Tensor], groups: Sequence[Sequence[Part]]) -> None:
+        self._stacked, self._groups = stacked, groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int, /) -> Tensor:
+        return self._stacked(self._groups[index])
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
@@ -106,6 +149,9 @@ class CheckpointSource:
         self.on_read(found.nbytes)
         return found.to(self.device)
 
+    def view(self, part: Part) -> Tensor:
+        return self._tensor(StoredTensor(*part))
+
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         return torch.cat([self._tensor(StoredTensor(*part)) for part in parts])
 
@@ -116,6 +162,9 @@ class CheckpointSource:
         applied = self.quantization.applied(parts[0][0], matrix, is_head)
         # A matrix of one tensor may be the memory of the file, whose address decides the bits of torch's products.
         return applied.clone() if applied is tensors[0][0] else applied
+
+    def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
+        return GroupsOfFiles(self.stacked, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +184,9 @@ class Allocated:
         self.dtype, self._device, self._quantization = dtype, device, quantization
         self.placements: list[Placement] = []
         self.tensors: dict[str, Tensor] = {}  # allocated tensors by the name of their first part
+
+    def view(self, part: Part) -> Tensor:
+        return self.stacked([part])
 
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         """Allocates the parts as one tensor. Raises CheckpointError if the device has too little memory."""
@@ -166,6 +218,9 @@ class Allocated:
         self._record(parts, fused, dtype)
         return fused
 
+    def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
+        return in_one(self.stacked, groups)
+
     def _record(self, parts: Sequence[Part], fused: Tensor, dtype: torch.dtype | None) -> None:
         self.tensors[parts[0][0]] = fused
         flat, first = fused.view(-1), 0
@@ -193,6 +248,9 @@ class Filled:
     def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, quantization: Quantization = UNQUANTIZED) -> None:
         self._tensors, self.dtype, self._quantization = tensors, dtype, quantization
 
+    def view(self, part: Part) -> Tensor:
+        return self.stacked([part])
+
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         return self._tensors.pop(parts[0][0])
 
@@ -207,6 +265,9 @@ class Filled:
             matrix = self.stacked(parts)
         return self._quantization.applied(parts[0][0], matrix, is_head)
 
+    def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
+        return in_one(self.stacked, groups)
+
 
 class RandomSource:
     """Draws random weights: norms are 1, and all other values are normal with mean 0 and standard deviation STD.
@@ -220,6 +281,9 @@ class RandomSource:
         self.dtype, self._device, self._quantization = dtype, torch.device(device), quantization
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
+    def view(self, part: Part) -> Tensor:
+        return self.stacked([part])
+
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         name, shape = parts[0]
         rows = sum(part[0] for _, part in parts)
@@ -230,3 +294,6 @@ class RandomSource:
 
     def matrix(self, parts: Sequence[Part], is_head: bool) -> Matrix:
         return self._quantization.applied(parts[0][0], self.stacked(parts), is_head)
+
+    def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
+        return in_one(self.stacked, groups)

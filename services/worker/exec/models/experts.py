@@ -1,0 +1,187 @@
+"""An MLP of experts: a router chooses a few gated MLPs for each token (arXiv 1701.06538, section 2; arXiv 2101.03961).
+
+    x ─┬─► router ─► ids and weights ─┐
+       ├──────────────────────────────┴─► experts ─► + ─► out
+       └─► shared expert ─► ◦ ───────────────────────┘
+                            └─ sigmoid of a linear layer with one output, in some models
+
+A checkpoint stores the experts of a layer in one of these forms. E experts, hidden size N, I features of an expert:
+
+| form | tensors |
+|---|---|
+| fused | `experts.gate_up_proj` [E, 2 I, N], `experts.down_proj` [E, N, I] |
+| interleaved (gpt-oss) | the same names, [E, N, 2 I] and [E, I, N]; gate and up alternate; with biases |
+| separate | `experts.3.gate_proj.weight` and so on; in Mixtral `experts.3.w1.weight` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rootstock_llm.kernels.contracts.ops import SWIGLU, Activation, Kernels, Matrices, PackedExperts, Routing
+from rootstock_llm.services.worker.exec.models.layers import ForwardContext, GatedMlp, Linear, Take
+from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
+from rootstock_llm.services.worker.exec.weights.source import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of a layer's experts in the checkpoint."""
+
+    block: str  # the MLP's name in the layer
+    parts: tuple[str, str, str] | None  # names of gate, up and down of an expert; None if one tensor has all experts
+
+
+FUSED = ExpertNames("mlp", None)
+SEPARATE = ExpertNames("mlp", ("gate_proj", "up_proj", "down_proj"))
+MIXTRAL = ExpertNames("block_sparse_moe", ("w1", "w3", "w2"))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Sizes and switches of the experts of a model."""
+
+    count: int
+    intermediate_size: int
+    routing: Routing
+    activation: Activation = SWIGLU
+    names: ExpertNames = SEPARATE
+    router: str = "gate"  # name of the router
+    router_bias: bool = False  # whether the router has biases
+    interleaved: bool = False  # whether fused tensors are interleaved; the experts then have biases
+    shared_size: int = 0  # intermediate size of the shared expert; 0 if the model has no shared expert
+    shared_gate: bool = False  # whether the shared expert has a gate
+
+    def named_as(self, checkpoint: Checkpoint, layer: str) -> ExpertSizes:
+        """Returns the sizes with the names that the checkpoint has.
+
+        Args:
+            layer: prefix of a layer with experts, such as "model.layers.0.".
+        """
+        if checkpoint.has(f"{layer}mlp.experts.gate_up_proj"):
+            return replace(self, names=FUSED)
+        if checkpoint.has(f"{layer}block_sparse_moe.experts.0.w1.weight"):
+            return replace(self, names=MIXTRAL)
+        return replace(self, names=SEPARATE)
+
+
+class Deinterleaved:
+    """The matrices of interleaved experts in the order of the kernels. A matrix is rearranged when it is indexed."""
+
+    def __init__(self, whole: Tensor, has_gate: bool) -> None:
+        """
+        Args:
+            whole: [E, inputs, outputs].
+            has_gate: whether the outputs of gate and up alternate.
+        """
+        self._whole, self._has_gate = whole, has_gate
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __getitem__(self, expert: int, /) -> Tensor:
+        rows = self._whole[expert].t()
+        return torch.cat((rows[::2], rows[1::2])) if self._has_gate else rows
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The router, the experts and the shared expert of a layer."""
+
+    routing: Routing
+    router: Linear
+    packed: PackedExperts
+    shared: GatedMlp | None
+    shared_gate: Linear | None  # to the gate of the shared expert, one feature; None without a gate
+    kernels: Kernels
+
+    @classmethod
+    def read(cls, weights: WeightReader, hidden_size: int, sizes: ExpertSizes) -> Experts:
+        """Reads the MLP of a layer.
+
+        Args:
+            weights: reader with the prefix of the layer.
+        """
+        weights, kernels = weights.at(sizes.names.block), weights.kernels
+        router = weights.tensor(f"{sizes.router}.weight", sizes.count, hidden_size)  # it has no codes in quantised models
+        router_bias = weights.tensor(f"{sizes.router}.bias", sizes.count) if sizes.router_bias else None
+        shared = shared_gate = None
+        if sizes.shared_size:
+            shared = GatedMlp.read(weights.at("shared_expert"), hidden_size, sizes.shared_size)
+        if sizes.shared_gate:
+            gate = weights.tensor("shared_expert_gate.weight", 1, hidden_size)
+            shared_gate = Linear(kernels.pack_linear(gate, None), kernels)
+        return cls(
+            routing=sizes.routing,
+            router=Linear(kernels.pack_linear(router, router_bias), kernels),
+            packed=_read_experts(weights.at("experts"), hidden_size, sizes),
+            shared=shared,
+            shared_gate=shared_gate,
+            kernels=kernels,
+        )
+
+    def reserve(self, take: Take) -> None:
+        """Takes the buffers of forward()."""
+        self._buffers(take)
+        if self.shared is not None:
+            self.shared.reserve(take)
+            take("shared", self.packed.down.out_features)
+        if self.shared_gate is not None:
+            take("shared_gate", 1)
+
+    def _buffers(self, take: Take) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the buffers of logits, weights and ids."""
+        logits = take("router_logits", self.packed.num_experts, torch.float32)
+        choices = self.routing.top_k
+        return logits, take("expert_weights", choices, torch.float32), take("expert_ids", choices, torch.int32)
+
+    def forward(self, out: Tensor, x: Tensor, context: ForwardContext) -> None:
+        """Writes the output to out [T, N]. `out` may be x."""
+        logits, weights, ids = self._buffers(context.take)
+        self.router.forward(logits, x)
+        self.kernels.route(weights, ids, logits, None, self.routing)
+        shared = self._shared(x, context)
+        self.kernels.experts(out, x, ids, weights, self.packed)
+        if shared is not None:
+            out.add_(shared)
+
+    def _shared(self, x: Tensor, context: ForwardContext) -> Tensor | None:
+        """Returns the output of the shared expert, [T, N], or None if there is no shared expert."""
+        if self.shared is None:
+            return None
+        shared = context.take("shared", x.shape[1])
+        self.shared.forward(shared, x, context)
+        if self.shared_gate is not None:
+            gate = context.take("shared_gate", 1)
+            self.shared_gate.forward(gate, x)
+            self.kernels.sigmoid_mul(shared, gate)
+        return shared
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.router.tensors()
+        yield from (*self.packed.gate_up.tensors, *self.packed.down.tensors)
+        for part in (self.shared, self.shared_gate):
+            yield from () if part is None else part.tensors()
+
+
+def _read_experts(weights: WeightReader, hidden_size: int, sizes: ExpertSizes) -> PackedExperts:
+    """Reads the weights of all experts. The reader has their common prefix."""
+    count, inner = sizes.count, sizes.intermediate_size
+    pack = weights.kernels.pack_experts
+    if sizes.names.parts is not None:
+        gate, up, down = sizes.names.parts
+        both = [[(f"{expert}.{name}", inner) for name in (gate, up)] for expert in range(count)]
+        back = [[(f"{expert}.{down}", hidden_size)] for expert in range(count)]
+        return pack(weights.matrices(both, hidden_size), None, weights.matrices(back, inner), None, sizes.activation)
+    if not sizes.interleaved:
+        gate_up: Matrices = weights.view("gate_up_proj", count, 2 * inner, hidden_size)
+        return pack(gate_up, None, weights.view("down_proj", count, hidden_size, inner), None, sizes.activation)
+    gate_up = Deinterleaved(weights.view("gate_up_proj", count, hidden_size, 2 * inner), has_gate=True)
+    bias = weights.view("gate_up_proj_bias", count, 2 * inner)
+    down_matrices = Deinterleaved(weights.view("down_proj", count, inner, hidden_size), has_gate=False)
+    down_bias = weights.tensor("down_proj_bias", count, hidden_size)
+    return pack(gate_up, torch.cat((bias[:, ::2], bias[:, 1::2]), 1), down_matrices, down_bias, sizes.activation)
