@@ -109,7 +109,7 @@ def test_paged_attention_equals_transformers_with_chunks_and_cached_pages_and_ba
 
 
 @pytest.mark.by_day(one_in=4, seed=4)
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma2-dynamic-rope", "gpt2", "qwen2-moe", "gpt-oss"])
 def test_paged_attention_is_close_to_transformers_in_half_precision(name: str, tmp_path: Path) -> None:
     model = SERVED[name].build(tmp_path)
     sequence = Sequence(ids_of(30, 5), 0, greedy(1, top_logprobs=5))
@@ -165,7 +165,7 @@ def test_registry_refuses_unsupported_layer_types(family: str) -> None:
 
 @pytest.mark.parametrize("window", [100, 150])
 def test_check_of_a_model_finds_an_ignored_window(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    TinyModel("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": window}).build(tmp_path)
+    TinyModel("Cohere2", {"head_dim": 16, "sliding_window": window}).build(tmp_path)
     monkeypatch.setattr(Probe, "_window", lambda *_: 0)
     assert "paged attention computes other results" in refusal(tmp_path)
 
@@ -268,7 +268,7 @@ def test_mask_description_is_checked_to_the_end_of_the_context(window: int, allo
 
 
 def test_executor_info_describes_a_transformers_model(tmp_path: Path) -> None:
-    SERVED["gemma2"].build(tmp_path)
+    SERVED["gemma2-dynamic-rope"].build(tmp_path)
     with serving(tmp_path, context_len=100) as (_, info):
         pass
     assert (info.architecture, info.vocab_size, info.context_len, info.dtype) == ("Gemma2ForCausalLM", 257, 100, "float32")

@@ -44,6 +44,7 @@ QWEN35 = {
     "linear_value_head_dim": 24,
     "tie_word_embeddings": True,
 }
+GEMMA2 = {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0}
 GEMMA3 = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -129,6 +130,7 @@ MODELS = {
     "qwen3": TinyModel("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3.5": TinyModel("Qwen3_5", QWEN35, config="Qwen3_5TextConfig"),
     "qwen3.5-window": TinyModel("Qwen3_5", QWEN35 | HYBRID | {"sliding_window": 24}, config="Qwen3_5TextConfig"),
+    "gemma2": TinyModel("Gemma2", {**GEMMA2, "final_logit_softcapping": 6.0, "tie_word_embeddings": False}),
     "gemma3": TinyModel("Gemma3", GEMMA3, config="Gemma3TextConfig"),
     "mixtral": TinyModel("Mixtral", {**EXPERTS, "sliding_window": 24}),
     "qwen3-moe": TinyModel("Qwen3Moe", {**EXPERTS, "head_dim": 32, "mlp_only_layers": [1], "norm_topk_prob": True}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import transformers
 from packaging.version import Version
 
-from tests.exec.tiny_models import SHAPE, TinyModel
+from tests.exec.tiny_models import GEMMA2, SHAPE, TinyModel
 
 GPT = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "n_inner": 96}
 WINDOW = {"sliding_window": 24}
@@ -48,12 +48,14 @@ LONGROPE = {
     "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 128,
 }
+DYNAMIC_ROPE = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}  # our decoder does not have it
 ROTATED_GPT = {name: TinyModel(kind, {**GPT, "rotary_dim": 8}) for name, kind in {"codegen": "CodeGen", "gptj": "GPTJ"}.items()}
 ROTATED_SERVED = Version(transformers.__version__) >= Version("5.24")  # since 5.24, these families' attention can be replaced
 
 SERVED = {
     "gemma": TinyModel("Gemma", {"head_dim": 16}),
-    "gemma2": TinyModel("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0, **WINDOW}),
+    "gemma2": TinyModel("Gemma2", GEMMA2),
+    "gemma2-dynamic-rope": TinyModel("Gemma2", {**GEMMA2, **DYNAMIC_ROPE}),
     "phi3": TinyModel("Phi3", {"pad_token_id": 0}),
     "phi3-window": TinyModel("Phi3", {"pad_token_id": 0, **WINDOW}),
     "phi3-longrope": TinyModel("Phi3", {"pad_token_id": 0, "original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),
@@ -86,7 +88,7 @@ SERVED = {
     "deepseek-v2": TinyModel("DeepseekV2", {**EXPERTS, **MLA, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
     "deepseek-v3": TinyModel("DeepseekV3", {**EXPERTS, **MLA, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
     "llama-gelu": TinyModel("Llama", {"hidden_act": "gelu"}),
-    "llama-dynamic-rope": TinyModel("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama-dynamic-rope": TinyModel("Llama", DYNAMIC_ROPE),
     "llama-half-rotary": TinyModel(
         "Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
     ),

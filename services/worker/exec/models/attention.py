@@ -33,6 +33,7 @@ class AttentionSizes:
     qk_norm: bool = False  # whether an RMS norm is applied to each head's queries and keys
     centered_norms: bool = False  # whether the checkpoint has the norms' weights minus 1
     has_gate: bool = False  # whether q_proj also has an output gate
+    softcap: float = 0.0  # cap of the scores, see ScoreRule
 
     @property
     def norm_names(self) -> tuple[str, ...]:
@@ -115,7 +116,7 @@ class Attention:
             o=Linear.read(weights, [("o_proj", hidden_size)], q_size, sizes.o_bias),
             gate=gate,
             qk_norms=(norms[0], norms[1]) if norms else None,
-            rule=ScoreRule(sizes.scale, window),
+            rule=ScoreRule(sizes.scale, window, sizes.softcap),
             rope=rope,
             kernels=kernels,
         )

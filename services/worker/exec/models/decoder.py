@@ -1,9 +1,9 @@
-"""Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3.5 and Gemma 3: one decoder, with variants by switches of DecoderConfig.
+"""Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3.5, Gemma 2 and Gemma 3: one decoder, with variants by switches of DecoderConfig.
 
 embedding ─► layers: norm ─► mixer ─► + ─► norm ─► MLP ─► + ─► ... ─► norm ─► head
 
 The mixer is attention or, in most layers of Qwen3.5, Gated DeltaNet. The MLP is a gated MLP or, in a mixture, a set of experts.
-In Gemma 3, the outputs of mixer and MLP also have norms.
+In Gemma, the outputs of mixer and MLP also have norms.
 
 A DecoderModel has the weights, and a Decoder runs it over the ragged batch of a step. Neither stores anything about a request.
 """
@@ -135,6 +135,7 @@ class DecoderModel(ABC):
     activation_key: ClassVar[str] = "hidden_act"  # attribute of the configs that names the activation
     layer_types: ClassVar[frozenset[str]] = LAYER_TYPES  # supported values in layer_types of the configs
     partial_rotation: ClassVar[bool] = False  # whether partial_rotary_factor may be below 1
+    caps: ClassVar[bool] = False  # whether scores and logits may have caps
 
     config: DecoderConfig
     embedding: Embedding
@@ -159,9 +160,9 @@ class DecoderModel(ABC):
         norm = RmsNorm.read(body.at("norm"), config.hidden_size, config.rms_norm_eps, config.centered_norms)
         head = None
         if tied:
-            head = Head.tied(embedding)
+            head = Head.tied(embedding, config.logit_softcap)
         elif config.has_head:
-            head = Head.read(weights.at(config.head_name), config.vocab_size, config.hidden_size)
+            head = Head.read(weights.at(config.head_name), config.vocab_size, config.hidden_size, config.logit_softcap)
         return cls(config, embedding, tuple(layers), norm, head)
 
     @property
@@ -344,6 +345,33 @@ class Qwen3_5Moe(Qwen3_5):
         return replace(config, experts=experts, sparse=tuple(range(config.num_layers)))
 
 
+class Gemma2(DecoderModel):
+    """Gemma 2 (arXiv 2408.00118): caps of scores and logits, and windows in every other layer.
+
+    Attention and MLP have norms before and after them. Each norm's weight is stored minus 1, and the embedding is multiplied by
+    the root of its size.
+    """
+
+    model_type = "gemma2"
+    activation = "gelu_pytorch_tanh"
+    activation_key = "hidden_activation"
+    caps = True
+
+    @classmethod
+    def config_of(cls, given: Any) -> DecoderConfig:
+        bias = bool(given.attention_bias)
+        return replace(
+            decoder_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias),
+            score_scale=given.query_pre_attn_scalar**-0.5,
+            score_softcap=given.attn_logit_softcapping or 0.0,
+            logit_softcap=given.final_logit_softcapping or 0.0,
+            embedding_scale=given.hidden_size**0.5,
+            centered_norms=True,
+            output_norms=True,
+            gelu=True,
+        )
+
+
 class Gemma3(DecoderModel):
     """Gemma 3 (arXiv 2503.19786): windows in five of six layers, which have their own rotary base.
 
@@ -376,7 +404,7 @@ class Gemma3(DecoderModel):
         )
 
 
-MODELS: tuple[type[DecoderModel], ...] = (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe, Qwen3_5, Qwen3_5Moe, Gemma3)
+MODELS: tuple[type[DecoderModel], ...] = (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe, Qwen3_5, Qwen3_5Moe, Gemma2, Gemma3)
 
 
 def expert_sizes(count: int, intermediate_size: int, routing: Routing) -> ExpertSizes:

@@ -50,6 +50,8 @@ class DecoderConfig:
     local_rope: dict[str, Any] | None = None  # rope of the layers in local_layers; None if all layers use `rope`
     local_layers: tuple[int, ...] = ()
     score_scale: float = 0.0  # factor of attention scores; 0 for 1 / sqrt(head_dim)
+    score_softcap: float = 0.0  # cap of attention scores, see ScoreRule; 0 for none
+    logit_softcap: float = 0.0  # cap of logits, see Head; 0 for none
     embedding_scale: float = 1.0  # factor of the embeddings
     centered_norms: bool = False  # whether the checkpoint has the norms' weights minus 1
     output_norms: bool = False  # whether the outputs of attention and MLP have norms
@@ -74,6 +76,7 @@ class DecoderConfig:
             qk_norm=self.qk_norm,
             centered_norms=self.centered_norms,
             has_gate=self.output_gate,
+            softcap=self.score_softcap,
         )
 
     def rope_tables(self, num_positions: int) -> tuple[Tensor, ...]:

@@ -319,15 +319,17 @@ class Head:
     """The projection of hidden states to logits of the vocabulary."""
 
     linear: Linear
+    softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0 for no cap (Gemma 2, arXiv 2408.00118, section 2)
 
     @classmethod
-    def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int) -> Head:
-        return cls(Linear(weights.kernels.pack_linear(weights.vocabulary(vocab_size, hidden_size), None), weights.kernels))
+    def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int, softcap: float = 0.0) -> Head:
+        packed = weights.kernels.pack_linear(weights.vocabulary(vocab_size, hidden_size), None)
+        return cls(Linear(packed, weights.kernels), softcap)
 
     @classmethod
-    def tied(cls, embedding: Embedding) -> Head:
+    def tied(cls, embedding: Embedding, softcap: float = 0.0) -> Head:
         """Returns the head that has the weight of the embedding, which was read with `tied`."""
-        return cls(Linear(embedding.packed, embedding.kernels))
+        return cls(Linear(embedding.packed, embedding.kernels), softcap)
 
     @property
     def vocab_size(self) -> int:
@@ -336,6 +338,8 @@ class Head:
     def forward(self, logits: Tensor, x: Tensor) -> None:
         """Writes the logits, float32[T, V]."""
         self.linear.forward(logits, x)
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.linear.tensors()

@@ -103,7 +103,7 @@ def _check_covered(given: Any, family: type[DecoderModel]) -> None:
     if unknown := set(getattr(given, "layer_types", None) or ()) - family.layer_types:
         raise NotCovered(f"layers of type {', '.join(sorted(unknown))} are not supported")
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(given, cap, None) is not None:
+        if getattr(given, cap, None) is not None and not family.caps:
             raise NotCovered(f"{cap} is not supported")
     for rope in ropes_of(given):
         if rope.get("rope_type", "default") not in ROPE_TYPES:
