@@ -15,7 +15,7 @@ from tests.exec.host_executors import build_host_executor
 from tests.exec.transformers_families import SERVED
 
 PAGE_SIZE, SLOTS, PAGES = 4, 8, 256
-FAMILIES = ("gemma2-dynamic-rope", "gpt2", "gpt-oss", "qwen2-moe")  # capped scores, learned positions, sinks, experts
+FAMILIES = ("gemma2-dynamic-rope", "gpt2", "gpt-oss-dynamic-rope", "qwen2-moe")  # score caps, learned positions, sinks, experts
 VECTORS = ("qwen3-last", "llama-mean", "gpt-neox-last", "bert-cls", "roberta-mean")
 
 

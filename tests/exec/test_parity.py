@@ -53,6 +53,9 @@ def reference(
 
 pytestmark = on_both_kernels
 every_model = pytest.mark.parametrize("reference", list(MODELS), indirect=True)
+some_models = pytest.mark.parametrize(
+    "reference", ["mistral-window", "qwen3", "qwen3.5", "qwen3.5-window", "gemma3", "gpt-oss"], indirect=True
+)
 one_model = pytest.mark.parametrize("reference", ["qwen3"], indirect=True)
 
 
@@ -106,7 +109,7 @@ def test_top_logprobs_equal_transformers(reference: Reference) -> None:
 
 
 @pytest.mark.by_day(one_in=3, seed=3)
-@pytest.mark.parametrize("reference", ["llama-untied", "mistral-window", "qwen3", "qwen3.5-window", "gemma3"], indirect=True)
+@some_models
 def test_tokens_equal_transformers_when_sixteen_ragged_requests_share_a_batch(reference: Reference) -> None:
     prompts = [prompt_of(1 + 7 * index, index) for index in range(16)]
     with driver(reference) as driving:
@@ -129,7 +132,7 @@ def test_tokens_equal_transformers_when_decode_rows_join_prompt_chunks(reference
 
 
 @pytest.mark.by_day(one_in=6, seed=17)
-@pytest.mark.parametrize("reference", ["mistral-window", "qwen3", "qwen3.5", "qwen3.5-window", "gemma3"], indirect=True)
+@some_models
 @pytest.mark.parametrize("chunk", [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48])
 def test_tokens_equal_transformers_when_a_prompt_is_chunked(reference: Reference, chunk: int) -> None:
     prompt = prompt_of(45)

@@ -28,7 +28,7 @@ from tests.exec.transformers_families import SERVED
 NEW_TOKENS = 64
 PAGE_SIZE = 4
 COLUMNS = ("mode", "num_extend", "slots", "starts", "num_tokens", "sample", "table_slots", "table_firsts", "table_pages")
-FAMILIES = ("llama-untied", "mistral-window", "qwen2", "qwen3", "qwen3.5-window", "gemma3", "qwen3.5-moe", "gpt-oss")
+FAMILIES = ("llama-untied", "mistral-window", "qwen2", "qwen3", "qwen3.5-window", "gemma3", "qwen3.5-moe", "gpt-oss", "olmo3")
 RNG = random.Random(11)
 pytestmark = on_both_kernels
 PROMPTS = [[RNG.randrange(6, 257) for _ in range(length)] for length in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 33, 48, 61, 80)]

@@ -109,7 +109,7 @@ def test_paged_attention_equals_transformers_with_chunks_and_cached_pages_and_ba
 
 
 @pytest.mark.by_day(one_in=4, seed=4)
-@pytest.mark.parametrize("name", ["gemma2-dynamic-rope", "gpt2", "qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma2-dynamic-rope", "gpt2", "qwen2-moe", "gpt-oss-dynamic-rope"])
 def test_paged_attention_is_close_to_transformers_in_half_precision(name: str, tmp_path: Path) -> None:
     model = SERVED[name].build(tmp_path)
     sequence = Sequence(ids_of(30, 5), 0, greedy(1, top_logprobs=5))
@@ -170,7 +170,7 @@ def test_check_of_a_model_finds_an_ignored_window(window: int, tmp_path: Path, m
     assert "paged attention computes other results" in refusal(tmp_path)
 
 
-DEEP = {**SERVED["gpt-oss"].options, "num_hidden_layers": 24, "sliding_window": 128}
+DEEP = {**SERVED["gpt-oss-dynamic-rope"].options, "num_hidden_layers": 24, "sliding_window": 128}
 
 
 def test_loading_accepts_a_deep_model_with_experts_and_windows_in_half_precision(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class TinyModel:
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 torch.nn.init.normal_(parameter.data, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+            elif name.endswith("sinks"):
+                torch.nn.init.normal_(parameter.data, std=2.0)
         model.save_pretrained(folder, max_shard_size=self.shard_size)
         add_window_masks(model)
         return model.eval()
@@ -130,6 +132,7 @@ MODELS = {
     "qwen3": TinyModel("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3.5": TinyModel("Qwen3_5", QWEN35, config="Qwen3_5TextConfig"),
     "qwen3.5-window": TinyModel("Qwen3_5", QWEN35 | HYBRID | {"sliding_window": 24}, config="Qwen3_5TextConfig"),
+    "gpt-oss": TinyModel("GptOss", {**EXPERTS, "head_dim": 16, "sliding_window": 24, "num_hidden_layers": 4}),
     "gemma2": TinyModel("Gemma2", {**GEMMA2, "final_logit_softcapping": 6.0, "tie_word_embeddings": False}),
     "gemma3": TinyModel("Gemma3", GEMMA3, config="Gemma3TextConfig"),
     "mixtral": TinyModel("Mixtral", {**EXPERTS, "sliding_window": 24}),

@@ -85,6 +85,7 @@ SERVED = {
     "olmoe": TinyModel("Olmoe", {**EXPERTS}),
     "granite-moe": TinyModel("GraniteMoe", {**EXPERTS}),
     "gpt-oss": TinyModel("GptOss", {**EXPERTS, **WINDOW, "head_dim": 16}),
+    "gpt-oss-dynamic-rope": TinyModel("GptOss", {**EXPERTS, **WINDOW, "head_dim": 16, **DYNAMIC_ROPE}),
     "deepseek-v2": TinyModel("DeepseekV2", {**EXPERTS, **MLA, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
     "deepseek-v3": TinyModel("DeepseekV3", {**EXPERTS, **MLA, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
     "llama-gelu": TinyModel("Llama", {"hidden_act": "gelu"}),

@@ -34,6 +34,7 @@ class AttentionSizes:
     centered_norms: bool = False  # whether the checkpoint has the norms' weights minus 1
     has_gate: bool = False  # whether q_proj also has an output gate
     softcap: float = 0.0  # cap of the scores, see ScoreRule
+    has_sinks: bool = False  # whether each head has a sink, see ScoreRule
 
     @property
     def norm_names(self) -> tuple[str, ...]:
@@ -107,6 +108,7 @@ class Attention:
             weight, bias = _selected(weight, bias, rows)
         qkv = Linear(kernels.pack_linear(weight, bias), kernels)
         del weight, bias  # the kernels may have packed a copy
+        sinks = weights.tensor("sinks", sizes.num_heads).float() if sizes.has_sinks else None
         norms = [RmsNorm.read(weights.at(name), dim, sizes.eps, sizes.centered_norms).weight for name in sizes.norm_names]
         if sizes.rotary_dim < dim:
             norms = [torch.index_select(norm, 0, sizes.head_order().to(norm.device)) for norm in norms]
@@ -116,7 +118,7 @@ class Attention:
             o=Linear.read(weights, [("o_proj", hidden_size)], q_size, sizes.o_bias),
             gate=gate,
             qk_norms=(norms[0], norms[1]) if norms else None,
-            rule=ScoreRule(sizes.scale, window, sizes.softcap),
+            rule=ScoreRule(sizes.scale, window, sizes.softcap, sinks),
             rope=rope,
             kernels=kernels,
         )
@@ -159,6 +161,7 @@ class Attention:
         yield from self.o.tensors()
         yield from () if self.gate is None else self.gate.tensors()
         yield from self.qk_norms or ()
+        yield from () if self.rule.sinks is None else (self.rule.sinks,)
 
 
 def _selected(weight: Matrix, bias: Tensor | None, rows: Tensor) -> tuple[Matrix, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3.5, Gemma 2 and Gemma 3: one decoder, with variants by switches of DecoderConfig.
+"""Llama, Mistral, Mixtral, Qwen, gpt-oss and Gemma: one decoder, with variants by switches of DecoderConfig.
 
 embedding ─► layers: norm ─► mixer ─► + ─► norm ─► MLP ─► + ─► ... ─► norm ─► head
 
@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import MOST_TAPS, RaggedRows, Routing
+from rootstock_llm.kernels.contracts.ops import MOST_TAPS, Activation, RaggedRows, Routing
 from rootstock_llm.services.shared.served_config import LAYER_TYPES, RECURRENT
 from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
 from rootstock_llm.services.worker.exec.models.attention import Attention
 from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig, decoder_config, windows_by_layer
-from rootstock_llm.services.worker.exec.models.experts import Experts, ExpertSizes
+from rootstock_llm.services.worker.exec.models.experts import FUSED, Experts, ExpertSizes
 from rootstock_llm.services.worker.exec.models.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from rootstock_llm.services.worker.exec.models.layers import (
     Attend,
@@ -345,6 +345,30 @@ class Qwen3_5Moe(Qwen3_5):
         return replace(config, experts=experts, sparse=tuple(range(config.num_layers)))
 
 
+class GptOss(DecoderModel):
+    """gpt-oss (arXiv 2508.10925): experts in all layers, attention sinks, and windows in every other layer.
+
+    Router and experts have biases. An expert's gate and up projection have limits.
+    """
+
+    model_type = "gpt_oss"
+
+    @classmethod
+    def config_of(cls, given: Any) -> DecoderConfig:
+        bias = bool(given.attention_bias)
+        config = decoder_config(given, windows_by_layer(given), qkv_bias=bias, o_bias=bias)
+        routing = Routing(int(given.num_experts_per_tok), renormalize=True)
+        experts = replace(
+            expert_sizes(int(given.num_local_experts), given.intermediate_size, routing),
+            activation=Activation(given.swiglu_alpha, given.swiglu_limit, shift=1.0),
+            names=FUSED,
+            router="router",
+            router_bias=True,
+            interleaved=True,
+        )
+        return replace(config, has_sinks=True, experts=experts, sparse=tuple(range(config.num_layers)))
+
+
 class Gemma2(DecoderModel):
     """Gemma 2 (arXiv 2408.00118): caps of scores and logits, and windows in every other layer.
 
@@ -404,7 +428,19 @@ class Gemma3(DecoderModel):
         )
 
 
-MODELS: tuple[type[DecoderModel], ...] = (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe, Qwen3_5, Qwen3_5Moe, Gemma2, Gemma3)
+MODELS: tuple[type[DecoderModel], ...] = (
+    Llama,
+    Mistral,
+    Mixtral,
+    Qwen2,
+    Qwen3,
+    Qwen3Moe,
+    Qwen3_5,
+    Qwen3_5Moe,
+    GptOss,
+    Gemma2,
+    Gemma3,
+)
 
 
 def expert_sizes(count: int, intermediate_size: int, routing: Routing) -> ExpertSizes:

@@ -52,6 +52,7 @@ class DecoderConfig:
     score_scale: float = 0.0  # factor of attention scores; 0 for 1 / sqrt(head_dim)
     score_softcap: float = 0.0  # cap of attention scores, see ScoreRule; 0 for none
     logit_softcap: float = 0.0  # cap of logits, see Head; 0 for none
+    has_sinks: bool = False  # whether attention heads have sinks, see ScoreRule
     embedding_scale: float = 1.0  # factor of the embeddings
     centered_norms: bool = False  # whether the checkpoint has the norms' weights minus 1
     output_norms: bool = False  # whether the outputs of attention and MLP have norms
@@ -77,6 +78,7 @@ class DecoderConfig:
             centered_norms=self.centered_norms,
             has_gate=self.output_gate,
             softcap=self.score_softcap,
+            has_sinks=self.has_sinks,
         )
 
     def rope_tables(self, num_positions: int) -> tuple[Tensor, ...]:

@@ -57,12 +57,12 @@ class ExpertSizes:
     shared_gate: bool = False  # whether the shared expert has a gate
 
     def named_as(self, checkpoint: Checkpoint, layer: str) -> ExpertSizes:
-        """Returns the sizes with the names that the checkpoint has.
+        """Returns the sizes with the names that the checkpoint has. Interleaved experts have only one form.
 
         Args:
             layer: prefix of a layer with experts, such as "model.layers.0.".
         """
-        if checkpoint.has(f"{layer}mlp.experts.gate_up_proj"):
+        if self.interleaved or checkpoint.has(f"{layer}mlp.experts.gate_up_proj"):
             return replace(self, names=FUSED)
         if checkpoint.has(f"{layer}block_sparse_moe.experts.0.w1.weight"):
             return replace(self, names=MIXTRAL)
