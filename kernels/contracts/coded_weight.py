@@ -66,6 +66,7 @@ class CodedWeight:
     scales: Tensor  # float32[N, C]
     zeros: Tensor | None  # uint8[N, C]; None if the scheme has no zero points
     scheme: Scheme
+    order: Tensor | None = None  # int64[K], the input of each element of a channel; None: element k multiplies input k
 
     def __post_init__(self) -> None:
         channels, depth = self.codes.shape
@@ -91,8 +92,20 @@ class CodedWeight:
         return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
 
     def unfolded(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the elements [N, K]."""
-        return unfolded(self.codes, self.scales, self.zeros, self.scheme).to(dtype)
+        """Returns the elements [N, K], in the order of the inputs."""
+        elements = unfolded(self.codes, self.scales, self.zeros, self.scheme).to(dtype)
+        return elements if self.order is None else elements[:, torch.argsort(self.order)]
+
+    def without_zeros(self) -> CodedWeight:
+        """Returns the weight without zero points, all of which must be the one that the scheme then stands for."""
+        return replace(self, zeros=None, scheme=replace(self.scheme, zero_points=False))
+
+    def with_zeros(self) -> CodedWeight:
+        """Returns the weight with a zero point for each group."""
+        if self.zeros is not None:
+            return self
+        zeros = torch.full(self.scales.shape, self.scheme.zero, dtype=torch.uint8, device=self.device)
+        return replace(self, zeros=zeros, scheme=replace(self.scheme, zero_points=True))
 
 
 Matrix = Tensor | CodedWeight  # the weight of a linear layer, [N, K], before kernels pack it
@@ -107,7 +120,7 @@ def unfolded(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme
         zeros: uint8[n, C], or None.
     """
     channels, depth = codes.shape
-    grouped = codes.view(channels, scales.shape[1], -1)
+    grouped = codes.reshape(channels, scales.shape[1], -1)
     if scheme.table is not None:
         table = torch.tensor(scheme.table, dtype=torch.float32, device=codes.device)
         values = table[grouped.int()]
@@ -123,15 +136,23 @@ def compact_scales(scales: Tensor) -> Tensor:
 
 
 def stacked(parts: Sequence[CodedWeight]) -> CodedWeight:
-    """Returns the output channels of all parts. Raises ValueError if their schemes differ."""
+    """Returns the output channels of all parts. Raises ValueError if their schemes or orders differ.
+
+    If only some schemes have zero points, the other parts get the zero points that their scheme stands for.
+    """
+    if any(part.scheme.zero_points for part in parts) and all(part.scheme.table is None for part in parts):
+        parts = [part.with_zeros() for part in parts]
     first = parts[0]
     if any(part.scheme != first.scheme for part in parts):
         raise ValueError(f"the schemes differ: {', '.join(str(part.scheme) for part in parts)}")
     if len(parts) == 1:
         return first
+    orders = [part.order for part in parts if part.order is not None]
+    if orders and (len(orders) < len(parts) or any(not torch.equal(order, orders[0]) for order in orders)):
+        raise ValueError("the orders of their inputs differ")
     zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    return CodedWeight(codes, scales, zeros, first.scheme)
+    return CodedWeight(codes, scales, zeros, first.scheme, first.order)
 
 
 def selected_rows(weight: Matrix, index: Tensor) -> Matrix:

@@ -45,11 +45,12 @@ class PackedLinear:
     scheme: Scheme | None = None  # meaning of the codes in `data`; None if `data` has the elements
     scales: Tensor | None = None  # bfloat16 or float32, a scale per channel and group; None without a scheme
     zeros: Tensor | None = None  # uint8, a zero point per channel and group; None if the scheme has no zero points
+    order: Tensor | None = None  # see CodedWeight; kernels reorder the inputs
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the weight."""
-        return tuple(each for each in (self.data, self.bias, self.scales, self.zeros) if each is not None)
+        return tuple(each for each in (self.data, self.bias, self.scales, self.zeros, self.order) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from rootstock_llm.kernels.contracts.ops import (
 from rootstock_llm.kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 from rootstock_llm.kernels.reference import layers
+from rootstock_llm.kernels.reference.coded import in_order
 
 POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 LAYER_SIGNATURES: dict[str, list[type]] = {
@@ -176,15 +177,18 @@ class CpuKernels:
         scales = _in_blocks(compact_scales(weight.scales) if weight.scheme.group else weight.scales, order)
         zeros = None if weight.zeros is None else _in_blocks(weight.zeros, order)
         padded = None if bias is None else torch.cat((bias, bias.new_zeros(1)))[order].float()
-        return PackedLinear(data, padded, depth, rows, True, weight.scheme, scales, zeros)
+        return PackedLinear(data, padded, depth, rows, True, weight.scheme, scales, zeros, weight.order)
 
     def _linear_coded(self, out: Tensor, x: Tensor, weight: PackedLinear, width: int, gated: bool) -> None:
+        if x.shape[1] != weight.in_features:
+            raise misfit(out, x)
+        x = in_order(x, weight)
         require_contiguous(out, x)
         rows, depth = x.shape
         scheme, scales = weight.scheme, weight.scales
         assert scheme is not None and scales is not None, "the weight has codes"
         wide = out.dtype == torch.float32
-        if depth != weight.in_features or out.shape != (rows, width) or not (wide or out.dtype == x.dtype):
+        if out.shape != (rows, width) or not (wide or out.dtype == x.dtype):
             raise misfit(out, x)
         tensors = (out, x, weight.data, scales, weight.zeros, weight.bias, self._table(scheme))
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)

@@ -17,8 +17,8 @@ def pack_coded(weight: CodedWeight, bias: Tensor | None) -> PackedLinear:
     codes = weight.codes.contiguous()
     if weight.scheme.bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    scales = compact_scales(weight.scales.contiguous())
-    return PackedLinear(codes, bias, depth, channels, False, weight.scheme, scales, weight.zeros)
+    scales, zeros = compact_scales(weight.scales.contiguous()), None if weight.zeros is None else weight.zeros.contiguous()
+    return PackedLinear(codes, bias, depth, channels, False, weight.scheme, scales, zeros, weight.order)
 
 
 def elements(weight: PackedLinear, first: int, end: int) -> Tensor:
@@ -30,9 +30,14 @@ def elements(weight: PackedLinear, first: int, end: int) -> Tensor:
     return unfolded(codes, weight.scales[first:end], None if weight.zeros is None else weight.zeros[first:end], weight.scheme)
 
 
+def in_order(x: Tensor, weight: PackedLinear) -> Tensor:
+    """Returns the inputs [T, K] in the order of the weight's elements."""
+    return x if weight.order is None else torch.index_select(x, 1, weight.order)
+
+
 def coded_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
     """Implements Kernels.linear() in float32, for some output channels at a time."""
-    step, wide = max(1, MOST_ELEMENTS // weight.in_features), x.float()
+    step, wide = max(1, MOST_ELEMENTS // weight.in_features), in_order(x, weight).float()
     for first in range(0, weight.out_features, step):
         end = min(first + step, weight.out_features)
         bias = None if weight.bias is None else weight.bias[first:end].float()

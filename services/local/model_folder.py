@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rootstock_llm.services.shared.hf_tokenizer import TOKENIZER_FILE, vocabulary_files
-from rootstock_llm.services.shared.served_config import QUANTISED, QUANTISED_FILE
+from rootstock_llm.services.shared.quantization_config import fault_of
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 COPIES = ["consolidated*.safetensors"]  # second copies of the weights for other loaders, which are not downloaded
@@ -194,10 +194,9 @@ def _check_config(folder: Path) -> None:
         raise NoModel(f"{path} is not a JSON object. Download it again.")
     if not config.get("model_type"):
         raise NoModel(f"{path} has no model_type, which names the kind of model. Use the config.json of the model's publisher.")
-    if any(config.get(key) for key in QUANTISED) or (folder / QUANTISED_FILE).is_file():
+    if fault := fault_of(config, {path.name for path in folder.iterdir()}):
         raise NoModel(
-            f"{folder} is quantised, and only weights in float32, bfloat16 and float16 are served."
-            " Give the unquantised model from which it was made."
+            f"{folder} is quantised in a form that is not supported: {fault}. Give the unquantised model from which it was made."
         )
 
 

@@ -12,16 +12,16 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-QUANTISED = ("quantization_config", "compression_config")  # keys of config.json
-QUANTISED_FILE = "hf_quant_config.json"
+from rootstock_llm.services.shared.quantization_config import fault_of, method_of, quantization_of
+
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # supported values of transformers' layer_types
 RECURRENT = "linear_attention"  # layer type of a recurrence, which some of our model classes have
 TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")  # keys of config.json with a type per layer
 TABLE = Path(__file__).with_name("served_architectures.json")
 
 
-def quantised(subject: str) -> str:
-    return f"{subject} is quantised; only float32, bfloat16 and float16 weights are supported"
+def quantised(subject: str, fault: str) -> str:
+    return f"{subject} is quantised in a form that is not supported: {fault}"
 
 
 def quantised_elsewhere(subject: str, scheme: str, reason: str) -> str:
@@ -82,17 +82,23 @@ def refusal(config: Any, files: Collection[str], subject: str) -> str:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type not in table["model_types"]:
         return unknown_model_type(subject, model_type, table["transformers"])
-    if any(config.get(key) for key in QUANTISED) or QUANTISED_FILE in files:
-        return quantised(subject)
+    if fault := fault_of(config, files):
+        return quantised(subject, fault)
     architectures = config.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(model_type, str)):
         return ""
     architecture = str(architectures[0])
+    if (quantization := quantization_of(config)) and not architecture.startswith(tuple(table["families"])):
+        return quantised_elsewhere(subject, method_of(quantization), _without_code(table, architecture))
     text = config.get("text_config") if architecture in table["wrappers"] else config
     served = LAYER_TYPES | set(table["own_layer_types"].get(architecture, ()))
     if isinstance(text, Mapping) and (types := unknown_layers((text.get(key) for key in TYPE_LISTS), served)):
         return unserved_layers(architecture, types)
     return _by_architecture(table, architecture, model_type, {key for key in TYPE_LISTS if config.get(key)})
+
+
+def _without_code(table: Mapping[str, Any], architecture: str) -> str:
+    return f"architecture {architecture} is not of a family that this worker has code for: {', '.join(table['families'])}"
 
 
 def _by_architecture(table: Mapping[str, Any], architecture: str, model_type: str, given: Collection[str]) -> str:
@@ -113,6 +119,6 @@ def _by_architecture(table: Mapping[str, Any], architecture: str, model_type: st
         return unsupported(
             architecture,
             model_type,
-            f"architecture {architecture} is not of a family that this worker has code for: {', '.join(table['families'])}",
+            _without_code(table, architecture),
         )
     return ""

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.coded_weight import Scheme
-from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
-from rootstock_llm.services.worker.exec.weights.quantization import quantized
+from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Scheme
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.exec.loading import load_model
+from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, config_of
+from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, UnsupportedModel, read_config
+from rootstock_llm.services.worker.exec.weights.layouts.choose import quantization_for, read_quantization
+from rootstock_llm.services.worker.exec.weights.layouts.float8 import scaled
+from rootstock_llm.services.worker.exec.weights.layouts.mxfp4 import Mxfp4
+from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
+from rootstock_llm.services.worker.exec.weights.quantization import FROM_CHECKPOINT, quantized
+from rootstock_llm.services.worker.exec.weights.source import CheckpointSource, WeightReader
+from rootstock_llm.services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
+from tests.exec.host_executors import load_request
+from tests.exec.published_forms import FORMS, Form, mxfp4_tensors
 from tests.exec.quantized_folders import is_linear, outputs, rewrite
 from tests.exec.tiny_models import TinyModel
 
@@ -129,3 +144,207 @@ def test_element_that_is_not_finite_is_refused() -> None:
     weight[2, 3] = torch.inf
     with pytest.raises(CheckpointError, match="w cannot be quantized: it has elements that are not finite"):
         quantized("w", weight, Scheme(8))
+
+
+# Published forms
+
+
+def encoded(source: Path, target: Path, form: Form, only: str = "") -> tuple[Path, Path]:
+    """Writes a model in a form, and the model of its elements. Returns both folders.
+
+    Args:
+        only: if not empty, part of the names of the modules that are quantized.
+    """
+    stored, elements = {}, {}
+    for file in source.glob("*.safetensors"):
+        for name, weight in load_file(file).items():
+            if is_linear(name) and only in name:
+                stored[name], elements[name] = form.encode(name.removesuffix(".weight"), weight)
+    coded = rewrite(source, target / "coded", lambda n, t: stored.get(n, {n: t}), quantization_config=form.config)
+    return coded, rewrite(source, target / "elements", lambda n, t: {n: elements.get(n, t)})
+
+
+@pytest.mark.by_day(one_in=2, seed=4)
+@pytest.mark.parametrize("form", FORMS)
+def test_published_form_equals_its_elements(folders: dict[str, Path], form: str, tmp_path: Path) -> None:
+    coded, elements = encoded(folders["llama"], tmp_path, FORMS[form])
+    assert_close(coded, elements)
+
+
+@pytest.mark.parametrize("form", ["packed 4 by 128", "awq by 128", "gptq 4 act-order", "fp8 by block"])
+def test_published_form_in_some_layers_equals_its_elements(folders: dict[str, Path], form: str, tmp_path: Path) -> None:
+    assert_close(*encoded(folders["tied"], tmp_path, FORMS[form], only="layers.1."))
+
+
+@pytest.mark.by_day(one_in=3, seed=1)
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_stay_packed_and_float8_becomes_bfloat16(folders: dict[str, Path], form: str, tmp_path: Path) -> None:
+    coded, _ = encoded(folders["llama"], tmp_path, FORMS[form])
+    _, _, info = outputs(coded, "bfloat16")
+    _, _, plain = outputs(folders["llama"], "bfloat16")
+    assert info.quantization == FORMS[form].scheme
+    linear = 2 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384)
+    smallest = 0 if FORMS[form].becomes_float else 2 * linear - linear * (1.2 if "8" in form.split(" by ")[0] else 0.8)
+    assert plain.weight_bytes - info.weight_bytes >= smallest
+    if FORMS[form].becomes_float:
+        assert plain.weight_bytes == info.weight_bytes
+        assert outputs(coded, "bfloat16", quantization="int8")[2].weight_bytes < plain.weight_bytes - 0.9 * linear
+
+
+def test_schemes_may_differ_by_layer(folders: dict[str, Path], tmp_path: Path) -> None:
+    four, eight = FORMS["packed 4 by 128"], FORMS["packed 8 by channel"]
+    parts = {"self_attn": eight, "mlp": four}
+    stored, elements = {}, {}
+    for name, weight in load_file(folders["llama"] / "model.safetensors").items():
+        if is_linear(name):
+            form = next(form for part, form in parts.items() if part in name)
+            stored[name], elements[name] = form.encode(name.removesuffix(".weight"), weight)
+    groups = {part: form.config["config_groups"]["group_0"] | {"targets": [f"re:.*{part}.*"]} for part, form in parts.items()}
+    config = four.config | {"config_groups": groups}
+    coded = rewrite(folders["llama"], tmp_path / "coded", lambda n, t: stored.get(n, {n: t}), quantization_config=config)
+    assert_close(coded, rewrite(folders["llama"], tmp_path / "elements", lambda n, t: {n: elements.get(n, t)}))
+
+
+def test_reader_of_mxfp4_agrees_with_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, exponents, elements = mxfp4_tensors(torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(1)))
+    save_file({"w_blocks": blocks, "w_scales": exponents}, tmp_path / "model.safetensors", {"format": "pt"})
+    with closing(Checkpoint(tmp_path, has_codes=True)) as checkpoint:
+        layout = Mxfp4({}, checkpoint)
+        tensors = [checkpoint.tensor(each.name, each.shape, torch.uint8, exact=True) for each in layout.tensors("w", (3, 8, 64))]
+        matrix = layout.matrix("w", (3, 8, 64), tensors)
+    assert isinstance(matrix, CodedWeight)
+    found = matrix.unfolded().view(3, 8, 64)
+    assert torch.equal(found, elements)
+    assert torch.equal(found, convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32).transpose(1, 2))
+
+
+def test_reader_of_float8_agrees_with_transformers() -> None:
+    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+
+    tensors, elements = FORMS["fp8 by block"].encode("m", torch.randn(256, 384, generator=torch.Generator().manual_seed(2)))
+    weight, scales = tensors["m.weight"], tensors["m.weight_scale_inv"]
+    found = scaled("m", weight, scales)
+    assert torch.equal(found, elements)
+    assert torch.equal(found, _dequantize_fp8_weight(weight, scales, [128, 128], torch.float32))
+
+
+# Refused folders
+
+REFUSED = {
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        "method bitsandbytes is not supported; supported: awq",
+    ),
+    "torchao": ({"quant_method": "torchao"}, "method torchao is not supported"),
+    "AQLM": ({"quant_method": "aqlm"}, "method aqlm is not supported"),
+    "HQQ": ({"quant_method": "hqq"}, "method hqq is not supported"),
+    "EXL2": ({"quant_method": "exl2"}, "method exl2 is not supported"),
+    "ModelOpt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "method modelopt is not supported"),
+    "NVFP4": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}},
+        },
+        "format nvfp4-pack-quantized is not supported; supported: pack-quantized, int-quantized, float-quantized",
+    ),
+    "sparse": (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity format sparse-24-bitmask is not supported",
+    ),
+    "AWQ gemv": (FORMS["awq by 128"].config | {"version": "gemv"}, "awq: version gemv is not supported; supported: gemm"),
+    "GPTQ of 3 bits": (FORMS["gptq 4 by 128"].config | {"bits": 3}, "gptq: weights of 3 bits are not supported; supported: 4, 8"),
+    "GPTQ by 1024": (FORMS["gptq 4 by 128"].config | {"group_size": 1024}, "gptq: groups of 1024 weights are not supported"),
+    "Marlin": (FORMS["gptq 4 by 128"].config | {"is_marlin_format": True}, "checkpoint format marlin is not supported"),
+    "fp8 by 64": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"fp8: blocks of \[64, 64\] weights are not supported"),
+    "malformed": ({"quant_method": "compressed-tensors", "config_groups": 3}, "compressed-tensors: the config is malformed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_form_is_refused_with_its_name(folders: dict[str, Path], case: str, tmp_path: Path) -> None:
+    config, fault = REFUSED[case]
+    folder = rewrite(folders["llama"], tmp_path / "model", lambda n, t: {n: t}, quantization_config=config)
+    with pytest.raises(CheckpointError, match=f"is quantised in a form that is not supported: .*{fault}"):
+        load_model(load_request(folder, "auto", 16, None))
+
+
+def changed(tensors: dict[str, Tensor], suffix: str, change: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+    """Returns the tensors of a module, in which the tensor with a suffix is changed, or removed if `change` returns None."""
+    new = {name: change(tensor) if name.endswith(suffix) else tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in new.items() if tensor is not None}
+
+
+BROKEN: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
+    "cut codes": ("packed 4 by 128", "weight_packed", lambda t: t[:, :-1], r"up_proj\.weight_packed .* has shape \(384, 15\)"),
+    "cut scales": ("awq by 128", "scales", lambda t: t[:, :-1], r"up_proj\.scales .* has shape \(1, 383\)"),
+    "missing scales": (
+        "int8 by channel",
+        "weight_scale",
+        lambda t: None,
+        r"up_proj\.weight .* int8, and its scales are missing",
+    ),
+    "missing codes": ("gptq 4 by 128", "qweight", lambda t: None, r"lacks 1 tensors: .*up_proj\.weight"),
+    "missing zero points": ("gptq 4 by 128", "qzeros", lambda t: None, r"lacks 1 tensors: .*up_proj\.qzeros"),
+    "wrong type": (
+        "awq by 128",
+        "qweight",
+        lambda t: t.long(),
+        r"up_proj\.qweight .* dtype int64; the config requires int32",
+    ),
+    "scales that are not finite": ("fp8 by block", "weight_scale_inv", lambda t: t * torch.nan, "has scales that are not finite"),
+    "wrong block": ("fp8 by block", "weight_scale_inv", lambda t: t[:1], r"up_proj\.weight_scale_inv has shape \(1, 1\)"),
+    "exponents that are not finite": ("mxfp4", "_scales", lambda t: t * 0 + 255, "up_proj.weight has scales that are not finite"),
+    "uneven groups": ("gptq 4 act-order", "g_idx", lambda t: t * 0, "does not have 32 elements in each group"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_tensor_is_refused_with_its_name(folders: dict[str, Path], case: str, tmp_path: Path) -> None:
+    name, suffix, change, fault = BROKEN[case]
+
+    def write(tensor: str, weight: Tensor) -> dict[str, Tensor]:
+        if not is_linear(tensor):
+            return {tensor: weight}
+        found, _ = FORMS[name].encode(tensor.removesuffix(".weight"), weight)
+        return changed(found, suffix, change) if tensor.endswith("layers.1.mlp.up_proj.weight") else found
+
+    folder = rewrite(folders["llama"], tmp_path / "model", write, quantization_config=FORMS[name].config)
+    with pytest.raises(CheckpointError, match=fault):
+        load_model(load_request(folder, "auto", 16, None))
+
+
+def test_quantization_of_a_folder_with_codes_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    coded, _ = encoded(folders["llama"], tmp_path, FORMS["awq by 128"])
+    with pytest.raises(CheckpointError, match=r"--quantization is int8, but .* is quantised by awq\. Set --quantization to"):
+        outputs(coded, quantization="int8")
+
+
+def test_parts_of_one_matrix_with_different_schemes_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    coded, _ = encoded(folders["llama"], tmp_path, FORMS["awq by 128"], only="q_proj")
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight and .*k_proj.* are one matrix, but only 1 of them have codes"):
+        load_model(load_request(coded, "auto", 16, None))
+
+
+def test_folder_with_codes_that_transformers_computes_is_refused(tmp_path: Path) -> None:
+    TinyModel("Gemma2", SIZES | {"head_dim": 32}).build(tmp_path / "gemma2")
+    coded, _ = encoded(tmp_path / "gemma2", tmp_path, FORMS["awq by 128"])
+    with pytest.raises(UnsupportedModel, match="cannot be served with weights of awq: transformers' code would compute it"):
+        load_model(load_request(coded, "auto", 16, None))
+
+
+@pytest.mark.parametrize("form", ["packed 4 by 32 with zero points", "gptq 4 act-order", "fp8 by block", "awq by 64"])
+def test_stream_to_a_device_gives_the_weights_of_the_reader(folders: dict[str, Path], form: str, tmp_path: Path) -> None:
+    coded, _ = encoded(folders["llama"], tmp_path, FORMS[form])
+    config, options = config_of(read_config(coded)), StreamOptions(2, 1 << 16)
+    given = read_quantization(coded, FROM_CHECKPOINT)
+    with closing(Checkpoint(coded, has_codes=True)) as checkpoint:
+        form_of = quantization_for(given, FROM_CHECKPOINT, checkpoint)
+        read, phases = partial(ARCHITECTURES[config.architecture].read, config=config), LoadPhases()
+        arguments = (torch.float32, torch.device("cpu"), reference, options, lambda _: None, phases)
+        found = stream_weights(checkpoint, read, *arguments, quantization=form_of)
+        expected = read(WeightReader(CheckpointSource(checkpoint, torch.float32, quantization=form_of), reference))
+    pairs = list(zip(found.tensors(), expected.tensors(), strict=True))
+    assert len(pairs) > 10 and all(torch.equal(one, other) for one, other in pairs)

@@ -20,9 +20,10 @@ from tests.exec.host_executors import load_request
 from tests.exec.tiny_models import MODELS
 from tests.night import NIGHTLY
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemv"}
+GPTQ = {"quant_method": "gptq", "bits": 3, "group_size": 128}
+SERVED_AWQ = AWQ | {"version": "gemm"}
 
 
 def of(model_type: str, architecture: str, **more: Any) -> dict[str, Any]:
@@ -34,6 +35,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "AWQ": of("qwen2", "Qwen2ForCausalLM", quantization_config=AWQ),
     "GPTQ": of("llama", "LlamaForCausalLM", quantization_config=GPTQ),
     "compressed tensors": of("llama", "LlamaForCausalLM", compression_config={"quant_method": "compressed-tensors"}),
+    "weights of 4 bits in another architecture": of("gpt2", "GPT2LMHeadModel", quantization_config=SERVED_AWQ),
     "unknown type": of("nobodys_model", "NobodysModelForCausalLM"),
     "unknown architecture": of("llama", "LlamaForNothing"),
     "encoder with decoder": of("bart", "BartModel"),
@@ -61,7 +63,7 @@ def test_refusal_message_equals_the_error_of_the_worker(tmp_path: Path, case: st
 def test_refusal_message_covers_quantisation_in_a_separate_file() -> None:
     served = of("llama", "LlamaForCausalLM")
     assert refusal(served, {"config.json", "hf_quant_config.json"}, "org/a") == (
-        "org/a is quantised; only float32, bfloat16 and float16 weights are supported"
+        "org/a is quantised in a form that is not supported: hf_quant_config.json of ModelOpt is not supported"
     )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import PackedLinear, misfit, require_contiguous
+from rootstock_llm.kernels.reference.coded import in_order
 from rootstock_llm.kernels.triton.attention.attention_block import dot
 from rootstock_llm.kernels.triton.launch import begin_next, chained, wait_for_last
 
@@ -109,6 +110,7 @@ class CodedLinear:
             raise misfit(out, x, weight.data)
         if out.dtype not in (x.dtype, torch.float32):
             raise misfit(out, x, weight.data)
+        x = in_order(x, weight)
         require_contiguous(out, x, weight.data, scales)
         if rows == 0:
             return

@@ -15,6 +15,7 @@ import torch
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
 from rootstock_llm.kernels.cpu import load_kernels
 from rootstock_llm.services.shared import served_config
+from rootstock_llm.services.shared.quantization_config import method_of
 from rootstock_llm.services.worker.exec.models.decoder import Decoder, DecoderModel
 from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig
 from rootstock_llm.services.worker.exec.models.loaded_model import ExpertReads, LoadedModel
@@ -30,6 +31,7 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import (
     read_json_list,
     resolve_dtype,
 )
+from rootstock_llm.services.worker.exec.weights.layouts.choose import quantization_for, read_quantization
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from rootstock_llm.services.worker.exec.weights.quantization import AUTO, Quantization
 
@@ -69,18 +71,20 @@ def load_model(request: LoadRequest) -> LoadedModel:
     with request.phases.timed("config"):
         config = read_config(request.folder)
         native = _native_config(config)
-        quantization = Quantization(request.quantization)
-        if isinstance(native, NotCovered) and str(quantization):
-            raise UnsupportedModel(served_config.quantised_elsewhere(str(request.folder), str(quantization), str(native)))
+        given = read_quantization(request.folder, request.quantization)
+        if isinstance(native, NotCovered) and (scheme := str(Quantization(request.quantization)) or (given and method_of(given))):
+            raise UnsupportedModel(served_config.quantised_elsewhere(str(request.folder), scheme, str(native)))
         if isinstance(native, DecoderConfig):
-            _refuse_quantised_experts(native, request)
+            _refuse_quantised_experts(native, request, "" if given is None else method_of(given))
             config = text_config(config)
         if isinstance(native, NotCovered):
             _refuse_by_config(request, config)
-        checkpoint = Checkpoint(request.folder)
+        checkpoint = Checkpoint(request.folder, has_codes=given is not None)
     try:
+        target, quantization = request.target, quantization_for(given, request.quantization, checkpoint)
         dtype = resolve_dtype(request.dtype, config, checkpoint)
-        target = request.target
+        if given is not None and request.dtype == "auto" and dtype == torch.float16 and target.device.type == "cpu":
+            dtype = torch.bfloat16  # the C++ kernels do not take float16, and the torch twins unfold each weight in each step
         opened = _Opened(request, config, checkpoint, dtype, target, target.kernels(dtype), quantization)
         with torch.inference_mode():
             if isinstance(native, DecoderConfig):
@@ -90,8 +94,10 @@ def load_model(request: LoadRequest) -> LoadedModel:
         checkpoint.close()
 
 
-def _refuse_quantised_experts(config: DecoderConfig, request: LoadRequest) -> None:
+def _refuse_quantised_experts(config: DecoderConfig, request: LoadRequest, method: str) -> None:
     scheme = request.quantization.scheme
+    if config.experts is not None and method:
+        raise UnsupportedModel(f"{request.folder} has experts that are quantised by {method}, which is not supported")
     if config.experts is not None and scheme != AUTO:
         raise UnsupportedModel(
             f"--quantization {scheme} is not supported for models with experts, as {request.folder}. Set it to {AUTO}."

@@ -26,7 +26,7 @@ from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
-from rootstock_llm.services.worker.exec.weights.quantization import FROM_CHECKPOINT, Quantization
+from rootstock_llm.services.worker.exec.weights.quantization import FROM_CHECKPOINT
 
 ModelLoader = Callable[[LoadRequest], LoadedModel]
 
@@ -115,7 +115,7 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
     if algorithm == EAGLE3:
         head = load_eagle3(folder, decoder, target.dtype, target.kernels)
     else:
-        head = load_mtp(folder, decoder, target.dtype, target.kernels, Quantization(request.quantization))
+        head = load_mtp(folder, decoder, target.dtype, target.kernels, request.quantization)
     if request.target.device.type == "cuda":
         torch.cuda.synchronize(request.target.device)  # other streams read the head's weights
     model = HeadDraftModel(head, target.kernels, target.context_len)

@@ -85,7 +85,7 @@ FAULTS: dict[str, tuple[Change, str, str]] = {  # change, fault, remedy
     "config without model_type": (with_file("config.json", "{}"), "has no model_type", "config.json of the model's publisher"),
     "pointer as config": (with_file("config.json", LFS), "is a Git LFS pointer", "git lfs pull"),
     "quantised": (
-        lambda f: config_with(f, quantization_config={"quant_method": "fp8"}),
+        lambda f: config_with(f, quantization_config={"quant_method": "hqq"}),
         "is quantised",
         "Give the unquantised model",
     ),

@@ -50,7 +50,8 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import (
     architecture_of,
     read_config,
 )
-from rootstock_llm.services.worker.exec.weights.quantization import UNQUANTIZED, Quantization
+from rootstock_llm.services.worker.exec.weights.layouts.choose import quantization_for, read_quantization
+from rootstock_llm.services.worker.exec.weights.quantization import FROM_CHECKPOINT, QuantizationOptions
 from rootstock_llm.services.worker.exec.weights.source import CheckpointSource, WeightReader
 
 EAGLE3 = "Eagle3"  # ending of the architecture of an EAGLE-3 head
@@ -224,6 +225,8 @@ class HeadDraftModel:
 def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels) -> DraftHead:
     """Loads an EAGLE-3 head onto the target's device. Raises CheckpointError, UnsupportedModel."""
     given, model = read_config(folder), target.model
+    if read_quantization(folder, FROM_CHECKPOINT) is not None:
+        raise CheckpointError(f"{folder} is quantised, which is not supported for an EAGLE-3 head")
     config = _eagle3_config(folder, given, model.config)
     aux_layers = _eagle3_aux_layers(given, len(model.layers))
     hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -292,7 +295,7 @@ def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int, devic
 
 
 def load_mtp(
-    folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels, quantization: Quantization = UNQUANTIZED
+    folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels, options: QuantizationOptions = FROM_CHECKPOINT
 ) -> DraftHead:
     """Loads the MTP layer of the target's checkpoint, in the form of the target's weights.
 
@@ -301,7 +304,8 @@ def load_mtp(
     model = target.model
     config = model.config.of_one_layer()
     hidden, eps, additional = config.hidden_size, config.rms_norm_eps, f"layers.{len(model.layers)}"
-    with closing(Checkpoint(folder)) as checkpoint:
+    quantised = read_quantization(folder, options)
+    with closing(Checkpoint(folder, has_codes=quantised is not None)) as checkpoint:
         if checkpoint.has("mtp.fc.weight"):
             prefix, name = "mtp", "layers.0"
             embedding_norm, state_norm, joined, norm = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
@@ -317,6 +321,7 @@ def load_mtp(
         if model.head is None:
             raise CheckpointError(f"{folder} has no vocabulary projection, which an MTP layer needs to draft tokens")
         config = config.with_experts_of(checkpoint, f"{prefix}.{name}.")
+        quantization = quantization_for(quantised, options, checkpoint)
         source = CheckpointSource(checkpoint, dtype, model.embedding.device, quantization=quantization)
         body = WeightReader(source, kernels).at(prefix)
         return MtpHead(

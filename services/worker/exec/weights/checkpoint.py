@@ -57,7 +57,7 @@ def read_json_list(path: Path) -> list[Any]:
 
 
 def read_config(folder: Path) -> Any:
-    """Returns the transformers config. Raises CheckpointError if it is missing or unreadable, or if the model is quantised."""
+    """Returns the transformers config. Raises CheckpointError if it is missing or unreadable."""
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     if not (folder / "config.json").is_file():
@@ -71,9 +71,6 @@ def read_config(folder: Path) -> Any:
             config.standardize_rope_params()
     except Exception as error:  # transformers raises errors of many types
         raise CheckpointError(f"cannot read the config of {folder}: {error}") from error
-    is_quantised = any(getattr(config, name, None) for name in served_config.QUANTISED)
-    if is_quantised or (folder / served_config.QUANTISED_FILE).is_file():
-        raise CheckpointError(served_config.quantised(str(folder)))
     return config
 
 
@@ -98,8 +95,10 @@ def named(tensors: list[str]) -> str:
     return f"{len(tensors)} tensors: {listed}"
 
 
-def _pickled(folder: Path) -> str:
-    """Returns the remedy for a folder whose weights are pickled, or an empty string."""
+def _other_weights(folder: Path) -> str:
+    """Returns the remedy for a folder whose weights are pickled or in GGUF, or an empty string."""
+    if any(folder.glob("*.gguf")):
+        return ". GGUF is not supported. Use the folder of safetensors from which the GGUF file was made"
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
     return (
@@ -111,12 +110,21 @@ def _pickled(folder: Path) -> str:
 class Checkpoint:
     """The safetensors files of a folder: one file, or several with an index. Files stay open until close()."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, has_codes: bool = False) -> None:
+        """Opens the files.
+
+        Args:
+            has_codes: whether weights may have codes, which a Layout reads.
+
+        Raises:
+            CheckpointError: a file or the index is missing or broken, or a weight has codes although has_codes is False.
+        """
         self._folder = folder
         self._open: dict[str, Any] = {}
         self._file_of = self._locate()
         self._misnamed = self._remove_misnamed()
-        self._check_types()
+        if not has_codes:
+            self._check_types()
 
     def _locate(self) -> dict[str, str]:
         index, single = self._folder / "model.safetensors.index.json", "model.safetensors"
@@ -129,7 +137,7 @@ class Checkpoint:
             return weight_map
         if not (self._folder / single).is_file():
             raise CheckpointError(
-                f"{self._folder} has neither {single} nor {index.name}; only safetensors are loaded{_pickled(self._folder)}"
+                f"{self._folder} has neither {single} nor {index.name}; only safetensors are loaded{_other_weights(self._folder)}"
             )
         names: list[str] = list(self._file(single).keys())
         return dict.fromkeys(names, single)
@@ -190,6 +198,12 @@ class Checkpoint:
         if missing:
             raise CheckpointError(f"{self._folder} lacks {named(missing)}")
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor. Raises CheckpointError if the checkpoint lacks the tensor."""
+        self.require([name])
+        self._dtype(name, self._file_of[name])
+        return tuple(self._file(self._file_of[name]).get_slice(name).get_shape())
+
     def first_dtype(self) -> torch.dtype:
         """Returns the dtype of the first floating-point tensor. Raises CheckpointError if all tensors are integers."""
         for name, file in self._file_of.items():
@@ -214,6 +228,9 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {name} of {self._folder}: {error}") from error
         if tuple(found.shape) != shape:
             raise CheckpointError(f"{name} of {self._folder} has shape {tuple(found.shape)}; the config requires {shape}")
+        if not exact and dtype.is_floating_point and found.dtype not in FLOATS.values():
+            kind = str(found.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{name} of {self._folder} has dtype {kind}, and its scales are missing")
         if exact and found.dtype != dtype:
             kinds = f"{found.dtype}; the config requires {dtype}".replace("torch.", "")
             raise CheckpointError(f"{name} of {self._folder} has dtype {kinds}")

@@ -38,7 +38,13 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None  # dtype in the file, which is kept; None: any float, converted to the model dtype
+    # float32: any float, converted to float32. None: any float, converted to the model dtype. Others: the dtype in the file.
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the file may have any float of 16 or 32 bits."""
+        return self.dtype in (None, torch.float32)
 
 
 class Layout(Protocol):

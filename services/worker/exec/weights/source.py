@@ -145,7 +145,7 @@ class CheckpointSource:
 
     def _tensor(self, tensor: StoredTensor) -> Tensor:
         """Returns a contiguous tensor that may share memory with the file."""
-        found = self.checkpoint.tensor(tensor.name, tensor.shape, tensor.dtype or self.dtype, exact=tensor.dtype is not None)
+        found = self.checkpoint.tensor(tensor.name, tensor.shape, tensor.dtype or self.dtype, exact=not tensor.is_float)
         self.on_read(found.nbytes)
         return found.to(self.device)
 

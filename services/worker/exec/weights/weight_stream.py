@@ -192,10 +192,11 @@ def _spans(checkpoint: Checkpoint, placements: Sequence[Placement]) -> dict[str,
             raise CheckpointError(f"{path} has no tensor {name}")
         if span.shape != shape:
             raise CheckpointError(f"{name} of {path} has shape {span.shape}; the config requires {shape}")
-        if placement.dtype is not None and STORED.get(span.dtype) != placement.dtype:
+        is_float = placement.dtype in (None, torch.float32)
+        if not is_float and STORED.get(span.dtype) != placement.dtype:
             kind = str(placement.dtype).removeprefix("torch.")
             raise CheckpointError(f"{name} of {path} has dtype {span.dtype}; the config requires {kind}")
-        if placement.dtype is None and span.dtype not in FLOATS:
+        if is_float and span.dtype not in FLOATS:
             raise CheckpointError(f"{name} of {path} has dtype {span.dtype}; supported: {', '.join(FLOATS)}")
     return {name: headers[path][name] for name, (path, _) in wanted.items()}
 
