@@ -71,11 +71,12 @@ def all_cases() -> Iterator[GpuCase]:
     from rootstock_llm.kernels.bench import (  # imported here because triton may not be installed
         gpu_attention,
         gpu_deterministic,
+        gpu_experts,
         gpu_layers,
         gpu_sampling,
     )
 
-    for module in (gpu_layers, gpu_attention, gpu_sampling, gpu_deterministic):
+    for module in (gpu_layers, gpu_experts, gpu_attention, gpu_sampling, gpu_deterministic):
         yield from module.cases()
 
 

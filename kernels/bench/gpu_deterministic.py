@@ -1,10 +1,11 @@
-"""Creates the cases of deterministic linear layers and attention, compared with the ordinary kernels."""
+"""Creates the cases of deterministic linear layers, experts and attention, compared with the ordinary kernels."""
 
 from __future__ import annotations
 
 import torch
 
 from rootstock_llm.kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, ours, work_of
+from rootstock_llm.kernels.bench.gpu_experts import SHAPE, experts_case
 from rootstock_llm.kernels.bench.gpu_layers import DTYPE, SHAPES, SIZE, DecoderShape, rope_case
 from rootstock_llm.kernels.bench.gpu_timing import GpuCase, Make, Work
 from rootstock_llm.kernels.triton.attention.attention import head_shape
@@ -46,6 +47,7 @@ def cases(shapes: tuple[DecoderShape, ...] = SHAPES, tokens: tuple[int, ...] = T
         layers |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
         found += [_linear_case(shape, layer, *sizes, count) for count in tokens for layer, sizes in layers.items()]
         found += [rope_case(shape, count, 1024, deterministic=True) for count in tokens]
+    found += [experts_case(SHAPE, count, deterministic=True) for count in tokens]
     for sizes in decode_sizes() + extend_sizes():
         make = lambda device, sizes=sizes: _attention(sizes, device)  # noqa: E731
         other = lambda device, sizes=sizes: ours(sizes, device)  # noqa: E731

@@ -61,6 +61,7 @@ PINNED = SchedulerConfig(
     random_seed=0,
     groups=(),
     state_interval=1,
+    experts=None,
 )
 
 

@@ -58,8 +58,10 @@ HYBRID = TinyModel(
 def made_of(
     model: TinyModel, folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, max_drafts: int = 0
 ) -> DeviceExecutor:
-    def weights(checkpoint: Any, read: Any, dtype: Any, kernels: Any, progress: Any, phases: Any) -> Any:
-        return stream_weights(checkpoint, read, dtype, device, kernels, StreamOptions(threads=1), progress, phases)
+    def weights(checkpoint: Any, read: Any, dtype: Any, kernels: Any, progress: Any, phases: Any, quantization: Any) -> Any:
+        return stream_weights(
+            checkpoint, read, dtype, device, kernels, StreamOptions(threads=1), progress, phases, quantization=quantization
+        )
 
     products_in_order(monkeypatch)
     model.build(folder)

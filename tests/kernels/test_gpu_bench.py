@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rootstock_llm.kernels.bench import gpu
+from rootstock_llm.kernels.bench import gpu, gpu_experts
 from rootstock_llm.kernels.bench.gpu import COLUMNS, KernelFigures, figures_of, write_json
+from rootstock_llm.kernels.bench.gpu_experts import MixtureShape
 from rootstock_llm.kernels.bench.gpu_layers import SHAPES, DecoderShape, cases
 from rootstock_llm.kernels.bench.gpu_timing import MAX_COPIES, GpuCase, Timing, copies_for
 from tests.night import NIGHTLY
@@ -21,8 +22,10 @@ from tests.night import NIGHTLY
 ROOT = Path(__file__).resolve().parents[2]
 
 TOY = DecoderShape("toy", hidden=24, inner=40, heads=3, kv_heads=1, head_dim=8, vocab=33, page_size=4)
+MIXTURE = MixtureShape("toy", hidden=24, inner=20, experts=6, chosen=2)
 LOGARITHM = 12  # fused multiply-adds in one logarithm of the CUDA library
 SHARED_MEMORY = 227 * 1024  # bytes of shared memory that a program may use on Hopper
+EXPERTS = {"_group_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"}
 KERNELS = {
     "gpu_layers": {
         "_rms_norm_kernel",
@@ -38,8 +41,9 @@ KERNELS = {
         "_page_indices_kernel",
         "_one_row_kernel",
     },
+    "gpu_experts": {"_route_kernel", *EXPERTS},
     "gpu_attention": {"attention_kernel", "merge_kernel"},
-    "gpu_deterministic": {"_linear_kernel", "attention_kernel", "_rope_write_kernel"},
+    "gpu_deterministic": {"_linear_kernel", "attention_kernel", "_rope_write_kernel", *EXPERTS},
     "gpu_sampling": {
         "peaks_kernel",
         "tally_kernel",
@@ -53,7 +57,7 @@ KERNELS = {
 
 
 def test_layer_cases_run_with_kernels_and_plain_torch(device: torch.device) -> None:
-    toys = cases((TOY,), tokens=(1, 3, 5), context=9)
+    toys = cases((TOY,), tokens=(1, 3, 5), context=9) + gpu_experts.cases(MIXTURE, tokens=(1, 3, 5))
     assert len({case.name for case in toys}) == len(toys)
     for case in toys:
         case.make(device)()

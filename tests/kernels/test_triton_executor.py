@@ -26,16 +26,21 @@ from tests.gpu.truth import generated, own_logprobs, prompts_of
 from tests.night import NIGHTLY
 
 VOCAB, NEW_TOKENS, PAGE_SIZE, PAGES, CONTEXT = 67, 4, 4, 16, 32
-MODEL = TinyModel("Qwen3", {"vocab_size": VOCAB, "num_hidden_layers": 1, "head_dim": 16, "max_position_embeddings": 64})
+SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 1, "head_dim": 16, "max_position_embeddings": 64}
+MODEL = TinyModel("Qwen3", SIZES)
+MIXTURE = TinyModel("Qwen3Moe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24})
 
 
-def test_executor_completes_greedy_and_sampled_requests(tmp_path: Path, device: torch.device) -> None:
+@pytest.mark.by_day(one_in=2, seed=1)
+@pytest.mark.parametrize("tiny", [MODEL, MIXTURE], ids=["dense", "experts"])
+def test_executor_completes_greedy_and_sampled_requests(tiny: TinyModel, tmp_path: Path, device: torch.device) -> None:
     """A greedy request runs together with a request that uses most sampling parameters; the longer prompt is chunked."""
 
-    def weights(checkpoint: Any, read: Any, dtype: Any, kernels: Any, progress: Any, phases: Any) -> Any:
-        return stream_weights(checkpoint, read, dtype, device, kernels, StreamOptions(threads=1), progress, phases)
+    def weights(checkpoint: Any, read: Any, dtype: Any, kernels: Any, progress: Any, phases: Any, quantization: Any) -> Any:
+        options = StreamOptions(threads=1)
+        return stream_weights(checkpoint, read, dtype, device, kernels, options, progress, phases, quantization=quantization)
 
-    model = MODEL.build(tmp_path).to(device)
+    model = tiny.build(tmp_path).to(device)
     prompts = prompts_of(VOCAB, (2, 11))
     drawn = SamplingParams(
         max_new_tokens=3,

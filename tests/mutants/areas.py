@@ -19,6 +19,7 @@ from tests.mutants.faults.worker import WORKER
 KERNELS_TOO = (
     "triton_step",
     "triton_layers",
+    "triton_experts",
     "top_n_sigma",
     "triton_select_tokens",
     "triton_attention",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import PackedLinear, RaggedRows, misfit
+from rootstock_llm.kernels.contracts.ops import PackedExperts, PackedLinear, RaggedRows, misfit
 from rootstock_llm.kernels.reference import layers
 from rootstock_llm.kernels.triton.attention import attention
-from rootstock_llm.kernels.triton.layers import elementwise, gated_delta, kv_writes, step
+from rootstock_llm.kernels.triton.layers import elementwise, experts, gated_delta, kv_writes, step
 from rootstock_llm.kernels.triton.layers.coded import CodedLinear
 from rootstock_llm.kernels.triton.layers.linear import OrderedLinear, one_row_linear
 
@@ -55,11 +55,14 @@ class TritonLayers:
     pack_gated = staticmethod(layers.pack_gated)
     embedding = staticmethod(layers.embedding)
     pack_experts = staticmethod(layers.pack_experts)
-    route = staticmethod(layers.route)
-    experts = staticmethod(layers.experts)
+    route = staticmethod(experts.route)
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def experts(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> None:
+        """Implements Kernels.experts(). Raises ValueError if the shapes do not fit."""
+        experts.experts(out, x, ids, weights, packed, self._deterministic)
 
     def rope_write_kv(
         self,

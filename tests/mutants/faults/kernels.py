@@ -253,6 +253,15 @@ KERNELS = (
     ),
     *of(
         "kernels",
+        "kernels/triton/layers/experts.py",
+        ("tl.cumsum(own, 0) - 1, begin + lanes", "tl.cumsum(own, 0) - 1, lanes"),
+        ("mask=pairs_in, other=0) // CHOICES", "mask=pairs_in, other=0) // (CHOICES + 1)"),
+        ("up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))", "up = tl.where(up > limit, limit, up)"),
+        ("is_open = is_open & (lanes != expert)", "is_open = is_open & (lanes > expert)"),
+        only="test_triton_experts",
+    ),
+    *of(
+        "kernels",
         "kernels/triton/layers/layers.py",
         ("if weight.bias is not None:\n            out.add_(weight.bias)", "if weight.bias is None:\n            out.add_(0.0)"),
         only="test_triton_layers",

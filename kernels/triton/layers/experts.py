@@ -1,0 +1,370 @@
+"""Routers and experts: each row uses a few experts, and only their weights are read.
+
+A pair is a row and one of its experts. The kernels run in this order:
+
+1. `_group_kernel` sorts the pairs by expert. It has a program per expert, which counts and collects the expert's pairs.
+2. `_gate_up_kernel` computes the activations of all pairs, in tiles of pairs of one expert.
+3. `_down_kernel` computes the outputs of all pairs in the same tiles, in float32.
+4. `_combine_kernel` adds the weighted outputs of each row in the order of its choices.
+
+The numbers of tiles and of programs depend only on the shapes, so that a CUDA graph can contain the launches. Programs without a
+tile end at once.
+
+Products have fixed blocks of the depth. In deterministic mode, no sum is fused with a product, as fusion differs between variants
+of a kernel. A row's bits then do not depend on other rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rootstock_llm.kernels.contracts.ops import PackedExperts, Routing, misfit, require_contiguous
+from rootstock_llm.kernels.triton.attention.attention_block import dot
+from rootstock_llm.kernels.triton.launch import begin_next, block_of, chained, take_turn, wait_for_last, warps_for
+
+IDS = 1024  # pairs that a program of _group_kernel reads at a time
+COLUMNS = 1024  # columns of a program of _combine_kernel
+
+
+@triton.jit
+def _route_kernel(
+    weights,  # float32[T, CHOICES]
+    ids,  # int32[T, CHOICES]
+    logits,  # float32[T, EXPERTS]
+    bias,  # float32[EXPERTS]; without HAS_BIAS, any pointer
+    scale,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    TWO_BEST: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    CHOICE_BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    take_turn(CHAINED)
+    LOWEST: tl.constexpr = float("-inf")
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    is_open = lanes < EXPERTS
+    x = tl.load(logits + row * EXPERTS + lanes, mask=is_open, other=LOWEST)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        powers = tl.exp(x - tl.max(x, 0))
+        scores = powers / tl.sum(powers, 0)
+    selection = scores
+    if HAS_BIAS:
+        selection += tl.load(bias + lanes, mask=is_open, other=0.0)
+    selection = tl.where(selection == selection, selection, LOWEST)
+    if TOP_GROUPS < GROUPS:
+        groups = tl.arange(0, GROUP_BLOCK)
+        group_scores = tl.full([GROUP_BLOCK], LOWEST, tl.float32)
+        for group in tl.static_range(GROUPS):
+            of_group = tl.where(is_open & (lanes // SIZE == group), selection, LOWEST)
+            score = tl.max(of_group, 0)
+            if TWO_BEST and SIZE > 1:
+                first = tl.min(tl.where(of_group == score, tl.where(lanes // SIZE == group, lanes, BLOCK), BLOCK), 0)
+                score += tl.max(tl.where(lanes == first, LOWEST, of_group), 0)
+            group_scores = tl.where(groups == group, score, group_scores)
+        group_scores = tl.where(group_scores == group_scores, group_scores, LOWEST)
+        open_groups = groups < GROUPS
+        is_open = lanes < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            best = tl.max(tl.where(open_groups, group_scores, LOWEST), 0)
+            chosen = tl.min(tl.where(open_groups & (group_scores == best), groups, GROUP_BLOCK), 0)
+            open_groups = open_groups & (groups != chosen)
+            is_open = is_open | ((lanes // SIZE == chosen) & (lanes < EXPERTS))
+    choices = tl.arange(0, CHOICE_BLOCK)
+    chosen_scores = tl.zeros([CHOICE_BLOCK], dtype=tl.float32)
+    total = tl.sum(tl.zeros([CHOICE_BLOCK], dtype=tl.float32), 0)
+    for choice in tl.static_range(CHOICES):
+        best = tl.max(tl.where(is_open, selection, LOWEST), 0)
+        expert = tl.min(tl.where(is_open & (selection == best), lanes, BLOCK), 0)
+        is_open = is_open & (lanes != expert)
+        score = tl.sum(tl.where(lanes == expert, scores, 0.0), 0)
+        total += score
+        chosen_scores = tl.where(choices == choice, score, chosen_scores)
+        tl.store(ids + row * CHOICES + choice, expert)
+    if RENORMALIZE:
+        chosen_scores /= total + 1e-20
+    tl.store(weights + row * CHOICES + choices, chosen_scores * scale, mask=choices < CHOICES)
+
+
+def route(weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, routing: Routing) -> None:
+    """Implements Kernels.route(). Raises ValueError if the shapes or the rules do not fit."""
+    require_contiguous(weights, ids, logits)
+    rows, experts = logits.shape
+    fits = weights.shape == ids.shape == (rows, routing.top_k) and (bias is None or bias.shape == (experts,))
+    if not fits or not routing.fits(experts) or logits.dtype != torch.float32 or weights.dtype != torch.float32:
+        raise misfit(weights, ids, logits)
+    if not rows:
+        return
+    block = block_of(experts)
+    _route_kernel[rows,](
+        weights,
+        ids,
+        logits,
+        logits if bias is None else bias,
+        routing.scale,
+        EXPERTS=experts,
+        CHOICES=routing.top_k,
+        GROUPS=routing.num_groups,
+        TOP_GROUPS=routing.top_groups,
+        SIGMOID=routing.scoring == "sigmoid",
+        TWO_BEST=routing.group_score == "two_best",
+        RENORMALIZE=routing.renormalize,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        GROUP_BLOCK=block_of(routing.num_groups),
+        CHOICE_BLOCK=block_of(routing.top_k),
+        num_warps=warps_for(block),
+        **chained(logits.device),
+    )
+
+
+@triton.jit
+def _group_kernel(order, counts, ids, num_pairs, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    """Writes the pairs of one expert to `order`, after those of lower experts, and their number to `counts`."""
+    take_turn(CHAINED)
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    lower = tl.zeros([BLOCK], dtype=tl.int32)
+    equal = tl.zeros([BLOCK], dtype=tl.int32)
+    for begin in range(0, num_pairs, BLOCK):
+        found = tl.load(ids + begin + lanes, mask=begin + lanes < num_pairs, other=0x7FFFFFFF)
+        lower += (found < expert).to(tl.int32)
+        equal += (found == expert).to(tl.int32)
+    at = tl.sum(lower, 0)
+    tl.store(counts + expert, tl.sum(equal, 0))
+    for begin in range(0, num_pairs, BLOCK):
+        found = tl.load(ids + begin + lanes, mask=begin + lanes < num_pairs, other=0x7FFFFFFF)
+        own = (found == expert).to(tl.int32)
+        tl.store(order + at + tl.cumsum(own, 0) - 1, begin + lanes, mask=own > 0)
+        at += tl.sum(own, 0)
+
+
+@triton.jit
+def _tile_of(counts, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Returns the expert of a tile, the index in `order` of the tile's first pair, and the number of its pairs from there on.
+
+    The expert is EXPERTS if there are fewer tiles.
+    """
+    lanes = tl.arange(0, EXPERT_BLOCK)
+    count = tl.load(counts + lanes, mask=lanes < EXPERTS, other=0)
+    tiles = (count + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum(((ends <= tile) & (lanes < EXPERTS)).to(tl.int32), 0)
+    skipped = (tile - tl.sum(tl.where(lanes < expert, tiles, 0), 0)) * BLOCK_M
+    begin = tl.sum(tl.where(lanes < expert, count, 0), 0) + skipped
+    return expert, begin, tl.sum(tl.where(lanes == expert, count, 0), 0) - skipped
+
+
+@triton.jit
+def _gate_up_kernel(
+    hidden,  # [P, INNER], in the order of `order`
+    x,  # [T, WIDTH]
+    weight,  # [EXPERTS, 2 INNER, WIDTH], the rows of the gate first
+    bias,  # [EXPERTS, 2 INNER]; without HAS_BIAS, any pointer
+    order,
+    counts,
+    alpha,
+    limit,
+    shift,
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # lanes; gate and up alternate
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    begin_next(CHAINED)
+    wait_for_last(CHAINED)
+    expert, begin, count = _tile_of(counts, tl.program_id(1), EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    if expert < EXPERTS:
+        lanes = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns_in = lanes // 2 < INNER
+        w_rows = expert.to(tl.int64) * (2 * INNER) + tl.where(columns_in, lanes // 2 + lanes % 2 * INNER, 0)
+        pairs = tl.arange(0, BLOCK_M)
+        pairs_in = pairs < count
+        rows = tl.load(order + begin + pairs, mask=pairs_in, other=0) // CHOICES
+        x_at = x + rows.to(tl.int64) * WIDTH
+        w_at = weight + w_rows * WIDTH
+        sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for first in range(0, WIDTH, BLOCK_K):
+            depths = first + tl.arange(0, BLOCK_K)
+            deep = depths < WIDTH
+            a = tl.load(x_at[:, None] + depths[None, :], mask=pairs_in[:, None] & deep[None, :], other=0.0)
+            b = tl.load(w_at[:, None] + depths[None, :], mask=columns_in[:, None] & deep[None, :], other=0.0)
+            sums = dot(a, tl.trans(b), sums, UPCAST)
+        if HAS_BIAS:
+            sums += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
+        gate, up = tl.split(tl.reshape(sums, [BLOCK_M, BLOCK_N // 2, 2]))
+        gate = tl.where(gate > limit, limit, gate)  # a NaN stays, as the comparison is false
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        value = (up + shift) * gate / (1.0 + tl.exp(-alpha * gate))
+        columns = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        at = hidden + (begin + pairs).to(tl.int64)[:, None] * INNER + columns[None, :]
+        tl.store(at, value.to(hidden.dtype.element_ty), mask=pairs_in[:, None] & (columns < INNER)[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    outputs,  # float32[P, WIDTH], by pair
+    hidden,  # [P, INNER], in the order of `order`
+    weight,  # [EXPERTS, WIDTH, INNER]
+    bias,  # [EXPERTS, WIDTH]; without HAS_BIAS, any pointer
+    order,
+    counts,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    begin_next(CHAINED)
+    wait_for_last(CHAINED)
+    expert, begin, count = _tile_of(counts, tl.program_id(1), EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    if expert < EXPERTS:
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns_in = columns < WIDTH
+        w_rows = expert.to(tl.int64) * WIDTH + tl.where(columns_in, columns, 0)
+        pairs = tl.arange(0, BLOCK_M)
+        pairs_in = pairs < count
+        a_at = hidden + (begin + pairs).to(tl.int64) * INNER
+        w_at = weight + w_rows * INNER
+        sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for first in range(0, INNER, BLOCK_K):
+            depths = first + tl.arange(0, BLOCK_K)
+            deep = depths < INNER
+            a = tl.load(a_at[:, None] + depths[None, :], mask=pairs_in[:, None] & deep[None, :], other=0.0)
+            b = tl.load(w_at[:, None] + depths[None, :], mask=columns_in[:, None] & deep[None, :], other=0.0)
+            sums = dot(a, tl.trans(b), sums, UPCAST)
+        if HAS_BIAS:
+            sums += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
+        number = tl.load(order + begin + pairs, mask=pairs_in, other=0)
+        at = outputs + number.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        tl.store(at, sums, mask=pairs_in[:, None] & columns_in[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    out, outputs, weights, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    take_turn(CHAINED)
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for choice in tl.static_range(CHOICES):
+        pair = row * CHOICES + choice
+        total += tl.load(outputs + pair * WIDTH + columns, mask=inside, other=0.0) * tl.load(weights + pair)
+    tl.store(out + row * WIDTH + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Block sizes of the products. The depth of a block must be the same for all numbers of rows."""
+
+    m: int  # pairs of a block
+    n: int  # columns of a block
+    k: int  # elements of the depth of a block
+    num_warps: int
+    num_stages: int
+
+
+MANY_PAIRS = 32  # average number of pairs of an expert above which blocks are large
+FEW, MANY = Tile(16, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3)
+
+
+def experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts, deterministic: bool) -> None:
+    """Implements Kernels.experts().
+
+    Allocates the order of the pairs, their hidden values, and their outputs, float32[P, N].
+
+    Args:
+        deterministic: whether a row's bits depend only on that row.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    gate_up, down, activation = packed.gate_up, packed.down, packed.activation
+    require_contiguous(out, x, ids, weights, gate_up.data, down.data)
+    (rows, width), choices, count = x.shape, ids.shape[1], packed.num_experts
+    if out.shape != x.shape or width != gate_up.in_features or ids.shape != weights.shape or len(ids) != rows:
+        raise misfit(out, x, ids, weights)
+    if x.dtype != gate_up.data.dtype or (ids.dtype, weights.dtype) != (torch.int32, torch.float32) or gate_up.packed:
+        raise misfit(out, x, ids, weights, gate_up.data)
+    if not rows:
+        return
+    inner, pairs = down.in_features, rows * choices
+    tile = MANY if pairs > MANY_PAIRS * count else FEW
+    tiles = min(pairs, math.ceil(pairs / tile.m) + min(count, pairs))
+    order, counts = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (pairs, count))
+    hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(pairs, width, dtype=torch.float32, device=x.device)
+    options = {"enable_fp_fusion": not deterministic, **chained(x.device)}
+    blocks = {
+        "EXPERTS": count,
+        "EXPERT_BLOCK": block_of(count),
+        "INNER": inner,
+        "WIDTH": width,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "UPCAST": x.device.type == "cpu" and x.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    _group_kernel[count,](order, counts, ids, pairs, BLOCK=block_of(min(pairs, IDS)), num_warps=4, **options)
+    _gate_up_kernel[triton.cdiv(2 * inner, tile.n), tiles](
+        hidden,
+        x,
+        gate_up.data,
+        x if gate_up.bias is None else gate_up.bias,
+        order,
+        counts,
+        activation.alpha,
+        activation.limit,
+        activation.shift,
+        CHOICES=choices,
+        HAS_BIAS=gate_up.bias is not None,
+        **blocks,
+        **options,
+    )
+    _down_kernel[triton.cdiv(width, tile.n), tiles](
+        outputs,
+        hidden,
+        down.data,
+        x if down.bias is None else down.bias,
+        order,
+        counts,
+        HAS_BIAS=down.bias is not None,
+        **blocks,
+        **options,
+    )
+    block = min(COLUMNS, block_of(width))
+    _combine_kernel[triton.cdiv(width, block), rows](
+        out, outputs, weights, CHOICES=choices, WIDTH=width, BLOCK=block, num_warps=warps_for(block), **options
+    )
