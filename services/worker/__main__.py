@@ -137,6 +137,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         auto_truncates=settings.allow_auto_truncate,
         sampling_defaults=worker_pb2.SamplingDefaults(**engine.defaults.as_dict()),
         numerics=engine.info.numerics,
+        quantization=engine.info.quantization,
         role="" if settings.disaggregation_mode == "both" else settings.disaggregation_mode,
         kv_port=engine.info.kv_port,
         kv_hold_ms=math.ceil(settings.disaggregation_hold_s * 1000) if engine.info.kv_port else 0,

@@ -42,10 +42,17 @@ def made_of(folder: Path, dtype: str, deterministic: bool = True, kernels: str =
 
 
 def with_groups(
-    folder: Path, dtype: str, deterministic: bool = True, kernels: str = "auto"
+    folder: Path, dtype: str, deterministic: bool = True, kernels: str = "auto", quantization: str = "auto"
 ) -> tuple[Executor, tuple[CacheGroup, ...]]:
     """Returns an executor and the cache groups of its model."""
-    options = DeviceOptions(device="cpu", num_threads=1, deterministic=deterministic, kernels=kernels)
+    options = DeviceOptions(
+        device="cpu",
+        num_threads=1,
+        deterministic=deterministic,
+        kernels=kernels,
+        quantization=quantization,
+        quantize_head=quantization != "auto",
+    )
     executor, info = build_device_executor(
         str(folder), dtype, WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len, options, lambda _: None
     )
@@ -64,6 +71,19 @@ def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[Executor]
 def test_result_has_the_same_bits_in_any_context(executor: Executor, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     assert len(strings(WORLD, executor, target, range(number, CONTEXTS, 3))) == 1
+
+
+@pytest.mark.by_day(one_in=6, seed=1)
+@pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_result_of_quantized_weights_has_the_same_bits_in_any_context(
+    folder: Path, quantization: str, dtype: str, number: int
+) -> None:
+    executor, _ = with_groups(folder, dtype, quantization=quantization)
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    assert len(strings(WORLD, executor, target, range(number, CONTEXTS, 3))) == 1
+    executor.close()
 
 
 @pytest.mark.by_day(one_in=9, seed=2)

@@ -46,7 +46,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "fetch": ("tests/services/shared/test_fetch.py",),
     "kernels": tuple(
-        f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "deterministic_kernels", "experts", *KERNELS_TOO)
+        f"tests/kernels/test_{name}.py"
+        for name in ("cpu_kernels", "coded_linear", "deterministic_kernels", "experts", *KERNELS_TOO)
     ),
     "core": (
         *(
@@ -166,7 +167,10 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/kernels/test_gated_delta.py",
     ),
     "exec": (
-        *(f"tests/exec/test_{name}.py" for name in ("sampler", "penalties", "slots", "logprobs", "scores", "embedding_pool")),
+        *(
+            f"tests/exec/test_{name}.py"
+            for name in ("sampler", "penalties", "slots", "logprobs", "scores", "embedding_pool", "quantized")
+        ),
         "tests/exec/test_flashinfer_backend.py",
         "tests/kernels/test_sampling_twin.py",
         "tests/kernels/test_cpu_kernels.py",

@@ -283,6 +283,7 @@ def _set_common_model(pool: Pool) -> None:
     - The context length is the shortest of all workers. Prompts are truncated if all workers truncate them.
     - The model version is the version of most workers. In a tie, the current version stays. Block hashes depend on the version.
     - The sampling defaults are those of the worker with the lowest id that has this version. So all gateways use the same ones.
+      The scheme of the weights also comes from this worker.
     - The model is deterministic if all workers report the same model version and the same numerics.
     """
     links = [link for link in pool.links.values() if link.info is not None]
@@ -297,8 +298,15 @@ def _set_common_model(pool: Pool) -> None:
         numerics = {(link.model_version, info.numerics) for link in links if (info := link.info) is not None}
         deterministic = len(numerics) == 1 and all(info.numerics for info in infos)
         infos = [link.info for link in links if link.info is not None and link.model_version == most] or infos
-        defaults = _defaults_of(min(infos, key=lambda info: info.worker_id))
-        model = replace(model, context_len=context_len, auto_truncates=cuts, defaults=defaults, deterministic=deterministic)
+        first = min(infos, key=lambda info: info.worker_id)
+        model = replace(
+            model,
+            context_len=context_len,
+            auto_truncates=cuts,
+            defaults=_defaults_of(first),
+            deterministic=deterministic,
+            quantization=first.quantization,
+        )
     pool.model = model
 
 

@@ -51,6 +51,7 @@ class ModelInfo:
     auto_truncates: bool = False  # whether a prompt that exceeds the context is truncated
     defaults: SamplingDefaults = API_DEFAULTS  # values of parameters that a request does not set
     deterministic: bool = False  # whether a request has the same result on every worker
+    quantization: str = ""  # schemes of weights with 8 or 4 bits; "" if all weights have the model's type
 
     def hash_root(self, cache_salt: str) -> bytes:
         """Returns the hash from which the hash of a prompt's first block is computed, for the prefix index."""

@@ -5,7 +5,38 @@ from __future__ import annotations
 from tests.mutants.fault import of
 
 SAMPLING = "services/worker/exec/sampling"
+WEIGHTS = "services/worker/exec/weights"
 EXEC = (
+    *of(
+        "exec",
+        f"{WEIGHTS}/quantization.py",
+        (".add_(scheme.zero)", ".add_(scheme.zero - 1)"),
+        ("head = INT8 if self.options.head else AUTO", "head = self.options.scheme"),
+        only="test_quantized",
+    ),
+    *of(
+        "exec",
+        f"{WEIGHTS}/layouts/gptq.py",
+        (
+            'quantization.get("checkpoint_format") == "gptq_v2" else 1',
+            'quantization.get("checkpoint_format") == "gptq_v2" else 0',
+        ),
+        ("codes = codes[:, order]", "pass"),
+        only="test_quantized",
+    ),
+    *of("exec", f"{WEIGHTS}/layouts/awq.py", ("(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 2, 4, 6, 1, 3, 5, 7)"), only="test_quantized"),
+    *of(
+        "exec",
+        f"{WEIGHTS}/layouts/mxfp4.py",
+        ("exponents.float() - OFFSET - 1", "exponents.float() - OFFSET"),
+        only="test_quantized",
+    ),
+    *of(
+        "exec",
+        f"{WEIGHTS}/layouts/compressed_tensors.py",
+        ("codes.view(torch.uint8) ^ 128", "codes.view(torch.uint8)"),
+        only="test_quantized",
+    ),
     *of(
         "exec",
         f"{SAMPLING}/logprob_requests.py",

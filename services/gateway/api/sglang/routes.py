@@ -138,6 +138,7 @@ class NativeApi:
                 "max_model_len": model.context_len,
                 "vocab_size": model.vocab_size,
                 "embedding_size": model.embedding_size,
+                "quantization": model.quantization,
             }
         )
 

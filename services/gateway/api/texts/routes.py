@@ -158,6 +158,7 @@ class TextsApi:
                         "is_generation": model.generates,
                         "embedding_size": model.embedding_size,
                         "deterministic": model.deterministic,
+                        "quantization": model.quantization,
                     }
                     for model in served
                 ],

@@ -157,6 +157,9 @@ class ServedModel(ResponseModel):
     deterministic: bool = Field(
         description="Whether equal requests with a seed or temperature 0 get equal outputs, no matter which other requests run."
     )
+    quantization: str = Field(
+        description="Schemes of the weights with 8 or 4 bits, such as `int8`. Empty: all weights have the type of the model."
+    )
 
 
 class ServerInfo(ResponseModel):

@@ -66,3 +66,12 @@ def test_model_is_deterministic_when_all_workers_have_equal_numerics(fingerprint
     with System(workers=2, configure=with_numerics(*fingerprints)) as system:
         (model,) = system.get("/server_info").json()["models"]
         assert model["deterministic"] is deterministic
+
+
+def test_model_has_the_quantization_that_its_worker_reports() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        workers[0].info.quantization = "int8, int8 head"
+
+    with System(configure=configure) as system:
+        (model,) = system.get("/server_info").json()["models"]
+        assert model["quantization"] == system.get("/get_model_info").json()["quantization"] == "int8, int8 head"
