@@ -96,7 +96,7 @@ def test_layer_of_experts_equals_the_module_of_transformers(
     assert sum(tensor.numel() for tensor in layer.tensors()) >= sum(tensor.numel() for tensor in tensors.values())
 
 
-def test_loading_has_the_weights_of_one_expert_beside_the_packed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_has_few_unpacked_experts_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts the tensors that the checkpoint's reader has made and that are still in memory when it makes another one."""
     shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
     tensors = {

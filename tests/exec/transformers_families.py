@@ -87,7 +87,9 @@ SERVED = {
     "gpt-oss": TinyModel("GptOss", {**EXPERTS, **WINDOW, "head_dim": 16}),
     "gpt-oss-dynamic-rope": TinyModel("GptOss", {**EXPERTS, **WINDOW, "head_dim": 16, **DYNAMIC_ROPE}),
     "deepseek-v2": TinyModel("DeepseekV2", {**EXPERTS, **MLA, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
-    "deepseek-v3": TinyModel("DeepseekV3", {**EXPERTS, **MLA, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3": TinyModel(
+        "DeepseekV3", {**EXPERTS, **MLA, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    ),
     "llama-gelu": TinyModel("Llama", {"hidden_act": "gelu"}),
     "llama-dynamic-rope": TinyModel("Llama", DYNAMIC_ROPE),
     "llama-half-rotary": TinyModel(
@@ -100,6 +102,9 @@ SERVED = {
     "bitnet": TinyModel("BitNet", {}),
     "apertus": TinyModel("Apertus", {}),
     "dots1": TinyModel("Dots1", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
+    "glm4-moe": TinyModel("Glm4Moe", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 16}),
+    "ernie4.5-moe": TinyModel("Ernie4_5_Moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
+    "hunyuan-moe": TinyModel("HunYuanMoEV1", {**EXPERTS, "moe_topk": 2, "head_dim": 16}),
     "jetmoe": TinyModel("JetMoe", {**EXPERTS, "kv_channels": 16}),
     "gemma3n-shared": TinyModel(
         "Gemma3n",

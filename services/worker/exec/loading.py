@@ -202,6 +202,7 @@ def _causal(opened: _Opened, generates: bool) -> LoadedModel:
         checking = load_kernels(opened.request.num_threads, opened.dtype)  # the check runs on the CPU, also for a GPU
         loaded = load_causal(opened.request.folder, opened.config, opened.dtype, context, checking)
         model = loaded.model.to(opened.target.device, opened.kernels)
+        more = model.pack_experts()
     opened.request.progress(f"loaded {architecture_of(opened.config)} through transformers with paged attention")
     return LoadedModel(
         model=model,
@@ -210,7 +211,7 @@ def _causal(opened: _Opened, generates: bool) -> LoadedModel:
         dtype=opened.dtype,
         layers=tuple(loaded.probe.ordered()),
         context_len=context,
-        weight_bytes=loaded.weight_bytes,
+        weight_bytes=loaded.weight_bytes + more,
         pooling=read_pooling(opened.request.folder, LAST_TOKEN),
         generates=generates,
     )

@@ -107,7 +107,7 @@ class Experts:
             weights: reader with the prefix of the layer.
         """
         weights, kernels = weights.at(sizes.names.block), weights.kernels
-        router = weights.tensor(f"{sizes.router}.weight", sizes.count, hidden_size)  # it has no codes in quantised models
+        router = weights.tensor(f"{sizes.router}.weight", sizes.count, hidden_size)  # without codes in quantised models
         router_bias = weights.tensor(f"{sizes.router}.bias", sizes.count) if sizes.router_bias else None
         shared = shared_gate = None
         if sizes.shared_size:

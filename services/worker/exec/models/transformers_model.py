@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, Pr
 
 from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows, ScoreRule
 from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
+from rootstock_llm.services.worker.exec.models.transformers_experts import pack_experts
 from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerKV
 from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
 from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_causal_head
@@ -49,6 +50,10 @@ class TransformersModel:
         """Moves the model to another device, and returns it with the kernels of that device."""
         moved = self._model.to(device)
         return TransformersModel(moved, self._decoder, self._attention.using(kernels), self._last_position + 1)
+
+    def pack_experts(self) -> int:
+        """Replaces transformers' computation of experts by our kernels, see pack_experts(). Returns the additional bytes."""
+        return pack_experts(self._model, self._attention.kernels)
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         assert len(input_ids) == len(rows.positions), "each token has a position"
