@@ -1,9 +1,12 @@
 """Speed of the executor on a CPU, compared with transformers: python -m tests.benchmarks.cpu_decode [--threads N].
 
-The model has random bf16 weights in the shape of Qwen3-0.6B. For each batch, the output has prefill tokens per second, the time
-of a decode step, and output tokens per second (prefill and decode). A second line has the seconds of our run (prefill and
-decode) per kernel group and between kernels. With several forms of weights and several rounds, the medians of the ratios of all
-rounds to the first form follow. No time is checked.
+The model has random bf16 weights in a shape of make_model. For each batch, the output has prefill tokens per second, the time of
+a decode step, and output tokens per second (prefill and decode). A second line has the seconds of our run (prefill and decode)
+per kernel group and between kernels. With several forms of weights and several rounds, the medians of the ratios of all rounds to
+the first form follow.
+
+With --contexts, decode steps of one request alternate between contexts, and between our executor and transformers. The output has
+the medians of the rounds' ratios with 95 % intervals. No time is checked.
 """
 
 from __future__ import annotations
@@ -12,33 +15,22 @@ import argparse
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import transformers
 
 import rootstock_llm.services.worker.exec.kernel_set as kernel_set
 from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
 from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from tests.benchmarks.intervals import interval
+from tests.benchmarks.make_model import DEFAULT_SHAPE, SHAPES, random_model
 from tests.exec.driver import Driver, Sequence
 
 PAGE_SIZE = 16
-SHAPE = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 4096,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
 GROUPS = {"linear": "linear", "gated_linear": "linear", "paged_attention": "attention"}
 
 
@@ -78,7 +70,7 @@ class Timing:
 
 
 def prompts(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(0, SHAPE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(batch))
+    return torch.randint(0, 1000, (batch, length), generator=torch.Generator().manual_seed(batch))
 
 
 def run_ours(driver: Driver, batch: int, num_in: int, num_out: int, chunk_tokens: int) -> Timing:
@@ -130,7 +122,9 @@ class Run:
             return timers[0]
 
         load, kernel_set.load_kernels = kernel_set.load_kernels, timed_kernels
-        pages = max(options.batches) * (-(-(options.num_in + options.num_out) // PAGE_SIZE) + 1)
+        lengths = [context + options.rounds * options.steps for context in options.contexts]
+        lengths = lengths or [options.num_in + options.num_out] * max(options.batches)
+        pages = sum(-(-length // PAGE_SIZE) + 1 for length in lengths)
         try:
             self.executor, info = build_device_executor(folder, "auto", PAGE_SIZE, 64, pages, 0.5, None, made, print)
         finally:
@@ -150,22 +144,80 @@ class Run:
         print(f"{'':14} {spent}, between kernels {other:.2f} s", flush=True)
         return ours
 
+    def prefilled(self, texts: list[torch.Tensor], num_new: int) -> list[Sequence]:
+        """Computes prompts, [1, tokens] each, one after the other, and returns their sequences for num_new decode steps."""
+        self._driver.next_page = 0
+        params = SamplingParams(max_new_tokens=1 + num_new, temperature=0.0)
+        sequences = [Sequence(text[0].tolist(), slot, params) for slot, text in enumerate(texts)]
+        for sequence in sequences:
+            self._driver.prefill([sequence], self._options.chunk_tokens)
+        return sequences
 
-def build_model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(**SHAPE, dtype="bfloat16")
-    with torch.device("meta"):
-        model = transformers.Qwen3ForCausalLM(config)
-    model = model.to_empty(device="cpu").bfloat16()
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            torch.nn.init.ones_(parameter.data)
-        else:
-            torch.nn.init.normal_(parameter.data, std=0.02)
+    def decode(self, sequences: list[Sequence], num_out: int) -> None:
+        """Decodes until each sequence has num_out output tokens."""
+        self._driver.decode(sequences, num_out)
+
+
+def build_model(shape: str = DEFAULT_SHAPE) -> Any:
+    """Returns transformers' model with random weights. It has no end token."""
+    model: Any = random_model(SHAPES[shape], 0)
     rotary = model.model.rotary_emb
-    rotary.__init__(config)  # to_empty leaves all tensors undefined, and the loop above sets only parameters, not buffers
-    model.tie_weights()  # to_empty separates the embedding and the vocabulary projection
+    rotary.__init__(model.config)  # the buffers of a random model are undefined
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
     return model.eval()
+
+
+class CachedText:
+    """A prompt in transformers' cache. Each step decodes one token."""
+
+    def __init__(self, model: Any, prompt: torch.Tensor) -> None:
+        """Computes the prompt, [1, tokens], in chunks, because transformers' attention needs memory for all scores of a chunk."""
+        self._model, self._cache = model, None
+        for chunk in prompt.split(512, dim=1):
+            self._token = self._computed(chunk)
+
+    def _computed(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            output = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._cache = output.past_key_values
+        return output.logits[:, -1].argmax(-1, keepdim=True)
+
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self._token = self._computed(self._token)
+
+
+def compare_contexts(run: Run, model: Any, options: argparse.Namespace) -> None:
+    """Prints the seconds of a decode step at each context, with ratios. `model` is transformers' model, or None to skip it."""
+    contexts, steps = options.contexts, options.steps
+    texts = [prompts(1, context) for context in contexts]
+    ours = run.prefilled(texts, options.rounds * steps)
+    theirs = [] if model is None else [CachedText(model, text) for text in texts]
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def measure(name: str, context: int, work: Callable[[], object]) -> None:
+        begun = time.perf_counter()
+        work()
+        seconds[name, context].append((time.perf_counter() - begun) / steps)
+
+    for number in range(options.rounds):
+        for context, own in zip(contexts, ours, strict=True):
+            measure("ours", context, lambda own=own, number=number: run.decode([own], 1 + (number + 1) * steps))
+        for context, text in zip(contexts, theirs, strict=False):
+            measure("transformers", context, lambda text=text: text.decode(steps))
+    first = seconds["ours", contexts[0]]
+    for context in contexts:
+        own = seconds["ours", context]
+        print(f"{context:6} tokens: {median(own) * 1e3:.1f} ms, {ratio_text(own, first)} times the step at {contexts[0]}")
+        if theirs:
+            other = seconds["transformers", context]
+            print(f"{'':14} transformers {median(other) * 1e3:.1f} ms, {ratio_text(other, own)} times ours", flush=True)
+
+
+def ratio_text(values: list[float], others: list[float]) -> str:
+    ratios = [value / other for value, other in zip(values, others, strict=True)]
+    least, most = interval(ratios)
+    return f"{median(ratios):.2f} [{least:.2f}, {most:.2f}]"
 
 
 def main() -> None:
@@ -180,12 +232,21 @@ def main() -> None:
         "--quantization", nargs="+", default=["auto"], help="forms of the weights: auto, int8, int4, int8+head, ..."
     )
     parser.add_argument("--rounds", type=int, default=1, help="number of rounds, in each of which all forms take turns")
+    parser.add_argument("--shape", choices=list(SHAPES), default=DEFAULT_SHAPE, help="see make_model")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[], help="prompt tokens of the requests whose steps alternate")
+    parser.add_argument("--steps", type=int, default=8, help="with --contexts, number of successive steps at one context")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = build_model()
+    model = build_model(options.shape)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder))
         runs = {form: Run(folder, form, options) for form in options.quantization}
+    if options.contexts:
+        for form, run in runs.items():
+            print(f"{form}:")
+            compare_contexts(run, None if options.skip_transformers else model, options)
+            run.executor.close()
+        return
     timings: dict[tuple[str, int], list[Timing]] = defaultdict(list)
     for _ in range(options.rounds):
         for batch in options.batches:

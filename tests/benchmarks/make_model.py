@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -45,10 +46,10 @@ CHATML = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of a dense decoder."""
+    """The shape of a decoder."""
 
     hidden: int
-    intermediate: int
+    intermediate: int  # of an expert, if the model has experts
     layers: int
     heads: int
     kv_heads: int
@@ -61,6 +62,8 @@ class Shape:
     norm_eps: float = 1e-6
     std: float = 0.02  # standard deviation of the random weights
     family: str = "qwen3"  # key of CONFIGS
+    experts: int = 0  # experts of each layer; 0 for a dense decoder
+    chosen: int = 0  # experts of each token
 
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
@@ -68,7 +71,9 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen2": Qwen2Config,
     "llama": LlamaConfig,
     "qwen3.5": Qwen3_5TextConfig,
+    "gpt-oss": GptOssConfig,
 }
+DEFAULT_SHAPE = "qwen3-0.6b"
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, tied=True, head_dim=16, vocab=1024, text_tokens=1000, max_positions=2048),
     "smollm2-360m": Shape(
@@ -97,15 +102,32 @@ SHAPES = {
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, tied=True),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, tied=True),
     "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, tied=False),
+    # gpt-oss-20b at about a third of its width: 0.95 B parameters, windows of 128 tokens in every other layer
+    "gpt-oss-1b": Shape(
+        *(1024, 768, 12, 32, 4),
+        tied=True,
+        head_dim=64,
+        vocab=32_768,
+        text_tokens=32_765,
+        rope_theta=150_000.0,
+        norm_eps=1e-5,
+        family="gpt-oss",
+        experts=32,
+        chosen=4,
+    ),
     "qwen3-14b": Shape(5120, 17_408, 40, 40, 8, tied=False),
 }
 
 
 def config_of(shape: Shape) -> PreTrainedConfig:
     further: dict[str, Any] = {"max_window_layers": shape.layers} if shape.family.startswith("qwen") else {}
-    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.family == "qwen3.5":
         further, rope["partial_rotary_factor"] = {"linear_num_value_heads": 16}, 0.25
+    elif shape.family == "gpt-oss":
+        further = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen}
+        yarn = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+        rope |= {"rope_type": "yarn", **yarn}
     return CONFIGS[shape.family](
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -202,7 +224,7 @@ def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make_model", description="Write a checkpoint with random weights.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--shape", choices=list(SHAPES), default=DEFAULT_SHAPE)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     start = time.perf_counter()

@@ -26,14 +26,15 @@ from rootstock_llm.services.worker.core.contracts.plan import SamplingParams, Sl
 from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
 from rootstock_llm.services.worker.exec.contracts.drafter import Computed, Drafter
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
-from tests.benchmarks.cpu_decode import PAGE_SIZE, SHAPE, build_model
+from tests.benchmarks.cpu_decode import PAGE_SIZE, build_model
 from tests.benchmarks.intervals import interval
+from tests.benchmarks.make_model import DEFAULT_SHAPE, SHAPES
 from tests.exec.draft_folders import add_mtp, write_eagle3
 from tests.exec.guesses import Guesses
 from tests.exec.random_contexts import Answer, Asked, Turned, World
 
 CONTEXT = 512
-VOCAB = SHAPE["vocab_size"]
+VOCAB = SHAPES[DEFAULT_SHAPE].vocab
 
 
 def error_rate(accept_length: float, drafts: int) -> float:

@@ -29,10 +29,11 @@ VOCAB, NEW_TOKENS, PAGE_SIZE, PAGES, CONTEXT = 67, 4, 4, 16, 32
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 1, "head_dim": 16, "max_position_embeddings": 64}
 MODEL = TinyModel("Qwen3", SIZES)
 MIXTURE = TinyModel("Qwen3Moe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24})
+GPT_OSS = TinyModel("GptOss", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"]})
 
 
-@pytest.mark.by_day(one_in=2, seed=1)
-@pytest.mark.parametrize("tiny", [MODEL, MIXTURE], ids=["dense", "experts"])
+@pytest.mark.by_day(one_in=3, seed=1)
+@pytest.mark.parametrize("tiny", [MODEL, MIXTURE, GPT_OSS], ids=["dense", "experts", "sinks"])
 def test_executor_completes_greedy_and_sampled_requests(tiny: TinyModel, tmp_path: Path, device: torch.device) -> None:
     """A greedy request runs together with a request that uses most sampling parameters; the longer prompt is chunked."""
 
