@@ -117,6 +117,7 @@ WEIGHT_FORMS = [
     "qwen3.5",
     "gemma3",
     "mixtral",
+    "gpt-oss",
 ]
 
 

@@ -360,7 +360,8 @@ class GptOss(DecoderModel):
         routing = Routing(int(given.num_experts_per_tok), renormalize=True)
         experts = replace(
             expert_sizes(int(given.num_local_experts), given.intermediate_size, routing),
-            activation=Activation(given.swiglu_alpha, given.swiglu_limit, shift=1.0),
+            # Configs of older versions of transformers lack both numbers, because its code had them as constants.
+            activation=Activation(getattr(given, "swiglu_alpha", 1.702), getattr(given, "swiglu_limit", 7.0), shift=1.0),
             names=FUSED,
             router="router",
             router_bias=True,
