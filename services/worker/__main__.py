@@ -260,6 +260,8 @@ async def serve(settings: WorkerSettings) -> None:
     scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
     limits, arrived = _limits(settings, engine), worker_metrics.times.arrived
     servicer = WorkerServicer(inbox, outbox, info, limits, arrived, load_report, spans, engine.keys)
+    # Gateways may connect before the worker is ready. A gateway counts a worker without load reports as lost.
+    background = [asyncio.create_task(load_report.run())]
     stop = grpc_server.stop_signal()
     guard = None if mtls is None else PortGuard(mtls, Role.GATEWAY)
     server = await grpc_server.start_server(
@@ -282,7 +284,6 @@ async def serve(settings: WorkerSettings) -> None:
     if not stop.is_set():
         await health.set_ready(True)
         life.ready()
-    background = [asyncio.create_task(load_report.run())]
     if engine.book is not None:
         background.append(asyncio.create_task(UnusedGrammars(engine.book).run()))
     pod_cost = _pod_cost(settings, load_report)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rootstock_llm.protos import worker_pb2_grpc
 from rootstock_llm.services.local.ports import HOST, free_ports
 from rootstock_llm.services.shared.settings import WRONG_SETTINGS
 from tests.services.ip_families import EVERYWHERE, LOOPBACKS
@@ -53,6 +55,34 @@ def test_process_becomes_ready_and_ends_on_sigterm(service: str) -> None:
         assert process.wait(60) == 0
         assert "Traceback" not in process.communicate()[1]
     finally:
+        process.kill()
+        process.wait()
+
+
+ENDLESS_WARM_UP = """
+import asyncio
+from rootstock_llm.services.worker import __main__ as worker
+worker._warm_up = lambda *_: asyncio.Event().wait()
+worker.main()
+"""
+
+
+def test_worker_sends_load_reports_before_it_is_ready() -> None:
+    """A gateway counts a worker that sends nothing as lost, and may have sent requests already."""
+    port, metrics_port = free_ports(2)
+    flags = ["--model", str(DEMO), "--port", str(port), "--metrics-port", str(metrics_port), "--host", HOST, *FLAGS["worker"]]
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS_WARM_UP, *flags], stderr=subprocess.DEVNULL)
+    ended = threading.Event()
+    try:
+        with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+            requests = iter(ended.wait, True)  # a stream without requests
+            messages = worker_pb2_grpc.WorkerStub(channel).Generate(requests, timeout=60, wait_for_ready=True)
+            assert next(messages).HasField("hello")
+            assert all(next(messages).HasField("load") for _ in range(3)), "the first load is followed by a load per second"
+            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="worker"))
+            assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    finally:
+        ended.set()
         process.kill()
         process.wait()
 
