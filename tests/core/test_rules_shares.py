@@ -1,4 +1,4 @@
-"""Rules for the order of prompt tokens of several tenants, or of one tenant's batches (docs/design/scheduler.md#shares)."""
+"""Rules for the order of prompt tokens of several tenants or batches (docs/design/scheduler.md#fairness-between-flows)."""
 
 from __future__ import annotations
 

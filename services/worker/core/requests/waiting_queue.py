@@ -369,7 +369,7 @@ def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Req
     return sorted(victims, key=preemption_order)
 
 
-# Fairness between flows (docs/design/scheduler.md#shares)
+# Fairness between flows (docs/design/scheduler.md#fairness-between-flows)
 
 
 def fairly(requests: Iterable[Request]) -> Iterator[Request]:
