@@ -158,6 +158,10 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         VARIANTS["prefetch"],
         WHOLE | {("prefetch", ANY, 443)} | names("prefetch"),
     ),
+    "endpoint without a port": (
+        merged(VARIANTS["prefetch"], {"modelCache": {"prefetch": {"hubEndpoint": "http://hub.example.com"}}}),
+        WHOLE | {("prefetch", ANY, port) for port in (80, 443)} | names("prefetch"),
+    ),
 }
 
 
@@ -183,6 +187,7 @@ def component(name: str) -> str:
 
 
 @pytest.mark.by_day(one_in=3, seed=66)
+@pytest.mark.by_day(one_in=1, case="endpoint without a port")
 @pytest.mark.parametrize("case", CASES)
 def test_policies_allow_exactly_the_data_flow(case: str) -> None:
     values, expected = CASES[case]
