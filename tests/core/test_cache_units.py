@@ -392,7 +392,10 @@ def serve_different_prompts(engine: Engine, count: int) -> None:
 
 
 def test_pool_without_spare_units_serves_requests_one_after_another() -> None:
-    serve_different_prompts(hybrid(spare_windows=0, spare_states=0, max_running_requests=3, context_len=128), 5)
+    engine = hybrid(spare_windows=0, spare_states=0, max_running_requests=3, context_len=128)
+    serve_different_prompts(engine, 5)
+    units = engine.core.memory.units
+    assert units is not None and units.num_slots == units.num_reserved == 0
 
 
 def test_reused_prompt_stays_cached_longer_than_an_unused_prompt() -> None:

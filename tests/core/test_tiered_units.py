@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from rootstock_llm.services.shared.index.prefix_index import END_MARK, BlockTier
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.messages import FinishReason
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
 from rootstock_llm.services.worker.core.contracts.transfers import (
     UNASKED,
     Deleted,
@@ -145,9 +147,24 @@ def test_prefix_is_computed_when_reads_of_units_fail(kinds: str) -> None:
     assert units is not None and all(not pool.quarantined and not pool.num_lent for pool in units.pools)
 
 
-def test_running_requests_keep_their_reserved_states_while_copies_run() -> None:
-    """All states are reserved while three requests run, so that no copy and no read takes one."""
-    serve_different_prompts(tiered(window=0, spare_states=0, max_running_requests=3, context_len=128), 9)
+def test_no_state_is_copied_while_running_requests_reserve_all_states() -> None:
+    """Three requests reserve all states. Their states are copied after the requests have ended."""
+    short = {"state_interval": 8, "chunked_prefill_size": 8}  # so that states can be copied while their request runs
+    engine = tiered(window=0, spare_states=0, max_running_requests=3, context_len=128, **short)
+    units = engine.core.memory.units
+    assert units is not None and units.states is not None
+    num_copied_by_slots = Counter[int]()
+    plan = engine.core.plan
+
+    def count_copies(now: float) -> BatchPlan | None:
+        planned = plan(now)
+        copies = [each for each in planned.operations if each.group] if planned is not None else []
+        num_copied_by_slots[units.num_slots] += sum(len(copy.pages) for copy in copies)
+        return planned
+
+    engine.core.plan = count_copies  # type: ignore[method-assign]
+    serve_different_prompts(engine, 9)
+    assert 3 in num_copied_by_slots and num_copied_by_slots[3] == 0 and num_copied_by_slots.total() > 0
 
 
 @pytest.mark.parametrize("kinds", KINDS)
