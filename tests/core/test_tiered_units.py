@@ -168,6 +168,23 @@ def test_no_state_is_copied_while_running_requests_reserve_all_states() -> None:
 
 
 @pytest.mark.parametrize("kinds", KINDS)
+def test_stats_count_the_units_that_an_import_writes_as_quarantined(kinds: str) -> None:
+    engine = tiered(page_moved_s=0.01, **KINDS[kinds])
+    served(engine, 0, [*range(43)])
+    engine.control.flush_cache()
+    engine.submit(1, [*range(43)], max_new_tokens=2, ignore_eos=True)
+    quarantined = Counter[str]()
+    while 1 not in engine.finishes:
+        engine.turn()
+        stats = engine.core.stats()
+        quarantined["windows"] = max(quarantined["windows"], stats.window_units_quarantined)
+        quarantined["states"] = max(quarantined["states"], stats.states_quarantined)
+        assert not (stats.window_units_quarantined and stats.window_units_used), "no running request uses a written unit"
+        assert not (stats.states_quarantined and stats.states_used), "no running request uses a written state"
+    assert quarantined == {"windows": 0 if kinds == "states" else 2, "states": 0 if kinds == "windows" else 1}
+
+
+@pytest.mark.parametrize("kinds", KINDS)
 def test_deleted_salt_has_no_units_in_any_tier(kinds: str) -> None:
     engine = tiered(has_storage=True, **KINDS[kinds])
     served(engine, 0, [*range(43)], salt="tenant")

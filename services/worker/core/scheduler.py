@@ -411,6 +411,7 @@ class Scheduler:
                 "window_units": windows.num_units,
                 "window_units_free": windows.num_free,
                 "window_units_evictable": windows.num_evictable,
+                "window_units_quarantined": len(windows.quarantined),
                 "window_evicted_units_total": windows.evicted_total,
                 "window_missed_pages_total": windows.missed_pages_total,
             }
@@ -419,6 +420,7 @@ class Scheduler:
                 "states": states.num_units,
                 "states_free": states.num_free,
                 "states_evictable": states.num_evictable,
+                "states_quarantined": len(states.quarantined),
                 "states_evicted_total": states.evicted_total,
                 "state_missed_pages_total": states.missed_pages_total,
             }

@@ -227,14 +227,12 @@ class LoopCounts:
     @property
     def used_windows(self) -> int:
         """Window units that running requests use."""
-        stats = self.stats
-        return 0 if stats is None else stats.window_units - stats.window_units_free - stats.window_units_evictable
+        return 0 if self.stats is None else self.stats.window_units_used
 
     @property
     def used_states(self) -> int:
         """States that running requests use."""
-        stats = self.stats
-        return 0 if stats is None else stats.states - stats.states_free - stats.states_evictable
+        return 0 if self.stats is None else self.stats.states_used
 
     def share(self, used: int, field: str) -> float:
         """Returns `used` divided by the number of units in the field `field` of the stats; 0 if there are no such units."""

@@ -261,6 +261,20 @@ CORE = (
     ),
     *of(
         "groups",
+        "services/worker/core/scheduler.py",
+        ("len(windows.quarantined)", "0"),
+        ("len(states.quarantined)", "0"),
+        only="test_tiered_units",
+    ),
+    *of(
+        "groups",
+        "services/worker/core/contracts/counters.py",
+        (" - self.window_units_quarantined", ""),
+        (" - self.states_quarantined", ""),
+        only="test_tiered_units",
+    ),
+    *of(
+        "groups",
         "services/worker/core/tiers/unit_reads.py",
         ("for end in range(min(readable, wanted.limit), hit, -1):", "for end in range(min(readable, wanted.limit), hit, -99):"),
         ("return source if end == wanted.source_end else None", "return None"),

@@ -137,6 +137,14 @@ class StepStats:
     window_units_evictable: Annotated[
         int, ExportedAs("sglang:swa_evictable_tokens", "Tokens of cached KV of windowed layers that can be evicted.", True)
     ] = 0
+    window_units_quarantined: Annotated[
+        int,
+        ExportedAs(
+            "rootstock_worker_window_quarantined_tokens",
+            "Tokens of KV of windowed layers that imports from other tiers are writing.",
+            True,
+        ),
+    ] = 0
     window_evicted_units_total: Annotated[
         int, ExportedAs("rootstock_worker_window_evicted_tokens", "Tokens of KV of windowed layers that were evicted.", True)
     ] = 0
@@ -144,6 +152,12 @@ class StepStats:
     states_free: Annotated[int, ExportedAs("sglang:mamba_available_tokens", "Free states of recurrent layers.")] = 0
     states_evictable: Annotated[
         int, ExportedAs("sglang:mamba_evictable_tokens", "Cached states of recurrent layers that can be evicted.")
+    ] = 0
+    states_quarantined: Annotated[
+        int,
+        ExportedAs(
+            "rootstock_worker_quarantined_states", "States of recurrent layers that imports from other tiers are writing."
+        ),
     ] = 0
     states_evicted_total: Annotated[
         int, ExportedAs("rootstock_worker_evicted_states", "States of recurrent layers that were evicted.")
@@ -290,6 +304,16 @@ class StepStats:
     def pages_used(self) -> int:
         """Number of pages that running requests use: leased pages, and cached pages that are pinned."""
         return self.pages_leased + self.pages_cached - self.pages_evictable
+
+    @property
+    def window_units_used(self) -> int:
+        """Number of window units that running requests use: units of slots, and cached units that are pinned."""
+        return self.window_units - self.window_units_free - self.window_units_evictable - self.window_units_quarantined
+
+    @property
+    def states_used(self) -> int:
+        """Number of states that running requests use: states of slots, and cached states that are pinned."""
+        return self.states - self.states_free - self.states_evictable - self.states_quarantined
 
 
 def exported_fields() -> dict[str, ExportedAs]:
