@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e import fleet_namespace
 from tests.e2e.fleet_namespace import Namespace
-from tests.e2e.system import System, wait_until
+from tests.e2e.system import MODELS, System, wait_until
 from tests.e2e.test_prefill_decode import PAGE, bodies, ids_of, pulled, separate_system, workers
 from tests.night import NIGHTLY
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 @contextmanager
-def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
+def far_decode_worker(folder: Path, **settings: Any) -> Iterator[tuple[System, Namespace]]:
     """Starts a system whose decode worker is in a network namespace.
 
     The prefill worker listens on the address `other`, which the gateway reaches locally. The gateway connects to the decode
@@ -38,7 +38,7 @@ def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
     appended to the commands, because a service uses the last value of a flag.
     """
     with Namespace() as namespace:
-        system = separate_system(folder, worker_flags="--chunked-prefill-size 64 --disaggregation-shm-dir ''")
+        system = separate_system(folder, worker_flags="--chunked-prefill-size 64 --disaggregation-shm-dir ''", **settings)
         at = {"prefill-0": namespace.other, "decode-0": namespace.far}
         for name, host in at.items():
             part = system.parts[name]
@@ -67,11 +67,12 @@ def handovers(system: System) -> float:
     return system.metric("gateway", "rootstock_gateway_handovers_total")
 
 
-def test_decode_worker_computes_prompts_when_the_prefill_worker_is_unreachable(tmp_path: Path) -> None:
-    asked = bodies(12, 41)
-    with System(tmp_path / "one", worker_flags=f"--deterministic --page-size {PAGE}", log_level="info") as one:
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_worker_computes_prompts_when_the_prefill_worker_is_unreachable(tmp_path: Path, model: str) -> None:
+    asked, settings = bodies(12, 41), MODELS[model]
+    with System(tmp_path / "one", worker_flags=f"--deterministic --page-size {PAGE}", log_level="info", **settings) as one:
         expected = asyncio.run(answers(one, asked, "one"))
-    with far_decode_worker(tmp_path / "apart") as (system, namespace):
+    with far_decode_worker(tmp_path / "apart", **settings) as (system, namespace):
         assert asyncio.run(answers(system, asked, "before")) == expected
         assert pulled(system) > 0 and system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="tcp") > 0
 
