@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -123,5 +124,22 @@ def test_pool_reports_busy_when_a_replacement_process_does_not_start(monkeypatch
             assert await refusal_code(renderers.render(request())) is grpc.StatusCode.ABORTED
             monkeypatch.setattr(asyncio, "create_subprocess_exec", CREATE_PROCESS)
             assert await renderers.render(request()) == "hi"
+
+    asyncio.run(run())
+
+
+def test_rendering_process_is_in_the_session_of_the_service_and_in_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux divides CPU time between sessions first, so that a process in another session gets as much as all services."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def start(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+        started.append(await CREATE_PROCESS(*args, **options))
+        return started[-1]
+
+    async def run() -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        async with pool():
+            (pid,) = [process.pid for process in started]
+            assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
 
     asyncio.run(run())

@@ -6,9 +6,15 @@ Two queues keep fast grammars from waiting behind slow grammars. `workers` threa
 may take quick_s. A grammar that needs longer starts again in the slow queue. One thread serves the slow queue; each compilation
 there may take compile_s of CPU time. Each queue serves the tenants in turn.
 
-Compilations of the quick queue have a lower CPU priority than the worker. Compilations of the slow queue have the lowest
-priority. On a busy machine, a child may get little CPU time. The slow queue therefore limits CPU time, so that a grammar is not
-refused because other processes were busy. After WALL_FACTOR * compile_s of wall time, the grammar is refused in any case.
+The compiling processes have a lower CPU priority than the worker, in the slow queue lower than in the quick queue. On a busy
+machine, a child may get little CPU time. The slow queue therefore limits CPU time, so that a grammar is not refused because other
+processes were busy. After WALL_FACTOR * compile_s of wall time, the grammar is refused in any case.
+
+The threads have the priority of the worker. On a busy machine, a thread of low priority would get little CPU time while it has
+the interpreter lock, and would then delay all other threads of the worker.
+
+The compiling process stays in the worker's session. Linux divides CPU time between sessions first (autogroups), and niceness
+counts only within a session. In its own session, the process would get as much CPU time as all services of the worker's session.
 """
 
 from __future__ import annotations
@@ -24,7 +30,6 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from pathlib import Path
 
@@ -33,11 +38,12 @@ from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec, Re
 from rootstock_llm.services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler, Prepared
 from rootstock_llm.services.worker.grammar.compile.grammar_limits import GrammarLimits
-from rootstock_llm.services.worker.grammar.compile.priority import lower_priority
 from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
-QUICK_NICENESS, SLOW_NICENESS = 10, 19  # niceness of each queue's compiling threads and processes; the worker's niceness is 0
+# Niceness of each queue's compiling processes; the worker's niceness is 0. Beside a busy thread of the worker on the same core, a
+# compilation gets a quarter and a tenth of the CPU time.
+QUICK_NICENESS, SLOW_NICENESS = 5, 10
 ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 START_S = 120.0  # time limit in seconds of the start of the compiling process; on an idle machine, it takes a few seconds
 JOIN_S = 2.0  # longest wait in seconds for each thread in close()
@@ -125,7 +131,6 @@ class CompilerPool:
             thread.join(JOIN_S)  # the end of the process ends a running compilation
 
     def _serve(self, queue: FairQueue, seconds: float, niceness: int) -> None:
-        lower_priority(threading.get_native_id(), niceness)  # because this thread compiles each grammar after its trial
         while (found := queue.take()) is not None:
             self._finish(*found, queue, seconds, niceness)
 
@@ -226,9 +231,6 @@ class _ForkServer:
         self._vocabulary = vocabulary
         self._setup = {"limits": asdict(limits), "jumps": jumps}
         self._lock = threading.Lock()
-        # A process inherits the niceness of the thread that starts it, and cannot lower its niceness. The starter has niceness 0.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
-        self._starter.submit(int).result()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._closed = False
@@ -276,7 +278,6 @@ class _ForkServer:
         self._kill_group()
         with self._lock:
             self._kill()
-        self._starter.shutdown(wait=False)
 
     def _ensure_started(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
@@ -292,7 +293,7 @@ class _ForkServer:
         ours.settimeout(START_S)
         try:
             with theirs:
-                self._process = self._starter.submit(_start_compiler, theirs.fileno()).result()
+                self._process = _start_compiler(theirs.fileno())
             send_message(ours, self._setup)
             send_frame(ours, vocabulary)
             receive_message(ours)
@@ -330,7 +331,7 @@ def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), **single},  # the environment of this process is not inherited
-        start_new_session=True,  # so that Ctrl-C does not end the child before the worker; killpg() also ends its children
+        process_group=0,  # so that Ctrl-C does not end the child before the worker; killpg() also ends its children
     )
 
 

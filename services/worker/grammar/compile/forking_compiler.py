@@ -31,7 +31,6 @@ from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, Gr
 from rootstock_llm.services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from rootstock_llm.services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared, warning_in
 from rootstock_llm.services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
-from rootstock_llm.services.worker.grammar.compile.priority import lower_priority
 from rootstock_llm.services.worker.grammar.compile.trial import run_trial
 from rootstock_llm.services.worker.grammar.schema import json_rules
 from rootstock_llm.services.worker.grammar.schema.json_document import parse_json
@@ -94,7 +93,7 @@ def _serve(inherited: Inherited, link: socket.socket) -> None:
     ):
         signal.signal(alarm, signal.SIG_DFL)  # the default action ends the process, even during a call of xgrammar
         signal.setitimer(timer, seconds)
-    lower_priority(os.getpid(), request["niceness"])
+    os.setpriority(os.PRIO_PROCESS, 0, max(request["niceness"], os.getpriority(os.PRIO_PROCESS, 0)))
     log = _limit_resources(inherited.limits)
     try:
         prepared = _compile(inherited, spec, log)

@@ -318,16 +318,24 @@ def test_warm_up_starts_the_compiler_process() -> None:
         assert book.pool.compiler_pid == pid
 
 
-def test_compiler_process_starts_with_the_niceness_of_the_worker() -> None:
-    """A process inherits the niceness of its parent. With a high niceness, the compiler starts late on a busy machine."""
+def test_compiler_process_and_compiling_threads_have_the_niceness_of_the_worker() -> None:
+    """With a high niceness, the compiler starts late on a busy machine, and a thread may have the interpreter lock for long."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     with opened(LIMITS) as (book, messages):
+        threads = [thread.native_id or 0 for thread in threading.enumerate() if thread.name.startswith("grammar-")]
         for pattern in ("first", "after its death"):
             assert compiles(book, messages, pattern)
             pid = book.pool.compiler_pid
             assert pid is not None
-            assert os.getpriority(os.PRIO_PROCESS, pid) == own
+            assert {os.getpriority(os.PRIO_PROCESS, each) for each in (pid, *threads)} == {own}
             os.kill(pid, signal.SIGKILL)
+
+
+def test_compiler_process_is_in_the_session_of_the_worker_and_in_its_own_group(shared: tuple[CompiledBook, Messages]) -> None:
+    """Linux divides CPU time between sessions first, so that a process in another session gets as much as all services."""
+    shared[0].pool.warm_up()
+    pid = shared[0].pool.compiler_pid
+    assert pid is not None and (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
 
 
 @pytest.mark.parametrize(("quick_s", "niceness"), [(60.0, QUICK_NICENESS), (0.2, SLOW_NICENESS)], ids=["quick", "slow"])
