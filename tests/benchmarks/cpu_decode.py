@@ -2,8 +2,10 @@
 
 The model has random bf16 weights in a shape of make_model. For each batch, the output has prefill tokens per second, the time of
 a decode step, and output tokens per second (prefill and decode). A second line has the seconds of our run (prefill and decode)
-per kernel group and between kernels. With several forms of weights and several rounds, the medians of the ratios of all rounds to
-the first form follow.
+per kernel group and between kernels. A third line has the bytes of weights that a decode step reads, with experts that have rows,
+and the time of a step as a multiple of the time in which the same threads read as many bytes. For this, `--pairs` further steps
+and reads alternate. With several forms of weights and several rounds, the medians of the ratios of all rounds to the first form
+follow.
 
 With --contexts, decode steps of one request alternate between contexts, and between our executor and transformers. The output has
 the medians of the rounds' ratios with 95 % intervals. No time is checked.
@@ -16,7 +18,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,15 +33,37 @@ from tests.benchmarks.make_model import DEFAULT_SHAPE, SHAPES, random_model
 from tests.exec.driver import Driver, Sequence
 
 PAGE_SIZE = 16
-GROUPS = {"linear": "linear", "gated_linear": "linear", "paged_attention": "attention"}
+READ_BYTES = 1 << 28  # size of the memory whose reading is timed, larger than the caches
+GROUPS = {
+    "linear": "linear",
+    "gated_linear": "linear",
+    "paged_attention": "attention",
+    "route": "experts",
+    "experts": "experts",
+}
 
 
 class TimedKernels:
-    """Forwards every kernel call and sums its time by group. Only the forward thread calls it."""
+    """Forwards every kernel call, sums its time by group, and records the weights that it reads. One thread calls it."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
         self.seconds: dict[str, float] = defaultdict(float)
+        self._read: list[tuple[Any, torch.Tensor | None]] = []  # packed weights, and the ids of experts that have rows
+
+    def forget_reads(self) -> None:
+        self._read.clear()
+
+    def read_bytes(self) -> int:
+        """Returns the bytes of weights that the calls since forget_reads() have read."""
+        total = 0
+        for packed, ids in self._read:
+            if ids is None:
+                total += sum(tensor.nbytes for tensor in packed.tensors)
+            else:
+                each = sum(tensor.nbytes for part in (packed.gate_up, packed.down) for tensor in part.tensors)
+                total += each * len(ids.unique()) // packed.num_experts
+        return total
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._kernels, name)
@@ -48,6 +72,10 @@ class TimedKernels:
             begun = time.perf_counter()
             result = function(*arguments, **named)
             self.seconds[GROUPS.get(name, "rest")] += time.perf_counter() - begun
+            if name in ("linear", "gated_linear"):
+                self._read.append((arguments[2], None))
+            elif name == "experts":
+                self._read.append((arguments[4], arguments[2].clone()))
             return result
 
         return timed
@@ -60,17 +88,31 @@ class Timing:
     batch: int  # number of requests
     num_in: int  # prompt tokens per request
     num_out: int  # output tokens per request
+    sequences: list[Sequence] = field(default_factory=list)  # the requests, which may be decoded further
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a decode step."""
+        return self.decode_s / (self.num_out - 1)
 
     def line(self, name: str) -> str:
-        step = self.decode_s / (self.num_out - 1)
         total = self.batch * self.num_out / (self.prefill_s + self.decode_s)
         prefill = self.batch * self.num_in / self.prefill_s
-        speeds = f"prefill {prefill:7.0f} tok/s, decode step {step * 1e3:7.1f} ms, output {total:6.1f} tok/s"
+        speeds = f"prefill {prefill:7.0f} tok/s, decode step {self.step_s * 1e3:7.1f} ms, output {total:6.1f} tok/s"
         return f"{name:>14} batch {self.batch:3}: {speeds}"
 
 
 def prompts(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 1000, (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+def seconds_to_read(memory: torch.Tensor, num_bytes: int) -> float:
+    """Returns the seconds in which torch's threads sum float32 numbers of this many bytes."""
+    begun, whole, rest = time.perf_counter(), num_bytes // memory.nbytes, num_bytes % memory.nbytes
+    for _ in range(whole):
+        memory.sum()
+    memory[: rest // 4].sum()
+    return time.perf_counter() - begun
 
 
 def run_ours(driver: Driver, batch: int, num_in: int, num_out: int, chunk_tokens: int) -> Timing:
@@ -83,7 +125,7 @@ def run_ours(driver: Driver, batch: int, num_in: int, num_out: int, chunk_tokens
         driver.prefill(sequences[first : first + at_once])
     middle = time.perf_counter()
     driver.decode(sequences, num_out)
-    return Timing(middle - begun, time.perf_counter() - middle, batch, num_in, num_out)
+    return Timing(middle - begun, time.perf_counter() - middle, batch, num_in, num_out, sequences)
 
 
 def run_transformers(model: Any, batch: int, num_in: int, num_out: int) -> Timing:
@@ -123,7 +165,7 @@ class Run:
 
         load, kernel_set.load_kernels = kernel_set.load_kernels, timed_kernels
         lengths = [context + options.rounds * options.steps for context in options.contexts]
-        lengths = lengths or [options.num_in + options.num_out] * max(options.batches)
+        lengths = lengths or [options.num_in + options.num_out + options.pairs] * max(options.batches)
         pages = sum(-(-length // PAGE_SIZE) + 1 for length in lengths)
         try:
             self.executor, info = build_device_executor(folder, "auto", PAGE_SIZE, 64, pages, 0.5, None, made, print)
@@ -131,17 +173,21 @@ class Run:
             kernel_set.load_kernels = load
         print(info)
         self._driver, self._timer = Driver(self.executor, PAGE_SIZE), timers[0]
+        self._memory = torch.ones(READ_BYTES // 4)
         run_ours(self._driver, 1, 32, 4, options.chunk_tokens)
 
     def batch(self, batch: int) -> Timing:
         """Runs one batch, and prints its speeds and its seconds per kernel group."""
         options, timer = self._options, self._timer
         timer.seconds.clear()
+        timer.forget_reads()
         ours = run_ours(self._driver, batch, options.num_in, options.num_out, options.chunk_tokens)
         print(ours.line(self._form), flush=True)
         spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in sorted(timer.seconds.items()))
         other = ours.prefill_s + ours.decode_s - sum(timer.seconds.values())
         print(f"{'':14} {spent}, between kernels {other:.2f} s", flush=True)
+        if options.pairs:
+            self._compare_with_reading(ours)
         return ours
 
     def prefilled(self, texts: list[torch.Tensor], num_new: int) -> list[Sequence]:
@@ -156,6 +202,22 @@ class Run:
     def decode(self, sequences: list[Sequence], num_out: int) -> None:
         """Decodes until each sequence has num_out output tokens."""
         self._driver.decode(sequences, num_out)
+
+    def _compare_with_reading(self, ours: Timing) -> None:
+        """Alternates decode steps with reads of as many bytes as the step has read, and prints medians and their ratio."""
+        steps, reads, sizes = [], [], []
+        for number in range(1, self._options.pairs + 1):
+            self._timer.forget_reads()
+            begun = time.perf_counter()
+            self._driver.decode(ours.sequences, ours.num_out + number)
+            steps.append(time.perf_counter() - begun)
+            sizes.append(self._timer.read_bytes())
+            reads.append(seconds_to_read(self._memory, sizes[-1]))
+        ratio = median(step / read for step, read in zip(steps, reads, strict=True))
+        rate = median(size / read for size, read in zip(sizes, reads, strict=True)) / 1e9
+        weights = f"{median(sizes) / 1e6:.0f} MB of weights per step, read at {rate:.1f} GB/s in {median(reads) * 1e3:.1f} ms"
+        relative = f"{ratio:.2f} x as long (best: {min(steps) / min(reads):.2f})"
+        print(f"{'':14} {weights}; a step takes {median(steps) * 1e3:.1f} ms, {relative}", flush=True)
 
 
 def build_model(shape: str = DEFAULT_SHAPE) -> Any:
@@ -231,6 +293,7 @@ def main() -> None:
     parser.add_argument(
         "--quantization", nargs="+", default=["auto"], help="forms of the weights: auto, int8, int4, int8+head, ..."
     )
+    parser.add_argument("--pairs", type=int, default=9, help="further decode steps that alternate with reads of memory; 0: none")
     parser.add_argument("--rounds", type=int, default=1, help="number of rounds, in each of which all forms take turns")
     parser.add_argument("--shape", choices=list(SHAPES), default=DEFAULT_SHAPE, help="see make_model")
     parser.add_argument("--contexts", type=int, nargs="+", default=[], help="prompt tokens of the requests whose steps alternate")

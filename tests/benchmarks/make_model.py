@@ -31,6 +31,7 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -62,7 +63,7 @@ class Shape:
     norm_eps: float = 1e-6
     std: float = 0.02  # standard deviation of the random weights
     family: str = "qwen3"  # key of CONFIGS
-    experts: int = 0  # experts of each layer; 0 for a dense decoder
+    experts: int = 0  # experts of each layer, with `intermediate` features; 0 for a dense decoder
     chosen: int = 0  # experts of each token
 
 
@@ -72,6 +73,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen3.5": Qwen3_5TextConfig,
     "gpt-oss": GptOssConfig,
+    "qwen3-moe": Qwen3MoeConfig,
 }
 DEFAULT_SHAPE = "qwen3-0.6b"
 SHAPES = {
@@ -99,6 +101,16 @@ SHAPES = {
         rope_theta=1e7,
         family="qwen3.5",
     ),
+    "moe-1b": Shape(
+        *(1024, 768, 12, 16, 8),
+        tied=True,
+        vocab=32_000,
+        text_tokens=31_997,
+        max_positions=32_768,
+        family="qwen3-moe",
+        experts=32,
+        chosen=4,
+    ),
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, tied=True),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, tied=True),
     "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, tied=False),
@@ -124,6 +136,9 @@ def config_of(shape: Shape) -> PreTrainedConfig:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.family == "qwen3.5":
         further, rope["partial_rotary_factor"] = {"linear_num_value_heads": 16}, 0.25
+    elif shape.family == "qwen3-moe":
+        further = {"num_experts": shape.experts, "num_experts_per_tok": shape.chosen, "norm_topk_prob": True}
+        further["moe_intermediate_size"] = shape.intermediate
     elif shape.family == "gpt-oss":
         further = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen}
         yarn = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}

@@ -81,8 +81,10 @@ def test_shape_has_the_published_number_of_parameters(name: str, parameters: int
     assert s.vocab * s.hidden * (1 if s.tied else 2) + s.layers * layer + s.hidden == parameters
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("smollm2-360m", 361_821_120), ("qwen2.5-0.5b", 494_032_768)])
-def test_shape_of_a_model_has_the_published_number_of_parameters(name: str, parameters: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("smollm2-360m", 361_821_120), ("qwen2.5-0.5b", 494_032_768), ("moe-1b", 1_014_657_024)]
+)
+def test_shape_of_a_model_has_the_stated_number_of_parameters(name: str, parameters: int) -> None:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config_of(SHAPES[name]))
     assert model.num_parameters() == parameters
