@@ -23,11 +23,14 @@ MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
 
 
 class Matrices(Protocol):
-    """Matrices of one shape: a tensor, or an object that reads or makes a matrix when it is indexed."""
+    """Matrices of one shape: a tensor, or an object that reads or makes a matrix when it is indexed.
+
+    Either all matrices have codes of the same scheme, or none of them has codes.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Tensor: ...
+    def __getitem__(self, index: int, /) -> Matrix: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """The weights of all experts of a layer. `data` and `bias` of both parts have an additional first dimension: the expert."""
+    """The weights of all experts of a layer. The tensors of both parts have an additional first dimension: the expert."""
 
     gate_up: PackedLinear  # from N features to the gate and then the up projection, I features each
     down: PackedLinear  # from I to N features

@@ -35,7 +35,7 @@ from rootstock_llm.kernels.contracts.ops import (
 from rootstock_llm.kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 from rootstock_llm.kernels.reference import layers
-from rootstock_llm.kernels.reference.coded import in_order
+from rootstock_llm.kernels.reference.coded import experts_in_one, in_order
 
 POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 LAYER_SIGNATURES: dict[str, list[type]] = {
@@ -60,6 +60,7 @@ LAYER_SIGNATURES: dict[str, list[type]] = {
     "linear_coded": [POINTER] * 7 + [INT64] * 4 + [INT] * 6,
     "embedding_coded": [POINTER] * 4 + [INT64] * 2 + [INT, INT],
     "has_int8_products": [POINTER],
+    "experts_coded": [POINTER] * 10 + [INT64] * 4 + [FLOAT] * 3 + [INT, INT],
     "prefer_huge_pages": [POINTER, INT64],
     "has_packed_linear": [POINTER],
 }
@@ -74,6 +75,7 @@ MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
 # Limits of the rows that experts() groups together. MOST_ROWS limits the scratch memory. Threads share more rows than LEAST_ROWS,
 # if there are too few columns for all threads. Each part of the rows reads the weights again.
 MOST_ROWS, LEAST_ROWS = 2048, 512
+PARTLY_CODED = "either all matrices of experts have codes, or none of them"
 
 
 class CpuKernels:
@@ -147,15 +149,34 @@ class CpuKernels:
     ) -> PackedExperts:
         """Implements Kernels.pack_experts(). Each block of gate_up has 32 columns of the gate and their 32 columns of up."""
         pair, back = gate_up[0], down[0]
+        if isinstance(pair, CodedWeight) or isinstance(back, CodedWeight):
+            both = self._pack_coded_experts(pair, gate_up, gate_up_bias, gated=True)
+            return PackedExperts(both, self._pack_coded_experts(back, down, down_bias, gated=False), activation)
         dots = self._has_dots(pair) and self._has_dots(back)
         both = self._empty_experts(len(gate_up), pair, gate_up_bias, True, dots)
         out = self._empty_experts(len(gate_up), back, down_bias, False, dots)
         for expert in range(len(gate_up)):
             if expert:  # the matrices are indexed once for each expert
                 pair, back = gate_up[expert], down[expert]
+            if isinstance(pair, CodedWeight) or isinstance(back, CodedWeight):
+                raise ValueError(PARTLY_CODED)
             self._fill(both.data[expert], pair, gated=True)
             self._fill(out.data[expert], back, gated=False)
         return PackedExperts(both, out, activation)
+
+    def _pack_coded_experts(self, first: Matrix, matrices: Matrices, bias: Tensor | None, gated: bool) -> PackedLinear:
+        """Packs the codes of all experts. `first` is the matrix of the first one.
+
+        Raises ValueError as experts_in_one() does, or if only a part of the matrices has codes.
+        """
+        packed: list[PackedLinear] = []
+        for expert in range(len(matrices)):
+            matrix = matrices[expert] if expert else first
+            if not isinstance(matrix, CodedWeight):
+                raise ValueError(PARTLY_CODED)
+            packed.append(self._pack_coded(matrix, None, gated))
+        columns = _packed_columns(first.shape[0], gated)
+        return experts_in_one(packed, None if bias is None else _padded(bias, columns).float())
 
     def _empty_experts(self, count: int, first: Tensor, bias: Tensor | None, gated: bool, dots: bool) -> PackedLinear:
         """Returns the packed biases and undefined weights of all experts. `first` is the matrix of the first one."""
@@ -315,7 +336,9 @@ class CpuKernels:
         gate_up = packed.gate_up
         if out.shape != x.shape or x.shape[1] != gate_up.in_features or ids.shape != weights.shape or len(ids) != len(x):
             raise misfit(out, x, ids, weights)
-        if x.dtype != gate_up.data.dtype or out.dtype != x.dtype or (ids.dtype, weights.dtype) != (torch.int32, torch.float32):
+        if gate_up.scheme is None and x.dtype != gate_up.data.dtype:
+            raise misfit(x, gate_up.data)
+        if out.dtype != x.dtype or (ids.dtype, weights.dtype) != (torch.int32, torch.float32):
             raise misfit(out, x, ids, weights, gate_up.data)
         for first in range(0, len(x), MOST_ROWS):
             part = slice(first, first + MOST_ROWS)
@@ -329,12 +352,29 @@ class CpuKernels:
         hidden = x.new_empty((rows * choices, down.in_features))
         sums = torch.empty((self._threads, part * choices, BLOCK), dtype=torch.float32)
         addresses = [tensor.data_ptr() for tensor in (out, x, ids, weights)]
+        factors = (activation.alpha, activation.limit, activation.shift)
+        if gate_up.scheme is not None:
+            fields = [array for linear in (gate_up, down) for array in self._coded_fields(linear)]
+            addresses += [array.data_ptr() for array in (*fields, hidden, sums)]
+            counts = (rows, packed.num_experts, choices, part)
+            self._call("experts_coded", *addresses, *counts, *factors, _is_bfloat16(x))
+            return
         for linear in (gate_up, down):
             addresses += [linear.data.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()]
         sizes = (rows, width, down.in_features, packed.num_experts, choices, part)
-        factors = (activation.alpha, activation.limit, activation.shift)
         kinds = (gate_up.data.dim() == 2, _is_bfloat16(x))
         self._call("experts", *addresses, hidden.data_ptr(), sums.data_ptr(), *sizes, *factors, *kinds)
+
+    def _coded_fields(self, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+        """Returns the addresses and the numbers of a struct Coded, int64[5] each."""
+        scheme, scales = weight.scheme, weight.scales
+        assert scheme is not None and scales is not None, "the weight has codes"
+        tensors = (weight.data, scales, weight.zeros, weight.bias, self._table(scheme))
+        sizes = (weight.out_features, weight.in_features, scheme.group or weight.in_features, scheme.bits)
+        return (
+            torch.tensor([0 if tensor is None else tensor.data_ptr() for tensor in tensors]),
+            torch.tensor([*sizes, int(scales.dtype == torch.bfloat16)]),
+        )
 
     def rope_write_kv(
         self,

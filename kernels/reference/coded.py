@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -28,6 +31,33 @@ def elements(weight: PackedLinear, first: int, end: int) -> Tensor:
     if weight.scheme.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     return unfolded(codes, weight.scales[first:end], None if weight.zeros is None else weight.zeros[first:end], weight.scheme)
+
+
+def experts_in_one(parts: Sequence[PackedLinear], bias: Tensor | None) -> PackedLinear:
+    """Returns the weights of all experts, with the expert as the first dimension of each tensor.
+
+    Raises:
+        ValueError: the experts have different schemes, or an order of their inputs.
+    """
+    first = parts[0]
+    if any(part.scheme != first.scheme or part.order is not None for part in parts):
+        raise ValueError("experts must have one scheme, without an order of their inputs (act-order)")
+    scales = [part.scales for part in parts if part.scales is not None]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return replace(
+        first,
+        data=torch.stack([part.data for part in parts]),
+        bias=bias,
+        scales=compact_scales(torch.stack([each.float() for each in scales])) if scales else None,
+        zeros=torch.stack(zeros) if zeros else None,
+    )
+
+
+def expert_of(weight: PackedLinear, expert: int) -> PackedLinear:
+    """Returns the weight of one expert, without its bias."""
+    assert weight.scales is not None, "the experts have codes"
+    zeros = None if weight.zeros is None else weight.zeros[expert]
+    return replace(weight, data=weight.data[expert], bias=None, scales=weight.scales[expert], zeros=zeros)
 
 
 def in_order(x: Tensor, weight: PackedLinear) -> Tensor:

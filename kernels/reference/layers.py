@@ -22,7 +22,7 @@ from rootstock_llm.kernels.contracts.ops import (
     StateRows,
 )
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
-from rootstock_llm.kernels.reference.coded import coded_embedding, coded_linear, pack_coded
+from rootstock_llm.kernels.reference.coded import coded_embedding, coded_linear, elements, expert_of, experts_in_one, pack_coded
 from rootstock_llm.kernels.reference.sampling import edit_logits as edit_logits
 from rootstock_llm.kernels.reference.sampling import measure_logprobs as measure_logprobs
 from rootstock_llm.kernels.reference.sampling import select_tokens as select_tokens
@@ -119,16 +119,15 @@ def pack_experts(
     gate_up: Matrices, gate_up_bias: Tensor | None, down: Matrices, down_bias: Tensor | None, activation: Activation
 ) -> PackedExperts:
     """Returns the matrices as two tensors, [E, 2 I, N] and [E, N, I], without packing them."""
-    both, back = _in_one(gate_up), _in_one(down)
-    return PackedExperts(
-        PackedLinear(both.contiguous(), gate_up_bias, both.shape[2], both.shape[1], False),
-        PackedLinear(back.contiguous(), down_bias, back.shape[2], back.shape[1], False),
-        activation,
-    )
+    return PackedExperts(_in_one(gate_up, gate_up_bias), _in_one(down, down_bias), activation)
 
 
-def _in_one(matrices: Matrices) -> Tensor:
-    return matrices if isinstance(matrices, Tensor) else torch.stack([matrices[index] for index in range(len(matrices))])
+def _in_one(matrices: Matrices, bias: Tensor | None) -> PackedLinear:
+    """Returns the weights of all experts, [E, ...]."""
+    if isinstance(matrices, Tensor):
+        return PackedLinear(matrices.contiguous(), bias, matrices.shape[2], matrices.shape[1], False)
+    parts = [pack_linear(matrices[index], None) for index in range(len(matrices))]
+    return experts_in_one(parts, bias)
 
 
 def _joined(both: Tensor, activation: Activation) -> Tensor:
@@ -155,7 +154,8 @@ def experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed
 def _of_expert(x: Tensor, weight: PackedLinear, expert: int) -> Tensor:
     """Returns the projection of x [T, K] by one expert, float32[T, N]."""
     bias = None if weight.bias is None else weight.bias[expert].float()
-    return torch.nn.functional.linear(x.float(), weight.data[expert].float(), bias)
+    matrix = weight.data[expert].float() if weight.scheme is None else elements(expert_of(weight, expert), 0, weight.out_features)
+    return torch.nn.functional.linear(x.float(), matrix, bias)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -128,9 +128,9 @@ def test_activations_of_8_bits_change_logprobs_little(folders: dict[str, Path]) 
 
 
 def test_model_that_transformers_computes_is_refused_with_quantization(tmp_path: Path) -> None:
-    TinyModel("Gemma2", SIZES | {"head_dim": 32}).build(tmp_path / "gemma2")
+    TinyModel("Granite", SIZES).build(tmp_path / "granite")
     with pytest.raises(UnsupportedModel, match=r"cannot be served with weights of int8: transformers' code would compute it"):
-        outputs(tmp_path / "gemma2", quantization="int8")
+        outputs(tmp_path / "granite", quantization="int8")
 
 
 def test_depth_that_no_group_divides_is_refused(tmp_path: Path) -> None:
@@ -228,6 +228,80 @@ def test_reader_of_float8_agrees_with_transformers() -> None:
     found = scaled("m", weight, scales)
     assert torch.equal(found, elements)
     assert torch.equal(found, _dequantize_fp8_weight(weight, scales, [128, 128], torch.float32))
+
+
+# Experts
+
+SPARSE = SIZES | {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128}
+EXPERT_MODELS = {
+    "qwen3-moe": TinyModel("Qwen3Moe", SPARSE | {"head_dim": 32, "norm_topk_prob": True}),
+    "mixtral": TinyModel("Mixtral", SPARSE | {"intermediate_size": 128}),
+    "gpt-oss": TinyModel("GptOss", SPARSE | {"head_dim": 32, "intermediate_size": 128, "sliding_window": 24}),
+}
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name and not name.endswith("bias") and "norm" not in name
+
+
+def of_experts(name: str, weight: Tensor, change: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """Changes the matrices [N, K] of a tensor of experts, which gpt-oss stores as [E, K, N]."""
+    if weight.dim() == 2:
+        return change(name, weight)
+    return torch.stack([change(name, each.t()).t() for each in weight])
+
+
+@pytest.mark.parametrize("option", ["int8", "int4"])
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_experts_quantized_at_load_equal_their_elements(name: str, option: str, tmp_path: Path) -> None:
+    EXPERT_MODELS[name].build(tmp_path / "model")
+
+    def change(tensor: str, weight: Tensor) -> Tensor:
+        return quantized(tensor, weight, Scheme(8) if option == "int8" else Scheme(4, 128)).unfolded()
+
+    def unfolded(tensor: str, weight: Tensor) -> dict[str, Tensor]:
+        if is_expert(tensor):
+            return {tensor: of_experts(tensor, weight, change)}
+        return {tensor: change(tensor, weight) if is_linear(tensor) else weight}
+
+    assert_close(tmp_path / "model", rewrite(tmp_path / "model", tmp_path / "unfolded", unfolded), quantization=option)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("form", ["awq by 128", "packed 4 by 32 with zero points", "fp8 by block"])
+def test_published_form_of_experts_equals_its_elements(name: str, form: str, tmp_path: Path) -> None:
+    EXPERT_MODELS[name].build(tmp_path / "model")
+    stored, elements = {}, {}
+    for tensor, weight in load_file(tmp_path / "model" / "model.safetensors").items():
+        if is_linear(tensor) or is_expert(tensor):
+            assert weight.dim() == 2, "transformers saves these experts separately"
+            stored[tensor], elements[tensor] = FORMS[form].encode(tensor.removesuffix(".weight"), weight)
+    coded = rewrite(
+        tmp_path / "model", tmp_path / "coded", lambda n, t: stored.get(n, {n: t}), quantization_config=FORMS[form].config
+    )
+    assert_close(coded, rewrite(tmp_path / "model", tmp_path / "elements", lambda n, t: {n: elements.get(n, t)}))
+
+
+def test_gpt_oss_in_mxfp4_equals_its_elements_and_stays_packed(tmp_path: Path) -> None:
+    EXPERT_MODELS["gpt-oss"].build(tmp_path / "model")
+
+    def coded(tensor: str, weight: Tensor) -> dict[str, Tensor]:
+        if not is_expert(tensor):
+            return {tensor: weight}
+        blocks, exponents, _ = mxfp4_tensors(weight.transpose(1, 2))
+        return {f"{tensor}_blocks": blocks, f"{tensor}_scales": exponents}
+
+    def elements(tensor: str, weight: Tensor) -> dict[str, Tensor]:
+        return {tensor: mxfp4_tensors(weight.transpose(1, 2))[2].transpose(1, 2) if is_expert(tensor) else weight}
+
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    folder = rewrite(tmp_path / "model", tmp_path / "coded", coded, quantization_config=config)
+    plain = rewrite(tmp_path / "model", tmp_path / "elements", elements)
+    assert_close(folder, plain)
+    (_, _, small), (_, _, large) = outputs(folder, "bfloat16"), outputs(plain, "bfloat16")
+    assert small.quantization == "mxfp4"
+    numbers, biases = 2 * 8 * 3 * 128 * 128, 2 * 8 * 3 * 128  # biases of experts with codes are float32
+    assert large.weight_bytes - small.weight_bytes == 2 * numbers - numbers // 2 - 2 * numbers // 32 - 2 * biases
 
 
 # Refused folders
@@ -329,8 +403,8 @@ def test_parts_of_one_matrix_with_different_schemes_are_refused(folders: dict[st
 
 
 def test_folder_with_codes_that_transformers_computes_is_refused(tmp_path: Path) -> None:
-    TinyModel("Gemma2", SIZES | {"head_dim": 32}).build(tmp_path / "gemma2")
-    coded, _ = encoded(tmp_path / "gemma2", tmp_path, FORMS["awq by 128"])
+    TinyModel("Granite", SIZES).build(tmp_path / "granite")
+    coded, _ = encoded(tmp_path / "granite", tmp_path, FORMS["awq by 128"])
     with pytest.raises(UnsupportedModel, match="cannot be served with weights of awq: transformers' code would compute it"):
         load_model(load_request(coded, "auto", 16, None))
 

@@ -47,7 +47,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "fetch": ("tests/services/shared/test_fetch.py",),
     "kernels": tuple(
         f"tests/kernels/test_{name}.py"
-        for name in ("cpu_kernels", "coded_linear", "deterministic_kernels", "experts", *KERNELS_TOO)
+        for name in ("cpu_kernels", "coded_experts", "coded_linear", "deterministic_kernels", "experts", *KERNELS_TOO)
     ),
     "core": (
         *(

@@ -6,8 +6,7 @@
 // The first product has a piece of work for each group and block of columns. The second one has a piece for each block of columns,
 // which adds the results of a row in the order of its choices, so that the sum does not depend on the numbers of the experts.
 
-#include <algorithm>
-#include <vector>
+#include "expert_pairs.h"
 
 #include "schedule.h"
 #include "tile_bf16.h"
@@ -29,47 +28,8 @@ template <typename T> struct Experts {
     T* hidden;              // [rows * choices, inner], scratch
     float* sums;            // [threads][part * choices][64], scratch
     int64_t rows, width, inner, experts, choices, part;  // part: largest number of rows that are grouped together
-    float alpha, limit, shift;                           // parameters of the activation
+    Activation activation;
 };
-
-// The pairs of one part that use the same expert. A pair is row * choices + choice.
-struct Group {
-    int64_t expert;
-    int64_t begin, end;  // range in Pairs::order
-};
-
-struct Pairs {
-    std::vector<int32_t> order;    // pairs, grouped by part and expert
-    std::vector<int32_t> index;    // index in `order` of each pair
-    std::vector<Group> groups;     // groups with pairs, in the order of `order`
-    std::vector<int64_t> first;    // index of each part's first group, and the number of groups
-};
-
-Pairs grouped(const int32_t* ids, int64_t rows, int64_t choices, int64_t part, int64_t experts) {
-    Pairs pairs;
-    pairs.order.resize(rows * choices);
-    pairs.index.resize(rows * choices);
-    std::vector<int64_t> next(experts + 1);
-    for (int64_t begin = 0; begin < rows * choices; begin += part * choices) {
-        const int64_t end = std::min(rows * choices, begin + part * choices);
-        std::fill(next.begin(), next.end(), 0);
-        for (int64_t pair = begin; pair < end; ++pair) ++next[ids[pair] + 1];
-        pairs.first.push_back(pairs.groups.size());
-        next[0] = begin;
-        for (int64_t expert = 0; expert < experts; ++expert) {
-            const int64_t count = next[expert + 1];
-            next[expert + 1] += next[expert];
-            if (count > 0) pairs.groups.push_back({expert, next[expert], next[expert + 1]});
-        }
-        for (int64_t pair = begin; pair < end; ++pair) {
-            const int64_t at = next[ids[pair]]++;
-            pairs.order[at] = static_cast<int32_t>(pair);
-            pairs.index[pair] = static_cast<int32_t>(at);
-        }
-    }
-    pairs.first.push_back(pairs.groups.size());
-    return pairs;
-}
 
 // Products in the order of the depth. Blocks are [depth][64].
 template <typename T> struct OrderedTile {
@@ -140,11 +100,7 @@ template <typename T> void activate(const Experts<T>& job, T* out, const float* 
             gate += load(bias + i);
             up += load(bias + 32 + i);
         }
-        // These comparisons are false for a NaN, which therefore stays.
-        const Vector high = Vector{} + job.limit, low = Vector{} - job.limit;
-        gate = gate > high ? high : gate;
-        up = up > high ? high : up < low ? low : up;
-        store(joined + i, (up + job.shift) * gate / (exponential(gate * -job.alpha) + 1.0f));
+        store(joined + i, joined_by(job.activation, gate, up));
     }
     for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(joined[i]);
 }
@@ -226,7 +182,7 @@ Experts<T> experts_of(void* out, const void* x, const int32_t* ids, const float*
                       float shift) {
     return {static_cast<T*>(out), static_cast<const T*>(x), ids, weights, static_cast<const T*>(gate_up),
             static_cast<const T*>(gate_up_bias), static_cast<const T*>(down), static_cast<const T*>(down_bias),
-            static_cast<T*>(hidden), sums, rows, width, inner, experts, choices, part, alpha, limit, shift};
+            static_cast<T*>(hidden), sums, rows, width, inner, experts, choices, part, {alpha, limit, shift}};
 }
 
 }  // namespace

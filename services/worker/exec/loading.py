@@ -5,6 +5,7 @@ The pooling of an embedding model is read from the files that sentence-transform
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
 from rootstock_llm.kernels.cpu import load_kernels
 from rootstock_llm.services.shared import served_config
-from rootstock_llm.services.shared.quantization_config import method_of
+from rootstock_llm.services.shared.quantization_config import becomes_float, method_of
 from rootstock_llm.services.worker.exec.models.decoder import Decoder, DecoderModel
 from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig
 from rootstock_llm.services.worker.exec.models.loaded_model import ExpertReads, LoadedModel
@@ -75,7 +76,7 @@ def load_model(request: LoadRequest) -> LoadedModel:
         if isinstance(native, NotCovered) and (scheme := str(Quantization(request.quantization)) or (given and method_of(given))):
             raise UnsupportedModel(served_config.quantised_elsewhere(str(request.folder), scheme, str(native)))
         if isinstance(native, DecoderConfig):
-            _refuse_quantised_experts(native, request, "" if given is None else method_of(given))
+            _refuse_experts_on_gpu(native, request, given)
             config = text_config(config)
         if isinstance(native, NotCovered):
             _refuse_by_config(request, config)
@@ -94,14 +95,13 @@ def load_model(request: LoadRequest) -> LoadedModel:
         checkpoint.close()
 
 
-def _refuse_quantised_experts(config: DecoderConfig, request: LoadRequest, method: str) -> None:
+def _refuse_experts_on_gpu(config: DecoderConfig, request: LoadRequest, given: Mapping[str, Any] | None) -> None:
+    """Checks that experts have codes only on a CPU, whose kernels read them. Raises UnsupportedModel."""
     scheme = request.quantization.scheme
-    if config.experts is not None and method:
-        raise UnsupportedModel(f"{request.folder} has experts that are quantised by {method}, which is not supported")
-    if config.experts is not None and scheme != AUTO:
-        raise UnsupportedModel(
-            f"--quantization {scheme} is not supported for models with experts, as {request.folder}. Set it to {AUTO}."
-        )
+    has_codes = scheme != AUTO or (given is not None and not becomes_float(given))
+    if config.experts is not None and has_codes and request.target.device.type != "cpu":
+        name = scheme if given is None else method_of(given)
+        raise UnsupportedModel(f"{request.folder} has experts, whose weights cannot be {name} on a GPU")
 
 
 def _refuse_by_config(request: LoadRequest, config: Any) -> None:

@@ -12,6 +12,8 @@ A checkpoint stores the experts of a layer in one of these forms. E experts, hid
 | fused | `experts.gate_up_proj` [E, 2 I, N], `experts.down_proj` [E, N, I] |
 | interleaved (gpt-oss) | the same names, [E, N, 2 I] and [E, I, N]; gate and up alternate; with biases |
 | separate | `experts.3.gate_proj.weight` and so on; in Mixtral `experts.3.w1.weight` |
+
+Codes (MXFP4) of interleaved experts have the order of the fused form, but gate and up alternate.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rootstock_llm.kernels.contracts.coded_weight import Matrix, selected_rows
 from rootstock_llm.kernels.contracts.ops import SWIGLU, Activation, Kernels, Matrices, PackedExperts, Routing
 from rootstock_llm.services.worker.exec.models.layers import ForwardContext, GatedMlp, Linear, Take
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
@@ -36,6 +39,7 @@ class ExpertNames:
     parts: tuple[str, str, str] | None  # names of gate, up and down of an expert; None if one tensor has all experts
 
 
+FUSED_NAMES = ("gate_up_proj", "down_proj")  # tensors of all experts
 FUSED = ExpertNames("mlp", None)
 SEPARATE = ExpertNames("mlp", ("gate_proj", "up_proj", "down_proj"))
 MIXTRAL = ExpertNames("block_sparse_moe", ("w1", "w3", "w2"))
@@ -64,7 +68,7 @@ class ExpertSizes:
         """
         if self.interleaved or checkpoint.has(f"{layer}mlp.experts.gate_up_proj"):
             return replace(self, names=FUSED)
-        if checkpoint.has(f"{layer}block_sparse_moe.experts.0.w1.weight"):
+        if checkpoint.has_module(f"{layer}block_sparse_moe.experts.0.w1"):
             return replace(self, names=MIXTRAL)
         return replace(self, names=SEPARATE)
 
@@ -86,6 +90,21 @@ class Deinterleaved:
     def __getitem__(self, expert: int, /) -> Tensor:
         rows = self._whole[expert].t()
         return torch.cat((rows[::2], rows[1::2])) if self._has_gate else rows
+
+
+class WithoutInterleaving:
+    """Matrices whose rows of gate and up alternate, in the order of the kernels. A matrix is rearranged when it is indexed."""
+
+    def __init__(self, matrices: Matrices) -> None:
+        self._matrices = matrices
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+    def __getitem__(self, expert: int, /) -> Matrix:
+        matrix = self._matrices[expert]
+        rows = torch.arange(matrix.shape[0])
+        return selected_rows(matrix, torch.cat((rows[::2], rows[1::2])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +196,16 @@ def _read_experts(weights: WeightReader, hidden_size: int, sizes: ExpertSizes) -
         both = [[(f"{expert}.{name}", inner) for name in (gate, up)] for expert in range(count)]
         back = [[(f"{expert}.{down}", hidden_size)] for expert in range(count)]
         return pack(weights.matrices(both, hidden_size), None, weights.matrices(back, inner), None, sizes.activation)
+    shapes = (2 * inner, hidden_size), (hidden_size, inner)
     if not sizes.interleaved:
-        gate_up: Matrices = weights.view("gate_up_proj", count, 2 * inner, hidden_size)
-        return pack(gate_up, None, weights.view("down_proj", count, hidden_size, inner), None, sizes.activation)
-    gate_up = Deinterleaved(weights.view("gate_up_proj", count, hidden_size, 2 * inner), has_gate=True)
-    bias = weights.view("gate_up_proj_bias", count, 2 * inner)
-    down_matrices = Deinterleaved(weights.view("down_proj", count, inner, hidden_size), has_gate=False)
-    down_bias = weights.tensor("down_proj_bias", count, hidden_size)
+        gate_up, down_matrices = (weights.fused(name, count, *shape) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
+        return pack(gate_up, None, down_matrices, None, sizes.activation)
+    bias, down_bias = (weights.tensor(f"{name}_bias", count, shape[0]) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
+    if weights.has_codes(FUSED_NAMES[0], count, *shapes[0]):  # codes have the order [outputs, inputs]
+        gate_up, down_matrices = (weights.fused(name, count, *shape) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
+        gate_up = WithoutInterleaving(gate_up)
+    else:
+        pairs, ends = (weights.view(name, count, *shape[::-1]) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
+        gate_up = weights.in_form(FUSED_NAMES[0], Deinterleaved(pairs, has_gate=True))
+        down_matrices = weights.in_form(FUSED_NAMES[1], Deinterleaved(ends, has_gate=False))
     return pack(gate_up, torch.cat((bias[:, ::2], bias[:, 1::2]), 1), down_matrices, down_bias, sizes.activation)

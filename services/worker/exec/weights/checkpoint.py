@@ -185,6 +185,10 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self._file_of
 
+    def has_module(self, name: str) -> bool:
+        """Whether the checkpoint has any tensor of a module, such as its weight or the codes of its weight."""
+        return any(each.startswith(f"{name}.") for each in self._file_of)
+
     def path_of(self, name: str) -> Path:
         """Returns the file of the tensor. Raises CheckpointError if the checkpoint lacks the tensor."""
         self.require([name])

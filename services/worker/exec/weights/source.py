@@ -25,7 +25,7 @@ from rootstock_llm.kernels.contracts.coded_weight import Matrix
 from rootstock_llm.kernels.contracts.ops import Kernels, Matrices
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
-from rootstock_llm.services.worker.exec.weights.quantization import UNQUANTIZED, Part, Quantization, StoredTensor
+from rootstock_llm.services.worker.exec.weights.quantization import AUTO, UNQUANTIZED, Part, Quantization, StoredTensor
 
 HOST = torch.device("cpu")
 STD = 0.02  # standard deviation of random weights; most published models are initialised with it
@@ -58,6 +58,22 @@ class WeightSource(Protocol):
         """Returns the concatenated parts of each group. All groups have the same shapes.
 
         A source of files reads a group when the result is indexed. Raises CheckpointError, also when the result is indexed.
+        """
+
+    def has_codes(self, part: Part) -> bool:
+        """Whether the checkpoint has codes of a tensor instead of its elements. Raises CheckpointError."""
+
+    def fused(self, part: Part) -> Matrices:
+        """Returns the matrices [N, K] of a tensor [E, N, K], as elements or as codes.
+
+        Raises CheckpointError, also when the result is indexed.
+        """
+
+    def in_form(self, name: str, matrices: Matrices) -> Matrices:
+        """Returns matrices of elements in the form in which kernels compute, see Quantization.applied().
+
+        Args:
+            name: name of the matrices in messages.
         """
 
 
@@ -113,6 +129,16 @@ class WeightReader:
         parts = [[(f"{prefix}{name}.weight", (size, in_features)) for name, size in group] for group in groups]
         return self.source.matrices(parts)
 
+    def fused(self, name: str, *shape: int) -> Matrices:
+        return self.source.fused((self.prefix + name, shape))
+
+    def has_codes(self, name: str, *shape: int) -> bool:
+        """Whether the checkpoint has codes of a tensor instead of its elements. Raises CheckpointError."""
+        return self.source.has_codes((self.prefix + name, shape))
+
+    def in_form(self, name: str, matrices: Matrices) -> Matrices:
+        return self.source.in_form(self.prefix + name, matrices)
+
 
 def in_one(stacked: Callable[[Sequence[Part]], Tensor], groups: Sequence[Sequence[Part]]) -> Tensor:
     """Returns the parts of all groups as one tensor, [groups, ...], with the memory that `stacked` returns."""
@@ -120,17 +146,36 @@ def in_one(stacked: Callable[[Sequence[Part]], Tensor], groups: Sequence[Sequenc
     return both.view(len(groups), -1, *both.shape[1:])
 
 
-class GroupsOfFiles:
-    """The concatenated parts of groups of tensors. A group is read when it is indexed."""
+class Lazy:
+    """Matrices that a function makes when they are indexed."""
 
-    def __init__(self, stacked: Callable[[Sequence[Part]], Tensor], groups: Sequence[Sequence[Part]]) -> None:
-        self._stacked, self._groups = stacked, groups
+    def __init__(self, count: int, made: Callable[[int], Matrix]) -> None:
+        self._count, self._made = count, made
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return self._count
 
-    def __getitem__(self, index: int, /) -> Tensor:
-        return self._stacked(self._groups[index])
+    def __getitem__(self, index: int, /) -> Matrix:
+        return self._made(index)
+
+
+def in_form(name: str, matrices: Matrices, quantization: Quantization) -> Matrices:
+    """Implements WeightSource.in_form()."""
+    if quantization.options.scheme == AUTO:
+        return matrices
+    return Lazy(len(matrices), lambda index: quantization.applied(name, matrices[index], is_head=False))
+
+
+def decoded(part: Part, tensors: Sequence[Tensor], quantization: Quantization, dtype: torch.dtype) -> Matrices:
+    """Returns the matrices of a tensor [E, N, K] with codes.
+
+    Args:
+        tensors: the tensors of its codes, with the first dimension E.
+        dtype: dtype of a matrix whose codes are converted to elements.
+    """
+    name, (count, *shape) = part
+    of_one = [(name, tuple(shape))]
+    return Lazy(count, lambda index: quantization.decoded(of_one, [[tensor[index] for tensor in tensors]], dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +209,18 @@ class CheckpointSource:
         return applied.clone() if applied is tensors[0][0] else applied
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
-        return GroupsOfFiles(self.stacked, groups)
+        return Lazy(len(groups), lambda index: self.matrix(groups[index], is_head=False))
+
+    def has_codes(self, part: Part) -> bool:
+        return bool(self.quantization.tensors(part))
+
+    def fused(self, part: Part) -> Matrices:
+        if stored := self.quantization.tensors(part):
+            return decoded(part, [self._tensor(each) for each in stored], self.quantization, self.dtype)
+        return self.in_form(part[0], self.view(part))
+
+    def in_form(self, name: str, matrices: Matrices) -> Matrices:
+        return in_form(name, matrices, self.quantization)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +275,24 @@ class Allocated:
         return fused
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
+        if any(self.has_codes(part) for part in groups[0]):
+            return [self.matrix(group, is_head=False) for group in groups]
         return in_one(self.stacked, groups)
+
+    def has_codes(self, part: Part) -> bool:
+        return bool(self._quantization.tensors(part))
+
+    def fused(self, part: Part) -> Matrices:
+        """Allocates the tensor, or all tensors of its codes. Returns matrices without memory if there are codes."""
+        stored = self._quantization.tensors(part)
+        if not stored:
+            return self.view(part)
+        for each in stored:
+            self._allocated([(each.name, each.shape)], each.dtype)
+        return [torch.empty(part[1][1:], dtype=self.dtype, device="meta") for _ in range(part[1][0])]
+
+    def in_form(self, name: str, matrices: Matrices) -> Matrices:
+        return matrices
 
     def _record(self, parts: Sequence[Part], fused: Tensor, dtype: torch.dtype | None) -> None:
         self.tensors[parts[0][0]] = fused
@@ -266,7 +339,20 @@ class Filled:
         return self._quantization.applied(parts[0][0], matrix, is_head)
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
-        return in_one(self.stacked, groups)
+        if any(self.has_codes(part) for part in groups[0]):
+            return Lazy(len(groups), lambda index: self.matrix(groups[index], is_head=False))
+        return self.in_form(groups[0][0][0], in_one(self.stacked, groups))
+
+    def has_codes(self, part: Part) -> bool:
+        return bool(self._quantization.tensors(part))
+
+    def fused(self, part: Part) -> Matrices:
+        if stored := self._quantization.tensors(part):
+            return decoded(part, [self._tensors.pop(each.name) for each in stored], self._quantization, self.dtype)
+        return self.in_form(part[0], self.view(part))
+
+    def in_form(self, name: str, matrices: Matrices) -> Matrices:
+        return in_form(name, matrices, self._quantization)
 
 
 class RandomSource:
@@ -296,4 +382,13 @@ class RandomSource:
         return self._quantization.applied(parts[0][0], self.stacked(parts), is_head)
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
-        return in_one(self.stacked, groups)
+        return self.in_form(groups[0][0][0], in_one(self.stacked, groups))
+
+    def has_codes(self, part: Part) -> bool:
+        return False
+
+    def fused(self, part: Part) -> Matrices:
+        return self.in_form(part[0], self.view(part))
+
+    def in_form(self, name: str, matrices: Matrices) -> Matrices:
+        return in_form(name, matrices, self._quantization)

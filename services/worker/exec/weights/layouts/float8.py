@@ -35,6 +35,8 @@ class Float8:
         scale = f"{name}{self._suffix}"
         if not self._checkpoint.has(scale):
             return ()
+        if len(shape) != 2:
+            raise CheckpointError(f"{name} has the experts of a layer in one tensor of fp8, which is not supported")
         return StoredTensor(name, shape, torch.float8_e4m3fn), stored_scales(scale, shape, self._checkpoint.shape(scale))
 
     def matrix(self, name: str, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Matrix:
