@@ -37,6 +37,7 @@ from rootstock_llm.services.worker.exec.fake import (
     FakeRun,
     TimeModel,
     fake_embedding,
+    fake_experts,
     fake_label_logprobs,
     first_allowed,
     hashed_token,
@@ -299,6 +300,7 @@ class Engine:
             assert finish.label_logprobs.tolist() == fake_label_logprobs(message.prompt_ids, labels).tolist()
             assert finish.completion_tokens == 0 and handle not in self.outputs
             return
+        self._check_routed(handle)
         given = len(message.output_ids)
         got, want = [*message.output_ids, *self.outputs.get(handle, [])], self.expected(handle)
         self._check_logprobs(handle, got[given:])
@@ -314,6 +316,22 @@ class Engine:
         else:
             assert got == want, f"request {handle}: {got} is not {want}"
             assert finish.completion_tokens == len(want)
+
+    def _check_routed(self, handle: int) -> None:
+        """Checks that each computed token from `routed_from` on has its experts once, in the order of positions.
+
+        An aborted request may lack those of the last tokens.
+        """
+        message, shape = self.submitted[handle], self.config.experts
+        if message.routed_from < 0 or shape is None:
+            assert handle not in self.routed
+            return
+        output = [*message.output_ids, *self.outputs.get(handle, [])]
+        computed = np.array([*message.prompt_ids, *output[:-1]], dtype=np.int32)[message.routed_from :]
+        want = fake_experts(computed, message.routed_from, shape)
+        got = np.concatenate([want[:0], *self.routed.get(handle, [])])
+        aborted = self.finishes[handle].reason is FinishReason.ABORT
+        assert got.tolist() == (want[: len(got)] if aborted else want).tolist()
 
     def _check_logprobs(self, handle: int, got: list[int]) -> None:
         """Checks that each token has its logprob, which is the negative token id in the fake model."""

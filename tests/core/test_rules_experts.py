@@ -114,17 +114,6 @@ class TestRecord:
         assert 0 < wanted < 1
 
 
-def check_routed(engine: Engine, handle: int = 0, first: int = 0) -> None:
-    """Checks that a request got the experts of each computed token from `first` on exactly once, in the order of positions."""
-    engine.check_answer(handle)
-    message = engine.submitted[handle]
-    whole = [*message.prompt_ids, *message.output_ids, *engine.outputs.get(handle, [])]
-    computed = whole[: len(message.prompt_ids) + max(len(whole) - len(message.prompt_ids) - 1, 0)]
-    wanted = fake_experts(np.array(computed[first:], dtype=np.int32), first, SHAPE)
-    got = np.concatenate([np.empty((0, *wanted.shape[1:]), np.uint16), *engine.routed.get(handle, [])])
-    assert got.tolist() == wanted.tolist()
-
-
 class TestRoutedExperts:
     @pytest.mark.by_day(one_in=3, seed=1)
     @each_value(overlap=[True, False], chunk=[0, 4, 16], first=[0, 17, 50], drafts=[0, 3], interval=[1, 7])
@@ -137,8 +126,8 @@ class TestRoutedExperts:
         engine.submit(1, [7] * 9, **options)
         engine.submit(2, range(30), stream=False, routed_from=0, **options)
         engine.drain()
-        check_routed(engine, 0, first)
-        check_routed(engine, 2)
+        engine.check_answer(0)
+        engine.check_answer(2)
         assert 1 not in engine.routed
 
     def test_uncut_prompt_above_the_chunk_budget_has_all_experts(self) -> None:
@@ -150,7 +139,7 @@ class TestRoutedExperts:
         engine.submit(0, range(100), max_new_tokens=3, ignore_eos=True, routed_from=0)
         engine.drain()
         assert engine.plans[0].num_tokens.tolist() == [100]
-        check_routed(engine)
+        engine.check_answer(0)
 
     def test_last_prompt_token_has_its_experts_when_no_token_is_sampled(self) -> None:
         """The class of sglang #20964: the experts of the last token were always cut.
@@ -162,8 +151,8 @@ class TestRoutedExperts:
         engine.submit(1, PROMPT, max_new_tokens=1, routed_from=0)
         engine.drain()
         assert [sum(map(len, engine.routed[handle])) for handle in (0, 1)] == [50, 50]
-        check_routed(engine)
-        check_routed(engine, 1)
+        engine.check_answer(0)
+        engine.check_answer(1)
 
     def test_experts_of_output_tokens_belong_to_each_position(self) -> None:
         """The class of sglang #12162: the output had the experts of the prompt's length only, or copies of one token's experts.
@@ -173,7 +162,7 @@ class TestRoutedExperts:
         engine = sparse()
         engine.submit(0, PROMPT[:6], max_new_tokens=40, ignore_eos=True, routed_from=6)
         engine.drain()
-        check_routed(engine, first=6)
+        engine.check_answer(0)
         got = np.concatenate(engine.routed[0])
         assert len(got) == 39 and len({ids.tobytes() for ids in got}) > 4
 
@@ -184,7 +173,7 @@ class TestRoutedExperts:
         engine.drain()
         engine.submit(0, PROMPT, max_new_tokens=4, ignore_eos=True, routed_from=first)
         engine.drain()
-        check_routed(engine, first=first)
+        engine.check_answer(0)
         assert engine.finishes[0].cached_tokens == cached
 
     @pytest.mark.by_day(one_in=2, seed=2)
@@ -199,7 +188,7 @@ class TestRoutedExperts:
         options: dict[str, Any] = {"stream_interval": interval, "max_new_tokens": 20, "ignore_eos": True}
         engine.submit(0, PROMPT, routed_from=first, **options)
         engine.drain()
-        check_routed(engine, first=first)
+        engine.check_answer(0)
         assert engine.core.stats().retractions_total > 3
 
     @pytest.mark.by_day(one_in=2)
@@ -212,7 +201,7 @@ class TestRoutedExperts:
         engine.submit(1, [7] * 8, priority=1, max_new_tokens=2)
         engine.drain()
         assert engine.finishes[0].retractions == 1
-        check_routed(engine)
+        engine.check_answer(0)
 
     @pytest.mark.parametrize("cached", [False, True])
     def test_replayed_request_returns_the_positions_after_those_of_the_first_worker(self, cached: bool) -> None:
@@ -228,7 +217,7 @@ class TestRoutedExperts:
                 engine.drain()
             engine.submit(0, PROMPT, output=output[:cut], routed_from=50 + cut - 1, **options)
             engine.drain()
-            check_routed(engine, first=50 + cut - 1)
+            engine.check_answer(0)
             assert 10 + len(np.concatenate(whole.routed[0])) == 50 + 19
 
     def test_output_has_no_experts_of_draft_tokens_after_the_end(self) -> None:
@@ -238,13 +227,13 @@ class TestRoutedExperts:
             engine.drain()
             engine.submit(0, PROMPT, max_new_tokens=40, stop_token_ids=(engine.outputs[9][-1],), ignore_eos=True, routed_from=0)
             engine.drain()
-            check_routed(engine)
+            engine.check_answer(0)
 
     def test_output_of_a_grammar_has_the_experts_of_every_token_but_the_last(self) -> None:
         engine = sparse()
         engine.submit(0, PROMPT, max_new_tokens=30, ignore_eos=True, grammar=spec(1, 17), routed_from=0)
         engine.drain()
-        check_routed(engine)
+        engine.check_answer(0)
 
     def test_experts_of_a_prompt_are_sent_after_each_chunk(self) -> None:
         engine = sparse(chunked_prefill_size=16)

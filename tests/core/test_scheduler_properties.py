@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
 from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, ScoreParams
 from rootstock_llm.services.worker.core.contracts.transfers import EARLY_S, Tier, WritePolicy
@@ -89,11 +90,13 @@ def drive(
     after_turn: Callable[[Engine], None] = lambda engine: None,
 ) -> Engine:
     """Runs `steps` turns with random arrivals, aborts in every phase, and pauses in which all requests end."""
-    rng = random.Random(seed)
+    rng, routed = random.Random(seed), random.Random(seed)
     engine = Engine(config, overlap, checked, page_moved_s=rng.choice((0.0, 0.003, 0.05)))
     engine.executor.early_s = rng.choice((0.0, EARLY_S, 10.0))
     if rng.random() < 0.5:
         engine.executor.pages_moved = lambda operation: rng.choice((len(operation.keys), rng.randrange(len(operation.keys) + 1)))
+    if config.experts is not None:
+        engine.control.start_expert_record()
     handle = 0
     for _ in range(steps):
         rate = rng.choice((0.0, 0.3, 0.9)) if rng.random() < 0.05 else 0.35
@@ -108,6 +111,9 @@ def drive(
             if rng.random() < 0.2:
                 more["prediction"] = [rng.randrange(50) for _ in range(rng.randrange(30))]
             turn = random_turn(rng, engine)
+            generates = turn is None and not params.keys() & {"embedding", "score"}
+            if config.experts is not None and generates and routed.random() < 0.3:
+                more["routed_from"] = routed.randrange(len(prompt) + 1)
             for _ in range(rng.choice((1, 1, 1, 3)) if turn is None else 1):  # 3: requests with equal prompts arrive at once
                 stream = rng.random() < 0.8
                 engine.submit(handle, prompt, stream=stream, salt=salt, timeout_s=timeout_s, session=turn, **more, **params)
@@ -143,11 +149,16 @@ def check_run(engine: Engine) -> None:
     assert set(engine.finishes) == set(engine.submitted), "each request ends once"
     for handle in engine.submitted:
         engine.check_answer(handle)
+    if (record := engine.control.expert_distribution()) is not None:
+        assert record.rows.sum() == record.num_tokens * record.shape.ids_per_token
     memory = engine.core.memory
     assert memory.num_leased == 0 and not memory.quarantined and engine.core.settled
     assert memory.slots.num_free == engine.config.max_running_requests
     assert memory.tree.num_evictable == memory.tree.num_pages
     assert not len(engine.core.queues.gate) and not engine.core.sessions.running_turns()
+
+
+EXPERTS = ExpertShape((0, 2, 3), 8, 2)
 
 
 def config_of(page_size: int, pool_tokens: int, slots: int, chunk: int, **more: Any) -> SchedulerConfig:
@@ -200,6 +211,7 @@ configs = st.builds(
     hicache_storage_salt_quota=st.sampled_from([0.0, 2e-6]),
     has_storage=st.booleans(),
     hicache_write_policy=st.sampled_from(WritePolicy),
+    experts=st.sampled_from([None, EXPERTS]),
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.messages import FinishReason, Submit
@@ -90,15 +91,21 @@ class Served:
         self.plans: list[BatchPlan] = []
         self.outputs: dict[int, list[int]] = {}  # output tokens by handle
         self.cached: dict[int, int] = {}  # number of cached prompt tokens by handle
+        self.routed: dict[int, list[NDArray[np.uint16]]] = {}  # routed experts of each message by handle
         self._next = 0
 
-    def run(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
-        """Submits requests, runs turns until all have ended, and returns their outputs in order."""
+    def run(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, routed_from: int = -1) -> list[list[int]]:
+        """Submits requests, runs turns until all have ended, and returns their outputs in order.
+
+        Args:
+            routed_from: see Submit.
+        """
         handles = range(self._next, self._next + len(prompts))
         self._next += len(prompts)
         params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         for handle, prompt in zip(handles, prompts, strict=True):
-            self.core.submit(Submit(0, handle, f"r{handle}", np.array(prompt, dtype=np.int32), params), 0.0)
+            ids = np.array(prompt, dtype=np.int32)
+            self.core.submit(Submit(0, handle, f"r{handle}", ids, params, routed_from=routed_from), 0.0)
         prev: Run | None = None
         while prev is not None or not self.core.idle:
             prev = self._turn(prev)
@@ -127,6 +134,8 @@ class Served:
             tokens = iter(peer.tokens)
             for handle, count in zip(peer.handles, peer.counts, strict=True):
                 self.outputs.setdefault(handle, []).extend(next(tokens) for _ in range(count))
+            for handle, routed in peer.routed_experts:
+                self.routed.setdefault(handle, []).append(routed)
             for finish in peer.finishes:
                 assert finish.reason is FinishReason.LENGTH, finish
                 self.cached[finish.handle] = finish.cached_tokens

@@ -171,6 +171,7 @@ AREAS: dict[str, tuple[str, ...]] = {
             f"tests/exec/test_{name}.py"
             for name in ("sampler", "penalties", "slots", "logprobs", "scores", "embedding_pool", "quantized")
         ),
+        "tests/exec/test_expert_record.py",
         "tests/exec/test_flashinfer_backend.py",
         "tests/kernels/test_sampling_twin.py",
         "tests/kernels/test_cpu_kernels.py",

@@ -194,6 +194,8 @@ ENGINE = Dashboard(
                "accepted": f"sum(rate(rootstock_worker_drafted_tokens_total{{{WK}}}[{WINDOW}]) * sglang:spec_accept_rate{{{WK}}})"}),
         Panel("Accepted draft tokens", "Accepted share of recent draft tokens, and mean tokens per verification.", "short",
               {"share, {{pod}}": f"sglang:spec_accept_rate{{{WK}}}", "length, {{pod}}": f"sglang:spec_accept_length{{{WK}}}"}),
+        Panel("Balance of experts", "Mean rows of an expert divided by the largest rows, since the last record began. 0: no record.",
+              "percentunit", {"{{pod}}": f"rootstock_worker_expert_balancedness{{{WK}}}"}, most=1),
         Panel("Host tier", "Share of the host memory tier in use.", "percentunit",
               {"{{pod}}": f"sglang:hicache_host_used_tokens{{{WK}}} / clamp_min(sglang:hicache_host_total_tokens{{{WK}}}, 1)"}, most=1),
         Panel("Writes to the storage tier", "Tokens of KV per second that were written, and those that were dropped.", "short",

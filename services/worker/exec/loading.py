@@ -155,8 +155,9 @@ def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
     num_positions = (-(-context // request.page_size) + 1) * request.page_size  # positions in the pages of a slot
     assert 0 < context < num_positions, "the table has a row for each position of a slot's pages"
     cos_sin = [table.to(opened.target.device) for table in config.rope_tables(num_positions)]
+    decoder = Decoder(model, cos_sin, opened.kernels.paged_attention)
     return LoadedModel(
-        model=Decoder(model, cos_sin, opened.kernels.paged_attention),
+        model=decoder,
         config=opened.config,
         kernels=opened.kernels,
         dtype=opened.dtype,
@@ -167,6 +168,7 @@ def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
         generates=config.has_head,
         quantization=str(opened.quantization),
         experts=_expert_reads(model),
+        routed=decoder.experts,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
 
 
@@ -48,4 +49,19 @@ class CausalModel(TokenModel, Protocol):
 
         Args:
             wanted: int64[W], indices into the T tokens.
+        """
+
+
+class RoutedModel(Protocol):
+    """A model that reports the experts that have computed each token."""
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts of the sparse layers; None if the model has no experts."""
+
+    def routed_experts(self, num_tokens: int) -> Tensor:
+        """Returns int32[layers, num_tokens, chosen], the experts of the last pass, which had `num_tokens` tokens with padding.
+
+        The last pass may be one that a graph replayed, because the buffer has a constant address. The result is valid until the
+        next pass. The model has experts.
         """

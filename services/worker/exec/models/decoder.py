@@ -20,10 +20,11 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import MOST_TAPS, Activation, RaggedRows, Routing
 from rootstock_llm.services.shared.served_config import LAYER_TYPES, RECURRENT
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
 from rootstock_llm.services.worker.exec.models.attention import Attention
 from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig, decoder_config, windows_by_layer
-from rootstock_llm.services.worker.exec.models.experts import FUSED, Experts, ExpertSizes
+from rootstock_llm.services.worker.exec.models.experts import FUSED, IDS, Experts, ExpertSizes
 from rootstock_llm.services.worker.exec.models.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from rootstock_llm.services.worker.exec.models.layers import (
     Attend,
@@ -62,6 +63,8 @@ class Decoder:
         self._hidden_size = model.config.hidden_size
         self._space = Workspace(model.embedding.dtype, model.embedding.device)
         self._last: tuple[Tensor, Tensor] | None = None  # residual and update of the last pass
+        sizes, sparse = model.config.experts, model.config.sparse
+        self.experts = None if sizes is None else ExpertShape(sparse, sizes.count, sizes.routing.top_k)  # see RoutedModel
 
     def attending(self, attend: Attend, aux_layers: tuple[int, ...] = ()) -> Decoder:
         """Returns a decoder with the same weights that calls another attention function and has separate buffers."""
@@ -98,6 +101,12 @@ class Decoder:
         the next pass.
         """
         return tuple(self._space.take(f"aux {layer}", num_tokens, self._hidden_size) for layer in self._aux_layers)
+
+    def routed_experts(self, num_tokens: int) -> Tensor:
+        """Returns the expert ids of the last pass. See RoutedModel."""
+        assert self.experts is not None, "the model has experts"
+        layers, chosen = len(self.experts.layers), self.experts.num_chosen
+        return self._space.take(IDS, num_tokens, layers * chosen, torch.int32).view(layers, num_tokens, chosen)
 
     def states(self, wanted: Tensor) -> Tensor:
         """Returns the final norm of the wanted tokens. See TokenModel."""
@@ -483,7 +492,7 @@ def read_layer(weights: WeightReader, config: DecoderConfig, index: int, attenti
     mlp: Mlp
     if index in config.sparse:
         assert config.experts is not None, "a config with sparse layers has the sizes of their experts"
-        mlp = Experts.read(weights, hidden, config.experts)
+        mlp = Experts.read(weights, hidden, config.experts, config.sparse.index(index), len(config.sparse))
     else:
         mlp = GatedMlp.read(weights.at("mlp"), hidden, config.intermediate_size, config.mlp_bias, config.gelu)
     return TransformerLayer(input_norm, mixer, before_mlp, mlp, after)

@@ -30,6 +30,9 @@ from rootstock_llm.services.worker.exec.models.layers import ForwardContext, Gat
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
 
+# Name of the buffer with the chosen experts of all sparse layers, int32[layers, T, k]. It keeps its content until the next pass.
+IDS = "expert_ids"
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
@@ -111,6 +114,8 @@ class WithoutInterleaving:
 class Experts:
     """The router, the experts and the shared expert of a layer."""
 
+    index: int  # index of the layer among the sparse layers
+    num_layers: int  # number of sparse layers
     routing: Routing
     router: Linear
     packed: PackedExperts
@@ -119,11 +124,13 @@ class Experts:
     kernels: Kernels
 
     @classmethod
-    def read(cls, weights: WeightReader, hidden_size: int, sizes: ExpertSizes) -> Experts:
+    def read(cls, weights: WeightReader, hidden_size: int, sizes: ExpertSizes, index: int, num_layers: int) -> Experts:
         """Reads the MLP of a layer.
 
         Args:
             weights: reader with the prefix of the layer.
+            index: index of the layer among the sparse layers.
+            num_layers: number of sparse layers.
         """
         weights, kernels = weights.at(sizes.names.block), weights.kernels
         router = weights.tensor(f"{sizes.router}.weight", sizes.count, hidden_size)  # without codes in quantised models
@@ -135,6 +142,8 @@ class Experts:
             gate = weights.tensor("shared_expert_gate.weight", 1, hidden_size)
             shared_gate = Linear(kernels.pack_linear(gate, None), kernels)
         return cls(
+            index=index,
+            num_layers=num_layers,
             routing=sizes.routing,
             router=Linear(kernels.pack_linear(router, router_bias), kernels),
             packed=_read_experts(weights.at("experts"), hidden_size, sizes),
@@ -146,21 +155,22 @@ class Experts:
     def reserve(self, take: Take) -> None:
         """Takes the buffers of forward()."""
         self._buffers(take)
+        take(IDS, self.num_layers * self.routing.top_k, torch.int32)
         if self.shared is not None:
             self.shared.reserve(take)
             take("shared", self.packed.down.out_features)
         if self.shared_gate is not None:
             take("shared_gate", 1)
 
-    def _buffers(self, take: Take) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the buffers of logits, weights and ids."""
+    def _buffers(self, take: Take) -> tuple[Tensor, Tensor]:
+        """Returns the buffers of logits and weights."""
         logits = take("router_logits", self.packed.num_experts, torch.float32)
-        choices = self.routing.top_k
-        return logits, take("expert_weights", choices, torch.float32), take("expert_ids", choices, torch.int32)
+        return logits, take("expert_weights", self.routing.top_k, torch.float32)
 
     def forward(self, out: Tensor, x: Tensor, context: ForwardContext) -> None:
         """Writes the output to out [T, N]. `out` may be x."""
-        logits, weights, ids = self._buffers(context.take)
+        logits, weights = self._buffers(context.take)
+        ids = context.take_each(IDS, self.num_layers, self.routing.top_k, torch.int32)[self.index]
         self.router.forward(logits, x)
         self.kernels.route(weights, ids, logits, None, self.routing)
         shared = self._shared(x, context)

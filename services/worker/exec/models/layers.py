@@ -90,6 +90,7 @@ class ForwardContext:
         self.rows, self.cos_sin, self.attend = rows, cos_sin, attend
         self._space, self._num_tokens = space, len(rows.positions)
         self._taken: dict[tuple[str, int], Tensor] = {}
+        self._taken_each: dict[str, Sequence[Tensor]] = {}
         self.residual, self.update, self.hidden = stream_buffers(self.take, hidden_size)
 
     @cached_property
@@ -106,6 +107,14 @@ class ForwardContext:
         found = self._taken.get((name, columns))
         if found is None:
             found = self._taken[name, columns] = self._space.take(name, self._num_tokens, columns, dtype)
+        return found
+
+    def take_each(self, name: str, count: int, columns: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Returns the parts [T, columns] of the buffer [count, T, columns] of this name, such as one for each layer."""
+        found = self._taken_each.get(name)
+        if found is None:
+            whole = self.take(name, count * columns, dtype)
+            found = self._taken_each[name] = whole.view(count, self._num_tokens, columns).unbind(0)
         return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
+from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
 from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
@@ -47,6 +48,7 @@ class LoadedModel:
     is_encoder: bool = False
     quantization: str = ""  # see LoadedInfo
     experts: ExpertReads | None = None  # weights of the experts; None if each step reads all weights
+    routed: ExpertShape | None = None  # experts that the model reports for each token; None if it reports none
 
     def step_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of weights that a step of this many tokens reads, see ExpertReads."""
@@ -102,4 +104,5 @@ class LoadedModel:
             graph_rows=graph_rows,
             graph_rereads=graphs.rereads,
             eager_step_cost=graphs.eager_cost,
+            experts=self.routed,
         )

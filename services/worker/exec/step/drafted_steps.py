@@ -16,7 +16,7 @@ In recurrent layers, the k + 1 inner rows are one row. SavedInputs records which
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_tokens
+from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, RowFault, StepResult, no_tokens
 from rootstock_llm.services.worker.exec.contracts.draft_states import CONTINUED
 from rootstock_llm.services.worker.exec.contracts.drafter import Computed, Drafter, HiddenStates
 from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, Masks
@@ -162,7 +162,9 @@ class DraftedSteps:
         for row, count in step.proposed.items():
             drafted[row] = count
         flat, seconds = np.array(tokens, dtype=np.int32), sum(end.seconds_since(begun) for begun, end in step.spans)
+        rows, routed = _expert_rows(step, inner, counts), _routed_experts(step, inner, counts)
         result = replace(inner, tokens=flat, counts=counts, drafted=drafted, faults=faults, logprobs=logprobs, seconds=seconds)
+        result = replace(result, expert_rows=rows, routed_experts=routed)
         if not step.predicted:
             return result
         predicted = np.zeros(run.plan.num_rows, dtype=np.bool_)
@@ -264,6 +266,8 @@ class DraftedSteps:
             mask_rows=firsts[plan.mask_rows].astype(np.int32),
             drafts=no_tokens(),
         )
+        routed_rows, routed_offsets = _routed_columns(plan, rows, draft_tokens)
+        inner = replace(inner, routed_rows=routed_rows, routed_offsets=routed_offsets)
         if len(plan.state_before):
             inner = replace(
                 inner,
@@ -405,6 +409,48 @@ class DraftedSteps:
         slot = step.plan.slots[row]
         same = self._admissions[slot] == step.admissions[row]
         return bool(same and self._drafted_for[slot]) and int(step.firsts[row]) not in step.inner.faults
+
+
+def _routed_columns(plan: BatchPlan, rows: I64, draft_tokens: Collection[int]) -> tuple[I32, I32]:
+    """Returns the columns routed_rows and routed_offsets of an inner plan.
+
+    If the plan counts experts, the host also needs the experts of all draft tokens, to subtract those of rejected ones.
+
+    Args:
+        plan: the scheduler's plan.
+        rows: row of the plan for each row of the inner plan.
+        draft_tokens: rows of the plan with draft tokens.
+    """
+    wanted, offsets = np.zeros(plan.num_rows, dtype=np.bool_), np.zeros(plan.num_rows, dtype=np.int32)
+    wanted[plan.routed_rows], offsets[plan.routed_rows] = True, plan.routed_offsets
+    wanted[list(draft_tokens)] |= plan.counts_experts
+    inner_rows = np.flatnonzero(wanted[rows])
+    return inner_rows.astype(np.int32), offsets[rows[inner_rows]]
+
+
+def _routed_experts(step: _DraftedStep, inner: StepResult, counts: I32) -> dict[int, NDArray[np.uint16]]:
+    """Returns StepResult.routed_experts, without rejected draft tokens. `counts` is StepResult.counts."""
+    found = {}
+    for row in step.plan.routed_rows.tolist():
+        first = int(step.firsts[row])
+        ids = [inner.routed_experts.get(at) for at in range(first, first + int(counts[row]))]
+        known = [each for each in ids if each is not None]
+        if len(known) == len(ids):
+            found[row] = known[0] if len(known) == 1 else np.concatenate(known)
+    return found
+
+
+def _expert_rows(step: _DraftedStep, inner: StepResult, counts: I32) -> I32 | None:
+    """Returns StepResult.expert_rows: those of the inner step, less the rows of rejected draft tokens that it has computed."""
+    if inner.expert_rows is None:
+        return None
+    expert_rows = inner.expert_rows.copy()
+    for row, proposed in step.proposed.items():
+        first = int(step.firsts[row])
+        for at in range(first + int(counts[row]), first + 1 + proposed):
+            if at in inner.routed_experts:
+                np.subtract.at(expert_rows, (np.arange(len(expert_rows))[:, None], inner.routed_experts[at][0]), 1)
+    return expert_rows
 
 
 def _without_table_updates(plan: BatchPlan) -> BatchPlan:

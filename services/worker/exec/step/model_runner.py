@@ -43,6 +43,7 @@ from rootstock_llm.services.worker.exec.step.passes import (
     select,
     whole,
 )
+from rootstock_llm.services.worker.exec.step.step_experts import ROUTED, StepExperts, routed_tokens
 from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRing
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
@@ -72,6 +73,7 @@ class StepRun:
     prompts: list[PromptPiece] = field(default_factory=list)  # prompt log probabilities in the readback
     embeddings: list[int] = field(default_factory=list)  # rows of the plan that have an embedding in the readback
     scores: list[ScorePiece] = field(default_factory=list)  # label log probabilities in the readback
+    experts: StepExperts | None = None  # counts and ids of experts; None if the plan asks for none
     faults: dict[int, RowFault] = field(default_factory=dict)  # rows that did not fit into memory, by row of the plan
     error: BaseException | None = None  # the reason why the step failed
     in_pieces: bool = False  # whether several passes computed the step
@@ -196,6 +198,8 @@ class DeviceRunner:
         if self._unwritten is not None:
             with self.streams.on_forward():
                 run.readback.add("unwritten", self._unwritten.clone())
+        if run.experts is not None:
+            run.experts.launch(run.readback)
         self.release(run)
 
     def map_pages(self, plan: BatchPlan) -> None:
@@ -276,7 +280,9 @@ class DeviceRunner:
             faults |= {int(rows[index]): fault for index, fault in outcome.faults.items()}
             logprobs |= {int(rows[index]): values for index, values in outcome.logprobs.items()}
         faults |= run.faults
-        return StepResult(plan.step_id, tokens, faults, logprobs, prompts, vectors, scores)
+        expert_rows, routed = (None, {}) if run.experts is None else run.experts.results(host)
+        results = (logprobs, prompts, vectors, scores)
+        return StepResult(plan.step_id, tokens, faults, *results, expert_rows=expert_rows, routed_experts=routed)
 
     # Upload
 
@@ -353,6 +359,8 @@ class DeviceRunner:
                 sections.append(("states", columns.states.ravel()))
             if columns.recurrent is not None:
                 sections.append(("recurrent", columns.recurrent.words()))
+            if len(plan.routed_rows):
+                sections.append((ROUTED, routed_tokens(plan, columns)))
         sections += _table_sections(plan)
         if plan.admitted:
             sections += self.sampler.admission(plan.admitted).sections()
@@ -387,6 +395,7 @@ class DeviceRunner:
         self.graphs.set_known(graph, views["ids"] if run.plan.num_extend or run.known is not None else None)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, graph.rows, graph=graph.size))
         graph.forward.replay()
+        self._add_experts(run, run.plan, np.arange(run.plan.num_rows), graph.size, views)
         run.graph, run.order = graph, columns.order
         slots = run.plan.slots if len(columns.rows) == run.plan.num_rows else run.plan.slots[columns.rows]
         run.batches = [replace(graph.batch, slots=slots, rows=columns.rows)] if len(slots) else []
@@ -401,6 +410,7 @@ class DeviceRunner:
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for step %d of %d tokens; it is computed in pieces: %s", plan.step_id, columns.total, error)
             run.readback, run.batches, run.prompts, run.embeddings, run.scores = Readback(self.streams), [], [], [], []
+            run.experts = None
         else:
             return
         self._in_pieces(run, plan)  # outside of the handler: there, the traceback would keep tensors alive
@@ -427,6 +437,20 @@ class DeviceRunner:
         run.prompts += [replace(prompt, row=int(piece.rows[prompt.row])) for prompt in prompts]
         run.scores += [replace(score, rows=tuple(piece.rows[list(score.rows)].tolist())) for score in scores]
         run.batches += [batch] if batch is not None else []
+        self._add_experts(run, plan, piece.rows, columns.total, views)
+
+    def _add_experts(self, run: StepRun, plan: BatchPlan, rows: I64, total: int, views: Mapping[str, Tensor]) -> None:
+        """Launches the collection of the experts that the plan of a pass asks for.
+
+        Args:
+            plan: the plan of the pass.
+            rows: row of the whole plan for each row of the plan.
+            total: tokens of the pass, padding included.
+            views: the upload of the pass.
+        """
+        if plan.counts_experts or len(plan.routed_rows):
+            run.experts = run.experts or StepExperts()
+            run.experts.add(plan, rows, *self.passes.routed_experts(total), views, run.readback)
 
     def _score(self, plan: BatchPlan, views: Mapping[str, Tensor], run: StepRun) -> list[ScorePiece]:
         logprobs, logits = self.sampler.logprobs, self.passes.model.logits
@@ -480,6 +504,7 @@ class DeviceRunner:
         """Computes a piece. Returns False, and leaves `run` unchanged, if the piece does not fit into memory."""
         if piece.num_tokens > self._max_tokens:
             return False
+        num_routed = 0 if run.experts is None else len(run.experts.parts)
         done = (len(run.prompts), len(run.embeddings), len(run.batches), len(run.scores))
         self._free_memory()
         piece, scratch = self._with_scratch(run, piece)
@@ -491,6 +516,8 @@ class DeviceRunner:
             self._compute(run, piece, columns, views, copy_inputs=True)
         except torch.OutOfMemoryError:
             del run.prompts[done[0] :], run.embeddings[done[1] :], run.batches[done[2] :], run.scores[done[3] :]
+            if run.experts is not None:
+                del run.experts.parts[num_routed:]
             return False
         run.scratch = scratch
         return True

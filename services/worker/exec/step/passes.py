@@ -8,6 +8,7 @@ before the first piece.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import RaggedRows, StateRows
 from rootstock_llm.kernels.contracts.step_ops import StepKernels
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
-from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel, RoutedModel
 from rootstock_llm.services.worker.exec.contracts.step_data import ForwardBatch
 from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
 
@@ -137,6 +138,12 @@ class ForwardPass:
             )
         self.model.forward(ids, rows, self.pool)
 
+    def routed_experts(self, num_tokens: int) -> tuple[Tensor, int]:
+        """Returns the experts of the last pass, see RoutedModel, and the number of experts of a layer."""
+        model = cast(RoutedModel, self.model)  # a check of the type would take longer than the rest of the call
+        assert model.experts is not None, "only models with experts report them"
+        return model.routed_experts(num_tokens), model.experts.num_experts
+
     def all_logits(self, count: int) -> Tensor:
         """Returns logits of the first `count` tokens of the pass, float32[count, V]."""
         return self.model.logits(torch.arange(count, device=self.device))
@@ -187,6 +194,7 @@ def select(piece: Piece, rows: I64) -> Piece:
     extends = rows[rows < plan.num_extend]
     ids = [plan.input_ids[int(ends[row] - plan.num_tokens[row]) : int(ends[row])] for row in extends.tolist()]
     scored = np.flatnonzero(np.isin(plan.prompt_logprob_rows, rows))
+    routed = np.flatnonzero(np.isin(plan.routed_rows, rows))
     chosen = replace(
         plan,
         num_extend=len(extends),
@@ -198,6 +206,8 @@ def select(piece: Piece, rows: I64) -> Piece:
         prompt_logprob_rows=np.searchsorted(rows, plan.prompt_logprob_rows[scored]).astype(np.int32),
         prompt_logprob_offsets=plan.prompt_logprob_offsets[scored],
         prompt_logprob_nexts=plan.prompt_logprob_nexts[scored],
+        routed_rows=np.searchsorted(rows, plan.routed_rows[routed]).astype(np.int32),
+        routed_offsets=plan.routed_offsets[routed],
     )
     if len(plan.state_before):
         chosen = replace(
@@ -235,6 +245,8 @@ def _part(piece: Piece, first: int, end: int, following: int | None) -> Piece:
     offsets = np.maximum(plan.prompt_logprob_offsets - first, 0)
     nexts = plan.prompt_logprob_nexts if following is None else np.full_like(plan.prompt_logprob_nexts, following)
     inside = np.flatnonzero(offsets < end - first)
+    routed_offsets = np.maximum(plan.routed_offsets - first, 0)
+    routed = np.flatnonzero(routed_offsets < end - first)
     part = replace(
         plan,
         starts=plan.starts + first,
@@ -244,6 +256,8 @@ def _part(piece: Piece, first: int, end: int, following: int | None) -> Piece:
         prompt_logprob_rows=plan.prompt_logprob_rows[inside],
         prompt_logprob_offsets=offsets[inside],
         prompt_logprob_nexts=nexts[inside],
+        routed_rows=plan.routed_rows[routed],
+        routed_offsets=routed_offsets[routed],
     )
     if len(plan.state_before):
         part = _with_part_of_states(part, plan, first, end)
