@@ -114,7 +114,7 @@ SHAPES = {
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, tied=True),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, tied=True),
     "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, tied=False),
-    # gpt-oss-20b at about a third of its width: 0.95 B parameters, windows of 128 tokens in every other layer
+    # gpt-oss-20b at about a third of its width: 1.0 B parameters, windows of 128 tokens in every other layer
     "gpt-oss-1b": Shape(
         *(1024, 768, 12, 32, 4),
         tied=True,

@@ -82,7 +82,8 @@ def test_shape_has_the_published_number_of_parameters(name: str, parameters: int
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("smollm2-360m", 361_821_120), ("qwen2.5-0.5b", 494_032_768), ("moe-1b", 1_014_657_024)]
+    ("name", "parameters"),
+    [("smollm2-360m", 361_821_120), ("qwen2.5-0.5b", 494_032_768), ("moe-1b", 1_014_657_024), ("gpt-oss-1b", 997_592_832)],
 )
 def test_shape_of_a_model_has_the_stated_number_of_parameters(name: str, parameters: int) -> None:
     with torch.device("meta"):
