@@ -99,9 +99,9 @@ class _Process:
                 stderr=asyncio.subprocess.DEVNULL,  # a traceback may quote the prompt
                 cwd=ROOT,
                 env={"PYTHONPATH": str(ROOT)},  # secrets in this process's environment are not passed on
-                # Ctrl-C in a terminal reaches only the service, which ends its processes. The processes stay in its session,
-                # because Linux divides CPU time between sessions first (autogroups).
-                process_group=0,
+                # Ctrl-C in a terminal reaches only the service, which ends its processes. Linux divides CPU time between sessions
+                # first (autogroups), so that a process starts in time although other services keep all cores busy.
+                start_new_session=True,
             )
         )
 

@@ -82,7 +82,7 @@ WORKER = (
         ("if is_large or not begun.is_set():", "if is_large:"),
         ("            if self._compiles:\n", "            if False:\n"),
         ("time() + RETRY_S if is_temporary else 0.0", "time() + RETRY_S if False else 0.0"),
-        ("process_group=0", "start_new_session=True"),
+        ("start_new_session=True", "process_group=0"),
         only="test_render_pool",
     ),
     *of(
