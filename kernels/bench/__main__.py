@@ -1,4 +1,7 @@
-"""Times each CPU kernel and its torch twin at the shapes of a 0.6B model: python -m rootstock_llm.kernels.bench [--threads N]."""
+"""Times each CPU kernel and its torch twin: python -m rootstock_llm.kernels.bench [--threads N].
+
+The shapes are those of a 0.6B model and of a small mixture.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows, ScoreRule
+from rootstock_llm.kernels.contracts.ops import SWIGLU, Kernels, RaggedRows, Routing, ScoreRule
 from rootstock_llm.kernels.cpu import load_kernels
 from rootstock_llm.kernels.reference import layers as reference
 
@@ -90,6 +93,30 @@ def rope_case(batch: int, start: int, count: int) -> Case:
     return prepare
 
 
+EXPERTS, CHOSEN, EXPERT_INNER = 32, 4, 768
+
+
+def experts_case(tokens: int) -> Case:
+    """Creates a case in which each token chooses random experts. The fastest run may find the weights in the caches."""
+    x = torch.randn(tokens, HIDDEN).bfloat16()
+    gate_up = (torch.randn(EXPERTS, 2 * EXPERT_INNER, HIDDEN) * 0.02).bfloat16()
+    down = (torch.randn(EXPERTS, HIDDEN, EXPERT_INNER) * 0.02).bfloat16()
+    ids = torch.rand(tokens, EXPERTS).topk(CHOSEN).indices.int()
+    weights, out = torch.rand(tokens, CHOSEN), torch.empty_like(x)
+
+    def prepare(kernels: Kernels) -> Callable[[], object]:
+        packed = kernels.pack_experts(gate_up, None, down, None, SWIGLU)
+        return lambda: kernels.experts(out, x, ids, weights, packed)
+
+    return prepare
+
+
+def route_case(tokens: int) -> Case:
+    logits, weights = torch.randn(tokens, EXPERTS), torch.empty(tokens, CHOSEN)
+    ids, routing = torch.empty(tokens, CHOSEN, dtype=torch.int32), Routing(CHOSEN, renormalize=True)
+    return lambda kernels: lambda: kernels.route(weights, ids, logits, None, routing)
+
+
 def norm_case(tokens: int) -> Case:
     x, residual = (torch.randn(tokens, HIDDEN).bfloat16() for _ in range(2))
     weight = torch.randn(HIDDEN)
@@ -115,6 +142,8 @@ def cases() -> dict[str, Callable[[], Case]]:
         found[f"gated_linear {tokens}"] = partial(linear_case, tokens, HIDDEN, 2 * INNER, gated=True)
         found[f"fused_add_rms_norm {tokens}"] = partial(norm_case, tokens)
         found[f"silu_and_mul {tokens}"] = partial(silu_case, tokens)
+        found[f"experts {tokens}"] = partial(experts_case, tokens)
+        found[f"route {tokens}"] = partial(route_case, tokens)
     for rows in (1, 8, 32):
         found[f"linear lm_head {rows}"] = partial(linear_case, rows, HIDDEN, VOCAB)
         found[f"rope_write_kv {rows}x1 at 300"] = partial(rope_case, rows, 299, 1)

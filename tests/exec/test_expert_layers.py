@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,10 @@ from rootstock_llm.kernels.contracts.ops import Activation, Kernels, RaggedRows,
 from rootstock_llm.kernels.cpu.build import built_library
 from rootstock_llm.kernels.cpu.library import CpuKernels
 from rootstock_llm.kernels.reference import layers as reference
-from rootstock_llm.services.worker.exec.loading import load_model
 from rootstock_llm.services.worker.exec.models.experts import Experts, ExpertSizes
 from rootstock_llm.services.worker.exec.models.layers import ForwardContext, Workspace
-from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, UnsupportedModel
-from rootstock_llm.services.worker.exec.weights.quantization import QuantizationOptions
+from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
 from rootstock_llm.services.worker.exec.weights.source import CheckpointSource, RandomSource, WeightReader
-from tests.exec.host_executors import load_request
-from tests.exec.tiny_models import MODELS
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 40, 6, 3
 CONFIG = {
@@ -90,7 +85,7 @@ def test_layer_of_experts_equals_the_module_of_transformers(
     x = torch.randn((17, HIDDEN), generator=generator)
     with torch.inference_mode(), closing(Checkpoint(tmp_path)) as checkpoint:
         weights = WeightReader(CheckpointSource(checkpoint, torch.float32), kernels).at("layers.0")
-        layer = Experts.read(weights, HIDDEN, sizes.named_as(checkpoint, "layers.0."))
+        layer = Experts.read(weights, HIDDEN, sizes.named_as(checkpoint, "layers.0."), 0, 1)
         found, expected = computed(layer, x), module(x[None])
         torch.testing.assert_close(found, (expected[0] if isinstance(expected, tuple) else expected)[0], atol=5e-5, rtol=5e-5)
     assert sum(tensor.numel() for tensor in layer.tensors()) >= sum(tensor.numel() for tensor in tensors.values())
@@ -103,29 +98,24 @@ def test_loading_has_few_unpacked_experts_in_memory(tmp_path: Path, monkeypatch:
         f"mlp.experts.{expert}.{name}.weight": torch.randn(shape) for expert in range(COUNT) for name, shape in shapes.items()
     }
     save_file({**tensors, "mlp.gate.weight": torch.randn(COUNT, HIDDEN)}, tmp_path / "model.safetensors", {"format": "pt"})
-    read, made, most = CheckpointSource.stacked, list[weakref.ref[Tensor]](), [0]
+    read, made, most = CheckpointSource.matrix, list[weakref.ref[Any]](), [0]
 
-    def stacked(source: CheckpointSource, parts: Any) -> Tensor:
-        tensor = read(source, parts)
-        made.append(weakref.ref(tensor))
+    def matrix(source: CheckpointSource, parts: Any, is_head: bool) -> Any:
+        found = read(source, parts, is_head)
+        made.append(weakref.ref(found))
         most[0] = max(most[0], sum(each() is not None for each in made))
-        return tensor
+        return found
 
-    monkeypatch.setattr(CheckpointSource, "stacked", stacked)
+    monkeypatch.setattr(CheckpointSource, "matrix", matrix)
     with closing(Checkpoint(tmp_path)) as checkpoint:
-        Experts.read(WeightReader(CheckpointSource(checkpoint, torch.bfloat16), CpuKernels(built_library(), 1)), HIDDEN, SIZES)
-    assert len(made) == 1 + 2 * COUNT and most[0] <= 5, "the router, and the matrices of two experts at most"
+        Experts.read(
+            WeightReader(CheckpointSource(checkpoint, torch.bfloat16), CpuKernels(built_library(), 1)), HIDDEN, SIZES, 0, 1
+        )
+    assert len(made) == 2 * COUNT and most[0] <= 4, "the matrices of two experts at most"
 
 
 def test_random_experts_differ() -> None:
     source = RandomSource(torch.float32, "cpu", seed=1)
-    layer = Experts.read(WeightReader(source, reference), HIDDEN, SIZES)  # type: ignore[arg-type]
+    layer = Experts.read(WeightReader(source, reference), HIDDEN, SIZES, 0, 1)  # type: ignore[arg-type]
     data = layer.packed.gate_up.data
     assert data.shape == (COUNT, 2 * INNER, HIDDEN) and not torch.equal(data[0], data[1])
-
-
-def test_loading_refuses_to_quantize_experts(tmp_path: Path) -> None:
-    MODELS["mixtral"].build(tmp_path)
-    request = replace(load_request(tmp_path, "auto", 16, None), quantization=QuantizationOptions("int8"))
-    with pytest.raises(UnsupportedModel, match="--quantization int8 is not supported for models with experts"):
-        load_model(request)
