@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
+from rootstock_llm.services.worker.core.kv.radix_cache import tree_name
 from rootstock_llm.services.worker.engine import EXECUTORS, LoadedExecutor, OnLost, build_engine
 from rootstock_llm.services.worker.exec.contracts.options import TierOptions
 from rootstock_llm.services.worker.identity import weights_revision
@@ -96,10 +97,30 @@ def test_revision_is_equal_for_a_copy_in_another_folder(tmp_path: Path) -> None:
     assert revision_of(tmp_path / "elsewhere" / "release-7") == revision_of(folder)
 
 
-def test_worker_does_not_start_when_weights_change_during_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_folder(tmp_path / "model")
+def served_folder(path: Path) -> Path:
+    """Makes a model folder that the fake executor can load."""
+    folder = make_folder(path)
     (folder / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64}')
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_workers_with_other_forms_of_one_folder_have_other_versions_and_block_hashes(tmp_path: Path) -> None:
+    """Prefix index, tiers, KV transfers and replays compare these values."""
+    folder, versions, roots = served_folder(tmp_path / "model"), [], []
+    for form in ({}, {"quantization": "int8"}, {"quantization": "int8"}, {"quantize_head": True}):
+        settings = WorkerSettings(model=str(folder), executor="fake", **form)  # type: ignore[arg-type]
+        engine = build_engine(settings, Inbox(), lambda sentence: None)
+        revision = engine.weights.identity.revision
+        versions.append(revision)
+        roots.append(engine.weights.tree_root(tree_name(revision, "")))
+        engine.close()
+    assert versions[1] == versions[2] and roots[1] == roots[2], "workers with one form share KV"
+    assert len(set(versions)) == len(set(roots)) == 3
+
+
+def test_worker_does_not_start_when_weights_change_during_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = served_folder(tmp_path / "model")
     closed: list[bool] = []
 
     def load(settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> LoadedExecutor:
