@@ -13,8 +13,9 @@ processes were busy. After WALL_FACTOR * compile_s of wall time, the grammar is 
 The threads have the priority of the worker. On a busy machine, a thread of low priority would get little CPU time while it has
 the interpreter lock, and would then delay all other threads of the worker.
 
-The compiling process stays in the worker's session. Linux divides CPU time between sessions first (autogroups), and niceness
-counts only within a session. In its own session, the process would get as much CPU time as all services of the worker's session.
+Linux may divide CPU time between sessions first (autogroups), and niceness then counts only within a session. The compiling
+process has its own session, so that it starts in seconds although other services keep all cores busy. After its start, it lowers
+the priority of its session, which would otherwise get as much CPU time as all services of the worker's session.
 """
 
 from __future__ import annotations
@@ -331,7 +332,7 @@ def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), **single},  # the environment of this process is not inherited
-        process_group=0,  # so that Ctrl-C does not end the child before the worker; killpg() also ends its children
+        start_new_session=True,  # so that Ctrl-C does not end the child before the worker; killpg() also ends its children
     )
 
 

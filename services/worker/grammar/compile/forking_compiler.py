@@ -15,6 +15,7 @@ compiling process has a single thread, because a fork of a process with several 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -40,6 +41,8 @@ from rootstock_llm.services.worker.grammar.schema.schema_rules import schema_gra
 from rootstock_llm.services.worker.grammar.schema.structural_tag import structural_tag
 
 MAX_LOG_BYTES = 1 << 20  # largest size of the log that replaces a child's stderr
+SESSION_NICENESS = 5  # of this process's session (autogroup): a quarter of the CPU time of a core that another session uses
+AUTOGROUP = Path("/proc/self/autogroup")
 MAX_RECURSION = 2000  # depth of xgrammar's recursive descent, on a stack of 8 MiB
 
 
@@ -60,6 +63,8 @@ def serve() -> None:
     inherited = Inherited(GrammarLimits(**setup["limits"]), GrammarCompiler(info, setup["jumps"]), tuple(info.decoded_vocab))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     xgrammar.set_max_recursion_depth(MAX_RECURSION)
+    with contextlib.suppress(OSError):  # there is no such file if the kernel does not divide CPU time between sessions
+        AUTOGROUP.write_text(str(SESSION_NICENESS))
     send_message(control, {"ready": True})
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1, 1)
