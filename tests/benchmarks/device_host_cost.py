@@ -22,8 +22,9 @@ from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, Forward
 from rootstock_llm.services.worker.exec.build import EXTRA_GRAPH_ROWS, DeviceOptions, DeviceParts, assemble_executor
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.kernel_set import KernelSet
-from rootstock_llm.services.worker.exec.models.decoder import Decoder, Qwen3
+from rootstock_llm.services.worker.exec.models.decoder import Decoder
 from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig
+from rootstock_llm.services.worker.exec.models.families import Qwen3
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
 from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
 from rootstock_llm.services.worker.exec.weights.source import RandomSource, WeightReader

@@ -15,7 +15,8 @@ from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
 from rootstock_llm.services.worker.exec.device import device_of
 from rootstock_llm.services.worker.exec.kernel_set import layer_kernels
 from rootstock_llm.services.worker.exec.loading import LAST_TOKEN
-from rootstock_llm.services.worker.exec.models.decoder import Decoder, Qwen3
+from rootstock_llm.services.worker.exec.models.decoder import Decoder
+from rootstock_llm.services.worker.exec.models.families import Qwen3
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
 from rootstock_llm.services.worker.exec.weights.source import RandomSource, WeightReader
 from tests.benchmarks.gpu.command import Setting

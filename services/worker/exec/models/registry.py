@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
-from rootstock_llm.services.worker.exec.models.decoder import MODELS, DecoderModel
+from rootstock_llm.services.worker.exec.models.decoder import DecoderModel
 from rootstock_llm.services.worker.exec.models.decoder_config import CAUSAL, DecoderConfig
+from rootstock_llm.services.worker.exec.models.families import MODELS
 from rootstock_llm.services.worker.exec.models.rope import ROPE_TYPES
 from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
 
