@@ -105,6 +105,21 @@ def test_drafting_changes_no_bit_of_an_answer_on_a_late_device(plain: DeviceExec
     assert guesses.accepted > 0
 
 
+@pytest.mark.parametrize("algorithm", ["eagle3", "mtp"] if NIGHTLY else ["mtp"])
+def test_draft_head_with_a_quantized_target_changes_no_bit_of_an_answer(
+    folder: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms, target = {"quantization": "int8", "quantize_head": True}, asked(0)
+    without, drafting = made_of(folder, **forms), made_of(folder, algorithm, **forms)
+    expected = alone(World(), without, target)
+    monkeypatch.setattr(DraftController, "choose", now_and_then())
+    found = alone(WORLD, drafting, target)
+    assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
+    assert found.verified.drafted > 0
+    without.close()
+    drafting.close()
+
+
 @pytest.mark.parametrize("algorithm", ["ngram", "draft", "eagle3", "mtp"] if NIGHTLY else ["eagle3"])
 def test_no_drafter_changes_a_bit_of_an_answer(
     folder: Path, plain: DeviceExecutor, algorithm: str, monkeypatch: pytest.MonkeyPatch
