@@ -25,7 +25,7 @@ MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
 class Matrices(Protocol):
     """Matrices of one shape: a tensor, or an object that reads or makes a matrix when it is indexed.
 
-    Either all matrices have codes of the same scheme, or none of them has codes.
+    Either all matrices have codes of one scheme, or none of them has codes. Only some of them may have zero points.
     """
 
     def __len__(self) -> int: ...
@@ -378,6 +378,9 @@ class Kernels(Protocol):
             down: matrices [N, I] of all experts.
             down_bias: [E, N]; None if the experts have no biases.
             activation: the function between both parts.
+
+        Raises:
+            ValueError: only some matrices have codes, the matrices of one part have different schemes, or one has an order.
         """
 
     def experts(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> None:
@@ -385,7 +388,8 @@ class Kernels(Protocol):
 
         The weights of an expert without tokens are not read. The activation's result has the model dtype. All other sums and
         products are in float32, and the sum over a token's experts, in the order of its choices, is rounded once. The numbers
-        of the experts do not change the bits of the result.
+        of the experts do not change the bits of the result. If the weights have codes, both products may round their inputs to
+        8 bits, as linear() does.
 
         Args:
             out: [T, N]. It may be x.

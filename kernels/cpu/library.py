@@ -35,7 +35,7 @@ from rootstock_llm.kernels.contracts.ops import (
 from rootstock_llm.kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 from rootstock_llm.kernels.reference import layers
-from rootstock_llm.kernels.reference.coded import experts_in_one, in_order
+from rootstock_llm.kernels.reference.coded import CodedExperts, coded_matrix, in_order, plain_matrix
 
 POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 LAYER_SIGNATURES: dict[str, list[type]] = {
@@ -75,7 +75,6 @@ MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
 # Limits of the rows that experts() groups together. MOST_ROWS limits the scratch memory. Threads share more rows than LEAST_ROWS,
 # if there are too few columns for all threads. Each part of the rows reads the weights again.
 MOST_ROWS, LEAST_ROWS = 2048, 512
-PARTLY_CODED = "either all matrices of experts have codes, or none of them"
 
 
 class CpuKernels:
@@ -149,34 +148,30 @@ class CpuKernels:
     ) -> PackedExperts:
         """Implements Kernels.pack_experts(). Each block of gate_up has 32 columns of the gate and their 32 columns of up."""
         pair, back = gate_up[0], down[0]
-        if isinstance(pair, CodedWeight) or isinstance(back, CodedWeight):
+        if isinstance(pair, CodedWeight):
             both = self._pack_coded_experts(pair, gate_up, gate_up_bias, gated=True)
             return PackedExperts(both, self._pack_coded_experts(back, down, down_bias, gated=False), activation)
+        back = plain_matrix(back)
         dots = self._has_dots(pair) and self._has_dots(back)
         both = self._empty_experts(len(gate_up), pair, gate_up_bias, True, dots)
         out = self._empty_experts(len(gate_up), back, down_bias, False, dots)
         for expert in range(len(gate_up)):
             if expert:  # the matrices are indexed once for each expert
-                pair, back = gate_up[expert], down[expert]
-            if isinstance(pair, CodedWeight) or isinstance(back, CodedWeight):
-                raise ValueError(PARTLY_CODED)
+                pair, back = plain_matrix(gate_up[expert]), plain_matrix(down[expert])
             self._fill(both.data[expert], pair, gated=True)
             self._fill(out.data[expert], back, gated=False)
         return PackedExperts(both, out, activation)
 
     def _pack_coded_experts(self, first: Matrix, matrices: Matrices, bias: Tensor | None, gated: bool) -> PackedLinear:
-        """Packs the codes of all experts. `first` is the matrix of the first one.
+        """Packs the codes of all experts. `first` is the matrix of the first one, which is not read again.
 
-        Raises ValueError as experts_in_one() does, or if only a part of the matrices has codes.
+        Raises ValueError if only some matrices have codes, if their schemes differ, or if one of them has an order.
         """
-        packed: list[PackedLinear] = []
+        packed = CodedExperts(len(matrices), lambda shape: self.allocate_pool(shape, torch.uint8))
         for expert in range(len(matrices)):
-            matrix = matrices[expert] if expert else first
-            if not isinstance(matrix, CodedWeight):
-                raise ValueError(PARTLY_CODED)
-            packed.append(self._pack_coded(matrix, None, gated))
+            packed.add(self._pack_coded(coded_matrix(matrices[expert] if expert else first), None, gated))
         columns = _packed_columns(first.shape[0], gated)
-        return experts_in_one(packed, None if bias is None else _padded(bias, columns).float())
+        return packed.finished(None if bias is None else _padded(bias, columns).float())
 
     def _empty_experts(self, count: int, first: Tensor, bias: Tensor | None, gated: bool, dots: bool) -> PackedLinear:
         """Returns the packed biases and undefined weights of all experts. `first` is the matrix of the first one."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, compact_scales, unfolded
+from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix, Scheme, compact_scales, unfolded
 from rootstock_llm.kernels.contracts.ops import PackedLinear
 
+PARTLY_CODED = "either all matrices of experts have codes, or none of them"
 MOST_ELEMENTS = 1 << 24  # elements that are unfolded at a time: 64 MiB of float32
 
 
@@ -33,24 +34,66 @@ def elements(weight: PackedLinear, first: int, end: int) -> Tensor:
     return unfolded(codes, weight.scales[first:end], None if weight.zeros is None else weight.zeros[first:end], weight.scheme)
 
 
-def experts_in_one(parts: Sequence[PackedLinear], bias: Tensor | None) -> PackedLinear:
-    """Returns the weights of all experts, with the expert as the first dimension of each tensor.
+class CodedExperts:
+    """The coded weights of all experts of a layer, while they are packed one after the other."""
 
-    Raises:
-        ValueError: the experts have different schemes, or an order of their inputs.
-    """
-    first = parts[0]
-    if any(part.scheme != first.scheme or part.order is not None for part in parts):
-        raise ValueError("experts must have one scheme, without an order of their inputs (act-order)")
-    scales = [part.scales for part in parts if part.scales is not None]
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    return replace(
-        first,
-        data=torch.stack([part.data for part in parts]),
-        bias=bias,
-        scales=compact_scales(torch.stack([each.float() for each in scales])) if scales else None,
-        zeros=torch.stack(zeros) if zeros else None,
-    )
+    def __init__(self, count: int, allocate: Callable[[tuple[int, ...]], Tensor]) -> None:
+        """
+        Args:
+            count: number of experts.
+            allocate: allocates a tensor of uint8.
+        """
+        self._count, self._allocate = count, allocate
+        self._data: Tensor | None = None  # codes of all experts
+        self._parts: list[PackedLinear] = []  # weights of the added experts, without their codes
+
+    def add(self, packed: PackedLinear) -> None:
+        """Copies the packed weight of the next expert. Raises ValueError if its scheme is another one, or if it has an order."""
+        if self._parts and _without_zeros(packed.scheme) != _without_zeros(self._parts[0].scheme):
+            raise ValueError(f"experts must have one scheme, not {self._parts[0].scheme} and {packed.scheme}")
+        if packed.order is not None:
+            raise ValueError("an order of the inputs (act-order) is not supported for experts")
+        if self._data is None:
+            self._data = self._allocate((self._count, *packed.data.shape))
+        self._data[len(self._parts)].copy_(packed.data)
+        self._parts.append(replace(packed, data=self._data[:0]))
+
+    def finished(self, bias: Tensor | None) -> PackedLinear:
+        """Returns the weights of all experts. If some have zero points, the others get those that their scheme stands for.
+
+        Args:
+            bias: packed biases of all experts.
+        """
+        parts, data = self._parts, self._data
+        schemes = [part.scheme for part in parts if part.scheme is not None]
+        scales = [part.scales for part in parts if part.scales is not None]
+        assert data is not None and len(schemes) == len(scales) == self._count, "each expert was added, and has codes"
+        scheme = next((each for each in schemes if each.zero_points), schemes[0])
+        if len({each.dtype for each in scales}) > 1:
+            scales = [each.float() for each in scales]
+        zeros = None
+        if scheme.zero_points:
+            implied = torch.full(scales[0].shape, scheme.zero, dtype=torch.uint8, device=data.device)
+            zeros = torch.stack([implied if part.zeros is None else part.zeros for part in parts])
+        return replace(parts[0], data=data, bias=bias, scheme=scheme, scales=torch.stack(scales), zeros=zeros)
+
+
+def coded_matrix(matrix: Matrix) -> CodedWeight:
+    """Returns the matrix of an expert, another of which has codes. Raises ValueError if it has none."""
+    if isinstance(matrix, Tensor):
+        raise ValueError(PARTLY_CODED)
+    return matrix
+
+
+def plain_matrix(matrix: Matrix) -> Tensor:
+    """Returns the matrix of an expert, another of which has no codes. Raises ValueError if it has codes."""
+    if not isinstance(matrix, Tensor):
+        raise ValueError(PARTLY_CODED)
+    return matrix
+
+
+def _without_zeros(scheme: Scheme | None) -> Scheme | None:
+    return None if scheme is None else replace(scheme, zero_points=False)
 
 
 def expert_of(weight: PackedLinear, expert: int) -> PackedLinear:

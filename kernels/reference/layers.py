@@ -22,7 +22,17 @@ from rootstock_llm.kernels.contracts.ops import (
     StateRows,
 )
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
-from rootstock_llm.kernels.reference.coded import coded_embedding, coded_linear, elements, expert_of, experts_in_one, pack_coded
+from rootstock_llm.kernels.reference.coded import (
+    PARTLY_CODED,
+    CodedExperts,
+    coded_embedding,
+    coded_linear,
+    coded_matrix,
+    elements,
+    expert_of,
+    pack_coded,
+    plain_matrix,
+)
 from rootstock_llm.kernels.reference.sampling import edit_logits as edit_logits
 from rootstock_llm.kernels.reference.sampling import measure_logprobs as measure_logprobs
 from rootstock_llm.kernels.reference.sampling import select_tokens as select_tokens
@@ -118,16 +128,27 @@ def route(weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, rou
 def pack_experts(
     gate_up: Matrices, gate_up_bias: Tensor | None, down: Matrices, down_bias: Tensor | None, activation: Activation
 ) -> PackedExperts:
-    """Returns the matrices as two tensors, [E, 2 I, N] and [E, N, I], without packing them."""
-    return PackedExperts(_in_one(gate_up, gate_up_bias), _in_one(down, down_bias), activation)
+    """Returns the matrices as two tensors, [E, 2 I, N] and [E, N, I], and codes as pack_coded() does."""
+    both, back = _in_one(gate_up, gate_up_bias), _in_one(down, down_bias)
+    if (both.scheme is None) != (back.scheme is None):
+        raise ValueError(PARTLY_CODED)
+    return PackedExperts(both, back, activation)
 
 
 def _in_one(matrices: Matrices, bias: Tensor | None) -> PackedLinear:
     """Returns the weights of all experts, [E, ...]."""
     if isinstance(matrices, Tensor):
         return PackedLinear(matrices.contiguous(), bias, matrices.shape[2], matrices.shape[1], False)
-    parts = [pack_linear(matrices[index], None) for index in range(len(matrices))]
-    return experts_in_one(parts, bias)
+    first = matrices[0]
+    rest = (matrices[index] for index in range(1, len(matrices)))
+    if isinstance(first, Tensor):
+        whole = torch.stack([first, *map(plain_matrix, rest)])
+        return PackedLinear(whole, bias, whole.shape[2], whole.shape[1], False)
+    packed = CodedExperts(len(matrices), lambda shape: torch.empty(shape, dtype=torch.uint8, device=first.device))
+    packed.add(pack_coded(first, None))
+    for matrix in rest:
+        packed.add(pack_coded(coded_matrix(matrix), None))
+    return packed.finished(bias)
 
 
 def _joined(both: Tensor, activation: Activation) -> Tensor:

@@ -86,6 +86,21 @@ def test_result_of_quantized_weights_has_the_same_bits_in_any_context(
     executor.close()
 
 
+@pytest.mark.by_day(one_in=12, seed=1)
+@pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_result_of_quantized_experts_has_the_same_bits_in_any_context(
+    quantization: str, dtype: str, number: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 96, "mlp_only_layers": []}
+    replace(MODELS["qwen3-moe"], options=MODELS["qwen3-moe"].options | sizes).build(tmp_path)
+    executor, _ = with_groups(tmp_path, dtype, quantization=quantization)
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    assert len(strings(WORLD, executor, target, range(number, CONTEXTS, 3))) == 1
+    executor.close()
+
+
 @pytest.mark.by_day(one_in=9, seed=2)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

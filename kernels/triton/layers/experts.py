@@ -27,6 +27,8 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import PackedExperts, Routing, misfit, require_contiguous
 from rootstock_llm.kernels.triton.attention.attention_block import dot
 from rootstock_llm.kernels.triton.launch import begin_next, block_of, chained, take_turn, wait_for_last, warps_for
+from rootstock_llm.kernels.triton.layers.coded import BLOCK_K as CODED_K
+from rootstock_llm.kernels.triton.layers.coded import CodedWeights, coded_sums
 
 IDS = 1024  # pairs that a program of _group_kernel reads at a time
 COLUMNS = 1024  # columns of a program of _combine_kernel
@@ -175,7 +177,10 @@ def _tile_of(counts, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BL
 def _gate_up_kernel(
     hidden,  # [P, INNER], in the order of `order`
     x,  # [T, WIDTH]
-    weight,  # [EXPERTS, 2 INNER, WIDTH], the rows of the gate first
+    weight,  # [EXPERTS, 2 INNER, WIDTH], the rows of the gate first; with a GROUP, codes
+    scales,  # for these three see coded_sums(); without a GROUP, any pointers
+    zeros,
+    table,
     bias,  # [EXPERTS, 2 INNER]; without HAS_BIAS, any pointer
     order,
     counts,
@@ -190,6 +195,11 @@ def _gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # lanes; gate and up alternate
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,  # 0 for a weight without codes
+    ZERO: tl.constexpr,
+    HALVES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -205,14 +215,20 @@ def _gate_up_kernel(
         pairs_in = pairs < count
         rows = tl.load(order + begin + pairs, mask=pairs_in, other=0) // CHOICES
         x_at = x + rows.to(tl.int64) * WIDTH
-        w_at = weight + w_rows * WIDTH
         sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for first in range(0, WIDTH, BLOCK_K):
-            depths = first + tl.arange(0, BLOCK_K)
-            deep = depths < WIDTH
-            a = tl.load(x_at[:, None] + depths[None, :], mask=pairs_in[:, None] & deep[None, :], other=0.0)
-            b = tl.load(w_at[:, None] + depths[None, :], mask=columns_in[:, None] & deep[None, :], other=0.0)
-            sums = dot(a, tl.trans(b), sums, UPCAST)
+        if GROUP > 0:
+            sums = coded_sums(
+                x_at[:, None], pairs_in, w_rows, weight, scales, zeros, table, x.dtype.element_ty, WIDTH, GROUP, ZERO,
+                HALVES, HAS_ZEROS, HAS_TABLE, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            w_at = weight + w_rows * WIDTH
+            for first in range(0, WIDTH, BLOCK_K):
+                depths = first + tl.arange(0, BLOCK_K)
+                deep = depths < WIDTH
+                a = tl.load(x_at[:, None] + depths[None, :], mask=pairs_in[:, None] & deep[None, :], other=0.0)
+                b = tl.load(w_at[:, None] + depths[None, :], mask=columns_in[:, None] & deep[None, :], other=0.0)
+                sums = dot(a, tl.trans(b), sums, UPCAST)
         if HAS_BIAS:
             sums += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
         gate, up = tl.split(tl.reshape(sums, [BLOCK_M, BLOCK_N // 2, 2]))
@@ -228,7 +244,10 @@ def _gate_up_kernel(
 def _down_kernel(
     outputs,  # float32[P, WIDTH], by pair
     hidden,  # [P, INNER], in the order of `order`
-    weight,  # [EXPERTS, WIDTH, INNER]
+    weight,  # [EXPERTS, WIDTH, INNER]; with a GROUP, codes
+    scales,  # for these three see coded_sums(); without a GROUP, any pointers
+    zeros,
+    table,
     bias,  # [EXPERTS, WIDTH]; without HAS_BIAS, any pointer
     order,
     counts,
@@ -239,6 +258,11 @@ def _down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,  # 0 for a weight without codes
+    ZERO: tl.constexpr,
+    HALVES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -253,14 +277,20 @@ def _down_kernel(
         pairs = tl.arange(0, BLOCK_M)
         pairs_in = pairs < count
         a_at = hidden + (begin + pairs).to(tl.int64) * INNER
-        w_at = weight + w_rows * INNER
         sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for first in range(0, INNER, BLOCK_K):
-            depths = first + tl.arange(0, BLOCK_K)
-            deep = depths < INNER
-            a = tl.load(a_at[:, None] + depths[None, :], mask=pairs_in[:, None] & deep[None, :], other=0.0)
-            b = tl.load(w_at[:, None] + depths[None, :], mask=columns_in[:, None] & deep[None, :], other=0.0)
-            sums = dot(a, tl.trans(b), sums, UPCAST)
+        if GROUP > 0:
+            sums = coded_sums(
+                a_at[:, None], pairs_in, w_rows, weight, scales, zeros, table, hidden.dtype.element_ty, INNER, GROUP, ZERO,
+                HALVES, HAS_ZEROS, HAS_TABLE, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            w_at = weight + w_rows * INNER
+            for first in range(0, INNER, BLOCK_K):
+                depths = first + tl.arange(0, BLOCK_K)
+                deep = depths < INNER
+                a = tl.load(a_at[:, None] + depths[None, :], mask=pairs_in[:, None] & deep[None, :], other=0.0)
+                b = tl.load(w_at[:, None] + depths[None, :], mask=columns_in[:, None] & deep[None, :], other=0.0)
+                sums = dot(a, tl.trans(b), sums, UPCAST)
         if HAS_BIAS:
             sums += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
         number = tl.load(order + begin + pairs, mask=pairs_in, other=0)
@@ -298,12 +328,15 @@ MANY_PAIRS = 32  # average number of pairs of an expert above which blocks are l
 FEW, MANY = Tile(16, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3)
 
 
-def experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts, deterministic: bool) -> None:
+def experts(
+    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts, coded: CodedWeights, deterministic: bool
+) -> None:
     """Implements Kernels.experts().
 
     Allocates the order of the pairs, their hidden values, and their outputs, float32[P, N].
 
     Args:
+        coded: describes weights with codes.
         deterministic: whether a row's bits depend only on that row.
 
     Raises:
@@ -314,10 +347,12 @@ def experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed
     (rows, width), choices, count = x.shape, ids.shape[1], packed.num_experts
     if out.shape != x.shape or width != gate_up.in_features or ids.shape != weights.shape or len(ids) != rows:
         raise misfit(out, x, ids, weights)
-    if x.dtype != gate_up.data.dtype or (ids.dtype, weights.dtype) != (torch.int32, torch.float32) or gate_up.packed:
+    is_typed = gate_up.scheme is not None or x.dtype == gate_up.data.dtype
+    if not is_typed or (ids.dtype, weights.dtype) != (torch.int32, torch.float32) or gate_up.packed:
         raise misfit(out, x, ids, weights, gate_up.data)
     if not rows:
         return
+    first, second = coded.operands(gate_up), coded.operands(down)
     inner, pairs = down.in_features, rows * choices
     tile = MANY if pairs > MANY_PAIRS * count else FEW
     tiles = min(pairs, math.ceil(pairs / tile.m) + min(count, pairs))
@@ -332,7 +367,7 @@ def experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed
         "WIDTH": width,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
+        "BLOCK_K": tile.k if gate_up.scheme is None else CODED_K,
         "UPCAST": x.device.type == "cpu" and x.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -342,6 +377,7 @@ def experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed
         hidden,
         x,
         gate_up.data,
+        *first.pointers,
         x if gate_up.bias is None else gate_up.bias,
         order,
         counts,
@@ -350,6 +386,7 @@ def experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed
         activation.shift,
         CHOICES=choices,
         HAS_BIAS=gate_up.bias is not None,
+        **first.options,
         **blocks,
         **options,
     )
@@ -357,10 +394,12 @@ def experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed
         outputs,
         hidden,
         down.data,
+        *second.pointers,
         x if down.bias is None else down.bias,
         order,
         counts,
         HAS_BIAS=down.bias is not None,
+        **second.options,
         **blocks,
         **options,
     )

@@ -13,7 +13,7 @@ from rootstock_llm.kernels.contracts.ops import PackedExperts, PackedLinear, Rag
 from rootstock_llm.kernels.reference import layers
 from rootstock_llm.kernels.triton.attention import attention
 from rootstock_llm.kernels.triton.layers import elementwise, experts, gated_delta, kv_writes, step
-from rootstock_llm.kernels.triton.layers.coded import CodedLinear
+from rootstock_llm.kernels.triton.layers.coded import CodedWeights
 from rootstock_llm.kernels.triton.layers.linear import OrderedLinear, one_row_linear
 
 
@@ -37,7 +37,7 @@ class TritonLayers:
         """
         self._device, self._deterministic = device, deterministic
         self._in_order = OrderedLinear(device) if deterministic else None
-        self._coded = CodedLinear(device)
+        self._coded = CodedWeights(device)
 
     rms_norm = staticmethod(elementwise.rms_norm)
     fused_add_rms_norm = staticmethod(elementwise.fused_add_rms_norm)
@@ -62,7 +62,7 @@ class TritonLayers:
 
     def experts(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> None:
         """Implements Kernels.experts(). Raises ValueError if the shapes do not fit."""
-        experts.experts(out, x, ids, weights, packed, self._deterministic)
+        experts.experts(out, x, ids, weights, packed, self._coded, self._deterministic)
 
     def rope_write_kv(
         self,
@@ -84,7 +84,7 @@ class TritonLayers:
             ValueError: the shapes do not fit, or the output has neither x's dtype nor float32.
         """
         if weight.scheme is not None:
-            self._coded(out, x, weight)
+            self._coded.linear(out, x, weight)
             return
         if self._in_order is not None:
             self._in_order(out, x, weight)

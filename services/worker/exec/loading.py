@@ -5,7 +5,6 @@ The pooling of an embedding model is read from the files that sentence-transform
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
 from rootstock_llm.kernels.cpu import load_kernels
 from rootstock_llm.services.shared import served_config
-from rootstock_llm.services.shared.quantization_config import becomes_float, method_of
+from rootstock_llm.services.shared.quantization_config import method_of
 from rootstock_llm.services.worker.exec.models.decoder import Decoder, DecoderModel
 from rootstock_llm.services.worker.exec.models.decoder_config import DecoderConfig
 from rootstock_llm.services.worker.exec.models.loaded_model import ExpertReads, LoadedModel
@@ -34,7 +33,7 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import (
 )
 from rootstock_llm.services.worker.exec.weights.layouts.choose import quantization_for, read_quantization
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest, LoadTarget
-from rootstock_llm.services.worker.exec.weights.quantization import AUTO, Quantization
+from rootstock_llm.services.worker.exec.weights.quantization import Quantization
 
 MODULES = "modules.json"
 KINDS = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
@@ -76,7 +75,6 @@ def load_model(request: LoadRequest) -> LoadedModel:
         if isinstance(native, NotCovered) and (scheme := str(Quantization(request.quantization)) or (given and method_of(given))):
             raise UnsupportedModel(served_config.quantised_elsewhere(str(request.folder), scheme, str(native)))
         if isinstance(native, DecoderConfig):
-            _refuse_experts_on_gpu(native, request, given)
             config = text_config(config)
         if isinstance(native, NotCovered):
             _refuse_by_config(request, config)
@@ -93,15 +91,6 @@ def load_model(request: LoadRequest) -> LoadedModel:
             return _through_transformers(opened, native)
     finally:
         checkpoint.close()
-
-
-def _refuse_experts_on_gpu(config: DecoderConfig, request: LoadRequest, given: Mapping[str, Any] | None) -> None:
-    """Checks that experts have codes only on a CPU, whose kernels read them. Raises UnsupportedModel."""
-    scheme = request.quantization.scheme
-    has_codes = scheme != AUTO or (given is not None and not becomes_float(given))
-    if config.experts is not None and has_codes and request.target.device.type != "cpu":
-        name = scheme if given is None else method_of(given)
-        raise UnsupportedModel(f"{request.folder} has experts, whose weights cannot be {name} on a GPU")
 
 
 def _refuse_by_config(request: LoadRequest, config: Any) -> None:

@@ -220,6 +220,21 @@ KERNELS = (
         ("w.data += expert * blocks * w.block_bytes();", ""),
         ("part[c] * job.weights[pair]", "part[c] * job.weights[row]"),
         ("if (w.bias != nullptr) w.bias += expert * blocks * kCodedColumns;", ""),
+        ("if (w.zeros != nullptr) w.zeros += scales;", ""),
+        only="test_coded_experts",
+    ),
+    *of(
+        "kernels",
+        "kernels/reference/coded.py",
+        ("implied if part.zeros is None else part.zeros", "implied if part.zeros is None else 0 * part.zeros"),
+        ("replace(scheme, zero_points=False)", "scheme"),
+        only="test_coded_experts",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/layers/coded.py",
+        ("mask=2 * pairs[None, :] < DEPTH, other=0)", "mask=pairs[None, :] < 0, other=0)"),
+        ('"ZERO": scheme.zero,', '"ZERO": 0,'),
         only="test_coded_experts",
     ),
     *of(

@@ -27,7 +27,7 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.coded_weight import Matrix, selected_rows
 from rootstock_llm.kernels.contracts.ops import SWIGLU, Activation, Kernels, Matrices, PackedExperts, Routing
 from rootstock_llm.services.worker.exec.models.layers import ForwardContext, GatedMlp, Linear, Take
-from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
+from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
 
 # Name of the buffer with the chosen experts of all sparse layers, int32[layers, T, k]. It keeps its content until the next pass.
@@ -68,8 +68,18 @@ class ExpertSizes:
 
         Args:
             layer: prefix of a layer with experts, such as "model.layers.0.".
+
+        Raises:
+            CheckpointError: one tensor has codes of all experts, in a form that is not supported.
         """
-        if self.interleaved or checkpoint.has(f"{layer}mlp.experts.gate_up_proj"):
+        fused = f"{layer}mlp.experts.gate_up_proj"
+        known = {fused, *(f"{fused}{suffix}" for suffix in ("_bias", "_blocks", "_scales") if self.interleaved)}
+        if other := next((name for name in checkpoint.starting_with(fused) if name not in known), ""):
+            raise CheckpointError(
+                f"{other} belongs to one tensor with codes of all experts, which is not supported. Use a folder in which each"
+                " expert has its own tensors."
+            )
+        if self.interleaved or checkpoint.has(fused):
             return replace(self, names=FUSED)
         if checkpoint.has_module(f"{layer}block_sparse_moe.experts.0.w1"):
             return replace(self, names=MIXTRAL)
@@ -198,7 +208,16 @@ class Experts:
 
 
 def _read_experts(weights: WeightReader, hidden_size: int, sizes: ExpertSizes) -> PackedExperts:
-    """Reads the weights of all experts. The reader has their common prefix."""
+    """Reads the weights of all experts. The reader has their common prefix. Raises CheckpointError."""
+    try:
+        return _packed(weights, hidden_size, sizes)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{weights.prefix.removesuffix('.')} cannot be loaded: {error}") from error
+
+
+def _packed(weights: WeightReader, hidden_size: int, sizes: ExpertSizes) -> PackedExperts:
     count, inner = sizes.count, sizes.intermediate_size
     pack = weights.kernels.pack_experts
     if sizes.names.parts is not None:

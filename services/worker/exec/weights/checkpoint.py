@@ -187,7 +187,11 @@ class Checkpoint:
 
     def has_module(self, name: str) -> bool:
         """Whether the checkpoint has any tensor of a module, such as its weight or the codes of its weight."""
-        return any(each.startswith(f"{name}.") for each in self._file_of)
+        return bool(self.starting_with(f"{name}."))
+
+    def starting_with(self, prefix: str) -> list[str]:
+        """Returns the names of all tensors that begin with the prefix."""
+        return [name for name in self._file_of if name.startswith(prefix)]
 
     def path_of(self, name: str) -> Path:
         """Returns the file of the tensor. Raises CheckpointError if the checkpoint lacks the tensor."""

@@ -275,7 +275,7 @@ class Allocated:
         return fused
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
-        if any(self.has_codes(part) for part in groups[0]):
+        if any(self.has_codes(part) for group in groups for part in group):
             return [self.matrix(group, is_head=False) for group in groups]
         return in_one(self.stacked, groups)
 
@@ -339,7 +339,7 @@ class Filled:
         return self._quantization.applied(parts[0][0], matrix, is_head)
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
-        if any(self.has_codes(part) for part in groups[0]):
+        if any(self.has_codes(part) for group in groups for part in group):
             return Lazy(len(groups), lambda index: self.matrix(groups[index], is_head=False))
         return self.in_form(groups[0][0][0], in_one(self.stacked, groups))
 
