@@ -97,7 +97,7 @@ class CodedWeight:
         return elements if self.order is None else elements[:, torch.argsort(self.order)]
 
     def without_zeros(self) -> CodedWeight:
-        """Returns the weight without zero points, all of which must be the one that the scheme then stands for."""
+        """Returns the weight without zero points. All of them must equal Scheme.zero."""
         return replace(self, zeros=None, scheme=replace(self.scheme, zero_points=False))
 
     def with_zeros(self) -> CodedWeight:

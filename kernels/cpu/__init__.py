@@ -13,7 +13,9 @@ import torch
 from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
 from rootstock_llm.kernels.cpu.build import BuildFailed, built_library
-from rootstock_llm.kernels.cpu.library import CpuCopies, CpuKernels, CpuSampling
+from rootstock_llm.kernels.cpu.copies import CpuCopies
+from rootstock_llm.kernels.cpu.library import CpuKernels
+from rootstock_llm.kernels.cpu.sampling import CpuSampling
 from rootstock_llm.kernels.reference import layers as reference
 
 logger = logging.getLogger(__name__)

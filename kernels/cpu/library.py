@@ -1,21 +1,18 @@
-"""Implements Kernels, StepKernels, SampleKernels and copies of pages with the C++ library.
+"""Implements Kernels and StepKernels with the C++ library.
 
 Layers take float32 and bfloat16 tensors. Each method checks shapes and passes addresses to the library.
 
 Linear layers of bfloat16 use the dot product instructions of the CPU if it has them. All other linear layers add their products
 in the order of the depth. torch's matrix products are not used, because the order of their sums depends on the number of rows.
+
+src/coded.h describes weights with codes and their two kinds of products.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix, Scheme, compact_scales
@@ -32,12 +29,11 @@ from rootstock_llm.kernels.contracts.ops import (
     misfit,
     require_contiguous,
 )
-from rootstock_llm.kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
 from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
+from rootstock_llm.kernels.cpu.functions import FLOAT, INT, INT64, POINTER, load_functions
 from rootstock_llm.kernels.reference import layers
 from rootstock_llm.kernels.reference.coded import CodedExperts, coded_matrix, in_order, plain_matrix
 
-POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 LAYER_SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
     "silu_and_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
@@ -63,12 +59,6 @@ LAYER_SIGNATURES: dict[str, list[type]] = {
     "experts_coded": [POINTER] * 10 + [INT64] * 4 + [FLOAT] * 3 + [INT, INT],
     "prefer_huge_pages": [POINTER, INT64],
     "has_packed_linear": [POINTER],
-}
-SAMPLING_SIGNATURES: dict[str, list[type]] = {
-    "edit_logits": [POINTER] * 15 + [INT64] * 4 + [INT],
-    "select_tokens": [POINTER] * 11 + [INT64] * 2 + [INT],
-    "measure_logprobs": [POINTER] * 7 + [INT64] * 3 + [INT],
-    "uniforms": [POINTER] * 3 + [INT64, INT],
 }
 BLOCK = 64  # output columns of a packed block
 MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
@@ -520,124 +510,3 @@ def _is_bfloat16(tensor: Tensor) -> bool:
     if tensor.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"the C++ kernels take float32 and bfloat16, not {tensor.dtype}")
     return tensor.dtype == torch.bfloat16
-
-
-class CpuSampling:
-    """The C++ sampling kernels."""
-
-    def __init__(self, path: Path, threads: int) -> None:
-        """Loads the library.
-
-        Args:
-            path: the shared library.
-            threads: size of the OpenMP team of each call.
-
-        Raises:
-            OSError: the library cannot be loaded.
-        """
-        functions = load_functions(path, SAMPLING_SIGNATURES)
-        self._threads = threads
-        self._edit, self._select = functions["edit_logits"], functions["select_tokens"]
-        self._measure, self._uniforms = functions["measure_logprobs"], functions["uniforms"]
-
-    def edit_logits(self, edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
-        """Implements SampleKernels.edit_logits(). Raises ValueError if the shapes do not fit."""
-        _check_shapes(edited, logits, rows, table)
-        columns = (rows.slots, rows.positions, rows.mask_rows, rows.loss_offsets, rows.loss_ids, rows.losses, rows.masks)
-        tables = (table.params, table.counts, table.words, table.bias_ids, table.biases, table.stop_ids)
-        require_contiguous(rows.masks, *tables)
-        addresses = [tensor.data_ptr() for tensor in (edited, logits, *columns, *tables)]
-        self._edit(*addresses, *logits.shape, table.bias_ids.shape[1], table.stop_ids.shape[1], self._threads)
-
-    def select_tokens(
-        self,
-        tokens: Tensor,
-        faults: Tensor,
-        logits: Tensor,
-        edited: Tensor,
-        rows: SampleRows,
-        table: SlotTable,
-        relay: Tensor,
-    ) -> None:
-        """Implements SampleKernels.select_tokens(). Raises ValueError if the shapes do not fit."""
-        _check_shapes(edited, logits, rows, table)
-        if len(tokens) != len(logits) or relay.dtype != torch.int64:
-            raise misfit(tokens, logits, relay)
-        columns = (rows.slots, rows.positions, rows.mask_rows, rows.loss_offsets, table.params, table.counts, relay)
-        addresses = [tensor.data_ptr() for tensor in (tokens, faults, logits, edited, *columns)]
-        self._select(*addresses, *logits.shape, self._threads)
-
-    def measure_logprobs(self, out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:
-        """Implements SampleKernels.measure_logprobs(). Raises ValueError if the shapes do not fit."""
-        count, num_top = out.top_ids.shape
-        if num_top > MAX_TOP or not len(tokens) == len(rows) == count or logits.dtype != torch.float32:
-            raise misfit(out.top_ids, logits, tokens, rows)
-        require_contiguous(logits, tokens, rows, out.top_ids, out.top)
-        addresses = [tensor.data_ptr() for tensor in (out.own, out.top_ids, out.top, out.mass, logits, tokens, rows)]
-        self._measure(*addresses, count, num_top, logits.shape[1], self._threads)
-
-    def uniforms(self, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Returns float64[n] in [0, 1): the uniform numbers of draws with int64[n] seeds at int32[n] positions."""
-        require_contiguous(seeds, positions)
-        out = torch.empty(len(seeds), dtype=torch.float64)
-        self._uniforms(out.data_ptr(), seeds.data_ptr(), positions.data_ptr(), len(seeds), self._threads)
-        return out
-
-
-def _check_shapes(edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
-    count, vocab_size = logits.shape
-    if (
-        logits.dtype != torch.float32
-        or edited.shape != logits.shape
-        or not len(rows.slots) == len(rows.positions) == len(rows.mask_rows) == len(rows.loss_offsets) - 1 == count
-        or table.counts.shape[1] != vocab_size
-        or table.params.shape[1] != SlotColumn.WIDTH
-        or rows.masks.shape[1] != table.words.shape[1]
-    ):
-        raise misfit(logits, edited, rows.slots, rows.loss_offsets, rows.masks, table.counts, table.words)
-    require_contiguous(edited, logits, table.params, table.counts)
-
-
-class CpuCopies:
-    """Copies many pieces of memory in one call, without the interpreter's lock.
-
-    The constructor raises OSError if the library cannot be loaded.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._copy = load_functions(path, {"copy_pieces": [POINTER] * 3 + [INT64, INT]})["copy_pieces"]
-
-    def copy_pieces(self, to: NDArray[np.int64], source: NDArray[np.int64], sizes: NDArray[np.int64], streamed: bool) -> None:
-        """Copies piece i from source[i] to to[i]. No address is checked.
-
-        Args:
-            to: int64[n], addresses.
-            source: int64[n], addresses.
-            sizes: int64[n], bytes.
-            streamed: whether writes bypass the caches, so that the data in the caches stays there.
-
-        Raises:
-            ValueError: the arrays have different lengths.
-        """
-        if not to.shape == source.shape == sizes.shape or to.ndim != 1:
-            raise ValueError(f"shapes do not fit: {to.shape}, {source.shape}, {sizes.shape}")
-        columns = [np.ascontiguousarray(each, dtype=np.int64) for each in (to, source, sizes)]
-        self._copy(*(each.ctypes.data for each in columns), len(to), streamed)
-
-
-def load_functions(path: Path, signatures: Mapping[str, Sequence[type]]) -> dict[str, Any]:
-    """Returns the functions rootstock_NAME by NAME. They return nothing and release the interpreter's lock.
-
-    Args:
-        path: the shared library.
-        signatures: argument types by NAME.
-
-    Raises:
-        OSError: the library cannot be loaded.
-        AttributeError: the library lacks a function.
-    """
-    library = ctypes.CDLL(str(path))
-    functions = {name: getattr(library, f"rootstock_{name}") for name in signatures}
-    for name, function in functions.items():
-        function.argtypes, function.restype = signatures[name], None
-    return functions

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rootstock_llm.kernels.cpu.build import built_library
-from rootstock_llm.kernels.cpu.library import CpuCopies
+from rootstock_llm.kernels.cpu.copies import CpuCopies
 from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
 from rootstock_llm.services.worker.core.contracts.transfers import (
     ALL,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rootstock_llm.kernels.cpu.build import built_library
-from rootstock_llm.kernels.cpu.library import CpuCopies
+from rootstock_llm.kernels.cpu.copies import CpuCopies
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheKind
 from rootstock_llm.services.worker.core.contracts.pool_sizes import PoolSizes

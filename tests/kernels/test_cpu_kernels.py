@@ -13,7 +13,8 @@ from rootstock_llm.kernels.contracts.row_fault import RowFault
 from rootstock_llm.kernels.contracts.sample_ops import Measured, SampleKernels
 from rootstock_llm.kernels.cpu import load_kernels, load_sampling
 from rootstock_llm.kernels.cpu.build import BuildFailed, built_library
-from rootstock_llm.kernels.cpu.library import CpuKernels, CpuSampling
+from rootstock_llm.kernels.cpu.library import CpuKernels
+from rootstock_llm.kernels.cpu.sampling import CpuSampling
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.kernels.reference import sampling as sampling_reference
 from tests.all_pairs import each_pair, each_value

@@ -15,7 +15,7 @@ import torch
 from rootstock_llm.kernels.contracts.row_fault import RowFault
 from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, SEEN, Measured, SampleKernels
 from rootstock_llm.kernels.cpu.build import built_library
-from rootstock_llm.kernels.cpu.library import CpuSampling
+from rootstock_llm.kernels.cpu.sampling import CpuSampling
 from rootstock_llm.kernels.reference import sampling as sampling_reference
 from rootstock_llm.services.worker.core.contracts.plan import DryParams, SamplingParams, SlotParams
 from rootstock_llm.services.worker.exec.sampling.dry import Repeats

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
 from rootstock_llm.kernels.cpu.build import built_library
-from rootstock_llm.kernels.cpu.library import CpuSampling
+from rootstock_llm.kernels.cpu.sampling import CpuSampling
 from rootstock_llm.kernels.reference import sampling as sampling_reference
 from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
 from tests.all_pairs import each_pair

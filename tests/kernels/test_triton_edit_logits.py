@@ -9,7 +9,7 @@ import torch
 
 from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT
 from rootstock_llm.kernels.cpu.build import built_library
-from rootstock_llm.kernels.cpu.library import CpuSampling
+from rootstock_llm.kernels.cpu.sampling import CpuSampling
 from rootstock_llm.kernels.reference import sampling as sampling_reference
 from rootstock_llm.kernels.triton.sampling import edit_logits
 from tests.kernels.sampling_case import POISON, Row, SlotCase, on_device, rows_of, table_of

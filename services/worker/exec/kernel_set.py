@@ -14,7 +14,7 @@ from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
 from rootstock_llm.kernels.contracts.step_ops import BringPieces, LayerKernels
 from rootstock_llm.kernels.cpu import load_copies, load_kernels, load_sampling
 from rootstock_llm.kernels.cpu.build import built_library, cpu_features
-from rootstock_llm.kernels.cpu.library import CpuCopies
+from rootstock_llm.kernels.cpu.copies import CpuCopies
 from rootstock_llm.kernels.reference import layers as reference
 
 TRITON_SOURCES = Path(kernels.__file__).parent / "triton"
