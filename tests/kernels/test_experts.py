@@ -106,7 +106,7 @@ def random_case(seed: int) -> Case:
         rng.choice(DTYPES),
         experts,
         inner=rng.choice((1, 8, 31, 32, 48, 100)),
-        width=rng.choice((2, 33, 64, 130)),
+        width=rng.choice((2, 33, 64, 130, 300)),  # depths of one and of two segments
         rows=rng.choice((1, 1, 2, 7, 30, 100)),
         choices=rng.randint(1, min(experts, 6)),
         biases=rng.random() < 0.5,
@@ -329,6 +329,7 @@ def test_route_prefers_the_lower_id_of_equal_scores(kernels: CpuKernels) -> None
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 2.0], [0.0] * 6, [torch.nan, 3.0, torch.nan, 5.0, 3.0, 5.0]])
     chosen = [[1, 2, 4, 5], [0, 1, 2, 3]]
     assert routed(kernels, logits[:2], None, Routing(4))[1].tolist() == chosen
+    assert routed(kernels, logits[2:], None, Routing(4, "sigmoid"))[1].tolist() == [[3, 5, 1, 4]], "a NaN comes last"
     grouped = Routing(2, "sigmoid", num_groups=3, top_groups=1, group_score="two_best")
     assert routed(kernels, logits, None, grouped)[1].tolist() == [[4, 5], [0, 1], [5, 4]]
 
