@@ -41,7 +41,9 @@ class PackedLinear:
     """
 
     data: Tensor  # the weight: [N, K], or packed
-    bias: Tensor | None  # [N] in the model dtype; None if the layer has no bias
+    # [N] in the model dtype; None if the layer has no bias. Packed C++ weights have a bias per packed column, as float32 if the
+    # weight has codes.
+    bias: Tensor | None
     in_features: int  # K
     out_features: int  # N
     packed: bool  # whether `data` has a layout other than [N, K], or [N, K / 2] for a scheme with 4 bits

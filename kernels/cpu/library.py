@@ -196,6 +196,8 @@ class CpuKernels:
         wide = out.dtype == torch.float32
         if out.shape != (rows, width) or not (wide or out.dtype == x.dtype):
             raise misfit(out, x)
+        if not rows:
+            return
         tensors = (out, x, weight.data, scales, weight.zeros, weight.bias, self._table(scheme))
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = (rows, weight.out_features, depth, scheme.group or depth, scheme.bits)
@@ -253,6 +255,8 @@ class CpuKernels:
         wide = out.dtype == torch.float32
         if depth != weight.in_features or out.shape != (rows, weight.out_features) or x.dtype != weight.data.dtype:
             raise misfit(out, x)
+        if not rows:
+            return
         bias = None if weight.bias is None else weight.bias.data_ptr()
         sizes = (rows, weight.out_features, depth)
         addresses = (out.data_ptr(), x.data_ptr(), weight.data.data_ptr(), bias)
@@ -263,6 +267,8 @@ class CpuKernels:
         rows, depth = x.shape
         if depth != weight.in_features or out.shape != (rows, width) or x.dtype != torch.bfloat16:
             raise misfit(out, x)
+        if not rows:
+            return
         bias = None if weight.bias is None else weight.bias.data_ptr()
         sizes = (rows, weight.out_features, depth)
         wide = out.dtype == torch.float32

@@ -15,6 +15,7 @@ SCHEMES = (
     Scheme(4, 64, zero_points=True),
     Scheme(4, 128),
     Scheme(4, 32, table=HALVES),
+    Scheme(4, zero_points=True),
 )
 
 

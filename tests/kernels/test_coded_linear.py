@@ -100,6 +100,28 @@ def test_triton_layer_matches_the_elements_of_its_codes(
     torch.testing.assert_close(out.double().cpu(), exact(x, weight, added, gated), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "zero points"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_layer_with_one_scale_per_channel_reads_a_depth_that_no_block_divides(
+    cpu: CpuKernels, device: torch.device, bits: int, zero_points: bool
+) -> None:
+    weight, x = coded(70, 40, Scheme(bits, zero_points=zero_points), seed=1), random(3, 40)
+    expected, out = exact(x, weight, None, False), torch.empty(3, 70, device=device)
+    kernels, zeros = TritonLayers(device), None if weight.zeros is None else weight.zeros.to(device)
+    there = CodedWeight(weight.codes.to(device), weight.scales.to(device), zeros, weight.scheme)
+    kernels.linear(out, x.to(device), kernels.pack_linear(there, None))
+    for found in (out.cpu(), *(computed(each, each.pack_linear(weight, None), x, False, x.dtype) for each in (cpu, reference))):
+        torch.testing.assert_close(found.double(), expected, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated"])
+@pytest.mark.parametrize("form", ["codes", "bfloat16", "float32"])
+def test_cpp_layer_of_no_rows_does_nothing(cpu: CpuKernels, form: str, gated: bool) -> None:
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    packed = packer(cpu, gated)(coded(64, 128, Scheme(8)) if form == "codes" else random(64, 128, dtype=dtype), None)
+    assert computed(cpu, packed, random(0, 128, dtype=dtype), gated, dtype).shape == (0, 32 if gated else 64)
+
+
 @each_pair(scheme=SCHEMES, dtype=DTYPES, shape=SHAPES[:2], gated=[False, True])
 def test_torch_twin_matches_the_elements_of_its_codes(
     scheme: Scheme, dtype: torch.dtype, shape: tuple[int, int], gated: bool, monkeypatch: pytest.MonkeyPatch

@@ -48,8 +48,14 @@ def test_experts_equal_the_twin_when_tiles_are_full(device: torch.device, monkey
     case = case_of(random.Random(2), torch.float32, experts=3, inner=70, width=130, rows=70, choices=2, biases=True)
     case.ids[:40] = torch.tensor([2, 0], dtype=torch.int32)
     for tile in (experts.FEW, experts.MANY):
-        monkeypatch.setattr(experts, "FEW", tile)
+        monkeypatch.setattr(experts, "ORDERED", tile)
         assert_close(computed(case, device), case.expected())
+
+
+def test_tile_of_deterministic_mode_does_not_depend_on_the_number_of_pairs() -> None:
+    tiles = {experts.tile_of(pairs, 8, deterministic=True) for pairs in (1, 256, 257, 10_000)}
+    assert tiles == {experts.ORDERED} and experts.ORDERED.m == 64
+    assert experts.tile_of(256, 8, deterministic=False) != experts.tile_of(257, 8, deterministic=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,7 +79,7 @@ def test_experts_give_the_same_bits_for_any_rows_and_numbers_of_experts(
         ids=order.argsort()[case.ids.long()].int(),
     )
     assert torch.equal(computed(renamed, device), whole)
-    monkeypatch.setattr(experts, "FEW", Tile(64, 128, 64, 8, 3))
+    monkeypatch.setattr(experts, "ORDERED", Tile(64, 128, 64, 8, 3))
     assert torch.equal(computed(case, device), whole), "other numbers of rows and columns per block give the same bits"
 
 

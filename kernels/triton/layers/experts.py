@@ -326,6 +326,19 @@ class Tile:
 
 MANY_PAIRS = 32  # average number of pairs of an expert above which blocks are large
 FEW, MANY = Tile(16, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3)
+ORDERED = Tile(64, 64, 64, 4, 4)  # of deterministic mode: the instruction of a product may depend on the size of its block
+
+
+def tile_of(pairs: int, count: int, deterministic: bool) -> Tile:
+    """Returns the tile of a call, which is the same for all numbers of pairs in deterministic mode.
+
+    Args:
+        pairs: number of pairs of a row and one of its experts.
+        count: number of experts.
+    """
+    if deterministic:
+        return ORDERED
+    return MANY if pairs > MANY_PAIRS * count else FEW
 
 
 def experts(
@@ -354,7 +367,7 @@ def experts(
         return
     first, second = coded.operands(gate_up), coded.operands(down)
     inner, pairs = down.in_features, rows * choices
-    tile = MANY if pairs > MANY_PAIRS * count else FEW
+    tile = tile_of(pairs, count, deterministic)
     tiles = min(pairs, math.ceil(pairs / tile.m) + min(count, pairs))
     order, counts = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (pairs, count))
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
