@@ -61,8 +61,8 @@ class WorkerSettings(ServiceSettings):
     quantization: Literal["auto", "int8", "int4"] = Field(
         "auto",
         description="Bits of the linear layers' weights. auto: those of the checkpoint. int8, int4: weights of 16 or 32 bits are"
-        " quantized while they are loaded, to 8 bits with a scale per output channel or 4 bits with a scale per group of 128."
-        " Only for models of Rootstock's own decoder.",
+        " quantized while they are loaded, to 8 bits with a scale per output channel or 4 bits with a scale per group of 128, or"
+        " of 64 or 32 if 128 does not divide the depth. Only for models of Rootstock's own decoder.",
     )
     quantize_head: bool = Field(
         False,
