@@ -17,6 +17,7 @@ from rootstock_llm.services.shared.quantization_config import fault_of, method_o
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # supported values of transformers' layer_types
 RECURRENT = "linear_attention"  # layer type of a recurrence, which some of our model classes have
 TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")  # keys of config.json with a type per layer
+ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "Model")  # of the architectures that our model classes compute
 TABLE = Path(__file__).with_name("served_architectures.json")
 
 
@@ -88,13 +89,19 @@ def refusal(config: Any, files: Collection[str], subject: str) -> str:
     if not (isinstance(architectures, list) and architectures and isinstance(model_type, str)):
         return ""
     architecture = str(architectures[0])
-    if (quantization := quantization_of(config)) and not architecture.startswith(tuple(table["families"])):
+    if (quantization := quantization_of(config)) and not _has_code(table, architecture):
         return quantised_elsewhere(subject, method_of(quantization), _without_code(table, architecture))
     text = config.get("text_config") if architecture in table["wrappers"] else config
     served = LAYER_TYPES | set(table["own_layer_types"].get(architecture, ()))
     if isinstance(text, Mapping) and (types := unknown_layers((text.get(key) for key in TYPE_LISTS), served)):
         return unserved_layers(architecture, types)
     return _by_architecture(table, architecture, model_type, {key for key in TYPE_LISTS if config.get(key)})
+
+
+def _has_code(table: Mapping[str, Any], architecture: str) -> bool:
+    """Whether the architecture is of a family of our model classes: a family and one of ENDINGS."""
+    ending = next((ending for ending in ENDINGS if architecture.endswith(ending)), "")
+    return bool(ending) and architecture.removesuffix(ending) in table["families"]
 
 
 def _without_code(table: Mapping[str, Any], architecture: str) -> str:

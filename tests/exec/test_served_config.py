@@ -36,6 +36,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "GPTQ": of("llama", "LlamaForCausalLM", quantization_config=GPTQ),
     "compressed tensors": of("llama", "LlamaForCausalLM", compression_config={"quant_method": "compressed-tensors"}),
     "weights of 4 bits in another architecture": of("gpt2", "GPT2LMHeadModel", quantization_config=SERVED_AWQ),
+    "weights of 4 bits in a longer name": of("qwen2_moe", "Qwen2MoeForCausalLM", quantization_config=GPTQ | {"bits": 4}),
     "unknown type": of("nobodys_model", "NobodysModelForCausalLM"),
     "unknown architecture": of("llama", "LlamaForNothing"),
     "encoder with decoder": of("bart", "BartModel"),
