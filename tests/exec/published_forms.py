@@ -143,8 +143,12 @@ def compressed(kind: str, bits: int, number: str, strategy: str, group: int = 0,
     return Form(encode, config, f"compressed-tensors {kind} {bits} bits", becomes_float=number == "float")
 
 
-def fp8(block: bool) -> Form:
-    """The form of DeepSeek-V3 and of transformers' method "fp8"."""
+def fp8(block: bool, scalar: bool = False) -> Form:
+    """The form of DeepSeek-V3 and of transformers' method "fp8".
+
+    Args:
+        scalar: whether the only scale has no dimension, as FP8Linear of transformers stores it.
+    """
 
     def encode(module: str, weight: Tensor) -> Encoded:
         rows, columns = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
@@ -157,8 +161,8 @@ def fp8(block: bool) -> Form:
             scales[(r, c) if block else 0] = scale
             stored[at] = (weight[at] / scale).to(torch.float8_e4m3fn)
             elements[at] = stored[at].float() * scale
-        name = "weight_scale_inv" if block else "weight_scale"
-        return {f"{module}.weight": stored, f"{module}.{name}": scales}, elements
+        name = "weight_scale_inv" if block or scalar else "weight_scale"
+        return {f"{module}.weight": stored, f"{module}.{name}": scales[0] if scalar else scales}, elements
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     return Form(encode, config | ({"weight_block_size": [128, 128]} if block else {}), "fp8", becomes_float=True)
@@ -204,5 +208,6 @@ FORMS = {
     "gptq 8 act-order symmetric": gptq(8, 64, version=2, symmetric=True, act_order=True),
     "fp8 by block": fp8(block=True),
     "fp8 by tensor": fp8(block=False),
+    "fp8 with a scalar": fp8(block=False, scalar=True),
     "mxfp4": mxfp4(),
 }

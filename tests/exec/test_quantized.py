@@ -18,15 +18,18 @@ from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.exec.loading import load_model
 from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, config_of
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, UnsupportedModel, read_config
-from rootstock_llm.services.worker.exec.weights.layouts.choose import quantization_for, read_quantization
+from rootstock_llm.services.worker.exec.weights.layouts.choose import LAYOUTS, quantization_for, read_quantization
+from rootstock_llm.services.worker.exec.weights.layouts.compressed_tensors import CompressedTensors
 from rootstock_llm.services.worker.exec.weights.layouts.float8 import scaled
+from rootstock_llm.services.worker.exec.weights.layouts.gptq import Gptq
 from rootstock_llm.services.worker.exec.weights.layouts.mxfp4 import Mxfp4
+from rootstock_llm.services.worker.exec.weights.layouts.words import unpacked
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
-from rootstock_llm.services.worker.exec.weights.quantization import FROM_CHECKPOINT, quantized
+from rootstock_llm.services.worker.exec.weights.quantization import FROM_CHECKPOINT, Quantization, quantized
 from rootstock_llm.services.worker.exec.weights.source import CheckpointSource, WeightReader
 from rootstock_llm.services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
 from tests.exec.host_executors import load_request
-from tests.exec.published_forms import FORMS, Form, mxfp4_tensors
+from tests.exec.published_forms import FORMS, Form, gptq, mxfp4_tensors, words
 from tests.exec.quantized_folders import is_linear, outputs, rewrite
 from tests.exec.tiny_models import TinyModel
 
@@ -230,6 +233,99 @@ def test_reader_of_float8_agrees_with_transformers() -> None:
     assert torch.equal(found, _dequantize_fp8_weight(weight, scales, [128, 128], torch.float32))
 
 
+def test_fp8_with_a_scalar_scale_equals_its_elements(folders: dict[str, Path], tmp_path: Path) -> None:
+    assert_close(*encoded(folders["tied"], tmp_path, FORMS["fp8 with a scalar"], only="layers.1."))
+
+
+@pytest.mark.parametrize("order", ["groups", "none"])
+def test_reader_of_compressed_tensors_follows_the_groups_of_elements(order: str, tmp_path: Path) -> None:
+    form = FORMS["packed 4 by 32 with zero points"]
+    shuffled = torch.randperm(128, generator=torch.Generator().manual_seed(3)) if order == "groups" else torch.arange(128)
+    back, weight = torch.argsort(shuffled), torch.randn(32, 128, generator=torch.Generator().manual_seed(4))
+    tensors, elements = form.encode("w", weight[:, shuffled])
+    codes = unpacked(tensors["w.weight_packed"], 4)[:, back].contiguous()
+    tensors["w.weight_packed"] = words(codes.long(), 4)
+    tensors["w.weight_g_idx"] = (back // 32 if order == "groups" else torch.full((128,), -1)).int()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with closing(Checkpoint(tmp_path, has_codes=True)) as checkpoint:
+        source = CheckpointSource(
+            checkpoint, torch.float32, quantization=Quantization(layout=CompressedTensors(form.config, checkpoint))
+        )
+        matrix = source.matrix([("w.weight", (32, 128))], is_head=False)
+    assert isinstance(matrix, CodedWeight) and (matrix.order is None) == (order == "none")
+    torch.testing.assert_close(matrix.unfolded(), elements[:, back])
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
+def test_scheme_of_gptq_does_not_depend_on_the_zero_points_of_a_matrix(symmetric: bool, tmp_path: Path) -> None:
+    form = gptq(4, 32, symmetric=True)
+    tensors, _ = form.encode("w", torch.randn(32, 64, generator=torch.Generator().manual_seed(5)))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with closing(Checkpoint(tmp_path, has_codes=True)) as checkpoint:
+        layout = Gptq(form.config | {"sym": symmetric}, checkpoint)
+        source = CheckpointSource(checkpoint, torch.float32, quantization=Quantization(layout=layout))
+        matrix = source.matrix([("w.weight", (32, 64))], is_head=False)
+    assert isinstance(matrix, CodedWeight) and matrix.scheme.zero_points != symmetric
+
+
+@pytest.mark.parametrize(
+    ("form", "tensor"),
+    [
+        ("awq by 64", "qweight"),
+        ("gptq 4 by 128", "qweight"),
+        ("packed 4 by 128", "weight_scale"),
+        ("fp8 by block", "weight_scale_inv"),
+    ],
+)
+def test_tensor_with_all_experts_is_refused_by_name(form: str, tensor: str, tmp_path: Path) -> None:
+    save_file({f"experts.up.{tensor}": torch.zeros(4, 64, 64)}, tmp_path / "model.safetensors", {"format": "pt"})
+    config = FORMS[form].config
+    with closing(Checkpoint(tmp_path, has_codes=True)) as checkpoint:
+        layout = LAYOUTS[config["quant_method"]](config, checkpoint)
+        with pytest.raises(CheckpointError, match=r"experts\.up\.weight\S* has the experts of a layer in one tensor"):
+            layout.tensors("experts.up.weight", (4, 64, 64))
+
+
+def test_scales_by_block_of_integers_are_refused(tmp_path: Path) -> None:
+    save_file({"w.weight_scale": torch.ones(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with closing(Checkpoint(tmp_path, has_codes=True)) as checkpoint:
+        layout = CompressedTensors(FORMS["int8 by channel"].config, checkpoint)
+        with pytest.raises(CheckpointError, match=r"w\.weight_scale has shape \(2, 2\); a weight of 256 x 256 needs one of"):
+            layout.tensors("w.weight", (256, 256))
+
+
+def with_codes(source: Path, target: Path, name: str) -> Path:
+    """Writes a model in which one tensor has codes of 4 bits."""
+    form = FORMS["packed 4 by 128"]
+
+    def change(tensor: str, weight: Tensor) -> dict[str, Tensor]:
+        return form.encode(name.removesuffix(".weight"), weight)[0] if tensor == name else {tensor: weight}
+
+    return rewrite(source, target, change, quantization_config=form.config)
+
+
+def test_head_with_codes_is_not_quantized_again(folders: dict[str, Path], tmp_path: Path) -> None:
+    coded = with_codes(folders["llama"], tmp_path / "coded", "lm_head.weight")
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight has int4 by 128 in the checkpoint already. Unset --quantize-head"
+    ):
+        outputs(coded, quantize_head=True)
+
+
+def test_head_of_a_model_without_one_is_not_quantized(tmp_path: Path) -> None:
+    TinyModel("Qwen3", SIZES | {"head_dim": 32}, class_name="Qwen3Model").build(tmp_path / "model")
+    with pytest.raises(UnsupportedModel, match=r"has no vocabulary projection to quantize\. Unset --quantize-head"):
+        outputs(tmp_path / "model", quantize_head=True)
+
+
+def test_embedding_of_4_bits_is_refused_at_load(folders: dict[str, Path], tmp_path: Path) -> None:
+    coded = with_codes(folders["tied"], tmp_path / "coded", "model.embed_tokens.weight")
+    with pytest.raises(
+        CheckpointError, match=r"model\.embed_tokens\.weight is the embedding .* has int4 by 128; supported: int8 by"
+    ):
+        outputs(coded)
+
+
 # Experts
 
 SPARSE = SIZES | {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128}
@@ -409,7 +505,7 @@ def test_folder_with_codes_that_transformers_computes_is_refused(tmp_path: Path)
         load_model(load_request(coded, "auto", 16, None))
 
 
-@pytest.mark.parametrize("form", ["packed 4 by 32 with zero points", "gptq 4 act-order", "fp8 by block", "awq by 64"])
+@pytest.mark.parametrize("form", ["packed 4 by 32 with zero points", "gptq 4 act-order", "fp8 with a scalar", "awq by 64"])
 def test_stream_to_a_device_gives_the_weights_of_the_reader(folders: dict[str, Path], form: str, tmp_path: Path) -> None:
     coded, _ = encoded(folders["llama"], tmp_path, FORMS[form])
     config, options = config_of(read_config(coded)), StreamOptions(2, 1 << 16)

@@ -75,6 +75,8 @@ def load_model(request: LoadRequest) -> LoadedModel:
         if isinstance(native, NotCovered) and (scheme := str(Quantization(request.quantization)) or (given and method_of(given))):
             raise UnsupportedModel(served_config.quantised_elsewhere(str(request.folder), scheme, str(native)))
         if isinstance(native, DecoderConfig):
+            if request.quantization.head and not native.has_head:
+                raise UnsupportedModel(f"{request.folder} has no vocabulary projection to quantize. Unset --quantize-head.")
             config = text_config(config)
         if isinstance(native, NotCovered):
             _refuse_by_config(request, config)

@@ -22,6 +22,7 @@ EXEC = (
             'quantization.get("checkpoint_format") == "gptq_v2" else 0',
         ),
         ("codes = codes[:, order]", "pass"),
+        ("if self._symmetric and bool(", "if bool("),
         only="test_quantized",
     ),
     *of("exec", f"{WEIGHTS}/layouts/awq.py", ("(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 2, 4, 6, 1, 3, 5, 7)"), only="test_quantized"),
@@ -35,6 +36,7 @@ EXEC = (
         "exec",
         f"{WEIGHTS}/layouts/compressed_tensors.py",
         ("codes.view(torch.uint8) ^ 128", "codes.view(torch.uint8)"),
+        (", blocks=False)", ")"),
         only="test_quantized",
     ),
     *of(

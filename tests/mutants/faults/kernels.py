@@ -36,7 +36,6 @@ KERNELS = (
         "kernels/triton/layers/coded.py",
         ("sums = dot(odd, tl.trans(_numbers(both >> 4", "sums = dot(odd, tl.trans(_numbers(both & 15"),
         ("total += sums * scale[None, :]", "total += sums"),
-        ("pairs[None, :], mask=deep[None, :], other=0)", "pairs[None, :])"),
         only="test_coded_linear",
     ),
     *of(

@@ -21,8 +21,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Scheme
 from rootstock_llm.kernels.contracts.ops import Kernels, PackedLinear, RaggedRows, ScoreRule
 from rootstock_llm.services.worker.exec.pools.kv_pool import LayerCache
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
 
 
@@ -191,9 +193,18 @@ class Embedding:
         Args:
             tied: whether the vectors are also the weight of the vocabulary projection. Kernels then pack them for both uses, so
                 that memory has them once.
+
+        Raises:
+            CheckpointError: the vectors have codes of which kernels cannot read a row.
         """
         if tied:
-            packed = weights.kernels.pack_linear(weights.vocabulary(vocab_size, hidden_size), None)
+            matrix = weights.vocabulary(vocab_size, hidden_size)
+            if isinstance(matrix, CodedWeight) and (matrix.scheme != Scheme(8) or matrix.order is not None):
+                raise CheckpointError(
+                    f"{weights.prefix}weight is the embedding and the vocabulary projection, and has"
+                    f" {'act-order' if matrix.order is not None else matrix.scheme}; supported: {Scheme(8)}"
+                )
+            packed = weights.kernels.pack_linear(matrix, None)
         else:
             weight = weights.tensor("weight", vocab_size, hidden_size)
             packed = PackedLinear(weight, None, hidden_size, vocab_size, packed=False)

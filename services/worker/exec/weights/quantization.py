@@ -130,9 +130,13 @@ class Quantization:
             is_head: whether it is the vocabulary projection.
 
         Raises:
-            CheckpointError: the depth does not fit the scheme, or an element is not finite.
+            CheckpointError: the depth does not fit the scheme, an element is not finite, or a head with codes must get others.
         """
-        if not isinstance(matrix, Tensor) or matrix.is_meta:
+        if isinstance(matrix, CodedWeight):
+            if is_head and self.options.head:
+                raise CheckpointError(f"{name} has {matrix.scheme} in the checkpoint already. Unset --quantize-head.")
+            return matrix
+        if matrix.is_meta:
             return matrix
         head = INT8 if self.options.head else AUTO
         scheme = _scheme(head if is_head else self.options.scheme, name, matrix.shape[1])

@@ -264,9 +264,10 @@ class Allocated:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
     def _allocated(self, parts: Sequence[Part], dtype: torch.dtype | None) -> Tensor:
-        rows, rest = sum(shape[0] for _, shape in parts), parts[0][1][1:]
+        # A single part may have no dimension, such as a scale.
+        shape = parts[0][1] if len(parts) == 1 else (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
         try:
-            fused = torch.empty((rows, *rest), dtype=dtype or self.dtype, device=self._device)
+            fused = torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             allocated = sum(tensor.nbytes for tensor in self.tensors.values()) >> 20
             message = f"no memory on {self._device} for the weights from {parts[0][0]} on, after {allocated} MiB of other weights"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
-from rootstock_llm.services.worker.exec.weights.layouts.words import finite, scheme_for, unpacked
+from rootstock_llm.services.worker.exec.weights.layouts.words import finite, scheme_for, sizes_of, unpacked
 from rootstock_llm.services.worker.exec.weights.quantization import StoredTensor
 
 POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of the codes of columns 0 to 7
@@ -37,7 +37,7 @@ class Awq:
         module = name.removesuffix(".weight")
         if not self._checkpoint.has(f"{module}.qweight"):
             return ()
-        channels, depth = shape
+        channels, depth = sizes_of(name, shape)
         count = scheme_for(name, BITS, self._group, True, shape).groups_of(depth)
         return (
             StoredTensor(f"{module}.qweight", (depth, channels // 8), torch.int32),

@@ -24,7 +24,7 @@ from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix
 from rootstock_llm.services.shared.quantization_config import FLOAT, INTEGER, PACKED, groups_of
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
 from rootstock_llm.services.worker.exec.weights.layouts.float8 import scaled, stored_scales
-from rootstock_llm.services.worker.exec.weights.layouts.words import finite, scheme_for, sorted_by_group, unpacked
+from rootstock_llm.services.worker.exec.weights.layouts.words import finite, scheme_for, sizes_of, sorted_by_group, unpacked
 from rootstock_llm.services.worker.exec.weights.quantization import StoredTensor
 
 
@@ -73,8 +73,9 @@ class CompressedTensors:
             return StoredTensor(name, shape, torch.float8_e4m3fn), stored_scales(scale, shape, self._checkpoint.shape(scale))
         if group.kind == INTEGER:
             scheme_for(name, 8, 0, False, shape)
-            return StoredTensor(name, shape, torch.int8), stored_scales(scale, shape, self._checkpoint.shape(scale))
-        channels, depth = shape
+            scales = stored_scales(scale, shape, self._checkpoint.shape(scale), blocks=False)
+            return StoredTensor(name, shape, torch.int8), scales
+        channels, depth = sizes_of(name, shape)
         count = scheme_for(name, group.bits, group.group, not group.symmetric, shape).groups_of(depth)
         found = [StoredTensor(f"{module}.weight_packed", (channels, -(-depth * group.bits // 32)), torch.int32)]
         found.append(StoredTensor(scale, (channels, count), torch.float32))

@@ -1,8 +1,9 @@
 """Reads weights in float8 (e4m3) with scales per block of 128 x 128, per output channel, or for the whole matrix.
 
 The form with blocks is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3) and of the method "fp8" of transformers. A weight has
-the tensors weight float8[N, K] and weight_scale_inv [N / 128, K / 128] or, for a whole matrix, weight_scale [1]. The scales are
-factors of the weights. Static scales of activations are ignored, because the result is a matrix of floats.
+the tensors weight float8[N, K] and weight_scale_inv [N / 128, K / 128] or, for a whole matrix, weight_scale [1]. For a whole
+matrix, transformers writes weight_scale_inv [] instead. The scales are factors of the weights. Static scales of activations are
+ignored, because the result is a matrix of floats.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.coded_weight import Matrix
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
-from rootstock_llm.services.worker.exec.weights.layouts.words import finite
+from rootstock_llm.services.worker.exec.weights.layouts.words import finite, sizes_of
 from rootstock_llm.services.worker.exec.weights.quantization import StoredTensor
 
 BLOCK = 128
+SUFFIXES = ("_scale_inv", "_scale")  # endings of the name of a weight's scales
 
 
 class Float8:
@@ -29,31 +31,32 @@ class Float8:
     def __init__(self, quantization: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         """Takes a config without faults, see quantization_config.fault_of()."""
         self._checkpoint = checkpoint
-        self._suffix = "_scale" if quantization.get("weight_block_size") is None else "_scale_inv"
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-        scale = f"{name}{self._suffix}"
-        if not self._checkpoint.has(scale):
+        scale = next((each for ending in SUFFIXES if self._checkpoint.has(each := f"{name}{ending}")), None)
+        if scale is None:
             return ()
-        if len(shape) != 2:
-            raise CheckpointError(f"{name} has the experts of a layer in one tensor of fp8, which is not supported")
         return StoredTensor(name, shape, torch.float8_e4m3fn), stored_scales(scale, shape, self._checkpoint.shape(scale))
 
     def matrix(self, name: str, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Matrix:
         return scaled(name, *tensors)
 
 
-def stored_scales(name: str, shape: tuple[int, ...], found: tuple[int, ...]) -> StoredTensor:
+def stored_scales(name: str, shape: tuple[int, ...], found: tuple[int, ...], blocks: bool = True) -> StoredTensor:
     """Returns the tensor of scales of a matrix [N, K].
 
     Args:
         found: its shape in the checkpoint.
+        blocks: whether a block of 128 x 128 may have a scale.
 
     Raises:
-        CheckpointError: the shape is neither that of one scale, nor that of scales per channel or block.
+        CheckpointError: the weight is a tensor of experts, or the shape is not that of one scale, or of scales per channel or
+            block.
     """
-    channels, depth = shape
-    supported = [(), (1,), (channels, 1), (-(-channels // BLOCK), -(-depth // BLOCK))]
+    channels, depth = sizes_of(name, shape)
+    supported = [(), (1,), (channels, 1)]
+    if blocks:
+        supported.append((-(-channels // BLOCK), -(-depth // BLOCK)))
     if found not in supported:
         raise CheckpointError(f"{name} has shape {found}; a weight of {channels} x {depth} needs one of {supported}")
     return StoredTensor(name, found, torch.float32)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
-from rootstock_llm.services.worker.exec.weights.layouts.words import finite, scheme_for, sorted_by_group, unpacked
+from rootstock_llm.services.worker.exec.weights.layouts.words import finite, scheme_for, sizes_of, sorted_by_group, unpacked
 from rootstock_llm.services.worker.exec.weights.quantization import StoredTensor
 
 
@@ -25,6 +25,7 @@ class Gptq:
         """Takes a config without faults, see quantization_config.fault_of()."""
         self._checkpoint = checkpoint
         self._bits, self._group = int(quantization["bits"]), max(int(quantization.get("group_size") or 0), 0)
+        self._symmetric = bool(quantization.get("sym", False))
         self._less = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1  # difference of stored zero points
 
     @property
@@ -35,7 +36,7 @@ class Gptq:
         module = name.removesuffix(".weight")
         if not self._checkpoint.has(f"{module}.qweight"):
             return ()
-        channels, depth = shape
+        channels, depth = sizes_of(name, shape)
         count = scheme_for(name, self._bits, self._group, True, shape).groups_of(depth)
         found = [
             StoredTensor(f"{module}.qweight", (depth * self._bits // 32, channels), torch.int32),
@@ -55,4 +56,5 @@ class Gptq:
         zeros = (unpacked(stored_zeros, self._bits).t() + self._less) & ((1 << self._bits) - 1)
         scheme = scheme_for(name, self._bits, self._group, True, shape)
         weight = CodedWeight(codes, finite(name, scales.t()), zeros, scheme, order)
-        return weight.without_zeros() if bool((zeros == scheme.zero).all()) else weight
+        # Decided by the config first, because the experts of a layer must have one scheme, whatever zero points they have.
+        return weight.without_zeros() if self._symmetric and bool((zeros == scheme.zero).all()) else weight

@@ -22,15 +22,23 @@ def finite(name: str, scales: Tensor) -> Tensor:
     return scales.float()
 
 
+def sizes_of(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the numbers of output channels and of elements of the depth. Raises CheckpointError for a tensor of experts."""
+    if len(shape) != 2:
+        raise CheckpointError(f"{name} has the experts of a layer in one tensor, which is not supported for its quantisation")
+    return shape[0], shape[1]
+
+
 def scheme_for(name: str, bits: int, group: int, zero_points: bool, shape: tuple[int, ...]) -> Scheme:
     """Returns the scheme of a matrix. Raises CheckpointError if no kernel reads it, or if it does not fit the shape.
 
     Args:
         group: elements of the depth that share a scale; 0 for a whole channel.
     """
+    _, depth = sizes_of(name, shape)
     try:
         scheme = Scheme(bits, group, zero_points)
-        scheme.groups_of(shape[1])
+        scheme.groups_of(depth)
     except ValueError as error:
         raise CheckpointError(f"{name} is not supported: {error}") from error
     return scheme
@@ -41,14 +49,14 @@ def sorted_by_group(name: str, groups: Tensor, group: int) -> Tensor | None:
 
     Args:
         groups: int32[K], the group of each element (act-order: GPTQ, arXiv 2210.17323, quantizes elements of large activations
-            first).
+            first). -1 for all elements: the groups are contiguous.
         group: elements of a group.
 
     Raises:
         CheckpointError: a group has another number of elements.
     """
     regular = torch.arange(len(groups), device=groups.device) // group
-    if torch.equal(groups.long(), regular):
+    if torch.equal(groups.long(), regular) or bool((groups == -1).all()):
         return None
     order = torch.argsort(groups, stable=True)
     if not torch.equal(groups[order].long(), regular):
