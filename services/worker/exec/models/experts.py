@@ -87,25 +87,6 @@ class ExpertSizes:
 
 
 class Deinterleaved:
-    """The matrices of interleaved experts in the order of the kernels. A matrix is rearranged when it is indexed."""
-
-    def __init__(self, whole: Tensor, has_gate: bool) -> None:
-        """
-        Args:
-            whole: [E, inputs, outputs].
-            has_gate: whether the outputs of gate and up alternate.
-        """
-        self._whole, self._has_gate = whole, has_gate
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-    def __getitem__(self, expert: int, /) -> Tensor:
-        rows = self._whole[expert].t()
-        return torch.cat((rows[::2], rows[1::2])) if self._has_gate else rows
-
-
-class WithoutInterleaving:
     """Matrices whose rows of gate and up alternate, in the order of the kernels. A matrix is rearranged when it is indexed."""
 
     def __init__(self, matrices: Matrices) -> None:
@@ -232,9 +213,9 @@ def _packed(weights: WeightReader, hidden_size: int, sizes: ExpertSizes) -> Pack
     bias, down_bias = (weights.tensor(f"{name}_bias", count, shape[0]) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
     if weights.has_codes(FUSED_NAMES[0], count, *shapes[0]):  # codes have the order [outputs, inputs]
         gate_up, down_matrices = (weights.fused(name, count, *shape) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
-        gate_up = WithoutInterleaving(gate_up)
+        gate_up = Deinterleaved(gate_up)
     else:
         pairs, ends = (weights.view(name, count, *shape[::-1]) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
-        gate_up = weights.in_form(FUSED_NAMES[0], Deinterleaved(pairs, has_gate=True))
-        down_matrices = weights.in_form(FUSED_NAMES[1], Deinterleaved(ends, has_gate=False))
+        gate_up = weights.in_form(FUSED_NAMES[0], Deinterleaved(pairs.transpose(1, 2)))
+        down_matrices = weights.in_form(FUSED_NAMES[1], ends.transpose(1, 2))
     return pack(gate_up, torch.cat((bias[:, ::2], bias[:, 1::2]), 1), down_matrices, down_bias, sizes.activation)

@@ -129,7 +129,7 @@ def _packed_with(module: Any, kernels: Kernels, activation: Activation) -> Packe
     bias, down_bias = (None if each is None else each.data for each in (bias, down_bias))
     both: Matrices = gate_up
     if not module.is_concatenated:
-        both = Deinterleaved(gate_up if module.is_transposed else gate_up.transpose(1, 2), has_gate=True)
+        both = Deinterleaved(gate_up.transpose(1, 2) if module.is_transposed else gate_up)
         bias = None if bias is None else torch.cat((bias[:, ::2], bias[:, 1::2]), 1)
     elif module.is_transposed:
         both = gate_up.transpose(1, 2)

@@ -146,7 +146,7 @@ def in_one(stacked: Callable[[Sequence[Part]], Tensor], groups: Sequence[Sequenc
     return both.view(len(groups), -1, *both.shape[1:])
 
 
-class Lazy:
+class LazyMatrices:
     """Matrices that a function makes when they are indexed."""
 
     def __init__(self, count: int, made: Callable[[int], Matrix]) -> None:
@@ -163,7 +163,7 @@ def in_form(name: str, matrices: Matrices, quantization: Quantization) -> Matric
     """Implements WeightSource.in_form()."""
     if quantization.options.scheme == AUTO:
         return matrices
-    return Lazy(len(matrices), lambda index: quantization.applied(name, matrices[index], is_head=False))
+    return LazyMatrices(len(matrices), lambda index: quantization.applied(name, matrices[index], is_head=False))
 
 
 def decoded(part: Part, tensors: Sequence[Tensor], quantization: Quantization, dtype: torch.dtype) -> Matrices:
@@ -175,7 +175,7 @@ def decoded(part: Part, tensors: Sequence[Tensor], quantization: Quantization, d
     """
     name, (count, *shape) = part
     of_one = [(name, tuple(shape))]
-    return Lazy(count, lambda index: quantization.decoded(of_one, [[tensor[index] for tensor in tensors]], dtype))
+    return LazyMatrices(count, lambda index: quantization.decoded(of_one, [[tensor[index] for tensor in tensors]], dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class CheckpointSource:
         return applied.clone() if applied is tensors[0][0] else applied
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
-        return Lazy(len(groups), lambda index: self.matrix(groups[index], is_head=False))
+        return LazyMatrices(len(groups), lambda index: self.matrix(groups[index], is_head=False))
 
     def has_codes(self, part: Part) -> bool:
         return bool(self.quantization.tensors(part))
@@ -341,7 +341,7 @@ class Filled:
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
         if any(self.has_codes(part) for group in groups for part in group):
-            return Lazy(len(groups), lambda index: self.matrix(groups[index], is_head=False))
+            return LazyMatrices(len(groups), lambda index: self.matrix(groups[index], is_head=False))
         return self.in_form(groups[0][0][0], in_one(self.stacked, groups))
 
     def has_codes(self, part: Part) -> bool:
