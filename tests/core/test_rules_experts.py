@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -234,6 +235,19 @@ class TestRoutedExperts:
         engine.submit(0, PROMPT, max_new_tokens=30, ignore_eos=True, grammar=spec(1, 17), routed_from=0)
         engine.drain()
         engine.check_answer(0)
+
+    def test_request_ends_alone_when_its_sampled_token_is_outside_the_vocabulary(self) -> None:
+        engine = sparse(overlap=False)
+        engine.submit(0, PROMPT[:4], max_new_tokens=9, ignore_eos=True, routed_from=0)
+        for _ in range(2):
+            engine.turn()
+        assert engine.prev is not None and engine.prev.plan.routed_rows.tolist() == [0]
+        result = engine.executor.wait(engine.prev)
+        assert [len(ids) for ids in result.routed_experts.values()] == [1]
+        engine.core.commit(replace(result, tokens=np.array([1000], dtype=np.int32)), engine.now)
+        (output,) = engine.core.take_output()
+        assert [finish.error for finish in output.finishes] == [ErrorCode.INTERNAL]
+        assert not output.routed_experts
 
     def test_experts_of_a_prompt_are_sent_after_each_chunk(self) -> None:
         engine = sparse(chunked_prefill_size=16)

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from rootstock_llm.services.worker.core.contracts.experts import ExpertShape
 from rootstock_llm.services.worker.core.control import SchedulerControl
 from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor
-from rootstock_llm.services.worker.exec.step.step_experts import StepExperts
+from rootstock_llm.services.worker.exec.step.step_experts import RoutedPart, StepExperts
 from tests.exec.guesses import Guesses
 from tests.exec.test_device_graphs import Device, GuardedExecutor
 from tests.exec.test_scheduler_parity import PAGE_SIZE, Served, config_for
@@ -146,6 +147,29 @@ def test_draft_tokens_in_graphs_are_not_counted_when_they_are_rejected(mixture: 
     changes = {"max_drafts": 3, "speculative_adaptive": False, "num_pages": 400, "max_running_requests": 12}
     check(recording(mixture, device.executor, enable_mixed_chunk=True, **changes), mixture)
     assert device.executor.runner.stats.graph_steps > 0
+
+
+def test_experts_of_each_row_have_separate_memory() -> None:
+    experts = StepExperts()
+    experts.parts.append(RoutedPart("experts_0", (0, 2), (1, 3)))
+    _, routed = experts.results({"experts_0": torch.arange(24, dtype=torch.int16).reshape(4, 2, 3)})
+    assert {row: ids[:, 0, 0].tolist() for row, ids in routed.items()} == {0: [0], 2: [6, 12, 18]}
+    assert all(ids.base is None for ids in routed.values())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_experts_per_tok": 2}, {"num_experts": 12, "num_local_experts": 12}], ids=["chosen", "all"]
+)
+def test_resume_is_refused_when_the_folder_has_other_experts(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = MODELS["qwen3-moe"]
+    model.build(tmp_path)
+    options = DeviceOptions(device="cpu", num_threads=1)
+    executor, _ = build_device_executor(str(tmp_path), "float32", PAGE_SIZE, 16, 64, 0.5, 512, options, lambda _: None)
+    executor.apply(ReleaseMemory(kv=False, weights=True))
+    TinyModel(model.family, {**model.options, **changes}).build(tmp_path)
+    with pytest.raises(OperationRefused, match="other sizes"):
+        executor.apply(ResumeMemory(kv=False, weights=True))
+    executor.close()
 
 
 def test_step_collects_no_experts_when_no_record_runs(mixture: Mixture, executors: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ CORE = (
         ("max(len(self.progress.output_ids) - 1, 0)", "len(self.progress.output_ids)"),
         ("self.wants_logprobs or self.returns_experts or penalised", "self.wants_logprobs or penalised"),
         ("values[: len(values) - surplus]", "values"),
+        ("assert surplus <= len(values)", "assert surplus < len(values)"),
         only="test_rules_experts",
     ),
     *of(

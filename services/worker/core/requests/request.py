@@ -396,15 +396,19 @@ class Outputs:
         self._peer(request.peer).prompt_logprobs.append((request.handle, values))
 
     def add_routed_experts(self, request: Request) -> None:
-        """Adds the unsent routed experts of a request, except those of draft tokens after the end of the output."""
+        """Adds the unsent routed experts of a request, except those of tokens after the last but one of the output.
+
+        These are draft tokens after the end of the output, and the last token if the step sampled an invalid token after it.
+        """
         progress = request.progress
         if not progress.routed:
             return
         parts, progress.routed = progress.routed, []
         values = parts[0] if len(parts) == 1 else np.concatenate(parts)
         surplus = max(progress.routed_done - request.num_routable, 0)
-        assert surplus < len(values), "a request computes at least one token of each run before its end"
-        self._peer(request.peer).routed_experts.append((request.handle, values[: len(values) - surplus]))
+        assert surplus <= len(values), "the experts that were sent belong to tokens before the last one"
+        if surplus < len(values):
+            self._peer(request.peer).routed_experts.append((request.handle, values[: len(values) - surplus]))
 
     def add_ready(self, peer: int, ready: PagesReady) -> None:
         self._peer(peer).ready.append(ready)

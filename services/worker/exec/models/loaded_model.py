@@ -56,10 +56,19 @@ class LoadedModel:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The values on which the allocation of pools, tables and sampler depends."""
+        """The values on which the allocation of pools, tables and sampler depends, and the experts that the scheduler counts."""
         config = self.config
         sizes = config.vocab_size, config.hidden_size, self.context_len
-        return architecture_of(config), *sizes, self.layers, self.dtype, self.pooling, self.generates, self.quantization
+        return (
+            architecture_of(config),
+            *sizes,
+            self.layers,
+            self.dtype,
+            self.pooling,
+            self.generates,
+            self.quantization,
+            self.routed,
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:

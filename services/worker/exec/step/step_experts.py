@@ -92,6 +92,7 @@ class StepExperts:
             assert len(ids) == sum(part.sizes), "the readback has the ids of each row's tokens"
             for row, own in zip(part.rows, np.split(ids, np.cumsum(part.sizes)[:-1]), strict=True):
                 found.setdefault(row, []).append(own)
-        routed = {row: pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for row, pieces in found.items()}
+        # Each row gets a copy. A view would keep the ids of all rows in memory until the request's next message.
+        routed = {row: np.concatenate(pieces) for row, pieces in found.items()}
         counts = host.get(COUNTS)
         return None if counts is None else counts.numpy(), routed
