@@ -215,7 +215,7 @@ class Dispatcher:
         return True
 
     def _pick_prefill(self, placement: Placement, pick: Pick, now: float, without: Link | None = None) -> Pick | None:
-        if placement.prefilled or not placement.choice.generates or placement.returns_experts:
+        if placement.prefilled or not placement.choice.generates or placement.experts_per_token:
             return None
         return placement.pool.pick_prefill(placement, now, pick, self._settings.disaggregation_min_tokens, without)
 

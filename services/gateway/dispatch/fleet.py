@@ -284,6 +284,8 @@ def _set_common_model(pool: Pool) -> None:
     - The model version is the version of most workers. In a tie, the current version stays. Block hashes depend on the version.
     - The sampling defaults are those of the worker with the lowest id that has this version. So all gateways use the same ones.
       The scheme of the weights also comes from this worker.
+    - Routed experts have the largest number of ids per token of all workers that get whole requests. Only workers with this
+      number get requests for them.
     - The model is deterministic if all workers report the same model version and the same numerics.
     """
     links = [link for link in pool.links.values() if link.info is not None]
@@ -297,6 +299,7 @@ def _set_common_model(pool: Pool) -> None:
         context_len, cuts = min(info.context_len for info in infos), all(info.auto_truncates for info in infos)
         numerics = {(link.model_version, info.numerics) for link in links if (info := link.info) is not None}
         deterministic = len(numerics) == 1 and all(info.numerics for info in infos)
+        whole = [link.info.routed_experts_per_token for link in pool.session_links() if link.info is not None]
         infos = [link.info for link in links if link.info is not None and link.model_version == most] or infos
         first = min(infos, key=lambda info: info.worker_id)
         model = replace(
@@ -305,6 +308,7 @@ def _set_common_model(pool: Pool) -> None:
             auto_truncates=cuts,
             defaults=_defaults_of(first),
             deterministic=deterministic,
+            routed_experts_per_token=max(whole, default=model.routed_experts_per_token),
             quantization=first.quantization,
         )
     pool.model = model

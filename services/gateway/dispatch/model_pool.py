@@ -48,7 +48,7 @@ def can_read_pages(link: AnyLink, layout: bytes) -> bool:
 
 def _is_able(info: worker_pb2.WorkerInfo, choice: Candidate) -> bool:
     """Returns whether a worker can serve a choice that may need scores or routed experts."""
-    return (info.ends_with_prompt or not choice.is_scored) and (info.routed_experts_per_token > 0 or not choice.returns_experts)
+    return (info.ends_with_prompt or not choice.is_scored) and choice.experts_per_token in (0, info.routed_experts_per_token)
 
 
 def _share(value: float) -> float:
@@ -87,8 +87,8 @@ class Candidate(OpenChoice, Protocol):
         """Whether the choice needs a worker that serves scores (WorkerInfo.ends_with_prompt)."""
 
     @property
-    def returns_experts(self) -> bool:
-        """Whether the choice needs a worker that returns routed experts (WorkerInfo.routed_experts_per_token)."""
+    def experts_per_token(self) -> int:
+        """Expert ids of a token that the choice needs (WorkerInfo.routed_experts_per_token); 0: it returns no routed experts."""
 
     def block_hashes(self) -> Sequence[bytes]:
         """Returns the hashes of the prompt's full blocks."""
@@ -449,7 +449,7 @@ class ModelPool(Generic[C]):
         Returns:
             None for other requests, which every worker can serve.
         """
-        if not (choice.is_scored or choice.returns_experts):
+        if not (choice.is_scored or choice.experts_per_token):
             return None
         able = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():

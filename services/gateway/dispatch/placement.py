@@ -228,8 +228,9 @@ class Placement:
         return bool(self.choice.params.sampling.HasField("score"))
 
     @property
-    def returns_experts(self) -> bool:
-        return self.choice.params.routed_experts is not None
+    def experts_per_token(self) -> int:
+        wanted = self.choice.params.routed_experts
+        return 0 if wanted is None else wanted.per_token
 
     @property
     def in_session(self) -> bool:

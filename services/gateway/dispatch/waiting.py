@@ -108,12 +108,6 @@ class ModelCatalog:
         pool = self._pools.get(model.name)
         return pool is not None and any(link.info is not None and link.info.reads_predictions for link in pool.links.values())
 
-    def routed_experts_per_token(self, model: ModelInfo) -> int:
-        """Returns the number of expert ids that a worker of the model returns per token; 0 if no worker returns any."""
-        pool = self._pools.get(model.name)
-        infos = () if pool is None else (link.info for link in pool.links.values())
-        return max((info.routed_experts_per_token for info in infos if info is not None), default=0)
-
     def wake_waiting(self) -> None:
         """Wakes the requests that wait for a worker to connect."""
         self._worker_connected.set()

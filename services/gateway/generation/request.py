@@ -51,6 +51,7 @@ class ModelInfo:
     auto_truncates: bool = False  # whether a prompt that exceeds the context is truncated
     defaults: SamplingDefaults = API_DEFAULTS  # values of parameters that a request does not set
     deterministic: bool = False  # whether a request has the same result on every worker
+    routed_experts_per_token: int = 0  # expert ids of a token that workers return; 0 if no worker returns any
     quantization: str = ""  # schemes of weights with 8 or 4 bits; "" if all weights have the model's type
 
     def hash_root(self, cache_salt: str) -> bytes:
@@ -69,9 +70,6 @@ class Models(Protocol):
 
     def reads_predictions(self, model: ModelInfo) -> bool:
         """Returns whether a worker of the model drafts tokens from predicted outputs."""
-
-    def routed_experts_per_token(self, model: ModelInfo) -> int:
-        """Returns the number of expert ids that a worker of the model returns per token; 0 if no worker returns any."""
 
     async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
         """Returns the model of this name, or the default model for None. Waits until a worker of the model has connected.
@@ -249,7 +247,7 @@ def check_logprobs(request: GenerationRequest) -> None:
 
 
 def check_routed_experts(request: GenerationRequest) -> None:
-    """Checks the number of expert ids of all choices. Counts likely_tokens() output tokens per choice.
+    """Checks the number of expert ids of all choices. Counts most_tokens() output tokens per choice, as workers do.
 
     Raises:
         ApiError: The number exceeds the limit.
@@ -258,7 +256,7 @@ def check_routed_experts(request: GenerationRequest) -> None:
     for prompt, params in zip(request.prompts, request.params, strict=True):
         if (wanted := params.routed_experts) is None:
             continue
-        tokens = len(prompt.ids) + params.likely_tokens(len(prompt.ids), request.model.context_len) - wanted.start
+        tokens = len(prompt.ids) + params.most_tokens(len(prompt.ids), request.model.context_len) - wanted.start
         total += params.n * tokens * wanted.per_token
         if total > limits.MAX_ROUTED_EXPERT_IDS:
             name = params.fields.of("routed_experts_from")

@@ -25,13 +25,20 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/dispatch/model_pool.py",
-        ("info.routed_experts_per_token > 0 or not choice.returns_experts", "True"),
+        ("choice.experts_per_token in (0, info.routed_experts_per_token)", "True"),
+        only="test_routed_experts",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/dispatch/fleet.py",
+        ("max(whole, default=model.routed_experts_per_token)", "max(whole, default=0)"),
+        ("info.routed_experts_per_token for link in pool.session_links()", "info.routed_experts_per_token for link in links"),
         only="test_routed_experts",
     ),
     *of(
         "gateway",
         "services/gateway/dispatch/dispatcher.py",
-        ("not placement.choice.generates or placement.returns_experts", "not placement.choice.generates"),
+        ("not placement.choice.generates or placement.experts_per_token", "not placement.choice.generates"),
         ("elif choice.lacks_routed_experts(finish):", "elif False:"),
         only="test_routed_experts",
     ),
@@ -39,6 +46,10 @@ GATEWAY = (
         "gateway",
         "services/gateway/generation/request.py",
         ("total += params.n * tokens * wanted.per_token", "total += tokens * wanted.per_token"),
+        (
+            "params.most_tokens(len(prompt.ids), request.model.context_len) - wanted",
+            "params.likely_tokens(len(prompt.ids), request.model.context_len) - wanted",
+        ),
         only="test_routed_experts",
     ),
     *of(

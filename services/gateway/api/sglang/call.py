@@ -111,7 +111,7 @@ class GenerateCall:
         """Returns the requested routed experts, or None. Raises ApiError if they cannot be returned for this request."""
         if not request.return_routed_experts:
             return None
-        per_token, start = self._models.routed_experts_per_token(model), request.routed_experts_start_len or 0
+        per_token, start = model.routed_experts_per_token, request.routed_experts_start_len or 0
         if not per_token:
             message = (
                 "'return_routed_experts' requires a model with experts, and workers with --enable-return-routed-experts."

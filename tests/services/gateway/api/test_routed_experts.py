@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.generation.request import UNLIMITED_ANSWER_TOKENS
 from rootstock_llm.services.shared import limits
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
 from tests.services.gateway.dispatch.test_dispatch_prefill import submits, with_roles
@@ -121,6 +122,17 @@ def test_experts_of_more_than_32_mib_are_refused() -> None:
         assert refused(system, sampling_params={"max_new_tokens": 48, "n": 2}) == "routed_experts_start_len"
 
 
+def test_request_without_limit_of_output_tokens_is_refused_when_the_context_has_more_experts() -> None:
+    """Workers count the rest of the context, and would refuse the request."""
+
+    def large(workers: list[FakeWorker]) -> None:
+        workers[0].info.context_len = 2 * UNLIMITED_ANSWER_TOKENS
+        workers[0].info.routed_experts_per_token = limits.MAX_ROUTED_EXPERT_IDS // (UNLIMITED_ANSWER_TOKENS + 100)
+
+    with System(configure=large) as system:
+        assert refused(system, sampling_params={"max_new_tokens": None}) == "routed_experts_start_len"
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_experts_are_complete_and_unique_when_the_worker_is_lost(stream: bool) -> None:
     with System(workers=2, configure=stopped_with_experts) as system:
@@ -159,6 +171,42 @@ def test_request_for_experts_continues_only_on_workers_that_return_them() -> Non
         answers = json.loads(client.received.partition(b"\r\n\r\n")[2])
         assert [experts_in(answer) for answer in answers] == [computed(PROMPT)] * 6
         assert not system.workers[0].servicer.submits
+
+
+def test_request_for_experts_goes_only_to_workers_with_the_same_number_of_ids_per_token() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        return_experts(workers)
+        workers[0].info.routed_experts_per_token = ROUTED_PER_TOKEN - 1
+
+    with System(workers=2, configure=configure) as system:
+        for host in system.workers:
+            host.servicer.answer = lambda submit: ANSWER
+        assert [experts_in(system.post("/generate", BODY).json()) for _ in range(4)] == [computed(PROMPT)] * 4
+        assert not submits(system, 0)
+
+
+def test_request_for_experts_waits_while_no_worker_is_connected() -> None:
+    with System(configure=return_experts, queue_timeout_s=0.3) as system:
+        assert system.post("/generate", BODY).status_code == 200
+        system.call(system.workers[0].stop())
+        (pool,) = system.gateway.dispatcher.fleet.pools.values()
+        wait_until(lambda: not pool.links, "the loss")
+        answer = system.post("/generate", BODY)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_worker"
+
+
+def test_prefill_worker_returns_experts_when_the_decode_worker_is_lost() -> None:
+    with System(workers=2, configure=with_roles(1, return_experts)) as system:
+        system.workers[0].servicer.answer = lambda submit: ANSWER
+        (pool,) = system.gateway.dispatcher.fleet.pools.values()
+        system.call(system.workers[1].stop())
+        wait_until(lambda: len(pool.links) == 1, "the loss")
+        assert experts_in(system.post("/generate", BODY).json()) == computed(PROMPT)
+
+
+def test_experts_are_refused_when_only_prefill_workers_return_them() -> None:
+    with System(workers=2, configure=with_roles(1, lambda workers: return_experts(workers[:1]))) as system:
+        assert refused(system) == "return_routed_experts"
 
 
 def test_request_fails_when_the_worker_returns_too_few_experts() -> None:
