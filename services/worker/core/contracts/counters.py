@@ -124,7 +124,7 @@ class StepStats:
         ExportedAs(
             "rootstock_worker_expert_balancedness",
             "Mean rows of an expert divided by the largest rows of an expert, as a mean over the sparse layers, since the last"
-            " expert distribution record began; 1: all experts compute equally many rows; 0: no record was started.",
+            " expert distribution record began; 1: all experts compute equally many rows; 0: no rows were recorded yet.",
         ),
     ] = 0.0
     window_units: Annotated[
