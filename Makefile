@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The extra `docs` has Sphinx and its theme. The first call installs it.
 SITE := build/site
 
-.PHONY: help env dev-env run test check docs docs-site clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly release clean
+.PHONY: help env dev-env run test check docs docs-site clients cluster-test cluster-faults bench bench-front bench-compare bench-peers gpu-check sim mutants nightly release clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -109,6 +109,9 @@ clients: dev-env     ## public clients, installed by npm and pip, with the demo 
 
 bench-compare: dev-env  ## speed compared with transformers.generate, for Qwen3-0.6B's shape and equal batches
 	$(PY) -m tests.benchmarks.compare_transformers
+
+bench-peers: dev-env  ## speed compared with vLLM, OpenVINO GenAI and llama.cpp on two cores, in 90 minutes (PEERS="--smoke")
+	$(PY) -m tests.benchmarks.engines --pip-flags="$(TORCH_FLAGS)" $(PEERS)
 
 # Uses the machine's own interpreter with its torch, and installs nothing from a network.
 gpu-check:       ## all GPU tests and benchmarks, with a report (WHEELS=dir, OUT=docs/reference/gpu, PARTS="names", GPU_FLAGS=)

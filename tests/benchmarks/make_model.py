@@ -78,6 +78,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
 DEFAULT_SHAPE = "qwen3-0.6b"
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, tied=True, head_dim=16, vocab=1024, text_tokens=1000, max_positions=2048),
+    "tiny-wide": Shape(256, 512, 2, 4, 2, tied=True, head_dim=64, vocab=1024, text_tokens=1000, max_positions=2048),
     "smollm2-360m": Shape(
         *(960, 2560, 32, 15, 5),
         tied=True,
