@@ -1,6 +1,6 @@
 """Times each CPU kernel and its torch twin: python -m rootstock_llm.kernels.bench [--threads N].
 
-The shapes are those of a 0.6B model and of a small mixture.
+The shapes are those of a dense model with 0.6 billion parameters and of a small mixture of experts.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ EXPERTS, CHOSEN, EXPERT_INNER = 32, 4, 768
 
 
 def experts_case(tokens: int) -> Case:
-    """Creates a case in which each token chooses random experts. The fastest run may find the weights in the caches."""
+    """Creates a case in which random experts compute each token. In the fastest run, the weights may be in the CPU's caches."""
     x = torch.randn(tokens, HIDDEN).bfloat16()
     gate_up = (torch.randn(EXPERTS, 2 * EXPERT_INNER, HIDDEN) * 0.02).bfloat16()
     down = (torch.randn(EXPERTS, HIDDEN, EXPERT_INNER) * 0.02).bfloat16()

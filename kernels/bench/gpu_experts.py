@@ -1,4 +1,4 @@
-"""Creates the cases of routers and experts, at the shape of a mixture with 30 billion parameters of which a token uses 3."""
+"""Creates the cases of routers and experts, for a mixture of 30 billion parameters. A token uses 3 billion of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _route_case(shape: MixtureShape, tokens: int) -> GpuCase:
 
 
 def experts_case(shape: MixtureShape, tokens: int, deterministic: bool = False) -> GpuCase:
-    """Creates a case in which each expert is chosen about equally often."""
+    """Creates a case in which the router chooses the experts equally often."""
     used = min(shape.experts, tokens * shape.chosen)
     per_expert = 3 * shape.hidden * shape.inner
 

@@ -1,9 +1,9 @@
-"""Declares weights with 8 or 4 bits per element: their scheme, and a matrix of codes while it is loaded.
+"""Declares weights that are stored as codes of 8 or 4 bits: their scheme, and a matrix of codes before kernels pack it.
 
-An element is (code - zero point) * scale, or table[code] * scale if the scheme has a table. Consecutive elements of an output
-channel share a scale and a zero point: a group of the depth, or the whole channel.
+An element is (code - zero point) * scale, or table[code] * scale if the scheme has a table. The elements of a group share a scale
+and a zero point. A group is a run of consecutive elements of an output channel, or the whole channel.
 
-Letters in shapes: N output channels, K elements of depth, C groups of the depth.
+Letters in shapes: N output channels, K elements per channel (the depth), C groups per channel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 GROUPS = (32, 64, 128)  # supported sizes of a group
 DEPTH_STEP = 8  # the depth of a coded weight is a multiple of this number
-MAX_DEPTH = 1 << 16  # largest group or channel; the sum of 2^16 products of two codes of 8 bits fits into int32
+MAX_DEPTH = 1 << 16  # largest number of elements in a group; the sum of 2^16 products of two codes of 8 bits fits into int32
 TABLE_SIZE = 16
 
 
@@ -25,9 +25,9 @@ class Scheme:
     """The meaning of the codes of a weight. The constructor raises ValueError for a scheme that no kernel reads."""
 
     bits: int  # 8 or 4
-    group: int = 0  # elements of the depth that share a scale; 0: one scale for a whole output channel
-    zero_points: bool = False  # whether each group has a zero point; if not, it is 2^(bits - 1)
-    table: tuple[int, ...] | None = None  # 16 numbers of 8 bits, -127 to 127, by code; None: a code is an integer
+    group: int = 0  # elements of a group; 0: the group is a whole output channel
+    zero_points: bool = False  # whether each group has its own zero point; if not, the zero point is 2^(bits - 1)
+    table: tuple[int, ...] | None = None  # number for each of the 16 codes, -127 to 127; None: see the module
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -60,13 +60,13 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """A matrix [N, K] of codes, from the checkpoint's reader to the kernels that pack it."""
+    """A matrix [N, K] of codes. The loader of a model creates it, and kernels pack it."""
 
     codes: Tensor  # uint8[N, K], one code per element, also for 4 bits
     scales: Tensor  # float32[N, C]
     zeros: Tensor | None  # uint8[N, C]; None if the scheme has no zero points
     scheme: Scheme
-    order: Tensor | None = None  # int64[K], the input of each element of a channel; None: element k multiplies input k
+    order: Tensor | None = None  # int64[K]: element k multiplies input order[k] (act-order); None: element k multiplies input k
 
     def __post_init__(self) -> None:
         channels, depth = self.codes.shape
@@ -92,7 +92,7 @@ class CodedWeight:
         return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
 
     def unfolded(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the elements [N, K], in the order of the inputs."""
+        """Dequantizes the matrix to [N, K], with its columns in the order of the inputs."""
         elements = unfolded(self.codes, self.scales, self.zeros, self.scheme).to(dtype)
         return elements if self.order is None else elements[:, torch.argsort(self.order)]
 
@@ -112,7 +112,7 @@ Matrix = Tensor | CodedWeight  # the weight of a linear layer, [N, K], before ke
 
 
 def unfolded(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
-    """Returns the elements of some channels, float32[n, K].
+    """Dequantizes some output channels to float32[n, K].
 
     Args:
         codes: uint8[n, K].
@@ -130,15 +130,15 @@ def unfolded(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme
 
 
 def compact_scales(scales: Tensor) -> Tensor:
-    """Returns float32 scales as bfloat16 if this changes no scale, because kernels read them with each group."""
+    """Returns float32 scales as bfloat16 if this changes no scale. Kernels then read half as many bytes of scales."""
     narrow = scales.bfloat16()
     return narrow if torch.equal(narrow.float(), scales) else scales
 
 
 def stacked(parts: Sequence[CodedWeight]) -> CodedWeight:
-    """Returns the output channels of all parts. Raises ValueError if their schemes or orders differ.
+    """Returns the output channels of all parts as one weight. Raises ValueError if their schemes or orders differ.
 
-    If only some schemes have zero points, the other parts get the zero points that their scheme stands for.
+    If only some parts have zero points, the other parts get zero points equal to Scheme.zero.
     """
     if any(part.scheme.zero_points for part in parts) and all(part.scheme.table is None for part in parts):
         parts = [part.with_zeros() for part in parts]

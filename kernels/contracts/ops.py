@@ -23,9 +23,9 @@ MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
 
 
 class Matrices(Protocol):
-    """Matrices of one shape: a tensor, or an object that reads or makes a matrix when it is indexed.
+    """The matrices of all experts, of one shape: a tensor, or an object that reads or creates a matrix when it is indexed.
 
-    Either all matrices have codes of one scheme, or none of them has codes. Only some of them may have zero points.
+    Either all matrices have codes of one scheme, or no matrix has codes. Some matrices may have zero points and others none.
     """
 
     def __len__(self) -> int: ...
@@ -46,11 +46,11 @@ class PackedLinear:
     bias: Tensor | None
     in_features: int  # K
     out_features: int  # N
-    packed: bool  # whether `data` has a layout other than [N, K], or [N, K / 2] for a scheme with 4 bits
-    scheme: Scheme | None = None  # meaning of the codes in `data`; None if `data` has the elements
+    packed: bool  # whether `data` has another shape than [N, K], or than [N, K / 2] for a scheme with 4 bits
+    scheme: Scheme | None = None  # meaning of the codes in `data`; None if `data` has no codes
     scales: Tensor | None = None  # bfloat16 or float32, a scale per channel and group; None without a scheme
     zeros: Tensor | None = None  # uint8, a zero point per channel and group; None if the scheme has no zero points
-    order: Tensor | None = None  # see CodedWeight; kernels reorder the inputs
+    order: Tensor | None = None  # see CodedWeight; linear() reorders its inputs
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -60,10 +60,11 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The function by which an expert joins its gate and its up projection.
+    """The function that joins an expert's gate and up projection.
 
-    It is (u + shift) * g / (1 + exp(-alpha * g)), where g is the gate, at most `limit`, and u is up, between -limit and limit.
-    The defaults give SwiGLU (arXiv 2002.05202). gpt-oss has the clamped form (arXiv 2508.10925, section 2.1).
+    The result is (u + shift) * g / (1 + exp(-alpha * g)). Here, g is the gate, clamped to at most `limit`, and u is the up
+    projection, clamped to -limit .. limit. The defaults give SwiGLU (arXiv 2002.05202). gpt-oss clamps (arXiv 2508.10925, section
+    2.1).
     """
 
     alpha: float = 1.0
@@ -76,28 +77,28 @@ SWIGLU = Activation()
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The rules by which a router chooses the experts of a token and their weights, see Kernels.route()."""
+    """The rules by which a router chooses the experts of a token and their routing weights, see Kernels.route()."""
 
     top_k: int  # number of experts per token
     scoring: Literal["softmax", "sigmoid"] = "softmax"  # function from the logits of all experts to their scores
-    renormalize: bool = False  # whether the weights of a token's experts are divided by their sum
-    scale: float = 1.0  # factor of the weights
-    num_groups: int = 1  # number of groups of successive experts, all of one size
-    top_groups: int = 1  # number of groups from which a token's experts are chosen
-    # Score of a group: its largest selection score (DeepSeek-V2), or the sum of its two largest ones (DeepSeek-V3).
+    renormalize: bool = False  # whether the routing weights of a token are divided by their sum
+    scale: float = 1.0  # factor of the routing weights
+    num_groups: int = 1  # number of expert groups: runs of consecutive experts, all of one size
+    top_groups: int = 1  # number of expert groups from which a token's experts are chosen
+    # Score of an expert group: its largest selection score (DeepSeek-V2), or the sum of its two largest ones (DeepSeek-V3).
     group_score: Literal["maximum", "two_best"] = "maximum"
 
     def fits(self, num_experts: int) -> bool:
-        """Whether each token finds top_k experts in its groups."""
+        """Whether num_groups groups of one size divide the experts, and a token's groups have at least top_k experts."""
         size = num_experts // self.num_groups
         return num_experts == size * self.num_groups and 0 < self.top_k <= self.top_groups * size <= num_experts
 
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """The weights of all experts of a layer. The tensors of both parts have an additional first dimension: the expert."""
+    """The weights of all experts of a layer. All tensors have an additional first dimension: the expert."""
 
-    gate_up: PackedLinear  # from N features to the gate and then the up projection, I features each
+    gate_up: PackedLinear  # from N features to the I features of the gate, followed by the I features of the up projection
     down: PackedLinear  # from I to N features
     activation: Activation
 
@@ -216,7 +217,7 @@ class Kernels(Protocol):
         """
 
     def pack_linear(self, weight: Matrix, bias: Tensor | None) -> PackedLinear:
-        """Packs a weight [N, K], or codes of it, into the layout that linear() reads.
+        """Packs a weight [N, K] of elements or of codes for linear().
 
         The caller may drop the weight afterwards. Codes are stored with the bits of their scheme.
         """
@@ -225,7 +226,7 @@ class Kernels(Protocol):
         """Computes out [T, N] = x [T, K] @ weight.T + bias, accumulated in float32.
 
         `out` has the model dtype or float32. If the weight has codes and the model dtype is bfloat16, an implementation may round
-        the elements of x to 8 bits, with a scale per row and group of the depth, so that products are integers.
+        the elements of x to 8 bits, with a scale for each row and group, and multiply integers.
         """
 
     def embedding(self, out: Tensor, input_ids: Tensor, weight: PackedLinear) -> None:
@@ -238,7 +239,7 @@ class Kernels(Protocol):
         """
 
     def pack_gated(self, weight: Matrix, bias: Tensor | None) -> PackedLinear:
-        """Packs a weight [2 N, K], or codes of it, whose first N rows are the gate, into the layout that gated_linear() reads."""
+        """Packs a weight [2 N, K] of elements or of codes for gated_linear(). The first N rows are the gate."""
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """Computes out [T, N] = silu(x @ gate.T) * (x @ up.T) with x [T, K]; biases are added before the activation."""
@@ -349,17 +350,18 @@ class Kernels(Protocol):
     def route(self, weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, routing: Routing) -> None:
         """Chooses the experts of each token from the router's logits, in float32.
 
-        1. The score of an expert is the softmax or the sigmoid of its logit. Its selection score also has the bias.
-        2. The top_groups groups with the largest scores remain.
+        1. The score of an expert is the softmax or the sigmoid of its logit. Its selection score is this score plus the bias.
+        2. The top_groups expert groups with the largest scores remain.
         3. The top_k experts of these groups with the largest selection scores are chosen, in descending order.
-        4. Their weights are their scores. With renormalize, they are divided by their sum + 1e-20. Then they are scaled.
+        4. Their routing weights are their scores. If renormalize is set, each is divided by their sum + 1e-20. Then each is
+           multiplied by Routing.scale.
 
         If selection scores are equal, the lower id comes first. A NaN counts as minus infinity. A softmax of the chosen logits
         (gpt-oss) equals a softmax of all logits with renormalize.
 
         Args:
-            weights: float32[T, k], filled.
-            ids: int32[T, k], filled with different ids of each token.
+            weights: float32[T, k], filled with the routing weights.
+            ids: int32[T, k], filled with k different ids for each token.
             logits: float32[T, E].
             bias: float32[E], added to the scores for the selection only (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); None for
                 no bias.
@@ -369,34 +371,34 @@ class Kernels(Protocol):
     def pack_experts(
         self, gate_up: Matrices, gate_up_bias: Tensor | None, down: Matrices, down_bias: Tensor | None, activation: Activation
     ) -> PackedExperts:
-        """Packs the weights of E experts into the layout that experts() reads.
+        """Packs the weights of E experts for experts().
 
-        The matrices are indexed once for each expert, so that they may be read from files. An implementation that packs copies
-        does not keep the matrices of earlier experts. The caller may drop the matrices afterwards.
+        Each matrix is indexed once, so that indexing may read a file. An implementation that packs copies has only a few matrices
+        in memory at a time. The caller may drop the matrices afterwards.
 
         Args:
             gate_up: matrices [2 I, N] of all experts, whose first I rows are the gate.
             gate_up_bias: [E, 2 I]; None if the experts have no biases.
             down: matrices [N, I] of all experts.
             down_bias: [E, N]; None if the experts have no biases.
-            activation: the function between both parts.
+            activation: the function between both projections.
 
         Raises:
-            ValueError: only some matrices have codes, the matrices of one part have different schemes, or one has an order.
+            ValueError: only some matrices have codes, those of one projection have different schemes, or a matrix has an order.
         """
 
     def experts(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> None:
         """Computes out [T, N], the weighted sum of the outputs of each token's experts.
 
         The weights of an expert without tokens are not read. The activation's result has the model dtype. All other sums and
-        products are in float32, and the sum over a token's experts, in the order of its choices, is rounded once. The numbers
-        of the experts do not change the bits of the result. If the weights have codes, both products may round their inputs to
-        8 bits, as linear() does.
+        products are in float32. The sum over a token's experts, in the order of its choices, is rounded once. The bits of the
+        result do not depend on the ids of the experts. If the weights have codes, both products may round their inputs to 8 bits,
+        as linear() does.
 
         Args:
             out: [T, N]. It may be x.
             x: [T, N].
             ids: int32[T, k], from 0 to E - 1.
-            weights: float32[T, k].
-            packed: the weights.
+            weights: float32[T, k], the routing weights.
+            packed: the weights of the experts.
         """

@@ -62,8 +62,8 @@ LAYER_SIGNATURES: dict[str, list[type]] = {
 }
 BLOCK = 64  # output columns of a packed block
 MOST_TAPS = 8  # largest width of the convolution in gated_delta_rule()
-# Limits of the rows that experts() groups together. MOST_ROWS limits the scratch memory. Threads share more rows than LEAST_ROWS,
-# if there are too few columns for all threads. Each part of the rows reads the weights again.
+# experts() passes at most MOST_ROWS rows to the library at a time, which limits the scratch memory. If there are too few blocks
+# of columns for all threads, more than LEAST_ROWS rows are divided into parts. Each part reads the weights again.
 MOST_ROWS, LEAST_ROWS = 2048, 512
 
 
@@ -126,7 +126,7 @@ class CpuKernels:
         return self._packs and _is_bfloat16(weight) and weight.shape[1] % 2 == 0
 
     def _fill(self, data: Tensor, weight: Tensor, gated: bool) -> None:
-        """Packs a weight [N, K] into `data`, which has the layout [blocks, K, 64], or is flat for dot products."""
+        """Packs a weight [N, K] into `data`, which has the shape [blocks, K, 64], or is flat for dot products."""
         source, arguments = weight.contiguous(), (*weight.shape, gated)
         if data.dim() == 1:
             self._call("pack_linear", data.data_ptr(), source.data_ptr(), *arguments)
@@ -136,7 +136,7 @@ class CpuKernels:
     def pack_experts(
         self, gate_up: Matrices, gate_up_bias: Tensor | None, down: Matrices, down_bias: Tensor | None, activation: Activation
     ) -> PackedExperts:
-        """Implements Kernels.pack_experts(). Each block of gate_up has 32 columns of the gate and their 32 columns of up."""
+        """Implements Kernels.pack_experts(). Each block of gate_up has 32 columns of the gate, then the same columns of up."""
         pair, back = gate_up[0], down[0]
         if isinstance(pair, CodedWeight):
             both = self._pack_coded_experts(pair, gate_up, gate_up_bias, gated=True)
@@ -146,14 +146,14 @@ class CpuKernels:
         both = self._empty_experts(len(gate_up), pair, gate_up_bias, True, dots)
         out = self._empty_experts(len(gate_up), back, down_bias, False, dots)
         for expert in range(len(gate_up)):
-            if expert:  # the matrices are indexed once for each expert
+            if expert:  # each matrix is indexed once
                 pair, back = plain_matrix(gate_up[expert]), plain_matrix(down[expert])
             self._fill(both.data[expert], pair, gated=True)
             self._fill(out.data[expert], back, gated=False)
         return PackedExperts(both, out, activation)
 
     def _pack_coded_experts(self, first: Matrix, matrices: Matrices, bias: Tensor | None, gated: bool) -> PackedLinear:
-        """Packs the codes of all experts. `first` is the matrix of the first one, which is not read again.
+        """Packs the codes of all experts. `first` is the matrix of expert 0, which is not indexed again.
 
         Raises ValueError if only some matrices have codes, if their schemes differ, or if one of them has an order.
         """
@@ -164,7 +164,7 @@ class CpuKernels:
         return packed.finished(None if bias is None else _padded(bias, columns).float())
 
     def _empty_experts(self, count: int, first: Tensor, bias: Tensor | None, gated: bool, dots: bool) -> PackedLinear:
-        """Returns the packed biases and undefined weights of all experts. `first` is the matrix of the first one."""
+        """Returns the packed biases and uninitialized weights of all experts. `first` is the matrix of expert 0."""
         rows, depth = first.shape
         columns = _packed_columns(rows, gated)
         shape = (len(columns) * depth,) if dots else (len(columns) // BLOCK, depth, BLOCK)
@@ -172,7 +172,7 @@ class CpuKernels:
         return PackedLinear(data, None if bias is None else _padded(bias, columns), depth, rows, True)
 
     def _pack_coded(self, weight: CodedWeight, bias: Tensor | None, gated: bool) -> PackedLinear:
-        """Packs codes as described in src/coded.h. Scales, zero points and biases have the order of the packed columns."""
+        """Packs codes as src/coded.h describes. Scales, zero points and biases get the order of the packed columns."""
         rows, depth = weight.shape
         order = _packed_columns(rows, gated)
         data = torch.empty(len(order) * depth * weight.scheme.bits // 8, dtype=torch.uint8)
@@ -244,7 +244,7 @@ class CpuKernels:
             return
         if out.dtype != weight.data.dtype:
             raise misfit(out, weight.data)
-        # A packed block has units of one element, or of a pair of the depth, for 64 rows at a time.
+        # A packed block interleaves 64 rows in units of one element, or of two consecutive elements of a row.
         unit = out.itemsize if _is_ordered(weight) else 2 * out.itemsize
         units = weight.in_features * out.itemsize // unit
         self._call("embedding", out.data_ptr(), weight.data.data_ptr(), input_ids.data_ptr(), len(input_ids), units, unit)
@@ -357,7 +357,7 @@ class CpuKernels:
         self._call("experts", *addresses, hidden.data_ptr(), sums.data_ptr(), *sizes, *factors, *kinds)
 
     def _coded_fields(self, weight: PackedLinear) -> tuple[Tensor, Tensor]:
-        """Returns the addresses and the numbers of a struct Coded, int64[5] each."""
+        """Returns the pointers and the sizes of a struct Coded (src/coded.h), int64[5] each."""
         scheme, scales = weight.scheme, weight.scales
         assert scheme is not None and scales is not None, "the weight has codes"
         tensors = (weight.data, scales, weight.zeros, weight.bias, self._table(scheme))

@@ -1,4 +1,4 @@
-"""Implements linear layers with weights of 8 or 4 bits in plain torch, and the rounding of activations to 8 bits."""
+"""Implements linear layers with coded weights, and the rounding of activations to 8 bits, in plain torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix, Sc
 from rootstock_llm.kernels.contracts.ops import PackedLinear
 
 PARTLY_CODED = "either all matrices of experts have codes, or none of them"
-MOST_ELEMENTS = 1 << 24  # elements that are unfolded at a time: 64 MiB of float32
+MOST_ELEMENTS = 1 << 24  # elements that are dequantized at a time: 64 MiB of float32
 
 
 def pack_coded(weight: CodedWeight, bias: Tensor | None) -> PackedLinear:
@@ -26,7 +26,7 @@ def pack_coded(weight: CodedWeight, bias: Tensor | None) -> PackedLinear:
 
 
 def elements(weight: PackedLinear, first: int, end: int) -> Tensor:
-    """Returns the elements of output channels first .. end - 1 as float32[n, K]."""
+    """Dequantizes output channels first .. end - 1 to float32[n, K]."""
     assert weight.scheme is not None and weight.scales is not None, "the weight has codes"
     codes = weight.data[first:end]
     if weight.scheme.bits == 4:
@@ -35,7 +35,7 @@ def elements(weight: PackedLinear, first: int, end: int) -> Tensor:
 
 
 class CodedExperts:
-    """The coded weights of all experts of a layer, while they are packed one after the other."""
+    """Collects the packed codes of all experts of a layer, one expert after the other."""
 
     def __init__(self, count: int, allocate: Callable[[tuple[int, ...]], Tensor]) -> None:
         """
@@ -48,7 +48,7 @@ class CodedExperts:
         self._parts: list[PackedLinear] = []  # weights of the added experts, without their codes
 
     def add(self, packed: PackedLinear) -> None:
-        """Copies the packed weight of the next expert. Raises ValueError if its scheme is another one, or if it has an order."""
+        """Copies the packed weight of the next expert. Raises ValueError if its scheme differs, or if it has an order."""
         if self._parts and _without_zeros(packed.scheme) != _without_zeros(self._parts[0].scheme):
             raise ValueError(f"experts must have one scheme, not {self._parts[0].scheme} and {packed.scheme}")
         if packed.order is not None:
@@ -59,7 +59,7 @@ class CodedExperts:
         self._parts.append(replace(packed, data=self._data[:0]))
 
     def finished(self, bias: Tensor | None) -> PackedLinear:
-        """Returns the weights of all experts. If some have zero points, the others get those that their scheme stands for.
+        """Returns the weights of all experts. If only some have zero points, the others get zero points equal to Scheme.zero.
 
         Args:
             bias: packed biases of all experts.
@@ -79,14 +79,14 @@ class CodedExperts:
 
 
 def coded_matrix(matrix: Matrix) -> CodedWeight:
-    """Returns the matrix of an expert, another of which has codes. Raises ValueError if it has none."""
+    """Returns a matrix that must have codes, as those of the layer's other experts. Raises ValueError if it has none."""
     if isinstance(matrix, Tensor):
         raise ValueError(PARTLY_CODED)
     return matrix
 
 
 def plain_matrix(matrix: Matrix) -> Tensor:
-    """Returns the matrix of an expert, another of which has no codes. Raises ValueError if it has codes."""
+    """Returns a matrix that must have no codes, as those of the layer's other experts. Raises ValueError if it has codes."""
     if not isinstance(matrix, Tensor):
         raise ValueError(PARTLY_CODED)
     return matrix
@@ -128,7 +128,7 @@ def with_8_bits(x: Tensor, group: int) -> Tensor:
     """Returns x [T, K] as float32, rounded as kernels round it for integer products.
 
     Args:
-        group: elements of a row that share a scale: their largest magnitude / 127. 0 for a whole row.
+        group: number of elements of a row that share a scale, which is their largest magnitude / 127. 0 for a whole row.
     """
     grouped = x.float().view(len(x), -1, group or x.shape[1])
     largest = grouped.abs().amax(-1, keepdim=True)

@@ -45,7 +45,7 @@ def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def pack_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear:
-    """Returns a weight [N, K] without packing it, and codes as pack_coded() does."""
+    """Returns a weight [N, K] unpacked. Codes are packed by pack_coded()."""
     if isinstance(weight, CodedWeight):
         return pack_coded(weight, bias)
     return PackedLinear(weight.contiguous(), bias, weight.shape[1], weight.shape[0], False)
@@ -116,7 +116,7 @@ def route(weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, rou
         group_scores = grouped.topk(min(best, grouped.shape[2]), -1).values.sum(-1).nan_to_num(-torch.inf, torch.inf, -torch.inf)
         groups = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
         outside = torch.ones_like(group_scores).scatter(1, groups, 0.0).repeat_interleave(grouped.shape[2], -1)
-        order = order.gather(1, outside.gather(1, order).sort(dim=-1, stable=True).indices)  # experts of these groups come first
+        order = order.gather(1, outside.gather(1, order).sort(dim=-1, stable=True).indices)  # those of the groups come first
     order = order[:, : routing.top_k]
     chosen = scores.gather(1, order)
     if routing.renormalize:
@@ -128,7 +128,7 @@ def route(weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, rou
 def pack_experts(
     gate_up: Matrices, gate_up_bias: Tensor | None, down: Matrices, down_bias: Tensor | None, activation: Activation
 ) -> PackedExperts:
-    """Returns the matrices as two tensors, [E, 2 I, N] and [E, N, I], and codes as pack_coded() does."""
+    """Returns the matrices as two tensors, [E, 2 I, N] and [E, N, I]. Codes are packed by pack_coded()."""
     both, back = _in_one(gate_up, gate_up_bias), _in_one(down, down_bias)
     if (both.scheme is None) != (back.scheme is None):
         raise ValueError(PARTLY_CODED)
@@ -298,7 +298,7 @@ def _weights(scores: Tensor, hidden: Tensor, rule: ScoreRule) -> Tensor:
     Args:
         scores: float32[t, G, H / G, s].
         hidden: bool[t, s], whether the token does not attend to the position.
-        rule: its cap and its sinks, whose weights are dropped.
+        rule: the cap of the scores, and the sinks, whose softmax weights are dropped.
     """
     capped = rule.softcap * torch.tanh(scores / rule.softcap) if rule.softcap else scores
     masked = capped.masked_fill(hidden[:, None, None, :], -torch.inf)

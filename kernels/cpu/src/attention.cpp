@@ -48,7 +48,7 @@ template <typename T> void widen_to(float* target, const T* source, int64_t coun
     std::fill(target + count, target + padded, 0.0f);
 }
 
-// Finds the indices in the pools of all keys and values to which the tile attends, in one pass over the page table.
+// Finds the pool indices of all keys and values to which the tile attends, in one pass over the page table.
 template <typename T> void locate(const Tile<T>& tile) {
     const int64_t page_size = tile.job.page_size;
     auto& pool_indices = tile.scratch.pool_indices;
@@ -257,7 +257,7 @@ template <typename T> void attend(const Attention<T>& job, int threads) {
     });
 }
 
-// Runs the kernels for the type of the job.
+// Runs the bfloat16 kernels with dot products if they fit the job, otherwise the general kernels.
 template <typename T> void run(const Attention<T>& job, int threads) {
     if constexpr (std::is_same_v<T, bf16>) {
         if (attend_bf16(job, threads)) return;

@@ -20,7 +20,7 @@ template <typename T> struct Attention {
     const int32_t* offsets;
     const float* sinks;  // [heads], an additional score of each head; null for no sinks
     int64_t rows, table_width, heads, kv_heads, head_dim, value_dim, q_stride, page_size, window;
-    float scale, softcap;  // a softcap of 0 is none
+    float scale, softcap;  // softcap 0: no cap
     bool ordered;  // whether each bit of a token's result must be independent of the other tokens of its tile
 
     int64_t group() const { return heads / kv_heads; }

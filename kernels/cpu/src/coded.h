@@ -1,11 +1,12 @@
-// Weights of 8 or 4 bits per element, in blocks of 64 columns, and the sums of a few rows over one block.
+// Weights of 8 or 4 bits per element, in blocks of 64 columns, and the products of a few rows with one block.
 //
 // A packed block has, for each step of the depth, 64 columns of 4 bytes. With 8 bits, byte j of step q is element 4 q + j. With 4 bits,
-// its low half is element 8 q + j and its high half is element 8 q + 4 + j. An element is (code - zero) * scale.
+// its low half is element 8 q + j and its high half is element 8 q + 4 + j. An element is (code - zero) * scale or, with a table,
+// table[code] * scale.
 //
 // There are two kinds of products:
-// - kExact: the codes are converted to float32 in registers. Activations stay as they are.
-// - kInt8 (VNNI): the activations of a row become int8, with a scale per group of the depth, and the products are integers.
+// - exact: the codes are converted to float32 in registers. The activations keep their values.
+// - int8 (VNNI, for bfloat16 activations): a row is rounded to int8, with a scale per group, and the products are integers.
 // In both cases, a row's bits depend on no other row.
 #pragma once
 
@@ -32,10 +33,10 @@ struct Coded {
     const void* scales;    // [blocks][groups][64], bfloat16 or float32
     const uint8_t* zeros;  // [blocks][groups][64], or null if all zero points are `zero`
     const float* bias;     // [blocks][64], or null
-    const int8_t* table;   // 16 numbers by code, or null if a code is an integer
-    int64_t columns;       // output features, both halves of a gated weight
+    const int8_t* table;   // number of each of the 16 codes, or null without a table
+    int64_t columns;       // output features; of a gated weight, those of gate and up
     int64_t depth;
-    int64_t group;         // elements of the depth that share a scale
+    int64_t group;         // elements of a column that share a scale
     int bits;              // 8 or 4
     bool narrow_scales;    // whether scales are bfloat16
 
@@ -57,7 +58,7 @@ inline void scales_of(float* scales, const Coded& w, int64_t block, int64_t grou
 
 typedef int32_t Whole __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
 
-// Adds the products of ROWS rows with kVectors vectors of columns over one group to `sums`.
+// Adds the products of ROWS rows with VECTORS vectors of columns, from `first` on, over one group to `sums`.
 template <int ROWS, int VECTORS, int BITS>
 inline void add_group_exact(float (*sums)[kCodedColumns], const Coded& w, int64_t block, int64_t group, int64_t first, const float* x) {
     constexpr int kDepth = 32 / BITS;  // elements in 4 bytes
@@ -166,13 +167,13 @@ inline __m512i four_of(const int8_t* codes) {
     return _mm512_set1_epi32(four);
 }
 
-// Adds the four products of an unsigned and a signed byte to each lane of `totals`. The assembly is what _mm512_dpbusd_epi32 stands for;
-// for the intrinsic, GCC 12 keeps two copies of each sum and moves them to the stack.
+// Adds the four products of an unsigned and a signed byte to each lane of `totals`. This is the instruction of
+// _mm512_dpbusd_epi32. For the intrinsic, GCC 12 keeps two copies of each sum and moves them to the stack.
 inline void add_four(__m512i& totals, __m512i columns, __m512i row) {
     asm("vpdpbusd %2, %1, %0" : "+v"(totals) : "v"(columns), "v"(row));
 }
 
-// Returns 64 unsigned codes of 4 bits as numbers of 8 bits.
+// Returns the codes in the low halves of 64 bytes, or their numbers in the table, with 8 bits each.
 template <bool TABLE> inline __m512i numbers_of(__m512i codes, __m512i table) {
     const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
     return TABLE ? _mm512_shuffle_epi8(table, low) : low;
@@ -194,7 +195,7 @@ __attribute__((noinline)) void add_block_int8(float (*sums)[kCodedColumns], cons
     const int64_t groups = w.groups();
     __m512i table = _mm512_setzero_si512();
     int zero = w.zero();
-    if (TABLE) {  // the products take unsigned numbers, so the table is shifted
+    if (TABLE) {  // the instruction needs unsigned numbers, so 127 is added to the table
         const __m128i shifted = _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w.table)), _mm_set1_epi8(127));
         table = _mm512_broadcast_i32x4(shifted);
         zero = 127;

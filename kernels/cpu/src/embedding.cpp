@@ -1,4 +1,4 @@
-// Rows of a packed weight, such as the embedding of a model whose vocabulary projection has the same weight.
+// Copies rows of a packed weight: the embedding of a model whose vocabulary projection has the same weight.
 
 #include <cstdint>
 

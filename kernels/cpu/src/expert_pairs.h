@@ -1,4 +1,4 @@
-// Common parts of the kernels of experts: the pairs of a row and one of its experts, grouped by expert, and the activation of an expert.
+// Shared by experts.cpp and experts_coded.cpp: the pairs of a row and one of its experts, grouped by expert, and the activation.
 #pragma once
 
 #include <algorithm>
@@ -23,16 +23,16 @@ inline Vector joined_by(const Activation& activation, Vector gate, Vector up) {
     return (up + activation.shift) * gate / (exponential(gate * -activation.alpha) + 1.0f);
 }
 
-// The pairs of one part that use the same expert. A pair is row * choices + choice.
+// The pairs of one part of the rows that use the same expert. A pair is row * choices + choice.
 struct Group {
     int64_t expert;
     int64_t begin, end;  // range in Pairs::order
 };
 
 struct Pairs {
-    std::vector<int32_t> order;    // pairs, grouped by part and expert
+    std::vector<int32_t> order;    // pairs, sorted by part and expert
     std::vector<int32_t> index;    // index in `order` of each pair
-    std::vector<Group> groups;     // groups with pairs, in the order of `order`
+    std::vector<Group> groups;     // groups that are not empty, in the order of `order`
     std::vector<int64_t> first;    // index of each part's first group, and the number of groups
 };
 

@@ -1,10 +1,11 @@
-// Experts: gated layers of which each row uses a few. The pairs of a row and one of its experts are grouped by expert, and each group
-// is multiplied by the weights of its expert only.
+// Experts are gated layers, and each row uses a few of them. The pairs of a row and one of its experts are grouped by expert.
+// Each group is multiplied by the weights of its expert.
 //
 //     x ─► gate and up of the expert ─► activation ─► hidden, one per pair ─► down of the expert ─► weighted sum over a row's pairs
 //
-// The first product has a piece of work for each group and block of columns. The second one has a piece for each block of columns,
-// which adds the results of a row in the order of its choices, so that the sum does not depend on the numbers of the experts.
+// The first product has a piece of work for each group and block of columns. The second product has a piece for each part of the
+// rows and block of columns. It adds the results of a row in the order of its choices. The sum therefore does not depend on the
+// experts' ids.
 
 #include "expert_pairs.h"
 
@@ -15,7 +16,7 @@
 namespace rootstock {
 namespace {
 
-// One call. T is the type of weights, inputs and outputs. Blocks of gate_up have 32 columns of the gate, then the same of up.
+// One call. T is the type of weights, inputs and outputs. Blocks of gate_up have 32 columns of the gate, then the same columns of up.
 template <typename T> struct Experts {
     T* out;                // [rows, width], may be x
     const T* x;            // [rows, width]
@@ -91,7 +92,7 @@ void run_block(int64_t count, RowAt&& row_at, const T* w, int64_t depth, const T
     }
 }
 
-// Writes the activation of 32 columns of the gate and their 32 of up, of which `count` exist.
+// Writes the activation of 32 columns of the gate and the same columns of up. Only the first `count` columns exist.
 template <typename T> void activate(const Experts<T>& job, T* out, const float* sums, const T* bias, int64_t count) {
     float joined[32];
     for (int i = 0; i < 32; i += kWidth) {
@@ -192,8 +193,8 @@ using rootstock::bf16;
 
 extern "C" {
 
-// Computes Kernels.experts(). `dots`: the weights are packed by rootstock_pack_linear(), else by rootstock_pack_ordered(); those of
-// gate_up are gated. `bfloat16`: see rootstock_linear_ordered(). For the other arguments see Experts.
+// Computes Kernels.experts(). `dots`: whether rootstock_pack_linear() packed the weights; if not, rootstock_pack_ordered() did. gate_up
+// was packed with `gated`. `bfloat16`: see rootstock_linear_ordered(). For the other arguments see Experts.
 void rootstock_experts(void* out, const void* x, const int32_t* ids, const float* weights, const void* gate_up,
                        const void* gate_up_bias, const void* down, const void* down_bias, void* hidden, float* sums, int64_t rows,
                        int64_t width, int64_t inner, int64_t experts, int64_t choices, int64_t part, float alpha, float limit,

@@ -1,4 +1,4 @@
-// Experts whose weights have 8 or 4 bits per element. The pieces of work are those of experts.cpp. The inputs of an expert's rows are
+// Experts whose weights have 8 or 4 bits per element. The pieces of work are those of experts.cpp. The inputs of all pairs are
 // converted once for all blocks: to float32, or to int8 if the products are integers.
 
 #include "coded.h"
@@ -17,7 +17,7 @@ template <typename T> struct CodedExperts {
     const T* x;            // [rows, width]
     const int32_t* ids;    // [rows, choices]
     const float* weights;  // [rows, choices]
-    Coded gate_up, down;   // weights of the first expert; blocks of gate_up have 32 columns of the gate, then the same of up
+    Coded gate_up, down;   // weights of the first expert; blocks of gate_up have 32 columns of the gate, then the same columns of up
     T* hidden;             // [rows * choices, inner], scratch
     float* sums;           // [threads][part * choices][64], scratch
     int64_t rows, experts, choices, part;  // part: largest number of rows that are grouped together
@@ -124,7 +124,7 @@ template <typename Inputs, typename T> void run_down(const CodedExperts<T>& job,
             });
         }
         const int64_t count = std::min(kCodedColumns, job.width() - column);
-        for (int64_t row = begin; row < end; ++row) {  // in the order of a row's choices, whatever the experts' numbers are
+        for (int64_t row = begin; row < end; ++row) {  // in the order of a row's choices; the experts' ids do not matter
             float total[kCodedColumns] = {};
             for (int64_t pair = row * job.choices; pair < (row + 1) * job.choices; ++pair) {
                 const float* part = results + (pairs.index[pair] - first) * kCodedColumns;
@@ -149,8 +149,8 @@ using rootstock::bf16;
 
 extern "C" {
 
-// Computes Kernels.experts(). The pointers and numbers of `gate_up` and `down` are the fields of Coded: data, scales, zeros, bias and
-// table; columns, depth, group, bits and narrow_scales. For the other arguments see CodedExperts.
+// Computes Kernels.experts(). `gate_up` and `down` have the pointers of a Coded: data, scales, zeros, bias and table. Their sizes are
+// columns, depth, group, bits and narrow_scales. For the other arguments see CodedExperts.
 void rootstock_experts_coded(void* out, const void* x, const int32_t* ids, const float* weights, const void* const* gate_up,
                              const int64_t* gate_up_sizes, const void* const* down, const int64_t* down_sizes, void* hidden, float* sums,
                              int64_t rows, int64_t experts, int64_t choices, int64_t part, float alpha, float limit, float shift,

@@ -66,7 +66,7 @@ void run_exact(const CodedLinear& job, const float* x, int threads) {
 #if ROOTSTOCK_DOT_INT8
 void run(const CodedLinear& job, const bf16* x, int threads) {
     const int64_t groups = job.w.groups();
-    // Memory of the calling thread, which is reused by later calls.
+    // Memory of the calling thread, which later calls reuse.
     static thread_local std::vector<int8_t> codes;
     static thread_local std::vector<float> scales;
     static thread_local std::vector<int32_t> sums_of_codes;
@@ -118,10 +118,10 @@ using rootstock::bf16;
 
 extern "C" {
 
-// Sets *result to 1 if activations of bfloat16 become int8 in the layers below.
+// Sets *result to 1 if layers with codes round bfloat16 activations to int8, otherwise to 0.
 void rootstock_has_int8_products(int32_t* result) { *result = ROOTSTOCK_DOT_INT8; }
 
-// Packs codes [rows, depth] as coded.h describes. order[c] is the row of packed column c; the column is padding if it is not below
+// Packs codes [rows, depth] as coded.h describes. Packed column c has the row order[c], or is padding if order[c] is not below
 // `rows`. `columns` is a multiple of 64.
 void rootstock_pack_coded(uint8_t* packed, const uint8_t* codes, const int64_t* order, int64_t columns, int64_t rows, int64_t depth,
                           int bits, int threads) {

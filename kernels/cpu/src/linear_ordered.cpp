@@ -94,8 +94,8 @@ using rootstock::bf16;
 
 extern "C" {
 
-// Packs a weight [rows, depth] as [blocks][depth][64], padded with 0. The rows of a gated weight are even, and its columns have the
-// order of source_row(). `bfloat16`: see rootstock_linear_ordered().
+// Packs a weight [rows, depth] as [blocks][depth][64], padded with 0. A gated weight has an even number of rows, and its columns
+// have the order of source_row(). `bfloat16`: see rootstock_linear_ordered().
 void rootstock_pack_ordered(void* packed, const void* weight, int64_t rows, int64_t depth, int gated, int bfloat16, int threads) {
     if (bfloat16) {
         rootstock::pack(static_cast<bf16*>(packed), static_cast<const bf16*>(weight), rows, depth, gated != 0, threads);

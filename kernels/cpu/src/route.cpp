@@ -1,4 +1,4 @@
-// The choice of experts from a router's logits, in float32. A row does not depend on other rows.
+// Chooses experts by a router's logits, in float32. A row does not depend on other rows.
 
 #include <algorithm>
 #include <vector>
@@ -23,7 +23,7 @@ struct Router {
 
 inline float comparable(float score) { return score != score ? kLowest : score; }
 
-// Returns the first index of the largest score of an open entry, and closes this entry.
+// Returns the index of the largest score of all open entries, the lowest one of equal scores, and closes this entry.
 int64_t take_best(const float* scores, std::vector<char>& open) {
     int64_t best = -1;
     for (int64_t i = 0; i < static_cast<int64_t>(open.size()); ++i) {
@@ -53,7 +53,7 @@ struct Row {
     std::vector<char> open, open_groups;
 };
 
-// Closes the experts of all groups except the best ones.
+// Closes the experts of all expert groups except the top_groups best ones.
 void close_groups(const Router& job, Row& row) {
     const int64_t size = job.experts / job.groups;
     for (int64_t group = 0; group < job.groups; ++group) {

@@ -1,7 +1,7 @@
-"""Multiplies by weights of 8 or 4 bits per element. A program unfolds the codes of a block into whole numbers.
+"""Multiplies by weights of 8 or 4 bits per element. A program converts the codes of a block to integers.
 
-The numbers are exact in every model dtype. The sums of a group of the depth are multiplied by its scale in float32. Block sizes
-are fixed and the groups are added in order, so that the bits of a row do not depend on the other rows.
+The integers, code - zero point or table[code], are exact in every model dtype. The sums of a group are multiplied by its scale in
+float32. linear() has fixed block sizes and adds the groups in order, so that the bits of a row do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rootstock_llm.kernels.reference.coded import in_order
 from rootstock_llm.kernels.triton.attention.attention_block import dot
 from rootstock_llm.kernels.triton.launch import begin_next, chained, wait_for_last
 
-BLOCK_M, BLOCK_N, BLOCK_K = 32, 64, 32  # rows, columns and depth of a block; BLOCK_K divides every group
+BLOCK_M, BLOCK_N, BLOCK_K = 32, 64, 32  # rows, columns and depth of a block; BLOCK_K divides each size in GROUPS
 
 
 @triton.jit

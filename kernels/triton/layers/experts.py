@@ -1,4 +1,4 @@
-"""Routers and experts: each row uses a few experts, and only their weights are read.
+"""Implements routers and experts in Triton. Each row uses a few experts, and only their weights are read.
 
 A pair is a row and one of its experts. The kernels run in this order:
 
@@ -7,8 +7,8 @@ A pair is a row and one of its experts. The kernels run in this order:
 3. `_down_kernel` computes the outputs of all pairs in the same tiles, in float32.
 4. `_combine_kernel` adds the weighted outputs of each row in the order of its choices.
 
-The numbers of tiles and of programs depend only on the shapes, so that a CUDA graph can contain the launches. Programs without a
-tile end at once.
+The number of launched programs depends only on the shapes, so that a CUDA graph can contain the launches. Programs without a tile
+end at once.
 
 Products have fixed blocks of the depth. In deterministic mode, no sum is fused with a product, as fusion differs between variants
 of a kernel. A row's bits then do not depend on other rows.
@@ -138,7 +138,7 @@ def route(weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, rou
 
 @triton.jit
 def _group_kernel(order, counts, ids, num_pairs, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    """Writes the pairs of one expert to `order`, after those of lower experts, and their number to `counts`."""
+    """Writes the pairs of one expert to `order`, after those of experts with lower ids, and their number to `counts`."""
     take_turn(CHAINED)
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -161,7 +161,7 @@ def _group_kernel(order, counts, ids, num_pairs, BLOCK: tl.constexpr, CHAINED: t
 def _tile_of(counts, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns the expert of a tile, the index in `order` of the tile's first pair, and the number of its pairs from there on.
 
-    The expert is EXPERTS if there are fewer tiles.
+    The expert is EXPERTS if the tile does not exist.
     """
     lanes = tl.arange(0, EXPERT_BLOCK)
     count = tl.load(counts + lanes, mask=lanes < EXPERTS, other=0)
@@ -326,7 +326,7 @@ class Tile:
 
 MANY_PAIRS = 32  # average number of pairs of an expert above which blocks are large
 FEW, MANY = Tile(16, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3)
-ORDERED = Tile(64, 64, 64, 4, 4)  # of deterministic mode: the instruction of a product may depend on the size of its block
+ORDERED = Tile(64, 64, 64, 4, 4)  # the only tile of deterministic mode: a block's size may change the instruction
 
 
 def tile_of(pairs: int, count: int, deterministic: bool) -> Tile:
