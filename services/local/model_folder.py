@@ -196,7 +196,7 @@ def _check_config(folder: Path) -> None:
         raise NoModel(f"{path} has no model_type, which names the kind of model. Use the config.json of the model's publisher.")
     if fault := fault_of(config, {path.name for path in folder.iterdir()}):
         raise NoModel(
-            f"{folder} is quantised in a form that is not supported: {fault}. Give the unquantised model from which it was made."
+            f"{folder} is quantized in a layout that is not supported: {fault}. Give the unquantized original of the model."
         )
 
 

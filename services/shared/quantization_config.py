@@ -1,6 +1,6 @@
-"""Checks the quantisation that a model's config.json describes, without torch.
+"""Checks the quantization that a model's config.json describes, without torch.
 
-The worker and downloads refuse the same models.
+The worker and downloads both call it, so that they refuse the same models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STRATEGIES = {  # supported strategies of compressed-tensors by format: the weig
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the description of the quantised weights in the content of config.json; None if there is none."""
+    """Returns the description of the quantized weights in the content of config.json; None if there is none."""
     owners = [owner for owner in (config, config.get("text_config")) if isinstance(owner, Mapping)]
     found = [owner.get(key) for owner in owners for key in KEYS]
     return next((each for each in found if isinstance(each, Mapping) and each), None)
@@ -34,7 +34,7 @@ def method_of(quantization: Mapping[str, Any]) -> str:
 
 
 def fault_of(config: Mapping[str, Any], files: Collection[str]) -> str:
-    """Returns the reason for which the model's quantised weights are not supported; "" if they are supported or not quantised.
+    """Returns the reason for which the model's quantized weights are not supported; "" if they are supported or not quantized.
 
     Args:
         files: names of the files in the model's folder.

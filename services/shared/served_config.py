@@ -22,7 +22,7 @@ TABLE = Path(__file__).with_name("served_architectures.json")
 
 
 def quantised(subject: str, fault: str) -> str:
-    return f"{subject} is quantised in a form that is not supported: {fault}"
+    return f"{subject} is quantized in a layout that is not supported: {fault}"
 
 
 def quantised_elsewhere(subject: str, scheme: str, reason: str) -> str:
@@ -99,7 +99,7 @@ def refusal(config: Any, files: Collection[str], subject: str) -> str:
 
 
 def _has_code(table: Mapping[str, Any], architecture: str) -> bool:
-    """Whether the architecture is of a family of our model classes: a family and one of ENDINGS."""
+    """Whether one of our model classes computes the architecture, whose name is then a family and one of ENDINGS."""
     ending = next((ending for ending in ENDINGS if architecture.endswith(ending)), "")
     return bool(ending) and architecture.removesuffix(ending) in table["families"]
 

@@ -351,7 +351,7 @@ def _fake(settings: WorkerSettings, _: OnLost, exchanges: PageExchanges) -> Load
 
 
 def _fake_experts(config: Mapping[str, Any]) -> ExpertShape | None:
-    """Returns the experts that a config.json of the form of Qwen3-MoE describes, one sparse layer per layer, or None."""
+    """Returns the experts of a config.json with the keys of Qwen3-MoE, with experts in every layer, or None."""
     if not config.get("num_experts"):
         return None
     layers = tuple(range(int(config["num_hidden_layers"])))

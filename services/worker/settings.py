@@ -60,14 +60,14 @@ class WorkerSettings(ServiceSettings):
     )
     quantization: Literal["auto", "int8", "int4"] = Field(
         "auto",
-        description="Bits of the linear layers' weights. auto: those of the checkpoint. int8, int4: weights of 16 or 32 bits are"
-        " quantized while they are loaded, to 8 bits with a scale per output channel or 4 bits with a scale per group of 128, or"
-        " of 64 or 32 if 128 does not divide the depth. Only for models of Rootstock's own decoder.",
+        description="Quantization of linear layers and experts while they are loaded. auto: none. int8: 8 bits with a scale per"
+        " output channel. int4: 4 bits with a scale per group of 128 weights, or of 64 or 32 if the depth is no multiple of 128."
+        " Only for models of Rootstock's own decoder.",
     )
     quantize_head: bool = Field(
         False,
-        description="Quantize the vocabulary projection to 8 bits while it is loaded. A model whose embedding has the same weight"
-        " also reads the embedding from the 8 bits.",
+        description="Quantize the vocabulary projection to 8 bits while it is loaded. If the embedding has the same weight, it"
+        " also has 8 bits.",
     )
     deterministic: bool = Field(
         False,

@@ -88,7 +88,12 @@ def test_deterministic_mode_refuses_other_back_ends(monkeypatch: pytest.MonkeyPa
 
 REASONS = {
     "head size": (replace(SHAPE, head_dim=80, value_dim=80), torch.float16, None, "its kernels exist for head sizes"),
-    "value size": (replace(SHAPE, value_dim=128), torch.float16, None, "values of the size of keys, not of 128 and 64"),
+    "value size": (
+        replace(SHAPE, value_dim=128),
+        torch.float16,
+        None,
+        "values must have the size of keys; the sizes are 128 and 64",
+    ),
     "sinks": (replace(SHAPE, has_sinks=True), torch.float16, None, "no attention sinks"),
     "score cap": (replace(SHAPE, has_softcap=True), torch.float16, None, "no score caps"),
     "dtype": (SHAPE, torch.float32, None, "not in float32"),

@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no layers": {"num_hidden_layers": 0},
     "heads are no multiple of KV heads": {"num_attention_heads": 5, "num_key_value_heads": 2},
     "another architecture": {"architectures": ["GPT2LMHeadModel"]},
-    "quantised": {"quantization_config": {"quant_method": "awq"}},
+    "quantized": {"quantization_config": {"quant_method": "awq"}},
     "shape differs from the weights": {"intermediate_size": 100},
 }
 
@@ -52,8 +52,8 @@ def test_loading_refuses_a_checkpoint_with_a_wrong_config(folder: Path, tmp_path
         build(tmp_path)
 
 
-def test_loading_refuses_quantised_tensors_that_the_config_does_not_mention(tmp_path: Path) -> None:
-    """Some quantisation tools write the method to a separate file. Tests our models and those of transformers."""
+def test_loading_refuses_quantized_tensors_that_the_config_does_not_mention(tmp_path: Path) -> None:
+    """Some quantization tools write the method to a separate file. Tests our models and those of transformers."""
     for family, dtype in itertools.product(("qwen3", "gemma"), (torch.float8_e4m3fn, torch.int8)):
         path = tmp_path / f"{family}-{dtype}"
         {**MODELS, **SERVED}[family].build(path)
@@ -61,7 +61,7 @@ def test_loading_refuses_quantised_tensors_that_the_config_does_not_mention(tmp_
         tensors = load_file(file)
         (name,) = [each for each in tensors if each.endswith("layers.1.mlp.up_proj.weight")]
         save_file({**tensors, name: tensors[name].to(dtype), f"{name}_scale": torch.ones(1)}, file, {"format": "pt"})
-        with pytest.raises(CheckpointError, match="quantised"):
+        with pytest.raises(CheckpointError, match="quantized"):
             build(path)
     (path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="ModelOpt"):

@@ -121,13 +121,13 @@ def test_half_precision_is_close_to_float32(folder: Path, dtype: str) -> None:
     ("config", "tensors", "error", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, {}, UnsupportedModel, "architecture GPT2LMHeadModel is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, {}, CheckpointError, "quantised"),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, CheckpointError, "quantized"),
         ({}, {"drop": "layers.1.mlp.up_proj"}, CheckpointError, "lacks 1 tensors: model.layers.1.mlp.up_proj.weight"),
         ({}, {"drop": "lm_head"}, CheckpointError, "lm_head.weight"),
         ({}, {"drop": "layers"}, CheckpointError, r"lacks 27 tensors.*\.\.\."),
         ({}, {"reshape": "model.norm.weight"}, CheckpointError, r"model.norm.weight .* shape \(63,\).* \(64,\)"),
     ],
-    ids=["architecture", "quantised", "one-missing", "head-missing", "many-missing", "shape"],
+    ids=["architecture", "quantized", "one-missing", "head-missing", "many-missing", "shape"],
 )
 def test_loading_refuses_a_wrong_checkpoint(
     folder: Path, config: dict[str, object], tensors: dict[str, str], error: type[Exception], message: str

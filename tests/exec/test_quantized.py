@@ -153,7 +153,7 @@ def test_element_that_is_not_finite_is_refused() -> None:
 
 
 def encoded(source: Path, target: Path, form: Form, only: str = "") -> tuple[Path, Path]:
-    """Writes a model in a form, and the model of its elements. Returns both folders.
+    """Writes a model with a layout, and the model of its elements. Returns both folders.
 
     Args:
         only: if not empty, part of the names of the modules that are quantized.
@@ -437,7 +437,7 @@ REFUSED = {
 def test_unsupported_form_is_refused_with_its_name(folders: dict[str, Path], case: str, tmp_path: Path) -> None:
     config, fault = REFUSED[case]
     folder = rewrite(folders["llama"], tmp_path / "model", lambda n, t: {n: t}, quantization_config=config)
-    with pytest.raises(CheckpointError, match=f"is quantised in a form that is not supported: .*{fault}"):
+    with pytest.raises(CheckpointError, match=f"is quantized in a layout that is not supported: .*{fault}"):
         load_model(load_request(folder, "auto", 16, None))
 
 
@@ -488,7 +488,7 @@ def test_broken_tensor_is_refused_with_its_name(folders: dict[str, Path], case: 
 
 def test_quantization_of_a_folder_with_codes_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     coded, _ = encoded(folders["llama"], tmp_path, FORMS["awq by 128"])
-    with pytest.raises(CheckpointError, match=r"--quantization is int8, but .* is quantised by awq\. Set --quantization to"):
+    with pytest.raises(CheckpointError, match=r"--quantization is int8, but .* is quantized by awq\. Set --quantization to"):
         outputs(coded, quantization="int8")
 
 

@@ -40,7 +40,7 @@ MIXTURE = LAYERS * EXPERTS * 3 * 128 * 128  # elements of all experts
 
 
 def in_one_tensor(source: Path, target: Path) -> Path:
-    """Writes a model with separate experts in the form of transformers' modules: one tensor [E, ...] for each part and layer."""
+    """Writes a model with separate experts as transformers' modules store it: two tensors [E, ...] for the experts of a layer."""
     parts: dict[str, dict[int, Tensor]] = {}
 
     def change(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ def test_fused_experts_with_codes_are_refused(folders: dict[str, Path], suffix: 
 @pytest.mark.parametrize("option", ["int8", "int4"])
 def test_quantization_of_published_gpt_oss_is_refused(folders: dict[str, Path], option: str, tmp_path: Path) -> None:
     coded = published_gpt_oss(folders["gpt-oss"], tmp_path / "coded")
-    with pytest.raises(CheckpointError, match=f"--quantization is {option}, but .* is quantised by mxfp4"):
+    with pytest.raises(CheckpointError, match=f"--quantization is {option}, but .* is quantized by mxfp4"):
         outputs(coded, quantization=option)
 
 

@@ -61,10 +61,10 @@ def test_refusal_message_equals_the_error_of_the_worker(tmp_path: Path, case: st
     assert refusal(REFUSED[case], {"config.json"}, str(tmp_path)) == str(raised.value)
 
 
-def test_refusal_message_covers_quantisation_in_a_separate_file() -> None:
+def test_refusal_message_covers_quantization_in_a_separate_file() -> None:
     served = of("llama", "LlamaForCausalLM")
     assert refusal(served, {"config.json", "hf_quant_config.json"}, "org/a") == (
-        "org/a is quantised in a form that is not supported: hf_quant_config.json of ModelOpt is not supported"
+        "org/a is quantized in a layout that is not supported: hf_quant_config.json of ModelOpt is not supported"
     )
 
 

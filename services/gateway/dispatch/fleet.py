@@ -283,9 +283,9 @@ def _set_common_model(pool: Pool) -> None:
     - The context length is the shortest of all workers. Prompts are truncated if all workers truncate them.
     - The model version is the version of most workers. In a tie, the current version stays. Block hashes depend on the version.
     - The sampling defaults are those of the worker with the lowest id that has this version. So all gateways use the same ones.
-      The scheme of the weights also comes from this worker.
-    - Routed experts have the largest number of ids per token of all workers that get whole requests. Only workers with this
-      number get requests for them.
+      The quantization of the weights also comes from this worker.
+    - routed_experts_per_token is the largest number of all workers that get whole requests. Only workers with this number get
+      requests for routed experts.
     - The model is deterministic if all workers report the same model version and the same numerics.
     """
     links = [link for link in pool.links.values() if link.info is not None]

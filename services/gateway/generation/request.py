@@ -52,7 +52,7 @@ class ModelInfo:
     defaults: SamplingDefaults = API_DEFAULTS  # values of parameters that a request does not set
     deterministic: bool = False  # whether a request has the same result on every worker
     routed_experts_per_token: int = 0  # expert ids of a token that workers return; 0 if no worker returns any
-    quantization: str = ""  # schemes of weights with 8 or 4 bits; "" if all weights have the model's type
+    quantization: str = ""  # quantization of the weights, see WorkerInfo; "" if they are not quantized
 
     def hash_root(self, cache_salt: str) -> bytes:
         """Returns the hash from which the hash of a prompt's first block is computed, for the prefix index."""

@@ -41,7 +41,7 @@ class RoutedExpertsTable:
         self._ids.clear()
 
     def client_bytes(self, begin: int, end: int) -> bytes:
-        """Returns the ids with the indices [begin, end) in the form of responses, int32 little-endian."""
+        """Returns the ids with the indices [begin, end) as int32 little-endian, for a response."""
         return np.frombuffer(self._ids, WIRE_ID)[begin:end].astype(CLIENT_ID).tobytes()
 
     @property

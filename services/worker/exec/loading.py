@@ -85,7 +85,7 @@ def load_model(request: LoadRequest) -> LoadedModel:
         target, quantization = request.target, quantization_for(given, request.quantization, checkpoint)
         dtype = resolve_dtype(request.dtype, config, checkpoint)
         if given is not None and request.dtype == "auto" and dtype == torch.float16 and target.device.type == "cpu":
-            dtype = torch.bfloat16  # the C++ kernels do not take float16, and the torch twins unfold each weight in each step
+            dtype = torch.bfloat16  # the C++ kernels do not take float16, and the torch twins dequantize each weight in each step
         opened = _Opened(request, config, checkpoint, dtype, target, target.kernels(dtype), quantization)
         with torch.inference_mode():
             if isinstance(native, DecoderConfig):

@@ -1,8 +1,8 @@
 """Computes the revision of a folder of weights: a digest of all files and settings that determine the model's outputs.
 
 The digest covers names, sizes and all bytes of config.json, of the files in OPTIONAL that exist, and of every *.safetensors file.
-It does not cover the folder's name and the files' times. It also covers the form in which the weights are computed: the settings
-of quantization and the version of the code that quantizes and packs codes.
+It also covers the form of the weights: the settings of quantization, and CODES_VERSION. It does not cover the folder's name and
+the files' times.
 
 A few threads hash the files in pieces of a fixed size while another thread loads them. xxh3 releases the interpreter's lock and
 runs at memory speed. Each file is read from disk only once, because the page cache serves its second reader.
@@ -32,7 +32,7 @@ OPTIONAL = ("hf_quant_config.json", "model.safetensors.index.json", "quantize_co
 
 
 def weight_form(quantization: str, quantize_head: bool) -> bytes:
-    """Returns the form in which a worker computes with a folder's weights, as part of the digest.
+    """Returns the form of a worker's weights, as input of the digest.
 
     Args:
         quantization: the worker's setting.

@@ -39,7 +39,7 @@ def test_cause_of_the_end_is_the_last_error_in_the_log(output: str, said: str) -
 @pytest.mark.parametrize(
     ("code", "output", "kills", "said"),
     [
-        (1, record("error", "cannot serve: a is quantised"), 3, "worker-0 ended with status 1: a is quantised. Its log is"),
+        (1, record("error", "cannot serve: a is quantized"), 3, "worker-0 ended with status 1: a is quantized. Its log is"),
         (2, "", 3, "worker-0 ended with status 2. Its log is"),
         (-signal.SIGSEGV, "", 3, "worker-0 ended by SIGSEGV. Its log is"),
         (-signal.SIGKILL, "", 4, f"worker-0 was killed by the system because memory ran out. {NEEDS}"),

@@ -84,12 +84,12 @@ FAULTS: dict[str, tuple[Change, str, str]] = {  # change, fault, remedy
     "list as config": (with_file("config.json", "[]"), "is not a JSON object", "Download it again"),
     "config without model_type": (with_file("config.json", "{}"), "has no model_type", "config.json of the model's publisher"),
     "pointer as config": (with_file("config.json", LFS), "is a Git LFS pointer", "git lfs pull"),
-    "quantised": (
+    "quantized": (
         lambda f: config_with(f, quantization_config={"quant_method": "hqq"}),
-        "is quantised",
-        "Give the unquantised model",
+        "is quantized",
+        "Give the unquantized original",
     ),
-    "quantised by a tool": (with_file("hf_quant_config.json", "{}"), "is quantised", "Give the unquantised model"),
+    "quantized by a tool": (with_file("hf_quant_config.json", "{}"), "is quantized", "Give the unquantized original"),
     "no tokenizer": (without("tokenizer.json"), "has no tokenizer (tokenizer.json)", "Copy the tokenizer"),
     "no weights": (without("model.safetensors"), "has no weights", "Download the model's *.safetensors"),
     "pickled weights": (pickled, "has weights only in pytorch_model.bin", "save_pretrained"),

@@ -225,7 +225,7 @@ TWO_MODELS = {"model_type": "clip", "architectures": ["CLIPModel"]}
 class TestUnservedModels:
     """Models that no worker serves are refused after config.json is downloaded."""
 
-    @pytest.mark.parametrize("config", [HQQ, TWO_MODELS], ids=["quantised", "several models"])
+    @pytest.mark.parametrize("config", [HQQ, TWO_MODELS], ids=["quantized", "several models"])
     @pytest.mark.parametrize("store", ["hub", "S3", "Google", "folder"])
     def test_fetch_refuses_an_unsupported_model_with_the_same_sentence_as_the_worker(
         self, tmp_path: Path, store: str, config: dict[str, object]
@@ -260,7 +260,7 @@ class TestUnservedModels:
                 AWS_SECRET_ACCESS_KEY="k",
                 **urls,
             )
-        subject = f"{sources[store]} is quantised" if config is HQQ else "CLIPModel is made of several models"
+        subject = f"{sources[store]} is quantized" if config is HQQ else "CLIPModel is made of several models"
         assert result.returncode == 1 and result.stderr.startswith(subject), result.stderr
         assert result.stderr.count("\n") == 1, "the error is one line"
         assert not [each.path for each in server.received if each.path.endswith(".safetensors")]

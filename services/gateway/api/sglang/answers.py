@@ -133,7 +133,9 @@ class ModelDescription(ResponseModel):
     max_model_len: Count
     vocab_size: Count
     embedding_size: Count = Field(description="Number of elements of an embedding; 0 if the model makes none.")
-    quantization: str = Field(description="Schemes of the weights with 8 or 4 bits, such as `int8`. Empty: there are none.")
+    quantization: str = Field(
+        description="Quantization of the weights, such as `int8` or `awq 4 bits by 128`. Empty: they are not quantized."
+    )
 
 
 class ScoringTokensDetails(ResponseModel):

@@ -158,7 +158,7 @@ class ServedModel(ResponseModel):
         description="Whether equal requests with a seed or temperature 0 get equal outputs, no matter which other requests run."
     )
     quantization: str = Field(
-        description="Schemes of the weights with 8 or 4 bits, such as `int8`. Empty: all weights have the type of the model."
+        description="Quantization of the weights, such as `int8` or `awq 4 bits by 128`. Empty: they are not quantized."
     )
 
 

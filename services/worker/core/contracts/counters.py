@@ -123,8 +123,9 @@ class StepStats:
         float,
         ExportedAs(
             "rootstock_worker_expert_balancedness",
-            "Mean rows of an expert divided by the largest rows of an expert, as a mean over the sparse layers, since the last"
-            " expert distribution record began; 1: all experts compute equally many rows; 0: no rows were recorded yet.",
+            "Balance of the experts since the last expert distribution record began: mean rows of an expert divided by the"
+            " largest rows of an expert, as a mean over the sparse layers. 1: all experts compute equally many rows. 0: no rows"
+            " yet.",
         ),
     ] = 0.0
     window_units: Annotated[

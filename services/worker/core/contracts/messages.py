@@ -86,7 +86,7 @@ class Submit:
     hand_over: KvReservation | None = None
     source: KvSource | None = None  # reservation in another worker with the first pages of the prompt
     # Position of the first token whose routed experts are returned, at most the number of prompt and given tokens. -1: no routed
-    # experts are returned. Not in a session, and not with hand_over.
+    # experts are returned. It must be -1 in a session and with hand_over.
     routed_from: int = -1
     # int32[n], the client's prediction of the output, from which draft tokens are taken.
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)

@@ -177,7 +177,7 @@ class Intake:
 
 
 def _counts_after_retraction(request: Request, row: int, result: StepResult) -> bool:
-    """Returns whether a row's sampled token counts although the row's request was retracted since the plan."""
+    """Returns whether a row's results are valid although its request was retracted after the plan."""
     return request.phase is Phase.WAITING and request.progress.flight_step == result.step_id and row not in result.faults
 
 
@@ -299,7 +299,8 @@ class Committer:
     def _commit_routed_experts(self, step: Step, result: StepResult, sound: Mask) -> None:
         """Adds the routed experts of the step's rows to their requests, under the conditions of prompt logprobs.
 
-        Those of a prompt without output are sent at once. The others are sent with the next output tokens.
+        If a request has no output and the row samples no token, they are sent at once. Otherwise they are sent with the next
+        output tokens.
         """
         for row in step.plan.routed_rows.tolist():
             request, progress = step.requests[row], step.requests[row].progress
@@ -504,7 +505,7 @@ class Committer:
 
 
 def _rows_by_peer(peers: I64) -> Iterator[tuple[int, I64]]:
-    """Yields each distinct peer and the indices of its rows. Usually all rows have one peer, which takes less time."""
+    """Yields each gateway stream and the indices of its rows. The usual case of one stream takes less time."""
     if (peers == peers[0]).all():
         yield int(peers[0]), np.arange(len(peers))
         return

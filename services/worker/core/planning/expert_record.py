@@ -16,7 +16,7 @@ class ExpertRecord:
     """
 
     def __init__(self, shape: ExpertShape | None) -> None:
-        """Starts without a record. `shape` is None if the model has no experts, or if the executor cannot report them."""
+        """Begins without a record. `shape` is None if the model has no experts, or if the executor cannot report them."""
         self.shape = shape
         self.is_running = False
         self._num_tokens = 0

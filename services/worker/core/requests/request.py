@@ -396,9 +396,10 @@ class Outputs:
         self._peer(request.peer).prompt_logprobs.append((request.handle, values))
 
     def add_routed_experts(self, request: Request) -> None:
-        """Adds the unsent routed experts of a request, except those of tokens after the last but one of the output.
+        """Adds the unsent routed experts of a request, up to those of the last output token but one.
 
-        These are draft tokens after the end of the output, and the last token if the step sampled an invalid token after it.
+        Later tokens that a step has computed are dropped: draft tokens after the end of the output, and the last output token if
+        the token after it is invalid.
         """
         progress = request.progress
         if not progress.routed:

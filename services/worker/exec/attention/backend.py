@@ -78,7 +78,7 @@ class AttentionBackend(Protocol):
 
         Args:
             rows: the rows of the planned batch.
-            rule: has a window of the shape, and a cap and sinks only if the shape has them.
+            rule: its window is one of the shape's windows. It has a cap or sinks only if the shape has them.
         """
 
     def release_graphs(self) -> None:

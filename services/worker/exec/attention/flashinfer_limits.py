@@ -34,7 +34,7 @@ def check(shape: AttentionShape, dtype: torch.dtype) -> None:
     if shape.head_dim not in HEAD_DIMS:
         raise Unsupported(f"its kernels exist for head sizes {HEAD_DIMS}, not for {shape.head_dim}")
     if shape.value_dim != shape.head_dim:
-        raise Unsupported(f"its back end takes values of the size of keys, not of {shape.value_dim} and {shape.head_dim}")
+        raise Unsupported(f"its values must have the size of keys; the sizes are {shape.value_dim} and {shape.head_dim}")
     if shape.has_sinks:
         raise Unsupported("its back end has no attention sinks")
     if shape.has_softcap:

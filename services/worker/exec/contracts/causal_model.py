@@ -57,11 +57,11 @@ class RoutedModel(Protocol):
 
     @property
     def experts(self) -> ExpertShape | None:
-        """The experts of the sparse layers; None if the model has no experts."""
+        """Shape of the model's experts; None if the model has no experts."""
 
     def routed_experts(self, num_tokens: int) -> Tensor:
         """Returns int32[layers, num_tokens, chosen], the experts of the last pass, which had `num_tokens` tokens with padding.
 
-        The last pass may be one that a graph replayed, because the buffer has a constant address. The result is valid until the
-        next pass. The model has experts.
+        The last pass may be a replay of a graph, because the buffer has a constant address. The result is valid until the next
+        pass. Called only if the model has experts.
         """

@@ -44,7 +44,7 @@ class LoadedInfo:
     state_bytes: int = 0  # bytes of a unit of the STATE group
     max_running_requests: int = 0  # largest number of requests that the units allow; 0: they set no limit
     experts: ExpertShape | None = None  # experts whose rows the executor can count; None: the model has no experts
-    quantization: str = ""  # schemes of weights with codes; "" if all weights have elements of the dtype
+    quantization: str = ""  # see Quantization.__str__
     kv_port: int = 0  # port at which remote workers read this worker's KV; 0 if they cannot
 
     @property

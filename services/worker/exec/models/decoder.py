@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral, Qwen, gpt-oss and Gemma: one decoder, with variants by switches of DecoderConfig.
+"""Implements the decoder of Llama, Mistral, Mixtral, Qwen, gpt-oss and Gemma. Switches of DecoderConfig select the variants.
 
 embedding ─► layers: norm ─► mixer ─► + ─► norm ─► MLP ─► + ─► ... ─► norm ─► head
 

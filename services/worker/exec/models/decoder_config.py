@@ -16,7 +16,7 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, Un
 
 EMBEDDING = "embed_tokens.weight"
 # Prefixes of all tensor names, except those of the vocabulary projection. In order: a model without its projection, a causal
-# model, and two forms of a causal model in a model of text and images.
+# model, and two variants of a causal model in a model of text and images.
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")
 HEADS = ("lm_head", "language_model.lm_head")  # names of the vocabulary projection
 CAUSAL = "ForCausalLM"  # ending of an architecture with a vocabulary projection
@@ -100,7 +100,7 @@ class DecoderConfig:
         return replace(self, num_layers=1, windows=(0,), sparse=sparse, **none)
 
     def with_experts_of(self, checkpoint: Checkpoint, layer: str) -> DecoderConfig:
-        """Returns the config with the names of experts that the checkpoint has.
+        """Returns the config with the checkpoint's names of the tensors of experts.
 
         Args:
             layer: prefix of a layer with experts, such as "model.layers.0.".

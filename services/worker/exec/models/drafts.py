@@ -226,7 +226,7 @@ def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kern
     """Loads an EAGLE-3 head onto the target's device. Raises CheckpointError, UnsupportedModel."""
     given, model = read_config(folder), target.model
     if read_quantization(folder, FROM_CHECKPOINT) is not None:
-        raise CheckpointError(f"{folder} is quantised, which is not supported for an EAGLE-3 head")
+        raise CheckpointError(f"{folder} is quantized, which is not supported for an EAGLE-3 head")
     config = _eagle3_config(folder, given, model.config)
     aux_layers = _eagle3_aux_layers(given, len(model.layers))
     hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -297,7 +297,7 @@ def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int, devic
 def load_mtp(
     folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels, options: QuantizationOptions = FROM_CHECKPOINT
 ) -> DraftHead:
-    """Loads the MTP layer of the target's checkpoint, in the form of the target's weights.
+    """Loads the MTP layer of the target's checkpoint. Its weights get the form of the target's weights.
 
     Raises CheckpointError if the folder has no such layer.
     """

@@ -1,19 +1,19 @@
-"""An MLP of experts: a router chooses a few gated MLPs for each token (arXiv 1701.06538, section 2; arXiv 2101.03961).
+"""Implements MLPs of experts: a router chooses a few gated MLPs for each token (arXiv 1701.06538, section 2; arXiv 2101.03961).
 
-    x ─┬─► router ─► ids and weights ─┐
-       ├──────────────────────────────┴─► experts ─► + ─► out
-       └─► shared expert ─► ◦ ───────────────────────┘
+    x ─┬─► router ─► ids and routing weights ─┐
+       ├──────────────────────────────────────┴─► experts ─► + ─► out
+       └─► shared expert ─► ◦ ───────────────────────────────┘
                             └─ sigmoid of a linear layer with one output, in some models
 
-A checkpoint stores the experts of a layer in one of these forms. E experts, hidden size N, I features of an expert:
+A checkpoint stores the experts of a layer in one of three ways. E experts, hidden size N, I features of an expert:
 
-| form | tensors |
+| experts | tensors |
 |---|---|
 | fused | `experts.gate_up_proj` [E, 2 I, N], `experts.down_proj` [E, N, I] |
 | interleaved (gpt-oss) | the same names, [E, N, 2 I] and [E, I, N]; gate and up alternate; with biases |
 | separate | `experts.3.gate_proj.weight` and so on; in Mixtral `experts.3.w1.weight` |
 
-Codes (MXFP4) of interleaved experts have the order of the fused form, but gate and up alternate.
+Codes (MXFP4) of interleaved experts have the dimensions of fused experts, but rows of gate and up alternate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rootstock_llm.services.worker.exec.models.layers import ForwardContext, Gat
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
 from rootstock_llm.services.worker.exec.weights.source import WeightReader
 
-# Name of the buffer with the chosen experts of all sparse layers, int32[layers, T, k]. It keeps its content until the next pass.
+# Name of the buffer with the chosen experts of all sparse layers, int32[layers, T, k]. Its content is valid until the next pass.
 IDS = "expert_ids"
 
 
@@ -59,18 +59,18 @@ class ExpertSizes:
     names: ExpertNames = SEPARATE
     router: str = "gate"  # name of the router
     router_bias: bool = False  # whether the router has biases
-    interleaved: bool = False  # whether fused tensors are interleaved; the experts then have biases
+    interleaved: bool = False  # whether gate and up alternate, as in gpt-oss; the experts then have biases
     shared_size: int = 0  # intermediate size of the shared expert; 0 if the model has no shared expert
     shared_gate: bool = False  # whether the shared expert has a gate
 
     def named_as(self, checkpoint: Checkpoint, layer: str) -> ExpertSizes:
-        """Returns the sizes with the names that the checkpoint has. Interleaved experts have only one form.
+        """Returns the sizes with the checkpoint's names of the tensors. Interleaved experts always have the names FUSED.
 
         Args:
             layer: prefix of a layer with experts, such as "model.layers.0.".
 
         Raises:
-            CheckpointError: one tensor has codes of all experts, in a form that is not supported.
+            CheckpointError: one tensor has codes of all experts, in a layout that is not supported.
         """
         fused = f"{layer}mlp.experts.gate_up_proj"
         known = {fused, *(f"{fused}{suffix}" for suffix in ("_bias", "_blocks", "_scales") if self.interleaved)}
@@ -87,7 +87,7 @@ class ExpertSizes:
 
 
 class Deinterleaved:
-    """Matrices whose rows of gate and up alternate, in the order of the kernels. A matrix is rearranged when it is indexed."""
+    """Reorders matrices in which rows of gate and up alternate: all rows of the gate come first. Indexing reorders one matrix."""
 
     def __init__(self, matrices: Matrices) -> None:
         self._matrices = matrices
@@ -111,7 +111,7 @@ class Experts:
     router: Linear
     packed: PackedExperts
     shared: GatedMlp | None
-    shared_gate: Linear | None  # to the gate of the shared expert, one feature; None without a gate
+    shared_gate: Linear | None  # computes the gate of the shared expert, one feature; None if it has no gate
     kernels: Kernels
 
     @classmethod
@@ -124,7 +124,7 @@ class Experts:
             num_layers: number of sparse layers.
         """
         weights, kernels = weights.at(sizes.names.block), weights.kernels
-        router = weights.tensor(f"{sizes.router}.weight", sizes.count, hidden_size)  # without codes in quantised models
+        router = weights.tensor(f"{sizes.router}.weight", sizes.count, hidden_size)  # has no codes, also in quantized models
         router_bias = weights.tensor(f"{sizes.router}.bias", sizes.count) if sizes.router_bias else None
         shared = shared_gate = None
         if sizes.shared_size:
@@ -154,7 +154,7 @@ class Experts:
             take("shared_gate", 1)
 
     def _buffers(self, take: Take) -> tuple[Tensor, Tensor]:
-        """Returns the buffers of logits and weights."""
+        """Returns the buffers of the router's logits and of the routing weights."""
         logits = take("router_logits", self.packed.num_experts, torch.float32)
         return logits, take("expert_weights", self.routing.top_k, torch.float32)
 
@@ -211,7 +211,7 @@ def _packed(weights: WeightReader, hidden_size: int, sizes: ExpertSizes) -> Pack
         gate_up, down_matrices = (weights.fused(name, count, *shape) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
         return pack(gate_up, None, down_matrices, None, sizes.activation)
     bias, down_bias = (weights.tensor(f"{name}_bias", count, shape[0]) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
-    if weights.has_codes(FUSED_NAMES[0], count, *shapes[0]):  # codes have the order [outputs, inputs]
+    if weights.has_codes(FUSED_NAMES[0], count, *shapes[0]):  # codes are [outputs, inputs], elements are [inputs, outputs]
         gate_up, down_matrices = (weights.fused(name, count, *shape) for name, shape in zip(FUSED_NAMES, shapes, strict=True))
         gate_up = Deinterleaved(gate_up)
     else:

@@ -181,7 +181,7 @@ class RmsNorm:
 class Embedding:
     """A vector for each token of the vocabulary."""
 
-    packed: PackedLinear  # [V, N]; a tied vocabulary projection has the same weight
+    packed: PackedLinear  # [V, N]; also the weight of a tied vocabulary projection
     dtype: torch.dtype  # model dtype
     kernels: Kernels
     scale: float = 1.0  # factor of the vectors, a number of the model dtype; a tied vocabulary projection does not have it
@@ -278,7 +278,7 @@ class Mixer(Protocol):
 
 
 class Mlp(Protocol):
-    """The part of a layer that computes each token alone: GatedMlp or Experts."""
+    """The part of a layer that computes each token separately: GatedMlp or Experts."""
 
     def reserve(self, take: Take) -> None: ...
 

@@ -22,10 +22,10 @@ NO_GRAPHS = GraphLimits()
 
 @dataclass(frozen=True, slots=True)
 class ExpertReads:
-    """The weights of experts, of which a step reads only those that its tokens choose."""
+    """The size of the experts' weights. A step reads only the experts that its tokens choose."""
 
     num_bytes: int  # bytes of all experts of all layers
-    chosen_share: float  # experts per token, as a share of a layer's experts
+    chosen_share: float  # experts per token divided by the experts of a layer
 
     def unread_bytes(self, num_tokens: int) -> int:
         """Returns the expected bytes that a step of this many tokens does not read, if each expert is chosen equally often."""
@@ -47,7 +47,7 @@ class LoadedModel:
     generates: bool  # whether the model has a vocabulary projection
     is_encoder: bool = False
     quantization: str = ""  # see LoadedInfo
-    experts: ExpertReads | None = None  # weights of the experts; None if each step reads all weights
+    experts: ExpertReads | None = None  # size of the experts' weights; None if each step reads all weights
     routed: ExpertShape | None = None  # experts that the model reports for each token; None if it reports none
 
     def step_bytes(self, num_tokens: int) -> int:

@@ -3,8 +3,8 @@
 The config of a transformers model names an implementation of experts. The model's modules of experts call the function that is
 registered under this name, as with attention. computed() is registered as PACKED_EXPERTS.
 
-A module is packed if our kernels compute what the module computes, which a comparison decides. The module's own weights are then
-freed. All other modules are computed by transformers' code.
+A module is packed if our kernels and the module give the same results for random inputs. The module's own weights are then freed.
+transformers' code computes all other modules.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _implementation(module: nn.Module, name: str | None) -> Callable[..., Tensor
 
 
 def _packed(module: Any, kernels: Kernels, own: Callable[..., Tensor]) -> Iterator[PackedExperts]:
-    """Yields the packed weights of a module for each activation with which they give the module's own results."""
+    """Yields the packed weights of a module with each activation that gives the module's own results."""
     parameters = dict(module.named_parameters())
     is_plain = module.has_gate and not module.has_post_expert_norm and not module._is_expert_parallel
     if not is_plain or not {"gate_up_proj", "down_proj"} <= parameters.keys() <= set(WEIGHTS):

@@ -52,7 +52,7 @@ class TransformersModel:
         return TransformersModel(moved, self._decoder, self._attention.using(kernels), self._last_position + 1)
 
     def pack_experts(self) -> int:
-        """Replaces transformers' computation of experts by our kernels, see pack_experts(). Returns the additional bytes."""
+        """Packs the experts for our kernels. Returns the bytes by which the weights have become larger."""
         return pack_experts(self._model, self._attention.kernels)
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:

@@ -73,7 +73,7 @@ class StepRun:
     prompts: list[PromptPiece] = field(default_factory=list)  # prompt log probabilities in the readback
     embeddings: list[int] = field(default_factory=list)  # rows of the plan that have an embedding in the readback
     scores: list[ScorePiece] = field(default_factory=list)  # label log probabilities in the readback
-    experts: StepExperts | None = None  # counts and ids of experts; None if the plan asks for none
+    experts: StepExperts | None = None  # counts and ids of experts; None if the plan requests no experts
     faults: dict[int, RowFault] = field(default_factory=dict)  # rows that did not fit into memory, by row of the plan
     error: BaseException | None = None  # the reason why the step failed
     in_pieces: bool = False  # whether several passes computed the step

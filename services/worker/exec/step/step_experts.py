@@ -1,4 +1,4 @@
-"""Collects the experts that computed a step's tokens: counts of rows for the record, and the expert ids of single rows.
+"""Collects the experts that computed a step's tokens: row counts for the expert distribution record, and ids for requests.
 
 A model with experts stores the ids of a pass in a buffer with a constant address, so that a captured graph writes them, too. The
 next pass overwrites the buffer. The ids are therefore counted or copied on the device directly after each pass, and the step's

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rootstock_llm.services.shared import served_config
 
-QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes in files; floats with fewer than 16 bits also count as quantised
+QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes in files; floats with fewer than 16 bits also count as quantized
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtype names in files
 STORED = FLOATS | {  # dtype names in files, of elements and of codes
     "F8_E4M3": torch.float8_e4m3fn,
@@ -157,13 +157,13 @@ class Checkpoint:
         return misnamed
 
     def _check_types(self) -> None:
-        """Raises CheckpointError for quantised tensors, which would be wrong without their scales in separate tensors."""
+        """Raises CheckpointError for quantized tensors, which would be wrong without their scales in separate tensors."""
         for name, file in self._file_of.items():
             if not (self._folder / file).is_file():
                 continue
             found = self._dtype(name, file)
             if found.startswith(("F8", "F6", "F4")) or (found in QUANTISED_WEIGHTS and name.endswith("weight")):
-                raise CheckpointError(f"{self._folder} is quantised: {name} is {found}; supported: {', '.join(FLOATS)}")
+                raise CheckpointError(f"{self._folder} is quantized: {name} is {found}; supported: {', '.join(FLOATS)}")
 
     def _dtype(self, name: str, file: str) -> str:
         try:

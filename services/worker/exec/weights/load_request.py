@@ -46,7 +46,7 @@ class WeightLoader(Protocol):
             dtype: dtype to which the tensors are converted.
             kernels: kernels of the device, which pack the weights.
             progress: called with a log line every few seconds and at the end, on any thread.
-            quantization: form of the model's matrices.
+            quantization: decides the form of the model's matrices.
         """
 
 

@@ -1,7 +1,7 @@
 """Decides the form of every matrix of a model: elements of 16 or 32 bits, codes of the checkpoint, or codes computed at load.
 
 A folder without codes can be quantized while it is loaded: int8 with a scale per output channel, or int4 with a scale per group.
-The published forms of codes are in rootstock_llm.services.worker.exec.weights.layouts.
+The classes in exec/weights/layouts read the codes of checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Part = tuple[str, tuple[int, ...]]  # name of a tensor in the checkpoint, and it
 class QuantizationOptions:
     """The settings quantization and quantize_head."""
 
-    scheme: str = AUTO  # AUTO: the form of the checkpoint; INT8, INT4
+    scheme: str = AUTO  # AUTO: no matrix is quantized at load; INT8, INT4
     head: bool = False  # whether the vocabulary projection gets 8 bits
 
 
@@ -34,7 +34,7 @@ FROM_CHECKPOINT = QuantizationOptions()
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of the checkpoint from which a matrix is made."""
+    """One of the checkpoint's tensors of a matrix."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,24 +48,24 @@ class StoredTensor:
 
 
 class Layout(Protocol):
-    """A published form of codes: the tensors of a matrix in the checkpoint, and their meaning.
+    """The layout of a quantized checkpoint: the tensors of a matrix, and their meaning.
 
-    The class of a layout checks the config when it is made, and raises CheckpointError for values that it does not support.
+    The constructor takes a config for which quantization_config.fault_of() finds no fault.
     """
 
     @property
     def name(self) -> str:
-        """Name for logs and responses, such as "awq int4 by 128 with zero points"."""
+        """Name for logs and responses, such as "awq 4 bits by 128"."""
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """Returns the tensors of a matrix. Empty if the checkpoint has its elements.
 
         Args:
             name: name that the tensor of elements would have, such as "model.layers.0.mlp.up_proj.weight".
-            shape: its shape, [N, K].
+            shape: its shape, [N, K], or [E, N, K] if it has all experts of a layer.
 
         Raises:
-            CheckpointError: the layout has no form for the shape. The message names the tensor.
+            CheckpointError: the layout does not support the shape. The message names the tensor.
         """
 
     def matrix(self, name: str, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Matrix:
@@ -81,13 +81,13 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The form of the matrices of one model."""
+    """The form of all matrices of one model."""
 
     options: QuantizationOptions = FROM_CHECKPOINT
-    layout: Layout | None = None  # form of the checkpoint's codes; None if it has none
+    layout: Layout | None = None  # layout of a quantized checkpoint; None for other checkpoints
 
     def __str__(self) -> str:
-        """The scheme for logs and responses. Empty if no matrix has codes."""
+        """The layout and the options for logs and responses, such as "awq 4 bits by 128". Empty without both."""
         parts = [] if self.layout is None else [self.layout.name]
         parts += [self.options.scheme] * (self.options.scheme != AUTO)
         return ", ".join([*parts, "int8 head"] if self.options.head else parts)
@@ -123,14 +123,15 @@ class Quantization:
         return self.layout.matrix(*part, tensors)
 
     def applied(self, name: str, matrix: Matrix, is_head: bool) -> Matrix:
-        """Returns the matrix in the form in which kernels compute: with codes, if the options demand them.
+        """Returns the matrix in the form that kernels pack: with codes, if the options demand them.
 
         Args:
             name: name of the first tensor of the matrix.
             is_head: whether it is the vocabulary projection.
 
         Raises:
-            CheckpointError: the depth does not fit the scheme, an element is not finite, or a head with codes must get others.
+            CheckpointError: the depth does not fit the scheme, an element is not finite, or the options demand 8 bits for a
+                head with codes.
         """
         if isinstance(matrix, CodedWeight):
             if is_head and self.options.head:

@@ -55,7 +55,7 @@ class WeightSource(Protocol):
         """
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
-        """Returns the concatenated parts of each group. All groups have the same shapes.
+        """Returns for each group its concatenated parts, as one matrix. All groups have the same shapes.
 
         A source of files reads a group when the result is indexed. Raises CheckpointError, also when the result is indexed.
         """
@@ -70,7 +70,7 @@ class WeightSource(Protocol):
         """
 
     def in_form(self, name: str, matrices: Matrices) -> Matrices:
-        """Returns matrices of elements in the form in which kernels compute, see Quantization.applied().
+        """Returns matrices of elements in the form that kernels pack, see Quantization.applied().
 
         Args:
             name: name of the matrices in messages.
@@ -99,8 +99,8 @@ class WeightReader:
     def matrix(self, parts: Sequence[tuple[str, int]], in_features: int, bias: bool) -> tuple[Matrix, Tensor | None]:
         """Returns projections of one input as one matrix [N, in_features], and their biases [N].
 
-        Every linear layer requests its weight by this method, and the vocabulary projection by vocabulary(). Other tensors are
-        requested by tensor().
+        Weights that may have codes are requested by this method, the vocabulary projection by vocabulary(), and experts by
+        matrices() or fused(). Routers and all other tensors are requested by tensor().
 
         Args:
             parts: names of the projections and their numbers of output features.
@@ -141,13 +141,13 @@ class WeightReader:
 
 
 def in_one(stacked: Callable[[Sequence[Part]], Tensor], groups: Sequence[Sequence[Part]]) -> Tensor:
-    """Returns the parts of all groups as one tensor, [groups, ...], with the memory that `stacked` returns."""
+    """Returns the parts of all groups as one tensor, [groups, ...], a view of the result of `stacked`."""
     both = stacked([part for group in groups for part in group])
     return both.view(len(groups), -1, *both.shape[1:])
 
 
 class LazyMatrices:
-    """Matrices that a function makes when they are indexed."""
+    """Matrices that a function creates when they are indexed."""
 
     def __init__(self, count: int, made: Callable[[int], Matrix]) -> None:
         self._count, self._made = count, made
@@ -205,7 +205,7 @@ class CheckpointSource:
         tensors = [[self._tensor(each) for each in of_part] for of_part in stored]
         matrix = self.quantization.decoded(parts, tensors, self.dtype)
         applied = self.quantization.applied(parts[0][0], matrix, is_head)
-        # A matrix of one tensor may be the memory of the file, whose address decides the bits of torch's products.
+        # A matrix of one tensor may share memory with the file. The memory's address changes the bits of torch's products.
         return applied.clone() if applied is tensors[0][0] else applied
 
     def matrices(self, groups: Sequence[Sequence[Part]]) -> Matrices:
@@ -264,7 +264,7 @@ class Allocated:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
     def _allocated(self, parts: Sequence[Part], dtype: torch.dtype | None) -> Tensor:
-        # A single part may have no dimension, such as a scale.
+        # A single part may be a scalar, such as a scale.
         shape = parts[0][1] if len(parts) == 1 else (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
         try:
             fused = torch.empty(shape, dtype=dtype or self.dtype, device=self._device)

@@ -164,7 +164,7 @@ def stream_weights(
         device: the device for the weights.
         options: number of threads and size of the staging memory.
         slab: allocates the staging memory.
-        quantization: form of the model's matrices.
+        quantization: decides the form of the model's matrices.
     """
     with phases.timed("weights"):
         listed = listed_tensors(read, dtype, quantization)

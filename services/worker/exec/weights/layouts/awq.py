@@ -1,7 +1,7 @@
-"""Reads weights of AWQ (arXiv 2306.00978) in the form "gemm" of AutoAWQ.
+"""Reads weights of AWQ (arXiv 2306.00978) in version "gemm" of AutoAWQ.
 
-A module has qweight int32[K, N / 8], qzeros int32[K / group, N / 8] and scales [K / group, N]. The eight codes of a word, from
-the lowest bits on, belong to the columns 0, 2, 4, 6, 1, 3, 5, 7.
+A module has qweight int32[K, N / 8], qzeros int32[K / group, N / 8] and scales [K / group, N]. From the lowest bits on, the eight
+codes of a word are those of columns 0, 2, 4, 6, 1, 3, 5 and 7.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
 from rootstock_llm.services.worker.exec.weights.layouts.words import finite, scheme_for, sizes_of, unpacked
 from rootstock_llm.services.worker.exec.weights.quantization import StoredTensor
 
-POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of the codes of columns 0 to 7
+POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)  # position in its word of the code of each column, 0 to 7
 BITS = 4
 
 

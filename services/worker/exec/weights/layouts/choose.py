@@ -26,10 +26,10 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Checkpoint], Layout]] = {
 
 
 def read_quantization(folder: Path, options: QuantizationOptions) -> Mapping[str, Any] | None:
-    """Returns the description of the quantised weights in a folder's config.json; None if the weights are not quantised.
+    """Returns the description of the quantized weights in a folder's config.json; None if the weights are not quantized.
 
     Raises:
-        CheckpointError: the quantisation is not supported, or the options cannot be combined with it.
+        CheckpointError: the quantization is not supported, or the options cannot be combined with it.
     """
     config = read_json(folder / "config.json")
     if fault := fault_of(config, {path.name for path in folder.iterdir()}):
@@ -37,13 +37,13 @@ def read_quantization(folder: Path, options: QuantizationOptions) -> Mapping[str
     found = quantization_of(config)
     if found is not None and options.scheme != AUTO and not (becomes_float(found) and options.scheme == INT8):
         raise CheckpointError(
-            f"--quantization is {options.scheme}, but {folder} is quantised by {method_of(found)}. Set --quantization to {AUTO}."
+            f"--quantization is {options.scheme}, but {folder} is quantized by {method_of(found)}. Set --quantization to {AUTO}."
         )
     return found
 
 
 def quantization_for(given: Mapping[str, Any] | None, options: QuantizationOptions, checkpoint: Checkpoint) -> Quantization:
-    """Returns the form of a model's matrices.
+    """Returns the Quantization of a model.
 
     Args:
         given: result of read_quantization().

@@ -1,13 +1,13 @@
 """Reads weights of compressed-tensors, the library of llm-compressor (https://github.com/vllm-project/compressed-tensors).
 
-| format | tensors of a module | result |
+| format | tensors of a module | elements or codes |
 |---|---|---|
 | pack-quantized | weight_packed int32[N, K bits / 32], weight_scale [N, C], and the tensors below | codes |
 | int-quantized | weight int8[N, K], weight_scale [N, 1] or [1] | codes |
-| float-quantized | weight float8[N, K], weight_scale [N, 1], [1] or [N / 128, K / 128] | floats |
+| float-quantized | weight float8[N, K], weight_scale [N, 1], [1] or [N / 128, K / 128] | elements |
 
 A packed weight may have weight_zero_point int32[N bits / 32, C] and weight_g_idx int32[K], the group of each element.
-Letters: N output channels, K elements of depth, C groups of the depth. Packed codes have an offset of 2^(bits - 1).
+Letters: N output channels, K elements per channel, C groups per channel. Packed codes have an offset of 2^(bits - 1).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Group:
     kind: str  # PACKED, INTEGER or FLOAT
     targets: tuple[str, ...]  # module names, "re:" with a regular expression of module names, or class names
     bits: int
-    group: int  # elements of the depth that share a scale; 0: a whole output channel
+    group: int  # elements of a group; 0: a whole output channel
     symmetric: bool  # whether there are no zero points
 
     def matches(self, module: str) -> bool:
@@ -55,7 +55,7 @@ class CompressedTensors:
         return ", ".join(f"compressed-tensors {each.kind} {each.bits} bits" for each in self._groups)
 
     def _group_of(self, module: str) -> _Group:
-        """Returns the group of a module: the group that names it, or the only group of a class of modules."""
+        """Returns the config group that names the module, or else the first group that names a class of modules."""
         named = [group for group in self._groups if group.matches(module)]
         of_class = [group for group in self._groups if any(each.isidentifier() for each in group.targets)]
         found = named or of_class

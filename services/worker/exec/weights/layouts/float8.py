@@ -1,9 +1,9 @@
 """Reads weights in float8 (e4m3) with scales per block of 128 x 128, per output channel, or for the whole matrix.
 
-The form with blocks is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3) and of the method "fp8" of transformers. A weight has
-the tensors weight float8[N, K] and weight_scale_inv [N / 128, K / 128] or, for a whole matrix, weight_scale [1]. For a whole
-matrix, transformers writes weight_scale_inv [] instead. The scales are factors of the weights. Static scales of activations are
-ignored, because the result is a matrix of floats.
+DeepSeek-V3 (arXiv 2412.19437, section 3.3) and the method "fp8" of transformers have scales per block. A module has the tensors
+weight float8[N, K] and weight_scale_inv [N / 128, K / 128]. With one scale for the whole matrix, it has weight_scale [1], or
+weight_scale_inv [] from transformers. An element is the stored number times its scale. Static scales of activations are ignored,
+because the result is a matrix of elements.
 """
 
 from __future__ import annotations

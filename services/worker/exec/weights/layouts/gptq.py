@@ -1,7 +1,7 @@
-"""Reads weights of GPTQ (arXiv 2210.17323) in the forms "gptq" (v1) and "gptq_v2" of AutoGPTQ and GPTQModel.
+"""Reads weights of GPTQ (arXiv 2210.17323) in the formats "gptq" and "gptq_v2" of AutoGPTQ and GPTQModel.
 
 A module has qweight int32[K bits / 32, N], qzeros int32[K / group, N bits / 32], scales [K / group, N] and g_idx int32[K], the
-group of each element of the depth. Form v1 stores zero points minus 1.
+group of each element of a channel. The format "gptq" stores zero points minus 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gptq:
         self._checkpoint = checkpoint
         self._bits, self._group = int(quantization["bits"]), max(int(quantization.get("group_size") or 0), 0)
         self._symmetric = bool(quantization.get("sym", False))
-        self._less = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1  # difference of stored zero points
+        self._less = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1  # zero point minus the stored number
 
     @property
     def name(self) -> str:
@@ -56,5 +56,5 @@ class Gptq:
         zeros = (unpacked(stored_zeros, self._bits).t() + self._less) & ((1 << self._bits) - 1)
         scheme = scheme_for(name, self._bits, self._group, True, shape)
         weight = CodedWeight(codes, finite(name, scales.t()), zeros, scheme, order)
-        # Decided by the config first, because the experts of a layer must have one scheme, whatever zero points they have.
+        # If the config does not say `sym`, all matrices keep their zero points, so that they have one scheme.
         return weight.without_zeros() if self._symmetric and bool((zeros == scheme.zero).all()) else weight

@@ -1,7 +1,7 @@
-"""Reads weights in MXFP4 (OCP Microscaling Formats 1.0): numbers E2M1 of 4 bits, and a power of 2 for each 32 of them.
+"""Reads weights in MXFP4 (OCP Microscaling Formats 1.0): numbers E2M1 of 4 bits. 32 numbers share a power of 2 as scale.
 
 A matrix NAME [N, K] has NAME_blocks uint8[N, K / 32, 16], with the first number of a byte in its lower half, and NAME_scales
-uint8[N, K / 32], exponents with an offset of 127. The matrices of several experts have one more dimension before N.
+uint8[N, K / 32], exponents with an offset of 127. The matrices of all experts of a layer have one more dimension before N.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, Ch
 from rootstock_llm.services.worker.exec.weights.quantization import StoredTensor
 
 GROUP = 32
-# Twice the numbers of E2M1, so that they are whole. The scales are halved.
+# Twice the numbers of E2M1, which makes them integers. matrix() halves the scales.
 SCHEME = Scheme(4, GROUP, table=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 OFFSET, NOT_A_NUMBER = 127, 255  # of exponents
 
 
 class Mxfp4:
-    """Implements Layout. The matrices of several experts [E, N, K] become one matrix [E N, K]."""
+    """Implements Layout. matrix() returns a tensor of experts [E, N, K] as one matrix [E N, K]."""
 
     name = "mxfp4"
 

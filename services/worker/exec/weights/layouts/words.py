@@ -1,4 +1,4 @@
-"""Unpacks codes from 32-bit words, and checks scales and orders, which several layouts have in common."""
+"""Unpacks codes from 32-bit words and checks scales and orders, for several layouts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def finite(name: str, scales: Tensor) -> Tensor:
 
 
 def sizes_of(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the numbers of output channels and of elements of the depth. Raises CheckpointError for a tensor of experts."""
+    """Returns the number of output channels and the depth. Raises CheckpointError if the tensor has all experts of a layer."""
     if len(shape) != 2:
-        raise CheckpointError(f"{name} has the experts of a layer in one tensor, which is not supported for its quantisation")
+        raise CheckpointError(f"{name} has the experts of a layer in one tensor, which is not supported for its quantization")
     return shape[0], shape[1]
 
 
@@ -33,7 +33,7 @@ def scheme_for(name: str, bits: int, group: int, zero_points: bool, shape: tuple
     """Returns the scheme of a matrix. Raises CheckpointError if no kernel reads it, or if it does not fit the shape.
 
     Args:
-        group: elements of the depth that share a scale; 0 for a whole channel.
+        group: elements of a group; 0 for a whole channel.
     """
     _, depth = sizes_of(name, shape)
     try:
