@@ -4,8 +4,8 @@ The model has random bf16 weights in a shape of make_model. For each batch, the 
 a decode step, and output tokens per second (prefill and decode). A second line has the seconds of our run (prefill and decode)
 per kernel group and between kernels. A third line has the bytes of weights that a decode step reads, with experts that have rows,
 and the time of a step as a multiple of the time in which the same threads read as many bytes. For this, `--pairs` further steps
-and reads alternate. With several forms of weights and several rounds, the medians of the ratios of all rounds to the first form
-follow.
+and reads alternate. If --quantization has several forms and --rounds is above 1, the last lines have the median
+ratios of each form to the first one over all rounds.
 
 With --contexts, decode steps of one request alternate between contexts, and between our executor and transformers. The output has
 the medians of the rounds' ratios with 95 % intervals. No time is checked.
@@ -294,7 +294,7 @@ def main() -> None:
         "--quantization", nargs="+", default=["auto"], help="forms of the weights: auto, int8, int4, int8+head, ..."
     )
     parser.add_argument("--pairs", type=int, default=9, help="further decode steps that alternate with reads of memory; 0: none")
-    parser.add_argument("--rounds", type=int, default=1, help="number of rounds, in each of which all forms take turns")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds; each round runs all forms")
     parser.add_argument("--shape", choices=list(SHAPES), default=DEFAULT_SHAPE, help="see make_model")
     parser.add_argument("--contexts", type=int, nargs="+", default=[], help="prompt tokens of the requests whose steps alternate")
     parser.add_argument("--steps", type=int, default=8, help="with --contexts, number of successive steps at one context")

@@ -132,9 +132,9 @@ class TestRoutedExperts:
         assert 1 not in engine.routed
 
     def test_uncut_prompt_above_the_chunk_budget_has_all_experts(self) -> None:
-        """The class of sglang #26860: the buffer of captured experts had the size of a chunk.
+        """Covers the fault of sglang #26860: a buffer of captured experts with the size of a chunk.
 
-        A prompt that was computed in one larger step did not fit into the buffer, and the server ended.
+        A prompt that is computed in one larger step does not fit into such a buffer.
         """
         engine = sparse(chunked_prefill_size=0, max_prefill_tokens=16)
         engine.submit(0, range(100), max_new_tokens=3, ignore_eos=True, routed_from=0)
@@ -143,7 +143,7 @@ class TestRoutedExperts:
         engine.check_answer(0)
 
     def test_last_prompt_token_has_its_experts_when_no_token_is_sampled(self) -> None:
-        """The class of sglang #20964: the experts of the last token were always cut.
+        """Covers the fault of sglang #20964: cutting the experts of the last token in all cases.
 
         The last token is not computed if it was sampled. A request without output ends with a prompt token, which is computed.
         """
@@ -156,9 +156,9 @@ class TestRoutedExperts:
         engine.check_answer(1)
 
     def test_experts_of_output_tokens_belong_to_each_position(self) -> None:
-        """The class of sglang #12162: the output had the experts of the prompt's length only, or copies of one token's experts.
+        """Covers the faults of sglang #12162: too few experts in the output, or copies of one token's experts.
 
-        The number of tokens came from the state at the last prefill, and captured decode steps did not write their experts.
+        The causes are a number of tokens from the last prefill, and captured decode steps that do not write their experts.
         """
         engine = sparse()
         engine.submit(0, PROMPT[:6], max_new_tokens=40, ignore_eos=True, routed_from=6)

@@ -1,6 +1,6 @@
-"""Writes weights in the published forms of quantisation tools, by compressed-tensors or by the documentation of the form.
+"""Writes weights in the layouts of quantization tools, with the library compressed-tensors or as the tool's documentation says.
 
-Each form returns the tensors of one module and the elements float32[N, K] that they stand for.
+Each Form returns the tensors of one module, and its elements float32[N, K].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Encoded = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """A published form."""
+    """A layout with its options, such as bits and group."""
 
     encode: Callable[[str, Tensor], Encoded]  # encodes a module's weight [N, K]
     config: dict[str, Any]  # quantization_config
@@ -74,7 +74,7 @@ def awq(group: int) -> Form:
 def gptq(bits: int, group: int, version: int = 1, symmetric: bool = False, act_order: bool = False) -> Form:
     def encode(module: str, weight: Tensor) -> Encoded:
         depth = weight.shape[1]
-        # All modules of one depth have one order, as those with the same inputs have it in GPTQ.
+        # All modules of one depth have one order. In GPTQ, modules with the same inputs have one order.
         order = torch.randperm(depth, generator=torch.Generator().manual_seed(depth)) if act_order else torch.arange(depth)
         ordered = weight[:, order]
         scales, zeros = steps(ordered, group, bits)
@@ -105,7 +105,7 @@ def gptq(bits: int, group: int, version: int = 1, symmetric: bool = False, act_o
 
 
 def compressed(kind: str, bits: int, number: str, strategy: str, group: int = 0, symmetric: bool = True) -> Form:
-    """A form that the library compressed-tensors writes and reads."""
+    """Returns a layout that the library compressed-tensors writes and reads."""
     block = [128, 128] if strategy == "block" else None
     args = QuantizationArgs(
         num_bits=bits, type=number, symmetric=symmetric, strategy=strategy, group_size=group or None, block_structure=block
@@ -144,7 +144,7 @@ def compressed(kind: str, bits: int, number: str, strategy: str, group: int = 0,
 
 
 def fp8(block: bool, scalar: bool = False) -> Form:
-    """The form of DeepSeek-V3 and of transformers' method "fp8".
+    """Returns the layout of DeepSeek-V3 and of transformers' method "fp8".
 
     Args:
         scalar: whether the only scale has no dimension, as FP8Linear of transformers stores it.

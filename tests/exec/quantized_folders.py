@@ -1,4 +1,4 @@
-"""Folders of a model in several forms of weights, and logprobs of a model for comparison."""
+"""Writes model folders with weights of several forms, and computes logprobs for comparison."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_drafting_changes_no_bit_of_an_answer_on_a_late_device(plain: DeviceExec
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "mtp"] if NIGHTLY else ["mtp"])
-def test_draft_head_with_a_quantized_target_changes_no_bit_of_an_answer(
+def test_draft_head_with_a_quantized_target_changes_no_bit_of_a_completion(
     folder: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forms, target = {"quantization": "int8", "quantize_head": True}, asked(0)

@@ -1,4 +1,4 @@
-"""A layer of experts equals transformers' module for each form of a checkpoint, and its loading needs little memory."""
+"""A layer of experts equals transformers' module for each way to store experts, and its loading needs little memory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_layer_of_experts_equals_the_module_of_transformers(
 
 
 def test_loading_has_few_unpacked_experts_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the tensors that the checkpoint's reader has made and that are still in memory when it makes another one."""
+    """Counts the tensors of the checkpoint's reader that are still in memory when it creates another tensor."""
     shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
     tensors = {
         f"mlp.experts.{expert}.{name}.weight": torch.randn(shape) for expert in range(COUNT) for name, shape in shapes.items()

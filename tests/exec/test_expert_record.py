@@ -104,7 +104,7 @@ def test_experts_equal_those_of_transformers(mixture: Mixture, executors: Any, o
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_experts_are_complete_when_a_step_is_computed_in_pieces(mixture: Mixture, executors: Any, first: int) -> None:
-    """The class of sglang #26860 on the executor: the step has more tokens than its buffers hold."""
+    """Covers the fault of sglang #26860 on the executor: a step has more tokens than its buffers hold."""
     executor = executors(max_tokens=16)
     check(recording(mixture, executor, enable_mixed_chunk=True), mixture, first)
     assert executor.runner.stats.pieces > 4
@@ -121,7 +121,7 @@ def test_rejected_draft_tokens_are_not_counted(mixture: Mixture, executors: Any,
 
 
 def test_padding_and_replays_of_graphs_count_as_other_steps(mixture: Mixture) -> None:
-    """The class of sglang #12162 on the executor: captured decode steps must report the experts of each replay.
+    """Covers the fault of sglang #12162 on the executor: captured decode steps must report the experts of each replay.
 
     The steps also launch no work for which the host waits.
     """

@@ -1,4 +1,4 @@
-"""Random weights of codes, and the schemes that the kernels' tests combine with shapes."""
+"""Creates random weights with codes. Lists the schemes that the kernels' tests combine with shapes."""
 
 from __future__ import annotations
 

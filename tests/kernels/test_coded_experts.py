@@ -174,7 +174,7 @@ def test_triton_layer_equals_the_elements_of_codes_whose_depth_does_not_fill_a_b
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", DETERMINISTIC_SCHEMES, ids=str)
-def test_coded_experts_give_the_same_bits_for_any_rows_and_numbers_of_experts(
+def test_coded_experts_give_the_same_bits_for_any_rows_and_expert_ids(
     kernels: CpuKernels, scheme: Scheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = coded_case((scheme, scheme), dtype, experts=6, rows=40, choices=3)
@@ -226,7 +226,7 @@ def test_step_of_one_row_reads_no_codes_of_other_experts(kernels: CpuKernels, dt
 
 
 class OneByOne:
-    """Codes that are made when they are read, as those of a file."""
+    """Codes that are created when they are indexed, as those of a file."""
 
     def __init__(self, matrices: Sequence[CodedWeight]) -> None:
         self._matrices = matrices
@@ -253,7 +253,7 @@ def test_packing_has_the_codes_of_one_expert_in_memory_at_a_time(kernels: CpuKer
 
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 64)], ids=str)
 def test_experts_with_and_without_zero_points_are_packed_together(kernels: CpuKernels, scheme: Scheme) -> None:
-    """A reader omits the zero points of a matrix if the scheme stands for them."""
+    """A reader omits the zero points of a matrix if all of them equal Scheme.zero."""
     case = coded_case((scheme, replace(scheme, zero_points=True)), torch.float32)
     down = [
         each if number % 2 else each.with_zeros() for number, each in enumerate(coded_case((scheme, scheme), torch.float32).down)

@@ -151,7 +151,7 @@ def test_experts_give_the_same_bits_for_any_number_of_rows(kernels: CpuKernels, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_numbers_of_experts_change_no_bit(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_order_of_experts_changes_no_bit(kernels: CpuKernels, dtype: torch.dtype) -> None:
     case = case_of(random.Random(5), dtype, experts=12, inner=40, width=66, rows=25, choices=4, biases=True)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))  # new expert i is the old expert order[i]
     assert case.gate_up_bias is not None and case.down_bias is not None
@@ -231,7 +231,7 @@ def test_step_of_one_row_reads_no_weights_of_other_experts(kernels: CpuKernels, 
 
 
 class OneByOne:
-    """Matrices that are made when they are read, as those of a file."""
+    """Matrices that are created when they are indexed, as those of a file."""
 
     def __init__(self, matrices: Tensor) -> None:
         self._matrices = matrices

@@ -59,7 +59,7 @@ def test_tile_of_deterministic_mode_does_not_depend_on_the_number_of_pairs() -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_experts_give_the_same_bits_for_any_rows_and_numbers_of_experts(
+def test_experts_give_the_same_bits_for_any_rows_and_expert_ids(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products_in_order(monkeypatch)

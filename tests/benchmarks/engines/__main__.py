@@ -5,7 +5,7 @@ random weights, converted if the engine needs it, the same prompts of token ids,
 of tokens. Sampling is greedy, and no end token ends a request.
 
 Each round starts one engine after the other, in an order that changes from round to round. Before each workload, the engine gets
-a warm-up request. Rootstock runs as a server with an HTTP client on the same cores. The other engines run inside of a driver
+a warm-up request. Rootstock runs as a server with an HTTP client on the same cores. The other engines run inside a driver
 process, without HTTP and without text. The output has the median and the range over the rounds of:
 
 - tokens per second: output tokens, and for the workload with shared prefixes also prompt tokens;

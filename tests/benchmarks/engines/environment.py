@@ -1,6 +1,6 @@
-"""Environments of engines and converted checkpoints, both made once in the benchmark's folder.
+"""Creates the environments of engines and the converted checkpoints, both once, in the benchmark's folder.
 
-A file is written when a folder is complete. A folder without it is made again.
+A file marks a complete folder. A folder without this file is created again.
 """
 
 from __future__ import annotations

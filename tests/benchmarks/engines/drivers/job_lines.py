@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Engine(Protocol):
-    """An engine inside of the driver's process."""
+    """An engine inside the driver's process."""
 
     def generate(self, prompts: Sequence[list[int]], output_len: int, in_flight: int) -> list[int]:
         """Computes greedy completions of output_len tokens, with at most in_flight prompts at once.

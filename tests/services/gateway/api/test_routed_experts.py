@@ -1,4 +1,4 @@
-"""Tests of return_routed_experts on /generate: the form of the response, refusals, and requests that move between workers."""
+"""Tests of return_routed_experts on /generate: responses, refusals, and requests that move between workers."""
 
 from __future__ import annotations
 
