@@ -61,7 +61,6 @@ USUAL = [
     "worker.settings.gpu_memory_utilization",
     "worker.settings.max_num_seqs",
     "worker.settings.max_model_len",
-    "worker.settings.quantization",
     "gateway.image.pullPolicy",
     "worker.env",
     "models.modelURL",

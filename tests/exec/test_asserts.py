@@ -116,7 +116,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     (
         Fault(
             "the value projection is not loaded",
-            WeightReader.stacked,
+            WeightReader.matrix,
             "size, in_features)) for name, size in names]",
             "size, in_features)) for name, size in names[:2]]",
             "one after the other",

@@ -35,8 +35,14 @@ from tests.sim.deployed_worker import on_gpu
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--concurrency", "12", "--num-pages", "96", "--context-len", "4096", "--schedule-conservativeness", "0.05")
 DRAFTS = ("--max-drafts", "3")
-# Attributes that the canonical form omits: texts, and parts of a schema that a gateway has generated.
-LEFT_OUT = {Finish: {"message"}, GrammarSpec: {"parts"}}
+# Attributes that the canonical form omits: texts, parts of a schema that a gateway has generated, and experts, which the fake
+# executor of a simulation does not have.
+LEFT_OUT = {
+    BatchPlan: {"counts_experts", "routed_rows", "routed_offsets"},
+    Finish: {"message"},
+    GrammarSpec: {"parts"},
+    PeerOutput: {"routed_experts"},
+}
 # Attributes that a function of the digest reads.
 READ_BY_FUNCTIONS = {
     BatchPlan: {

@@ -1,8 +1,8 @@
 """Computes the revision of a folder of weights: a digest of all files and settings that determine the model's outputs.
 
 The digest covers names, sizes and all bytes of config.json, of the files in OPTIONAL that exist, and of every *.safetensors file.
-It also covers the form of the weights: the settings of quantization, and CODES_VERSION. It does not cover the folder's name and
-the files' times.
+For weights with codes, it also covers the settings of quantization and CODES_VERSION. It does not cover the folder's name and the
+files' times.
 
 A few threads hash the files in pieces of a fixed size while another thread loads them. xxh3 releases the interpreter's lock and
 runs at memory speed. Each file is read from disk only once, because the page cache serves its second reader.
@@ -10,6 +10,7 @@ runs at memory speed. Each file is read from disk only once, because the page ca
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -20,25 +21,29 @@ from types import TracebackType
 
 import xxhash
 
+from rootstock_llm.services.shared.quantization_config import quantization_of
+
 logger = logging.getLogger(__name__)
 
-VERSION = b"3"  # version of the digest's input format; a new version gives every folder a new revision
+VERSION = b"2"  # version of the digest's input format; a new version gives every folder a new revision
 PIECE_BYTES = 64 << 20  # bytes that one task hashes
 BUFFER_BYTES = 1 << 20  # read buffer of a thread; fits into a core's cache
 MOST_THREADS = 4
-CODES_VERSION = 1  # version of the code that reads, computes and packs codes; a new version changes every revision
+CODES_VERSION = 1  # version of the code that reads, computes and packs codes; a new version changes the revisions of such weights
 CONFIG = "config.json"
 OPTIONAL = ("hf_quant_config.json", "model.safetensors.index.json", "quantize_config.json")  # index, files of quantization tools
 
 
 def weight_form(quantization: str, quantize_head: bool) -> bytes:
-    """Returns the form of a worker's weights, as input of the digest.
+    """Returns the form of a worker's weights, as input of the digest. Empty if the settings quantize nothing.
 
     Args:
         quantization: the worker's setting.
         quantize_head: the worker's setting.
     """
-    return f"quantization {quantization}, head {quantize_head}, codes {CODES_VERSION}".encode()
+    if quantization == "auto" and not quantize_head:
+        return b""
+    return f"quantization {quantization}, head {quantize_head}".encode()
 
 
 class WeightsChanged(ValueError):
@@ -102,7 +107,6 @@ class WeightsReading:
             raise self._error
         loaded = time.monotonic()
         chain = xxhash.xxh3_128(VERSION)
-        chain.update(len(self._form).to_bytes(4, "little") + self._form)
         for file, pieces in zip(self._files, self._pieces, strict=True):
             name = file.name.encode()
             chain.update(len(name).to_bytes(4, "little") + name + file.size.to_bytes(8, "little"))
@@ -111,6 +115,9 @@ class WeightsReading:
         if changed := set(self._files) ^ set(_files_of(self._folder)):
             names = ", ".join(sorted({file.name for file in changed}))
             raise WeightsChanged(f"{self._folder} changed while it was read: {names}")
+        if self._form or quantization_of(json.loads((self._folder / CONFIG).read_bytes())) is not None:
+            # Other weights keep the revision that releases before quantization computed, so that both share a fleet.
+            chain.update(f"codes {CODES_VERSION}, ".encode() + self._form)
         size, waited = sum(file.size for file in self._files), time.monotonic() - loaded
         logger.info("weights revision %s: hashed %.2f GB; waited %.1f s after the load", chain.hexdigest(), size / 1e9, waited)
         return chain.hexdigest()

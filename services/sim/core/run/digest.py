@@ -20,7 +20,8 @@ types have these forms:
 | float | the shortest text that gives the same value |
 
 Orders without a meaning are removed: parameters of admitted slots are sorted by slot, and updates of page tables by slot and
-page. Message texts are left out, because their wording is no decision.
+page. Message texts are left out, because their wording is no decision. Columns of experts are left out, because a simulated model
+has no experts.
 """
 
 from __future__ import annotations

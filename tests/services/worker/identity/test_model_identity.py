@@ -75,10 +75,16 @@ def test_revision_depends_on_the_order_of_pieces_but_not_on_the_number_of_thread
     assert revision(4) != before
 
 
-def test_revision_depends_on_the_form_of_the_weights(tmp_path: Path) -> None:
+def test_revision_depends_on_the_form_of_quantized_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "model")
     forms = [weight_form(scheme, head) for scheme in ("auto", "int8", "int4") for head in (False, True)]
     assert len({revision_of(folder, form) for form in forms}) == len(forms)
+    # Releases before quantization compute this revision, so that an update moves answers to new workers.
+    assert revision_of(folder) == "51f7fa91ce73220cb3db0217483ee2d0"
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    quantized = revision_of(folder)
+    monkeypatch.setattr(weights_revision, "CODES_VERSION", 2)
+    assert revision_of(folder) != quantized
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "model.safetensors.index.json"])
