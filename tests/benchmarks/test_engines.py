@@ -75,6 +75,14 @@ def test_warm_up_shares_no_prefix_with_measured_prompts(tmp_path: Path) -> None:
     assert all(prompt[:16] != warm_up.prompts[0][:16] for prompt in job.prompts)
 
 
+@pytest.mark.parametrize("workload", [*WORKLOADS.values(), *SMOKE_WORKLOADS.values()])
+def test_warm_up_is_no_longer_than_a_measured_request(workload: Workload, tmp_path: Path) -> None:
+    """The context of an engine is as long as the longest measured request."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000}')
+    warm_up, job = jobs(workload, tmp_path, (0, 0))
+    assert len(warm_up.prompts[0]) == workload.input_len and 0 < warm_up.output_len <= job.output_len
+
+
 def test_plan_begins_each_round_with_another_variant() -> None:
     chosen = variants(["rootstock", "vllm", "llama.cpp"], [16, 4])
     assert chosen == [OURS, Variant("rootstock", 4), VLLM, Variant("llama.cpp", 4)]

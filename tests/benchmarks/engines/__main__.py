@@ -6,14 +6,15 @@ of tokens. Sampling is greedy, and no end token ends a request.
 
 Each round starts one engine after the other, in an order that changes from round to round. Before each workload, the engine gets
 a warm-up request. Rootstock runs as a server with an HTTP client on the same cores. The other engines run inside a driver
-process, without HTTP and without text. The output has the median and the range over the rounds of:
+process, without HTTP and without text. vLLM recommends tcmalloc, which its driver loads if Debian's libtcmalloc-minimal4 is
+installed. The output has the median and the range over the rounds of:
 
 - tokens per second: output tokens, and for the workload with shared prefixes also prompt tokens;
 - resident memory of all processes of the engine, including its KV;
 - the ratio of Rootstock's rate to the best rate of another engine with weights of equal bits.
 
 If a request gets a wrong number of tokens, its workload has failed. An engine that cannot be installed or started is listed with
-the reason. With the defaults, the rounds take 90 minutes on two cores.
+the reason. With the defaults, the rounds take about 90 minutes on two cores.
 """
 
 from __future__ import annotations

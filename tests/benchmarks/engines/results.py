@@ -56,7 +56,8 @@ class Results:
 
     def tables(self) -> str:
         """Returns Markdown tables of rates and ratios, then lists of failed workloads and absent engines."""
-        parts = [self._table("tokens/s", self._rate_rows(), "memory, MB"), self._table("ratio", self._ratio_rows())]
+        ratios = self._ratio_rows()
+        parts = [self._table("tokens/s", self._rate_rows(), "memory, MB"), *[self._table("ratio", ratios)] * bool(ratios)]
         failures = [
             f"- {one.variant.label}, {one.workload}, round {one.round}: {one.failure}" for one in self._found if one.failure
         ]

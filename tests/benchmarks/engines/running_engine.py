@@ -134,9 +134,10 @@ def driver(setup: Setup, workloads: Sequence[Workload], script: Path | None = No
 
 
 def preloaded(setup: Setup) -> str:
-    """Returns the value of LD_PRELOAD for an engine's driver."""
-    place, patterns = setup.python.parent.parent, ENGINES[setup.variant.engine].preloaded
-    return ":".join(str(library) for pattern in patterns for library in sorted(place.glob(pattern))[:1])
+    """Returns the value of LD_PRELOAD for an engine's driver. A library that is not installed is left out."""
+    places, patterns = (setup.python.parent.parent, Path("/usr/lib")), ENGINES[setup.variant.engine].preloaded
+    found = [library for pattern in patterns for place in places for library in place.glob(pattern)]
+    return ":".join(map(str, found))
 
 
 def start_line(setup: Setup, workloads: Sequence[Workload]) -> dict[str, Any]:

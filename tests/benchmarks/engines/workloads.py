@@ -10,7 +10,7 @@ import numpy as np
 
 KV_TOKENS = 32_768  # tokens for which each engine gets KV memory
 TEXT_SHARE = 0.9  # ids are drawn from this first part of the vocabulary, because the last ids are special tokens
-WARM_UP_TOKENS = 8  # output tokens of the request before each workload
+WARM_UP_TOKENS = 8  # most output tokens of the request before each workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +65,4 @@ def jobs(workload: Workload, model: Path, seed: tuple[int, ...]) -> tuple[Job, J
     """Returns a warm-up job of one prompt, and the measured job. The two share no prompt."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     (warm_up, *_), prompts = workload.draw(vocab, (*seed, 1)), workload.draw(vocab, (*seed, 0))
-    return Job([warm_up], WARM_UP_TOKENS, 1), Job(prompts, workload.output_len, workload.in_flight)
+    return Job([warm_up], min(WARM_UP_TOKENS, workload.output_len), 1), Job(prompts, workload.output_len, workload.in_flight)
