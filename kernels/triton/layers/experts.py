@@ -1,4 +1,4 @@
-"""Implements routers and experts in Triton. Each row uses a few experts, and only their weights are read.
+"""Implements experts in Triton. Each row uses a few experts, and only their weights are read.
 
 A pair is a row and one of its experts. The kernels run in this order:
 
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.ops import PackedExperts, Routing, misfit, require_contiguous
+from rootstock_llm.kernels.contracts.ops import PackedExperts, misfit, require_contiguous
 from rootstock_llm.kernels.triton.attention.attention_block import dot
 from rootstock_llm.kernels.triton.launch import begin_next, block_of, chained, take_turn, wait_for_last, warps_for
 from rootstock_llm.kernels.triton.layers.coded import BLOCK_K as CODED_K
@@ -32,108 +32,6 @@ from rootstock_llm.kernels.triton.layers.coded import CodedWeights, coded_sums
 
 IDS = 1024  # pairs that a program of _group_kernel reads at a time
 COLUMNS = 1024  # columns of a program of _combine_kernel
-
-
-@triton.jit
-def _route_kernel(
-    weights,  # float32[T, CHOICES]
-    ids,  # int32[T, CHOICES]
-    logits,  # float32[T, EXPERTS]
-    bias,  # float32[EXPERTS]; without HAS_BIAS, any pointer
-    scale,
-    EXPERTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    TWO_BEST: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    CHOICE_BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    take_turn(CHAINED)
-    LOWEST: tl.constexpr = float("-inf")
-    SIZE: tl.constexpr = EXPERTS // GROUPS
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    is_open = lanes < EXPERTS
-    x = tl.load(logits + row * EXPERTS + lanes, mask=is_open, other=LOWEST)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-x))
-    else:
-        powers = tl.exp(x - tl.max(x, 0))
-        scores = powers / tl.sum(powers, 0)
-    selection = scores
-    if HAS_BIAS:
-        selection += tl.load(bias + lanes, mask=is_open, other=0.0)
-    selection = tl.where(selection == selection, selection, LOWEST)
-    if TOP_GROUPS < GROUPS:
-        groups = tl.arange(0, GROUP_BLOCK)
-        group_scores = tl.full([GROUP_BLOCK], LOWEST, tl.float32)
-        for group in tl.static_range(GROUPS):
-            of_group = tl.where(is_open & (lanes // SIZE == group), selection, LOWEST)
-            score = tl.max(of_group, 0)
-            if TWO_BEST and SIZE > 1:
-                first = tl.min(tl.where(of_group == score, tl.where(lanes // SIZE == group, lanes, BLOCK), BLOCK), 0)
-                score += tl.max(tl.where(lanes == first, LOWEST, of_group), 0)
-            group_scores = tl.where(groups == group, score, group_scores)
-        group_scores = tl.where(group_scores == group_scores, group_scores, LOWEST)
-        open_groups = groups < GROUPS
-        is_open = lanes < 0
-        for _ in tl.static_range(TOP_GROUPS):
-            best = tl.max(tl.where(open_groups, group_scores, LOWEST), 0)
-            chosen = tl.min(tl.where(open_groups & (group_scores == best), groups, GROUP_BLOCK), 0)
-            open_groups = open_groups & (groups != chosen)
-            is_open = is_open | ((lanes // SIZE == chosen) & (lanes < EXPERTS))
-    choices = tl.arange(0, CHOICE_BLOCK)
-    chosen_scores = tl.zeros([CHOICE_BLOCK], dtype=tl.float32)
-    total = tl.sum(tl.zeros([CHOICE_BLOCK], dtype=tl.float32), 0)
-    for choice in tl.static_range(CHOICES):
-        best = tl.max(tl.where(is_open, selection, LOWEST), 0)
-        expert = tl.min(tl.where(is_open & (selection == best), lanes, BLOCK), 0)
-        is_open = is_open & (lanes != expert)
-        score = tl.sum(tl.where(lanes == expert, scores, 0.0), 0)
-        total += score
-        chosen_scores = tl.where(choices == choice, score, chosen_scores)
-        tl.store(ids + row * CHOICES + choice, expert)
-    if RENORMALIZE:
-        chosen_scores /= total + 1e-20
-    tl.store(weights + row * CHOICES + choices, chosen_scores * scale, mask=choices < CHOICES)
-
-
-def route(weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, routing: Routing) -> None:
-    """Implements Kernels.route(). Raises ValueError if the shapes or the rules do not fit."""
-    require_contiguous(weights, ids, logits)
-    rows, experts = logits.shape
-    fits = weights.shape == ids.shape == (rows, routing.top_k) and (bias is None or bias.shape == (experts,))
-    if not fits or not routing.fits(experts) or logits.dtype != torch.float32 or weights.dtype != torch.float32:
-        raise misfit(weights, ids, logits)
-    if not rows:
-        return
-    block = block_of(experts)
-    _route_kernel[rows,](
-        weights,
-        ids,
-        logits,
-        logits if bias is None else bias,
-        routing.scale,
-        EXPERTS=experts,
-        CHOICES=routing.top_k,
-        GROUPS=routing.num_groups,
-        TOP_GROUPS=routing.top_groups,
-        SIGMOID=routing.scoring == "sigmoid",
-        TWO_BEST=routing.group_score == "two_best",
-        RENORMALIZE=routing.renormalize,
-        HAS_BIAS=bias is not None,
-        BLOCK=block,
-        GROUP_BLOCK=block_of(routing.num_groups),
-        CHOICE_BLOCK=block_of(routing.top_k),
-        num_warps=warps_for(block),
-        **chained(logits.device),
-    )
 
 
 @triton.jit
@@ -171,6 +69,50 @@ def _tile_of(counts, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BL
     skipped = (tile - tl.sum(tl.where(lanes < expert, tiles, 0), 0)) * BLOCK_M
     begin = tl.sum(tl.where(lanes < expert, count, 0), 0) + skipped
     return expert, begin, tl.sum(tl.where(lanes == expert, count, 0), 0) - skipped
+
+
+@triton.jit
+def _products(
+    a_at,  # [BLOCK_M] pointers to the inputs of the pairs
+    pairs_in,
+    w_rows,  # [BLOCK_N] rows of the weight
+    columns_in,
+    weight,
+    scales,  # for these three see coded_sums(); without a GROUP, any pointers
+    zeros,
+    table,
+    bias,
+    ELEMENT: tl.constexpr,  # dtype of the inputs
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,  # 0 for a weight without codes
+    ZERO: tl.constexpr,
+    HALVES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Returns the products of pairs and rows of the weight, with the biases, float32[BLOCK_M, BLOCK_N]."""
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if GROUP > 0:
+        sums = coded_sums(
+            a_at[:, None], pairs_in, w_rows, weight, scales, zeros, table, ELEMENT, DEPTH, GROUP, ZERO,
+            HALVES, HAS_ZEROS, HAS_TABLE, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        w_at = weight + w_rows * DEPTH
+        for first in range(0, DEPTH, BLOCK_K):
+            depths = first + tl.arange(0, BLOCK_K)
+            deep = depths < DEPTH
+            a = tl.load(a_at[:, None] + depths[None, :], mask=pairs_in[:, None] & deep[None, :], other=0.0)
+            b = tl.load(w_at[:, None] + depths[None, :], mask=columns_in[:, None] & deep[None, :], other=0.0)
+            sums = dot(a, tl.trans(b), sums, UPCAST)
+    if HAS_BIAS:
+        sums += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
+    return sums
 
 
 @triton.jit
@@ -215,22 +157,10 @@ def _gate_up_kernel(
         pairs_in = pairs < count
         rows = tl.load(order + begin + pairs, mask=pairs_in, other=0) // CHOICES
         x_at = x + rows.to(tl.int64) * WIDTH
-        sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        if GROUP > 0:
-            sums = coded_sums(
-                x_at[:, None], pairs_in, w_rows, weight, scales, zeros, table, x.dtype.element_ty, WIDTH, GROUP, ZERO,
-                HALVES, HAS_ZEROS, HAS_TABLE, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:
-            w_at = weight + w_rows * WIDTH
-            for first in range(0, WIDTH, BLOCK_K):
-                depths = first + tl.arange(0, BLOCK_K)
-                deep = depths < WIDTH
-                a = tl.load(x_at[:, None] + depths[None, :], mask=pairs_in[:, None] & deep[None, :], other=0.0)
-                b = tl.load(w_at[:, None] + depths[None, :], mask=columns_in[:, None] & deep[None, :], other=0.0)
-                sums = dot(a, tl.trans(b), sums, UPCAST)
-        if HAS_BIAS:
-            sums += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
+        sums = _products(
+            x_at, pairs_in, w_rows, columns_in, weight, scales, zeros, table, bias, x.dtype.element_ty, WIDTH, GROUP, ZERO,
+            HALVES, HAS_ZEROS, HAS_TABLE, HAS_BIAS, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         gate, up = tl.split(tl.reshape(sums, [BLOCK_M, BLOCK_N // 2, 2]))
         gate = tl.where(gate > limit, limit, gate)  # a NaN stays, as the comparison is false
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -277,22 +207,10 @@ def _down_kernel(
         pairs = tl.arange(0, BLOCK_M)
         pairs_in = pairs < count
         a_at = hidden + (begin + pairs).to(tl.int64) * INNER
-        sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        if GROUP > 0:
-            sums = coded_sums(
-                a_at[:, None], pairs_in, w_rows, weight, scales, zeros, table, hidden.dtype.element_ty, INNER, GROUP, ZERO,
-                HALVES, HAS_ZEROS, HAS_TABLE, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:
-            w_at = weight + w_rows * INNER
-            for first in range(0, INNER, BLOCK_K):
-                depths = first + tl.arange(0, BLOCK_K)
-                deep = depths < INNER
-                a = tl.load(a_at[:, None] + depths[None, :], mask=pairs_in[:, None] & deep[None, :], other=0.0)
-                b = tl.load(w_at[:, None] + depths[None, :], mask=columns_in[:, None] & deep[None, :], other=0.0)
-                sums = dot(a, tl.trans(b), sums, UPCAST)
-        if HAS_BIAS:
-            sums += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
+        sums = _products(
+            a_at, pairs_in, w_rows, columns_in, weight, scales, zeros, table, bias, hidden.dtype.element_ty, INNER, GROUP, ZERO,
+            HALVES, HAS_ZEROS, HAS_TABLE, HAS_BIAS, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         number = tl.load(order + begin + pairs, mask=pairs_in, other=0)
         at = outputs + number.to(tl.int64)[:, None] * WIDTH + columns[None, :]
         tl.store(at, sums, mask=pairs_in[:, None] & columns_in[None, :])

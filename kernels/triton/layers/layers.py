@@ -15,6 +15,7 @@ from rootstock_llm.kernels.triton.attention import attention
 from rootstock_llm.kernels.triton.layers import elementwise, experts, gated_delta, kv_writes, step
 from rootstock_llm.kernels.triton.layers.coded import CodedWeights
 from rootstock_llm.kernels.triton.layers.linear import OrderedLinear, one_row_linear
+from rootstock_llm.kernels.triton.layers.route import route
 
 
 class TritonLayers:
@@ -55,7 +56,7 @@ class TritonLayers:
     pack_gated = staticmethod(layers.pack_gated)
     embedding = staticmethod(layers.embedding)
     pack_experts = staticmethod(layers.pack_experts)
-    route = staticmethod(experts.route)
+    route = staticmethod(route)
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)

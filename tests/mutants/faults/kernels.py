@@ -308,6 +308,11 @@ KERNELS = (
         ("tl.cumsum(own, 0) - 1, begin + lanes", "tl.cumsum(own, 0) - 1, lanes"),
         ("mask=pairs_in, other=0) // CHOICES", "mask=pairs_in, other=0) // (CHOICES + 1)"),
         ("up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))", "up = tl.where(up > limit, limit, up)"),
+        only="test_triton_experts",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/layers/route.py",
         ("is_open = is_open & (lanes != expert)", "is_open = is_open & (lanes > expert)"),
         only="test_triton_experts",
     ),
