@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 # whose size gRPC limits.
 MERGED_BYTES = 1 << 20
 GAP_S = 0.1  # shortest time in seconds between two load reports, except for changes that are sent at once
+EXPERT_BYTES = 16 << 20  # largest size in bytes of the routed experts of a message, unless one request has more
 BEAT_S = 1.0  # longest time in seconds between two load reports
 
 
@@ -170,7 +172,8 @@ class StreamOutbox:
             if stream := self._streams.get(output.peer):
                 stream.open.difference_update(finish.handle for finish in output.finishes)
                 self._ended.set()
-                stream.put(output_to_pb(output))
+                for part in parts_of(output):
+                    stream.put(output_to_pb(part))
 
 
 def _log_faults(output: PeerOutput) -> None:
@@ -353,6 +356,40 @@ def refusal_to_pb(message: worker_pb2.Submit, error: InvalidRequest) -> worker_p
         message=str(error),  # also contains the field's name, for older gateways that do not read `field`
         prompt_tokens=len(message.prompt_ids),
     )
+
+
+def parts_of(output: PeerOutput) -> list[PeerOutput]:
+    """Splits an output whose routed experts exceed EXPERT_BYTES, because gRPC limits the size of a message.
+
+    A part has everything that the output has for its requests, so that no token arrives before its experts. Requests without
+    routed experts are in the first part.
+    """
+    sizes = Counter[int]()
+    for handle, ids in output.routed_experts:
+        sizes[handle] += ids.nbytes
+    part_of: dict[int, int] = {}  # index of the part by handle
+    filled = last = 0
+    for handle, size in sizes.items():
+        if filled and filled + size > EXPERT_BYTES:
+            last, filled = last + 1, 0
+        part_of[handle] = last
+        filled += size
+    if not last:
+        return [output]
+    parts = [PeerOutput(output.peer) for _ in range(last + 1)]
+    ends = itertools.accumulate(output.counts)
+    for handle, count, end in zip(output.handles, output.counts, ends, strict=True):
+        part = parts[part_of.get(handle, 0)]
+        part.handles.append(handle)
+        part.counts.append(count)
+        part.tokens += output.tokens[end - count : end]
+    for finish in output.finishes:
+        parts[part_of.get(finish.handle, 0)].finishes.append(finish)
+    for name in ("logprobs", "prompt_logprobs", "routed_experts", "predicted"):
+        for pair in getattr(output, name):
+            getattr(parts[part_of.get(pair[0], 0)], name).append(pair)
+    parts[0].ready = output.ready
+    return parts
 
 
 def output_to_pb(output: PeerOutput) -> worker_pb2.StepOutput:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
 
 from rootstock_llm.protos import worker_pb2
-from rootstock_llm.services.worker.front.outbox import MERGED_BYTES, GatewayStream
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
+from rootstock_llm.services.worker.front import outbox
+from rootstock_llm.services.worker.front.outbox import MERGED_BYTES, GatewayStream, parts_of
 
 
 def messages_of(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutput]:
@@ -56,3 +63,45 @@ def test_outputs_after_a_sent_message_form_a_new_message() -> None:
         return [list(first.step.token_ids), list(second.step.token_ids)]
 
     assert asyncio.run(take()) == [[1, 2], [3]]
+
+
+def test_output_with_many_routed_experts_is_split_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC limits the size of a message. Each request's tokens, experts and end are in one message."""
+    monkeypatch.setattr(outbox, "EXPERT_BYTES", 100)
+    output = PeerOutput(3, handles=[7, 8, 9, 5], counts=[1, 2, 1, 1], tokens=[70, 80, 81, 90, 50])
+    # Requests 7, 8 and 9 have 60, 60 and 90 bytes of experts, and request 5 has none.
+    sizes = [(7, 60), (8, 30), (9, 90), (8, 30)]
+    output.routed_experts = [(handle, np.full((size // 2, 1, 1), handle, np.uint16)) for handle, size in sizes]
+    output.finishes = [Finish(FinishReason.LENGTH, handle) for handle in (5, 9)]
+    output.predicted = [(8, object())]  # type: ignore[list-item]
+
+    parts = parts_of(output)
+    assert [(part.handles, part.counts, part.tokens) for part in parts] == [
+        ([7, 5], [1, 1], [70, 50]),
+        ([8], [2], [80, 81]),
+        ([9], [1], [90]),
+    ]
+    assert [[(handle, ids.nbytes) for handle, ids in part.routed_experts] for part in parts] == [
+        [(7, 60)],
+        [(8, 30), (8, 30)],
+        [(9, 90)],
+    ]
+    assert [[finish.handle for finish in part.finishes] for part in parts] == [[5], [], [9]]
+    assert [len(part.predicted) for part in parts] == [0, 1, 0] and {part.peer for part in parts} == {3}
+    monkeypatch.setattr(outbox, "EXPERT_BYTES", 210)
+    assert parts_of(output) == [output]
+
+
+def test_parts_have_every_column_of_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "EXPERT_BYTES", 1)  # each request is in a part of its own
+    output = PeerOutput(1)
+    names = [field.name for field in fields(PeerOutput) if field.name != "peer"]
+    for name in names:
+        value: list[Any] = [(handle, np.full((1, 1, 1), handle, np.uint16)) for handle in (1, 2)]
+        value = [1, 2] if name == "handles" else [1, 1] if name == "counts" else [10, 20] if name == "tokens" else value
+        value = [Finish(FinishReason.LENGTH, handle) for handle in (1, 2)] if name == "finishes" else value
+        setattr(output, name, value)
+    parts = parts_of(output)
+    assert len(parts) == 2
+    for name in names:
+        assert [*getattr(parts[0], name), *getattr(parts[1], name)] == getattr(output, name), name
